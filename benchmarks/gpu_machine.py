@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SAYS_S = 30.0
 """A program that names a version and takes longer does not answer."""
 DRIVER = Path("/proc/driver/nvidia/version")
+CONTROL_DEVICE = Path("/dev/nvidiactl")
 STORAGE_DRIVER = Path("/proc/driver/nvidia-fs/version")
 PACKAGES = ("torch", "vllm", "sglang", "tensorrt_llm", "cuda-bindings", "nvidia-cufile", "nvidia-cufile-cu12")
 NONE = "none"
@@ -71,10 +72,17 @@ def not_here() -> dict[str, str]:
     return found
 
 
+def driver_refusal() -> str:
+    """Why there is nothing to build for; empty where there is. In some containers /proc does not show the driver."""
+    if DRIVER.exists() or CONTROL_DEVICE.exists() or gpus():
+        return ""
+    return "no NVIDIA driver is loaded"
+
+
 def refusal() -> str:
     """Why nothing can be run on this machine; empty where it can. Asks the driver in a process of its own."""
-    if not DRIVER.exists():
-        return "no NVIDIA driver is loaded"
+    if lacking := driver_refusal():
+        return lacking
     program = "import json; from flexkv import c_ext; print(json.dumps(c_ext.cuda_info()))"
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120

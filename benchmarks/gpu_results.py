@@ -14,7 +14,7 @@ import argparse
 import re
 from pathlib import Path
 
-from benchmarks.gpu_machine import DRIVER, ROOT, machine, not_here, refusal
+from benchmarks.gpu_machine import ROOT, driver_refusal, machine, not_here, refusal
 from benchmarks.gpu_page import bench_of, render
 from benchmarks.gpu_plan import NEED_A_CORE, STAGES, plan
 from benchmarks.gpu_stages import run_stage
@@ -85,13 +85,7 @@ def main() -> None:
         print(draw_page(out, arguments.page.with_suffix(".png")))
         print(closing_words(status_text()))
         return
-    lacking = (
-        refusal()
-        if arguments.stage in NEED_A_CORE
-        else ""
-        if DRIVER.exists()
-        else "no NVIDIA driver is loaded"
-    )
+    lacking = refusal() if arguments.stage in NEED_A_CORE else driver_refusal()
     if lacking:
         raise SystemExit(f"nothing was run: {lacking}")
     stage = plan(arguments.stage, out, arguments.device, arguments.folder)

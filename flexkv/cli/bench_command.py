@@ -14,6 +14,7 @@ from rich.table import Table
 from flexkv import c_ext
 from flexkv.cli.bench.base import ComparisonRow
 from flexkv.cli.bench.disk_rows import disk_rows
+from flexkv.cli.bench.event_rows import event_rows
 from flexkv.cli.bench.picture import draw
 from flexkv.cli.bench.result_file import ResultFile
 from flexkv.cli.bench.torch_baseline import index_select_rows, small_copy_rows
@@ -21,7 +22,7 @@ from flexkv.cli.bench.transfer_bench import LAYERS, RUN_BYTES, TransferBench, Tr
 from flexkv.cli.bench.transform_rows import transform_rows
 from flexkv.config.sizes import format_size
 
-PARTS = ("lanes", "torch", "small", "transform", "disk")
+PARTS = ("lanes", "torch", "small", "transform", "events", "disk")
 """Of the measurement, in order: the lanes, then what they are compared with."""
 LEGEND = """\
 A block of the engine's pool lies there in one run a layer; each row copies the same bytes in runs of that length.
@@ -133,6 +134,7 @@ def transfer(
         "torch": lambda: index_select_rows(device, RUN_BYTES, LAYERS, total_bytes, repeats),
         "small": lambda: _small_copies(device, bench),
         "transform": lambda: transform_rows(device, bench.multiprocessors, total_bytes, repeats),
+        "events": lambda: event_rows(device, bench),
     }
     if chosen := [part for part in beside if part in wanted]:
         with _doing(console, "comparing"):

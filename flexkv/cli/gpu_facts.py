@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 from typing import Any
 
+from flexkv.cli.driver_calls import DriverRefused, done
 from flexkv.cli.package_facts import Facts
 
 PACKAGES = ("cuda-bindings", "cuda-pathfinder")
@@ -22,10 +23,6 @@ ATTRIBUTES = {
     "numa_node": "CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID",
 }
 """Key in the facts -> attribute of the driver; each decides something of how flexkv copies there."""
-
-
-class DriverRefused(Exception):
-    """A call of the driver did not succeed; names it and the code."""
 
 
 def gpu_facts() -> Facts:
@@ -57,14 +54,14 @@ def devices(driver: Any) -> list[Facts]:
     Raises:
         DriverRefused: a call did not succeed. RuntimeError: there is no driver.
     """
-    _done(driver.cuInit(0), "cuInit")
+    done(driver.cuInit(0), "cuInit")
     found = []
-    for number in range(_done(driver.cuDeviceGetCount(), "cuDeviceGetCount")):
-        device = _done(driver.cuDeviceGet(number), "cuDeviceGet")
+    for number in range(done(driver.cuDeviceGetCount(), "cuDeviceGetCount")):
+        device = done(driver.cuDeviceGet(number), "cuDeviceGet")
         facts: Facts = {
-            "name": _text(_done(driver.cuDeviceGetName(NAME_BYTES, device), "cuDeviceGetName")),
-            "bytes": int(_done(driver.cuDeviceTotalMem(device), "cuDeviceTotalMem")),
-            "pci": _text(_done(driver.cuDeviceGetPCIBusId(ADDRESS_BYTES, device), "cuDeviceGetPCIBusId")),
+            "name": _text(done(driver.cuDeviceGetName(NAME_BYTES, device), "cuDeviceGetName")),
+            "bytes": int(done(driver.cuDeviceTotalMem(device), "cuDeviceTotalMem")),
+            "pci": _text(done(driver.cuDeviceGetPCIBusId(ADDRESS_BYTES, device), "cuDeviceGetPCIBusId")),
         }
         for key, attribute in ATTRIBUTES.items():
             facts[key] = None
@@ -86,14 +83,6 @@ def words(facts: Facts) -> str:
         f"{known('compute_minor')}, {known('multiprocessors')} multiprocessors, {known('copy_engines')} copy engines, "
         f"PCI {facts['pci']}"
     )
-
-
-def _done(answer: tuple[Any, ...], call: str) -> Any:
-    """What a call gave behind its code."""
-    code, *values = answer
-    if code != 0:
-        raise DriverRefused(f"{call}: {code!r}")
-    return values[0] if values else None
 
 
 def _text(value: bytes) -> str:

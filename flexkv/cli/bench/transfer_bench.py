@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from flexkv import c_ext
+from flexkv.cli.bench.event_clock import EventClock
 from flexkv.errors import ContractError
 from flexkv.transfer.engine import TransferEngine
 from flexkv.transfer.graph import OpId, OpKind, OpStatus, Priority, TransferGraph, TransferOp
@@ -167,6 +168,39 @@ class TransferBench:
                 one_way = max(row.gbps for row in rows)
                 rows.append(dataclasses.replace(both, share_of_one_way=both.gbps / one_way))
             return rows
+
+    def loads_by_events(self, run_bytes: int, clock: EventClock) -> tuple[float, str, int] | None:
+        """GB/s of a layerwise load between what the clock's stream was given before and what it is given behind, with
+        path and multiprocessors; None where a block is more than all bytes.
+
+        Raises:
+            DriverRefused: the clock cannot be read.
+        """
+        blocks = self._total // (run_bytes * LAYERS)
+        if blocks < 1:
+            return None
+        order = np.random.default_rng(0).permutation(blocks).astype(np.int32)
+        with self._engine(run_bytes, blocks) as engine:
+
+            def once() -> float:
+                ids = order.copy(), order.copy()
+                op = TransferOp(OpId(next(self._ids)), OpKind.H2D, 0, Priority.LOAD, *ids, layerwise=True)
+                clock.start()
+                ticket = engine.submit(TransferGraph((op,), ()), stream=clock.stream)
+                if ticket is None:
+                    raise ContractError("a load found its queue full")
+                # The stream waits for the copies; this thread only until they are enqueued.
+                found = engine.wait_layer(ticket, LAYERS - 1, WAIT_S, stream=clock.stream)
+                clock.stop()
+                if not found.ok or not engine.wait(ticket, WAIT_S):
+                    raise ContractError(f"a load of {self._total} bytes did not arrive: {found}")
+                for result in engine.poll():
+                    if result.status is not OpStatus.OK:
+                        raise ContractError(f"a load failed: {result.reason}")
+                return clock.seconds()
+
+            gbps = blocks * run_bytes * LAYERS / self._median(once) / 1e9
+            return (gbps, *copy_path(engine))
 
     @contextmanager
     def storing(self) -> Iterator[Callable[[], None]]:

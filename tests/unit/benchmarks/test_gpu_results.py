@@ -241,6 +241,32 @@ def test_what_the_machine_lacks_is_left_out_by_name(tmp_path: Path, monkeypatch:
     assert "a device other than 0" not in gpu_machine.not_here()
 
 
+def test_without_torch_its_tests_are_left_out_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_plan, "find_spec", lambda name: None)
+    for stage, runs in (("smoke", {"info", "lanes, quick"}), ("tests", set()), ("sanitize", {"controls"})):
+        steps = plan(stage, tmp_path, 0, None).steps
+        assert {step.name for step in steps if not step.missing} - {"vLLM"} == runs
+        assert any(step.missing.startswith("torch is not installed") for step in steps)
+
+
+def test_a_driver_is_known_by_what_a_container_shows_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missing, there = tmp_path / "missing", tmp_path
+    for driver, control, gpus, found in (
+        (missing, missing, 0, False),
+        (there, missing, 0, True),
+        (missing, there, 0, True),
+        (missing, missing, 1, True),
+    ):
+        monkeypatch.setattr(gpu_machine, "DRIVER", driver)
+        monkeypatch.setattr(gpu_machine, "CONTROL_DEVICE", control)
+        monkeypatch.setattr(gpu_machine, "gpus", lambda count=gpus: count)
+        assert (gpu_machine.driver_refusal() == "") is found
+
+
 def test_a_machine_without_tools_says_what_is_unknown() -> None:
     said = gpu_machine.said(["no-such-program"])
     assert said == "unknown: no no-such-program here"

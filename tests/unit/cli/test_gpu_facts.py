@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from flexkv.cli import gpu_facts
-from flexkv.cli.gpu_facts import DriverRefused, devices, words
+from flexkv.cli.driver_calls import DriverRefused
+from flexkv.cli.gpu_facts import devices, words
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -1,0 +1,65 @@
+"""Times by the GPU's own clock: events in a stream, by NVIDIA's bindings (the extra `flexkv[gpu]`)."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+from flexkv.cli.driver_calls import done
+
+
+class EventClock:
+    """A stream of its own on a device, and two events of it; use as a context manager, in one thread.
+
+    Args:
+        driver: `cuda.bindings.driver`.
+
+    Raises:
+        DriverRefused: a call did not succeed, in any method. RuntimeError: there is no driver.
+    """
+
+    def __init__(self, driver: Any, device: int) -> None:
+        self._driver = driver
+        with ExitStack() as made:
+            done(driver.cuInit(0), "cuInit")
+            number = done(driver.cuDeviceGet(device), "cuDeviceGet")
+            context = done(driver.cuDevicePrimaryCtxRetain(number), "cuDevicePrimaryCtxRetain")
+            made.callback(lambda: done(driver.cuDevicePrimaryCtxRelease(number), "cuDevicePrimaryCtxRelease"))
+            done(driver.cuCtxPushCurrent(context), "cuCtxPushCurrent")
+            made.callback(lambda: done(driver.cuCtxPopCurrent(), "cuCtxPopCurrent"))
+            # Not tied to the default stream, which waits for others.
+            flags = int(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
+            self.stream = done(driver.cuStreamCreate(flags), "cuStreamCreate")
+            made.callback(lambda: done(driver.cuStreamDestroy(self.stream), "cuStreamDestroy"))
+            self._events = []
+            self._events = [self._event(made) for _ in range(2)]
+            self._made = made.pop_all()
+
+    def _event(self, made: ExitStack) -> Any:
+        event = done(
+            self._driver.cuEventCreate(int(self._driver.CUevent_flags.CU_EVENT_DEFAULT)), "cuEventCreate"
+        )
+        made.callback(lambda: done(self._driver.cuEventDestroy(event), "cuEventDestroy"))
+        return event
+
+    def __enter__(self) -> EventClock:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._made.close()
+
+    def start(self) -> None:
+        """From here: a point behind what the stream was given so far."""
+        self._record(0)
+
+    def stop(self) -> None:
+        """To here."""
+        self._record(1)
+
+    def seconds(self) -> float:
+        """Between the two points. Waits until the stream has reached the second."""
+        done(self._driver.cuEventSynchronize(self._events[1]), "cuEventSynchronize")
+        return float(done(self._driver.cuEventElapsedTime(*self._events), "cuEventElapsedTime")) / 1e3
+
+    def _record(self, number: int) -> None:
+        done(self._driver.cuEventRecord(self._events[number], self.stream), "cuEventRecord")

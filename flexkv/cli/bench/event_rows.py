@@ -1,0 +1,51 @@
+"""Loads by the GPU's own clock, without what this process takes to notice that they ended."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flexkv.cli.bench.base import ComparisonRow
+from flexkv.cli.bench.event_clock import EventClock
+from flexkv.cli.bench.transfer_bench import TransferBench
+from flexkv.cli.driver_calls import DriverRefused
+
+WHAT = "load, by CUDA events"
+RUNS = (32 << 10, 256 << 10, 1 << 20)
+"""Lengths of run that have goals."""
+
+
+def event_rows(device: int | None, bench: TransferBench) -> list[ComparisonRow]:
+    """A row for each of RUNS; without a GPU none, and where the extra or the driver is missing one that says so."""
+    if device is None:
+        return []
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        return [ComparisonRow(WHAT, "H2D", 0, note=f"cuda-bindings cannot be loaded: {error}")]
+    return measure(driver, device, bench)
+
+
+def measure(driver: Any, device: int, bench: TransferBench) -> list[ComparisonRow]:
+    rows: list[ComparisonRow] = []
+    try:
+        with EventClock(driver, device) as clock:
+            for run_bytes in RUNS:
+                found = bench.loads_by_events(run_bytes, clock)
+                if found is None:
+                    continue  # more than is moved
+                gbps, path, multiprocessors = found
+                rows.append(
+                    ComparisonRow(
+                        WHAT,
+                        "H2D",
+                        run_bytes,
+                        gbps,
+                        path=path,
+                        multiprocessors=multiprocessors,
+                        share=gbps / bench.limit_gbps["H2D"],
+                        note="from the engine's last work before to its next behind; share of one contiguous copy",
+                    )
+                )
+    except (DriverRefused, RuntimeError) as error:  # RuntimeError: the bindings found no libcuda
+        rows.append(ComparisonRow(WHAT, "H2D", 0, note=str(error).strip()))
+    return rows

@@ -1,0 +1,21 @@
+"""Calls of `cuda.bindings.driver`, each of which gives a tuple that starts with its code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class DriverRefused(Exception):
+    """A call of the driver did not succeed; names it and the code."""
+
+
+def done(answer: tuple[Any, ...], call: str) -> Any:
+    """What a call gave behind its code; None where that is nothing.
+
+    Raises:
+        DriverRefused: the code is not 0.
+    """
+    code, *values = answer
+    if code != 0:
+        raise DriverRefused(f"{call}: {code!r}")
+    return values[0] if values else None
