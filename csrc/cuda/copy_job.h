@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "base/host_device.h"
+#include "base/kernel_grid.h"
 #include "layout/lane_work.h"
 #include "layout/segment.h"
 
@@ -14,8 +15,6 @@ namespace flexkv::cuda {
 // Unit: bytes. What one warp copies before it turns to the next: four rounds of 16 bytes a thread with four
 // loads in flight. A multiple of 16, so that cutting a run keeps its alignment.
 inline constexpr int64_t kChunkBytes = 8192;
-
-inline constexpr int kWarpThreads = 32;
 
 // A part of a run, for every block.
 struct CopyChunk {

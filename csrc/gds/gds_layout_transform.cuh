@@ -2,15 +2,17 @@
 #pragma once
 #include <cuda_runtime.h>
 
+#include "base/kernel_grid.h"
 #include "gds/layout_transform.h"
 
 namespace flexkv {
 
-inline constexpr int kTransformThreads = 1024;
-// So many of these threads a multiprocessor holds (2,048 since compute capability 8.0, but for 8.6 and 8.9).
-inline constexpr int kTransformBlocksPerMultiprocessor = 2;
+inline constexpr int kTransformThreads = kFullBlockThreads;
+// So many of these blocks a multiprocessor holds: at up to 64 registers a thread one fills its registers.
+inline constexpr int kTransformBlocksPerMultiprocessor = 1;
 
-// Enqueues one batch, whose arrays are in memory of the GPU. Returns the launch's own error.
-cudaError_t launch_layout_transform(const TransformBatch& batch, int blocks, cudaStream_t stream);
+// Enqueues one batch, whose arrays are in memory of the GPU, on at most `most_blocks` multiprocessors.
+// Returns the launch's own error.
+cudaError_t launch_layout_transform(const TransformBatch& batch, int most_blocks, cudaStream_t stream);
 
 }  // namespace flexkv

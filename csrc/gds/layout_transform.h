@@ -1,6 +1,6 @@
 // The arithmetic of the layout transform: moving pages between staging slots and the engine's pool, and
 // making or checking the digests of their runs in the same pass. A group of 32 lanes (a warp) does one leaf
-// of one run of one page. Compiled by g++ and nvcc alike: gds_layout_transform.cu launches it,
+// of one run of one page. Compiled by g++ and nvcc alike: transform_kernel.cuh is the kernel over it,
 // testing/transform_lanes.h runs the same functions on the CPU, lane by lane.
 #pragma once
 #include <cstdint>
@@ -78,6 +78,33 @@ struct TransformBatch {
   TransformMode mode = TransformMode::kToPool;
 };
 
+// The leaves of all pages that fall to one warp of `warps`: every `warps`-th. Divides once, not at each leaf.
+class LeafWalk {
+ public:
+  FLEXKV_HD LeafWalk(const TransformBatch& batch, int32_t warp, int32_t warps)
+      : pages_(static_cast<uint32_t>(batch.num_pages)),
+        leaves_(static_cast<uint32_t>(batch.num_leaves)),
+        step_pages_(static_cast<uint32_t>(warps) / leaves_),
+        step_leaves_(static_cast<uint32_t>(warps) % leaves_),
+        page_(static_cast<uint32_t>(warp) / leaves_),
+        leaf_(static_cast<uint32_t>(warp) % leaves_) {}
+
+  FLEXKV_HD bool ended() const { return page_ >= pages_; }
+  FLEXKV_HD int32_t page() const { return static_cast<int32_t>(page_); }
+  FLEXKV_HD int32_t leaf() const { return static_cast<int32_t>(leaf_); }
+  // Only before the end. Nothing overflows: these are sums of two below 2^31.
+  FLEXKV_HD void advance() {
+    page_ += step_pages_;
+    leaf_ += step_leaves_;
+    if (leaf_ < leaves_) return;
+    leaf_ -= leaves_;
+    page_ += 1;
+  }
+
+ private:
+  uint32_t pages_, leaves_, step_pages_, step_leaves_, page_, leaf_;
+};
+
 struct LeafEnds {
   unsigned char* dst;
   const unsigned char* src;
@@ -103,16 +130,16 @@ struct LaneLeafSums {
 
 namespace transform_detail {
 
-FLEXKV_HD inline void add_vector(LaneLeafSums& sums, uint64_t low, uint64_t high, int64_t vector) {
+FLEXKV_HD inline void add_vector(LaneLeafSums& sums, uint64_t low, uint64_t high, int vector) {
   sums.even.add(low, digest_constant(static_cast<uint64_t>(2 * vector)));
   sums.odd.add(high, digest_constant(static_cast<uint64_t>(2 * vector + 1)));
 }
 
 // The words of one vector of which some bytes may lie past the leaf's end. A word that starts past it is not
 // one of the leaf's.
-FLEXKV_HD inline void add_partial_vector(LaneLeafSums& sums, const unsigned char* leaf, int64_t bytes,
-                                         int64_t vector) {
-  const int64_t word = 2 * vector;
+FLEXKV_HD inline void add_partial_vector(LaneLeafSums& sums, const unsigned char* leaf, int bytes,
+                                         int vector) {
+  const int word = 2 * vector;
   if (word * 8 < bytes) {
     sums.even.add(load_word(leaf, bytes, word), digest_constant(static_cast<uint64_t>(word)));
   }
@@ -122,19 +149,17 @@ FLEXKV_HD inline void add_partial_vector(LaneLeafSums& sums, const unsigned char
 }
 
 template <typename Unit>
-FLEXKV_HD inline int64_t copy_units(unsigned char* dst, const unsigned char* src, int64_t from, int64_t bytes,
-                                    int lane) {
-  constexpr int64_t kUnit = sizeof(Unit);
+FLEXKV_HD inline int copy_units(unsigned char* dst, const unsigned char* src, int from, int bytes, int lane) {
+  constexpr int kUnit = sizeof(Unit);
   if (((reinterpret_cast<uintptr_t>(dst) | reinterpret_cast<uintptr_t>(src)) & (kUnit - 1)) != 0) return from;
-  const int64_t end = bytes / kUnit;
-  for (int64_t i = from / kUnit + lane; i < end; i += kTransformLanes) {
+  const int end = bytes / kUnit;
+  for (int i = from / kUnit + lane; i < end; i += kTransformLanes) {
     reinterpret_cast<Unit*>(dst)[i] = reinterpret_cast<const Unit*>(src)[i];
   }
   return end * kUnit;
 }
 
-FLEXKV_HD inline void copy_rest(unsigned char* dst, const unsigned char* src, int64_t from, int64_t bytes,
-                                int lane) {
+FLEXKV_HD inline void copy_rest(unsigned char* dst, const unsigned char* src, int from, int bytes, int lane) {
   from = copy_units<uint64_t>(dst, src, from, bytes, lane);
   from = copy_units<uint32_t>(dst, src, from, bytes, lane);
   copy_units<uint8_t>(dst, src, from, bytes, lane);
@@ -146,25 +171,29 @@ FLEXKV_HD inline void copy_rest(unsigned char* dst, const unsigned char* src, in
 // 16-byte vectors, all of a lane's loads before its first store, so that eight are in flight; others in 8-,
 // 4- or 1-byte units. No size is refused and no tail dropped.
 template <bool kDigest, bool kCopy = true>
-FLEXKV_HD inline LaneLeafSums move_leaf_lane(const LeafEnds& ends, int64_t bytes, int lane) {
+FLEXKV_HD inline LaneLeafSums move_leaf_lane(const LeafEnds& ends, int bytes, int lane) {
   namespace detail = transform_detail;
   constexpr int kHeld = static_cast<int>(kLeafBytes / 16 / kTransformLanes);
   LaneLeafSums sums;
   unsigned char* dst = ends.dst;
   const unsigned char* src = ends.src;
   if (((reinterpret_cast<uintptr_t>(dst) | reinterpret_cast<uintptr_t>(src)) & 15u) == 0) {
-    const int64_t vectors = bytes / 16;
+    const int vectors = bytes / 16;
+    // Zeros where there is nothing to load: a register that only some leaves write would have to last from
+    // leaf to leaf, and eight vectors that do leave too few of a thread's 64 for the rest.
     Vector16 held[kHeld];
     for (int k = 0; k < kHeld; ++k) {
-      const int64_t i = lane + int64_t{k} * kTransformLanes;
-      if (i < vectors) held[k] = reinterpret_cast<const Vector16*>(src)[i];
+      const int i = lane + k * kTransformLanes;
+      held[k] = i < vectors ? reinterpret_cast<const Vector16*>(src)[i] : Vector16{0, 0};
     }
     for (int k = 0; k < kHeld; ++k) {
-      const int64_t i = lane + int64_t{k} * kTransformLanes;
-      if (i < vectors) {
-        if constexpr (kCopy) reinterpret_cast<Vector16*>(dst)[i] = held[k];
-        if constexpr (kDigest) detail::add_vector(sums, held[k].low, held[k].high, i);
-      }
+      const int i = lane + k * kTransformLanes;
+      if (kCopy && i < vectors) reinterpret_cast<Vector16*>(dst)[i] = held[k];
+    }
+    // After all stores, when the addresses stored to take no registers any more.
+    for (int k = 0; k < kHeld; ++k) {
+      const int i = lane + k * kTransformLanes;
+      if (kDigest && i < vectors) detail::add_vector(sums, held[k].low, held[k].high, i);
     }
     if constexpr (kCopy) detail::copy_rest(dst, src, vectors * 16, bytes, lane);
     if constexpr (kDigest) {
@@ -175,7 +204,7 @@ FLEXKV_HD inline LaneLeafSums move_leaf_lane(const LeafEnds& ends, int64_t bytes
   } else {
     if constexpr (kCopy) detail::copy_rest(dst, src, 0, bytes, lane);
     if constexpr (kDigest) {
-      for (int64_t i = lane; i * 16 < bytes; i += kTransformLanes) {
+      for (int i = lane; i * 16 < bytes; i += kTransformLanes) {
         detail::add_partial_vector(sums, src, bytes, i);
       }
     }

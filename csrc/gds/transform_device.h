@@ -61,8 +61,8 @@ inline constexpr int32_t kHostDevice = -1;
 // Plain memory.
 std::shared_ptr<TransformDevice> host_transform_device();
 
-// Unit: thread blocks. Each fills half an SM, so that a transfer never takes more than this many SMs from the
-// model; twice that would pass the disks' speed by far.
+// Unit: thread blocks. Each fills the registers of an SM, so that a transfer never takes more than this many
+// SMs from the model; twice that would pass the disks' speed by far.
 inline constexpr int kTransformBlocks = 8;
 
 // How much of a GPU transforms take: a few multiprocessors beside the model, or all, for measurements.

@@ -1,34 +1,21 @@
 #include <cuda_runtime.h>
 
-#include <algorithm>
-
 #include "rope/rotate.h"
+#include "rope/rotate_kernel.cuh"
 
 namespace flexkv {
 namespace {
 
-constexpr int kLanes = 32;
-constexpr int kThreads = 256;
-constexpr int kWarps = kThreads / kLanes;
-// Unit: thread blocks. Enough to fill the largest GPUs; a rotation stands in the way of the model's own work,
-// so it is not held back.
-constexpr int64_t kMostBlocks = 2048;
-
-template <typename Element, Pairing kPairing>
-__global__ void __launch_bounds__(kThreads) rotate_kernel(const RotationRows rows) {
-  const int lane = static_cast<int>(threadIdx.x) % kLanes;
-  const int64_t step = static_cast<int64_t>(gridDim.x) * kWarps;
-  int64_t row = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kLanes;
-  for (; row < rows.rows; row += step) rotate_row_lane<Element, kPairing>(rows, row, lane, kLanes);
-}
+// Unit: thread blocks. Enough to fill the largest GPUs.
+constexpr int kMostBlocks = 2048;
 
 template <typename Element>
 void launch(const RotationRows& rows, Pairing pairing, cudaStream_t stream) {
-  const auto blocks = static_cast<unsigned>(std::min(kMostBlocks, (rows.rows + kWarps - 1) / kWarps));
+  const int blocks = blocks_for(rows.rows, kRotateThreads, kMostBlocks);
   if (pairing == Pairing::kNeox) {
-    rotate_kernel<Element, Pairing::kNeox><<<blocks, kThreads, 0, stream>>>(rows);
+    rotate_kernel<Element, Pairing::kNeox><<<blocks, kRotateThreads, 0, stream>>>(rows);
   } else {
-    rotate_kernel<Element, Pairing::kGptj><<<blocks, kThreads, 0, stream>>>(rows);
+    rotate_kernel<Element, Pairing::kGptj><<<blocks, kRotateThreads, 0, stream>>>(rows);
   }
 }
 

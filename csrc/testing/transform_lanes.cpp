@@ -50,9 +50,12 @@ void run(const TransformBatch& batch, int32_t page, const TransformLeaf& leaf) {
   if constexpr (kDigest) end_leaf<OneThread>(batch, page, leaf, reduce_and_fold(sums));
 }
 
-class LaneTransformer : public Transformer {
+using RunBatch = std::function<void(const TransformBatch&)>;
+
+class CalledTransformer : public Transformer {
  public:
-  LaneTransformer(const PageMap& map, bool into_pool) : tables_(map, into_pool) {}
+  CalledTransformer(const PageMap& map, bool into_pool, const RunBatch& run)
+      : tables_(map, into_pool), run_(run) {}
 
   void launch(std::span<const TransformPage> pages) override {
     BatchResult result;
@@ -63,7 +66,7 @@ class LaneTransformer : public Transformer {
     batch.num_pages = static_cast<int32_t>(pages.size());
     batch.progress = progress.data();
     batch.bad_run = result.bad_run.data();
-    transform_lane_by_lane(batch);
+    run_(batch);
     done_.push_back(std::move(result));
   }
 
@@ -75,23 +78,33 @@ class LaneTransformer : public Transformer {
 
  private:
   TransformTables tables_;
+  RunBatch run_;
   std::deque<BatchResult> done_;
 };
 
-class LaneTransformDevice : public TransformDeviceAround {
+class CalledTransformDevice : public TransformDeviceAround {
  public:
-  using TransformDeviceAround::TransformDeviceAround;
-  std::string name() const override { return "host, lane by lane"; }
+  CalledTransformDevice(std::string name, RunBatch run)
+      : TransformDeviceAround(host_transform_device()), name_(std::move(name)), run_(std::move(run)) {}
+  std::string name() const override { return name_; }
   std::unique_ptr<Transformer> transformer(const PageMap& map, bool into_pool, int32_t,
                                            StreamEvent*) override {
-    return std::make_unique<LaneTransformer>(map, into_pool);
+    return std::make_unique<CalledTransformer>(map, into_pool, run_);
   }
+
+ private:
+  const std::string name_;
+  const RunBatch run_;
 };
 
 }  // namespace
 
+std::shared_ptr<TransformDevice> transform_device_of(std::string name, RunBatch run) {
+  return std::make_shared<CalledTransformDevice>(std::move(name), std::move(run));
+}
+
 std::shared_ptr<TransformDevice> lane_transform_device() {
-  return std::make_shared<LaneTransformDevice>(host_transform_device());
+  return transform_device_of("host, lane by lane", &transform_lane_by_lane);
 }
 
 void transform_lane_by_lane(const TransformBatch& batch) {

@@ -12,68 +12,9 @@
 #include "gds/transform_tables.h"
 #include "storage/striping.h"
 #include "testing/transform_lanes.h"
+#include "transform_world.h"
 
 using namespace flexkv;
-
-namespace {
-
-using ByteVector = std::vector<unsigned char>;
-
-ByteVector random_bytes(size_t count, uint32_t seed) {
-  std::mt19937 random(seed);
-  ByteVector bytes(count);
-  for (auto& byte : bytes) byte = static_cast<unsigned char>(random());
-  return bytes;
-}
-
-// Assigning would move the bytes, and views hold addresses.
-void put(ByteVector& target, const ByteVector& bytes) {
-  std::copy(bytes.begin(), bytes.end(), target.begin());
-}
-
-// A pool of `layers` separate tensors, each `skew` bytes past an aligned start, and slots with digests.
-struct TransformWorld {
-  TransformWorld(int32_t layers, int64_t run_bytes, int64_t skew, int64_t blocks)
-      : run(run_bytes), stride(run_bytes + skew), num_blocks(blocks) {
-    pool = random_bytes(static_cast<size_t>(layers * (blocks * stride + 64) + skew + 16), 1);
-    std::vector<Segment> runs;
-    auto base = reinterpret_cast<uintptr_t>(pool.data());
-    base = (base + 15) / 16 * 16 + static_cast<uintptr_t>(skew);
-    for (int32_t layer = 0; layer < layers; ++layer) {
-      runs.push_back({base + static_cast<uintptr_t>(layer * (blocks * stride + 32)), stride, run_bytes,
-                      layer * run_bytes, layer});
-    }
-    view = std::make_unique<KvView>(runs, blocks, layers * run_bytes);
-    digest_offset = (layers * run_bytes + 4095) / 4096 * 4096;
-    image_bytes = digest_offset + (8 * layers + 4095) / 4096 * 4096;
-    map = std::make_unique<PageMap>(
-        PageMap::stripe(*view, {0, digest_offset, digest_offset, image_bytes}, true));
-    slots = random_bytes(static_cast<size_t>(image_bytes * blocks + 16), 2);
-  }
-
-  uintptr_t slot(int64_t i) const {
-    return (reinterpret_cast<uintptr_t>(slots.data()) + 15) / 16 * 16 +
-           static_cast<uintptr_t>(i * image_bytes);
-  }
-  std::vector<TransformPage> pages() const {
-    std::vector<TransformPage> answer;
-    for (int64_t i = 0; i < num_blocks; ++i) answer.push_back({slot(i), num_blocks - 1 - i});
-    return answer;
-  }
-  BatchResult move(bool lanes, bool into_pool) const {
-    const auto device = lanes ? lane_transform_device() : host_transform_device();
-    const auto transformer = device->transformer(*map, into_pool, static_cast<int32_t>(num_blocks));
-    transformer->launch(pages());
-    return transformer->wait();
-  }
-
-  int64_t run, stride, num_blocks, digest_offset = 0, image_bytes = 0;
-  ByteVector pool, slots;
-  std::unique_ptr<KvView> view;
-  std::unique_ptr<PageMap> map;
-};
-
-}  // namespace
 
 TEST_CASE("lanes and the vectorised path move and digest the same bytes, whatever the size and alignment") {
   for (const int64_t run : {1, 3, 4, 8, 15, 16, 17, 31, 100, 1024, 4095, 4096, 4097, 4104, 9000, 18432}) {
@@ -82,10 +23,10 @@ TEST_CASE("lanes and the vectorised path move and digest the same bytes, whateve
       CAPTURE(skew);
       TransformWorld world(3, run, skew, 4);
       const ByteVector pool = world.pool;
-      world.move(false, false);
+      world.move(*host_transform_device(), false);
       const ByteVector fast = world.slots;
       put(world.slots, random_bytes(world.slots.size(), 2));
-      world.move(true, false);
+      world.move(*lane_transform_device(), false);
       CHECK(world.slots == fast);
       CHECK(world.pool == pool);
       for (const Segment& segment : world.map->runs()) {
@@ -100,10 +41,10 @@ TEST_CASE("lanes and the vectorised path move and digest the same bytes, whateve
         CHECK(digest == run_digest_scalar(in_slot, static_cast<size_t>(run)));
       }
 
-      for (const bool lanes : {false, true}) {
+      for (const auto& device : {host_transform_device(), lane_transform_device()}) {
         put(world.pool, random_bytes(pool.size(), 3));
         const ByteVector other = world.pool;
-        const BatchResult result = world.move(lanes, true);
+        const BatchResult result = world.move(*device, true);
         CHECK(result.bad_run == std::vector<int32_t>(4, kNoBadRun));
         // Runs hold what they held at first; every byte between them is as it was before.
         ByteVector expected = other;
@@ -121,7 +62,7 @@ TEST_CASE("lanes and the vectorised path move and digest the same bytes, whateve
 
 TEST_CASE("a damaged byte anywhere in a page is found, by both paths, and names its run") {
   TransformWorld world(4, 5000, 0, 3);
-  world.move(false, false);
+  world.move(*host_transform_device(), false);
   const ByteVector good = world.slots;
   std::mt19937 random(5);
   for (int i = 0; i < 60; ++i) {
@@ -130,8 +71,8 @@ TEST_CASE("a damaged byte anywhere in a page is found, by both paths, and names 
     const auto byte = static_cast<int64_t>(random() % 5000);
     reinterpret_cast<unsigned char*>(world.slot(page))[run * 5000 + byte] ^=
         static_cast<unsigned char>(1u << (random() % 8));
-    for (const bool lanes : {false, true}) {
-      const BatchResult result = world.move(lanes, true);
+    for (const auto& device : {host_transform_device(), lane_transform_device()}) {
+      const BatchResult result = world.move(*device, true);
       for (int64_t p = 0; p < 3; ++p) {
         CHECK(result.bad_run[static_cast<size_t>(p)] == (p == page ? run : kNoBadRun));
       }
@@ -156,6 +97,42 @@ TEST_CASE("a functor that loses a leaf's last bytes is found by the comparison w
   const auto* last = reinterpret_cast<const unsigned char*>(world.slot(0)) + 4096;
   CHECK(std::memcmp(last, reinterpret_cast<const void*>(run_address(world.map->runs()[0], 1) + 4096), 4) !=
         0);
+}
+
+TEST_CASE("the warps of a launch walk every leaf of every page once, however many they are") {
+  for (const int32_t leaves : {1, 2, 5, 32, 100}) {
+    for (const int32_t pages : {1, 3, 64}) {
+      for (const int32_t warps : {1, 7, 32, 256, 4224}) {
+        TransformBatch batch;
+        batch.num_leaves = leaves;
+        batch.num_pages = pages;
+        std::vector<int> taken(static_cast<size_t>(leaves * pages), 0);
+        for (int32_t warp = 0; warp < warps; ++warp) {
+          for (LeafWalk walk(batch, warp, warps); !walk.ended(); walk.advance()) {
+            REQUIRE(walk.leaf() < leaves);
+            taken[static_cast<size_t>(walk.page() * leaves + walk.leaf())] += 1;
+          }
+        }
+        CHECK(taken == std::vector<int>(taken.size(), 1));
+      }
+    }
+  }
+}
+
+TEST_CASE("a walk over the largest counts of leaves and pages does not run over") {
+  TransformBatch batch;
+  batch.num_leaves = INT32_MAX;
+  batch.num_pages = INT32_MAX;
+  LeafWalk walk(batch, INT32_MAX - 1, INT32_MAX);
+  CHECK(walk.leaf() == INT32_MAX - 1);
+  walk.advance();
+  CHECK(walk.page() == 1);
+  CHECK(walk.leaf() == INT32_MAX - 1);
+  batch.num_leaves = 1;
+  LeafWalk steps(batch, INT32_MAX - 1, INT32_MAX);
+  CHECK(!steps.ended());
+  steps.advance();
+  CHECK(steps.ended());
 }
 
 TEST_CASE("the raw file rule gives every block a place of its own, and turns every place back") {

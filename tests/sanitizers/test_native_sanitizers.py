@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from build_support.ninja_file import ROOT
 from build_support.preflight import compiler
 from tests.beside import Ended
 from tests.native.run import OPTIONS
 from tests.soak import soak_factor
 
 RUN_S = 3600 * soak_factor()
+KERNEL = Path(__file__).with_name("emulated_kernel.cpp")
 
 CONTROLS = {
     "address": (
@@ -58,4 +60,30 @@ def test_the_sanitizer_would_have_spoken(sanitizer: str, tmp_path: Path) -> None
         ["./control"], capture_output=True, text=True, cwd=tmp_path, env=environ, timeout=60
     )
     assert done.returncode != 0
+    assert words in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("sanitizer", "define", "arguments", "words"),
+    [
+        ("thread", "", (), ""),
+        ("thread", "-DFLEXKV_EMULATED_PLAIN_ADD", (), "data race"),
+        ("address,undefined", "", (), ""),
+        ("address,undefined", "", ("past the end",), "heap-buffer-overflow"),
+    ],
+)
+def test_control_a_kernel_that_is_wrong_is_reported(
+    sanitizer: str, define: str, arguments: tuple[str, ...], words: str, tmp_path: Path
+) -> None:
+    """Of the kernels that run emulated: a race between two warps, where adding is not atomic, and an access past the
+    end of memory. The right one is silent."""
+    program = tmp_path / "kernel"
+    flags = [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=undefined", "-g", "-O1", "-pthread"]
+    command = [*(compiler() or "g++").split(), "-std=c++20", *flags, f"-I{ROOT / 'csrc'}", *define.split()]
+    subprocess.run([*command, "-o", str(program), str(KERNEL)], check=True)
+    environ = {**os.environ, **OPTIONS}
+    done = subprocess.run(
+        [str(program), *arguments], capture_output=True, text=True, env=environ, timeout=120
+    )
+    assert (done.returncode != 0) == bool(words), done.stderr
     assert words in done.stderr

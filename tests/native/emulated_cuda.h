@@ -1,0 +1,142 @@
+// CUDA's words for kernels, as C++ of the CPU: the text of csrc/*/*_kernel.cuh compiles after this header and
+// runs. Every thread of every block is a thread of its own, all under way at once, so that ThreadSanitizer
+// sees races between warps, and between lanes of one. A shuffle is a meeting of the warp's 32 threads; it
+// orders their memory, which CUDA's does not promise. Atomics are relaxed, as CUDA's are; the fence holds the
+// compiler alone, so a missing one is not seen here.
+#pragma once
+#include <array>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#define FLEXKV_EMULATED_CUDA 1
+#define __global__
+#define __host__
+#define __device__
+#define __launch_bounds__(...)
+
+namespace emulated {
+
+inline constexpr unsigned kLanes = 32;
+// Threads that wait longer for the rest of their warp have lost it: some lanes took another way.
+inline constexpr std::chrono::seconds kMeetingDeadline{120};
+
+struct Index {
+  unsigned x = 0;
+};
+
+class Meeting {
+ public:
+  // Returns once all lanes have come.
+  void meet() {
+    std::unique_lock lock(mutex_);
+    const unsigned round = round_;
+    if (++here_ == kLanes) {
+      here_ = 0;
+      round_ += 1;
+      all_here_.notify_all();
+      return;
+    }
+    if (all_here_.wait_for(lock, kMeetingDeadline, [&] { return round_ != round; })) return;
+    std::fputs("emulated CUDA: the lanes of a warp do not meet at a shuffle\n", stderr);
+    std::abort();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable all_here_;
+  unsigned here_ = 0, round_ = 0;
+};
+
+struct Warp {
+  Meeting meeting;
+  // Two, in turns: who comes to the next shuffle early does not overwrite what others have still to read.
+  std::array<std::array<uint64_t, kLanes>, 2> given;
+};
+
+inline thread_local Warp* warp = nullptr;
+inline thread_local unsigned shuffles = 0;
+
+// How a launch differs from what was asked, for controls.
+struct Faults {
+  unsigned blocks_left_out = 0;
+  bool shuffles_give_nothing = false;
+};
+inline Faults faults;  // changed only while nothing runs
+
+struct WithFaults {
+  explicit WithFaults(const Faults& wanted) { faults = wanted; }
+  ~WithFaults() { faults = {}; }
+  WithFaults(const WithFaults&) = delete;
+  WithFaults& operator=(const WithFaults&) = delete;
+};
+
+}  // namespace emulated
+
+inline thread_local emulated::Index threadIdx, blockIdx, blockDim, gridDim;
+
+namespace emulated {
+
+// Runs `kernel` in `blocks` x `threads` threads, and returns when all have ended. `threads` is a multiple
+// of 32.
+template <typename Kernel>
+void launch(unsigned blocks, unsigned threads, const Kernel& kernel) {
+  std::vector<std::unique_ptr<Warp>> warps;
+  std::vector<std::thread> running;
+  for (unsigned block = 0; block + faults.blocks_left_out < blocks; ++block) {
+    for (unsigned thread = 0; thread < threads; ++thread) {
+      if (thread % kLanes == 0) warps.push_back(std::make_unique<Warp>());
+      running.emplace_back([=, &kernel, own = warps.back().get()] {
+        threadIdx.x = thread;
+        blockIdx.x = block;
+        blockDim.x = threads;
+        gridDim.x = blocks;
+        warp = own;
+        kernel();
+      });
+    }
+  }
+  for (std::thread& thread : running) thread.join();
+}
+
+}  // namespace emulated
+
+inline uint64_t __shfl_down_sync(unsigned mask, uint64_t value, unsigned distance) {
+  using namespace emulated;
+  if (mask != 0xFFFFFFFFu) {
+    std::fputs("emulated CUDA: only shuffles of the whole warp are known\n", stderr);
+    std::abort();
+  }
+  const unsigned lane = threadIdx.x % kLanes;
+  auto& given = warp->given[shuffles++ % 2];
+  given[lane] = value;
+  warp->meeting.meet();
+  if (faults.shuffles_give_nothing) return 0;
+  return lane + distance < kLanes ? given[lane + distance] : value;
+}
+
+inline unsigned long long atomicAdd(unsigned long long* at, unsigned long long amount) {
+#if defined(FLEXKV_EMULATED_PLAIN_ADD)  // a control: ThreadSanitizer must report it
+  const unsigned long long before = *at;
+  *at = before + amount;
+  return before;
+#else
+  return __atomic_fetch_add(at, amount, __ATOMIC_RELAXED);
+#endif
+}
+
+inline int atomicMin(int* at, int other) {
+  int before = __atomic_load_n(at, __ATOMIC_RELAXED);
+  while (other < before &&
+         !__atomic_compare_exchange_n(at, &before, other, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+  }
+  return before;
+}
+
+inline void __threadfence() { __atomic_signal_fence(__ATOMIC_SEQ_CST); }

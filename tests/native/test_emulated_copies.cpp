@@ -1,0 +1,206 @@
+// The copy kernel's and the rotation kernel's own text, run on the CPU with their warps under way at once,
+// against what the CPU does by itself; and how many blocks they are launched with.
+#include <doctest/doctest.h>
+
+#include <cstring>
+#include <random>
+
+#include "emulated_cuda.h"
+// After the words that they are written in.
+#include "cuda/copy_kernel.cuh"
+#include "rope/rotate.h"
+#include "rope/rotate_dispatch.h"
+#include "rope/rotate_kernel.cuh"
+
+using namespace flexkv;
+
+namespace {
+
+constexpr unsigned kBlocks = 3, kBlockThreads = 64;
+
+using ByteVector = std::vector<unsigned char>;
+
+ByteVector random_bytes(size_t count, uint32_t seed) {
+  std::mt19937 random(seed);
+  ByteVector bytes(count);
+  for (auto& byte : bytes) byte = static_cast<unsigned char>(random());
+  return bytes;
+}
+
+// Two layers of four blocks, and pages of two of them, `skew` bytes past an aligned address.
+struct CopyWorld {
+  CopyWorld(int64_t run, int64_t skew)
+      : pool(static_cast<size_t>(8 * (run + skew) + 64)), pages(static_cast<size_t>(4 * run + 64)) {
+    const auto at = [&](ByteVector& bytes) {
+      return (reinterpret_cast<uintptr_t>(bytes.data()) + 15) / 16 * 16 + static_cast<uintptr_t>(skew);
+    };
+    for (int32_t layer = 0; layer < 2; ++layer) {
+      segments.push_back(
+          {at(pool) + static_cast<uintptr_t>(layer * 4 * (run + skew)), run + skew, run, layer * run, layer});
+    }
+    chunks = cuda::cut_to_chunks(segments.data(), segments.size());
+    where = {{2, at(pages)}, {0, at(pages) + static_cast<uintptr_t>(2 * run)}};
+  }
+
+  // The kernel's copy, and the same with plain copies of whole runs, leave the same bytes everywhere.
+  bool copies_alike(bool to_device) {
+    const ByteVector pool_before = random_bytes(pool.size(), 1), pages_before = random_bytes(pages.size(), 2);
+    std::copy(pool_before.begin(), pool_before.end(), pool.begin());
+    std::copy(pages_before.begin(), pages_before.end(), pages.begin());
+    const cuda::CopyJob job{chunks.data(), where.data(), static_cast<int32_t>(chunks.size()),
+                            static_cast<int32_t>(where.size()), to_device};
+    emulated::launch(kBlocks, kBlockThreads, [&] { cuda::copy_kernel(job); });
+    const ByteVector pool_after = pool, pages_after = pages;
+    std::copy(pool_before.begin(), pool_before.end(), pool.begin());
+    std::copy(pages_before.begin(), pages_before.end(), pages.begin());
+    for (const Segment& segment : segments) {
+      for (const cuda::CopyPage& page : where) {
+        auto* device = reinterpret_cast<void*>(run_address(segment, page.block));
+        auto* host = reinterpret_cast<void*>(page.host + static_cast<uintptr_t>(segment.page_offset));
+        std::memcpy(to_device ? device : host, to_device ? host : device,
+                    static_cast<size_t>(segment.run_bytes));
+      }
+    }
+    return pool == pool_after && pages == pages_after;
+  }
+
+  ByteVector pool, pages;
+  std::vector<Segment> segments;
+  std::vector<cuda::CopyChunk> chunks;
+  std::vector<cuda::CopyPage> where;
+};
+
+// Rows that turn, stay and are zeroed, from one pool to another; `skew` bytes off the boundary of vectors.
+template <typename Kind>
+struct RotationWorld {
+  using Element = typename Kind::Element;
+  static constexpr int32_t kHeads = 3, kHeadDim = 80, kRotaryDim = 64, kRows = 13, kTurns = 4;
+  static constexpr int64_t kRowBytes = int64_t{sizeof(Element)} * kHeads * kHeadDim;
+
+  explicit RotationWorld(int64_t skew) : src(values(skew)), dst(random_bytes(src.size(), 3)) {
+    std::mt19937 random(4);
+    std::uniform_real_distribution<float> angle(-4.0f, 4.0f);
+    for (int32_t turn = 0; turn < kTurns; ++turn) {
+      std::vector<float> sines;
+      for (int32_t pair = 0; pair < kRotaryDim / 2; ++pair) {
+        const float a = angle(random);
+        turns.push_back(std::cos(a));
+        sines.push_back(std::sin(a));
+      }
+      turns.insert(turns.end(), sines.begin(), sines.end());
+    }
+    for (int32_t row = 0; row < kRows; ++row) {
+      from.push_back(row * kRowBytes);
+      to.push_back((kRows - 1 - row) * kRowBytes);
+      turn_of_row.push_back(row % 6 == 4 ? kZeroRow : row % 6 == 5 ? kCopyRow : row % kTurns);
+    }
+    rows.src = aligned(src) + skew;
+    rows.src_offsets = from.data();
+    rows.dst_offsets = to.data();
+    rows.turn_of_row = turn_of_row.data();
+    rows.turns = turns.data();
+    rows.src_head_stride = rows.dst_head_stride = int64_t{sizeof(Element)} * kHeadDim;
+    rows.rows = kRows;
+    rows.heads = kHeads;
+    rows.head_dim = kHeadDim;
+    rows.rotary_dim = kRotaryDim;
+    rows.dst = aligned(dst) + skew;
+  }
+
+  static unsigned char* aligned(ByteVector& bytes) {
+    return bytes.data() + (16 - reinterpret_cast<uintptr_t>(bytes.data()) % 16) % 16;
+  }
+  static ByteVector values(int64_t skew) {
+    ByteVector bytes(static_cast<size_t>(kRows * kRowBytes + 64));
+    std::mt19937 random(2);
+    std::normal_distribution<float> normal;
+    unsigned char* at = aligned(bytes) + skew;
+    for (int64_t i = 0; i < kRows * kHeads * kHeadDim; ++i, at += sizeof(Element)) {
+      Element element{};
+      from_float(normal(random), element);
+      std::memcpy(at, &element, sizeof element);
+    }
+    return bytes;
+  }
+
+  // The source is read where its values are in its own memory, which moved with the object: nothing copies
+  // it.
+  RotationWorld(const RotationWorld&) = delete;
+  RotationWorld& operator=(const RotationWorld&) = delete;
+
+  bool turns_alike(ElementType type) {
+    const ByteVector before = dst;
+    emulated::launch(kBlocks, kBlockThreads, [&] { rotate_kernel<Element, Kind::kPairing>(rows); });
+    const ByteVector by_kernel = dst;
+    std::copy(before.begin(), before.end(), dst.begin());
+    rotate_on_host(rows, type, Kind::kPairing);
+    return dst == by_kernel && dst != before;
+  }
+
+  ByteVector src, dst;
+  std::vector<float> turns;
+  std::vector<int64_t> from, to;
+  std::vector<int32_t> turn_of_row;
+  RotationRows rows;
+};
+
+template <typename Check>
+void with_every_rotation(const Check& check) {
+  for (const ElementType type : {ElementType::kFloat32, ElementType::kBfloat16, ElementType::kFloat16}) {
+    for (const Pairing pairing : {Pairing::kNeox, Pairing::kGptj}) {
+      dispatch_rotation(type, pairing, [&](auto kind) { check(kind, type); });
+    }
+  }
+}
+
+}  // namespace
+
+TEST_CASE(
+    "emulated: the copy kernel moves every byte of its runs and no other, whatever size and alignment") {
+  for (const int64_t run : {1, 15, 17, 144, 656, 1152, 4096, 8191, 8192, 8193, 73728}) {
+    for (const int64_t skew : {0, 1, 4, 8}) {
+      CAPTURE(run);
+      CAPTURE(skew);
+      CopyWorld world(run, skew);
+      CHECK(world.copies_alike(false));
+      CHECK(world.copies_alike(true));
+    }
+  }
+}
+
+TEST_CASE("emulated: the rotation kernel gives the CPU's bits for all element types and pairings") {
+  with_every_rotation([](auto kind, ElementType type) {
+    for (const int64_t skew : {0, 4}) {
+      CAPTURE(skew);
+      RotationWorld<decltype(kind)> world(skew);
+      CHECK(world.turns_alike(type));
+    }
+  });
+}
+
+TEST_CASE("emulated, control: a launch without its last block does not pass for a whole one") {
+  const emulated::WithFaults broken({.blocks_left_out = 1});
+  CHECK(!CopyWorld(73728, 0).copies_alike(false));
+  with_every_rotation(
+      [](auto kind, ElementType type) { CHECK(!RotationWorld<decltype(kind)>(0).turns_alike(type)); });
+}
+
+TEST_CASE("emulated, control: a chunk that is one byte short is found") {
+  CopyWorld world(656, 0);
+  world.chunks[1].bytes -= 1;
+  CHECK(!world.copies_alike(false));
+  CHECK(!world.copies_alike(true));
+}
+
+TEST_CASE("a launch takes one full block a multiprocessor, and no more than its work needs") {
+  CHECK(blocks_for(0, kFullBlockThreads, 8) == 0);
+  CHECK(blocks_for(1, kFullBlockThreads, 8) == 1);
+  CHECK(blocks_for(32, kFullBlockThreads, 8) == 1);
+  CHECK(blocks_for(33, kFullBlockThreads, 8) == 2);
+  // Eight multiprocessors are eight blocks of 1,024 threads, however much there is to do.
+  for (const int64_t items : {int64_t{8 * 32}, int64_t{8 * 32 + 1}, int64_t{1} << 40, INT64_MAX}) {
+    CHECK(blocks_for(items, kFullBlockThreads, 8) == 8);
+  }
+  CHECK(blocks_for(1'000'000, kFullBlockThreads, 1) == 1);
+  CHECK(blocks_for(17, kRotateThreads, 2048) == 3);
+}

@@ -1,0 +1,130 @@
+// The transform kernel's own text, run on the CPU with its warps under way at once, against the CPU's
+// transform.
+#include <doctest/doctest.h>
+
+#include "emulated_cuda.h"
+// After the words that it is written in.
+#include "gds/transform_kernel.cuh"
+#include "gds/transform_tables.h"
+#include "testing/transform_lanes.h"
+#include "transform_world.h"
+
+using namespace flexkv;
+
+namespace {
+
+// Few, as each thread is one of the operating system's.
+constexpr unsigned kBlocks = 2, kBlockThreads = 64;
+
+void run_transform(const TransformBatch& batch) {
+  emulated::launch(kBlocks, kBlockThreads, [&] {
+    if (in_pool(batch.mode)) {
+      transform_kernel<true, false>(batch);
+    } else if (has_digests(batch.mode)) {
+      transform_kernel<true, true>(batch);
+    } else {
+      transform_kernel<false, true>(batch);
+    }
+  });
+}
+
+std::shared_ptr<TransformDevice> emulated_device() {
+  return transform_device_of("host, as a GPU would", &run_transform);
+}
+
+// Whether the kernel puts the same bytes and digests into the slots as the CPU.
+bool stores_alike(TransformWorld& world) {
+  put(world.slots, random_bytes(world.slots.size(), 2));
+  world.move(*host_transform_device(), false);
+  const ByteVector expected = world.slots;
+  put(world.slots, random_bytes(world.slots.size(), 2));
+  world.move(*emulated_device(), false);
+  return world.slots == expected;
+}
+
+// Whether it brings them back, finds every digest right, and touches nothing else.
+bool loads_alike(TransformWorld& world) {
+  const ByteVector before = random_bytes(world.pool.size(), 3);
+  put(world.pool, before);
+  world.move(*host_transform_device(), true);
+  const ByteVector expected = world.pool;
+  put(world.pool, before);
+  const BatchResult result = world.move(*emulated_device(), true);
+  return world.pool == expected &&
+         result.bad_run == std::vector<int32_t>(static_cast<size_t>(world.num_blocks), kNoBadRun);
+}
+
+// Digests what lies in the pool, into slots, with the CPU's lanes or with the kernel.
+ByteVector digests_in_pool(const TransformWorld& world, bool emulated) {
+  const TransformTables tables(*world.map, false);
+  ByteVector slots = world.slots;
+  std::vector<TransformPage> pages = world.pages();
+  const auto moved =
+      reinterpret_cast<uintptr_t>(slots.data()) - reinterpret_cast<uintptr_t>(world.slots.data());
+  for (TransformPage& page : pages) page.slot += moved;
+  std::vector<RunProgress> progress(pages.size() * tables.runs.size());
+  std::vector<int32_t> bad(pages.size(), kNoBadRun);
+  TransformBatch batch = host_batch(tables);
+  batch.mode = TransformMode::kDigestInPool;
+  batch.pages = pages.data();
+  batch.num_pages = static_cast<int32_t>(pages.size());
+  batch.progress = progress.data();
+  batch.bad_run = bad.data();
+  emulated ? run_transform(batch) : transform_lane_by_lane(batch);
+  return slots;
+}
+
+}  // namespace
+
+TEST_CASE(
+    "emulated: the transform kernel moves and digests as the CPU does, whatever the size and alignment") {
+  for (const int64_t run : {1, 15, 17, 144, 656, 1152, 4095, 4096, 4097, 9000, 73728}) {
+    for (const int64_t skew : {0, 1, 4, 8}) {
+      if (run == 73728 && skew % 8 != 0) continue;
+      CAPTURE(run);
+      CAPTURE(skew);
+      TransformWorld world(2, run, skew, 3);
+      CHECK(stores_alike(world));
+      CHECK(loads_alike(world));
+    }
+  }
+}
+
+TEST_CASE("emulated: the transform kernel digests and verifies in the pool") {
+  TransformWorld world(3, 5000, 8, 3);
+  world.move(*host_transform_device(), false);
+  const ByteVector by_kernel = digests_in_pool(world, true);
+  CHECK(by_kernel == digests_in_pool(world, false));
+  CHECK(by_kernel == world.slots);  // the same digests as those of the copy
+}
+
+TEST_CASE("emulated: the transform kernel names the run with a flipped byte") {
+  TransformWorld world(4, 5000, 0, 3);
+  world.move(*host_transform_device(), false);
+  const ByteVector good = world.slots;
+  std::mt19937 random(5);
+  for (int i = 0; i < 12; ++i) {
+    put(world.slots, good);
+    const auto page = static_cast<int64_t>(random() % 3), run = static_cast<int64_t>(random() % 4);
+    const auto byte = static_cast<int64_t>(random() % 5000);
+    reinterpret_cast<unsigned char*>(world.slot(page))[run * 5000 + byte] ^=
+        static_cast<unsigned char>(1u << (random() % 8));
+    const BatchResult result = world.move(*emulated_device(), true);
+    for (int64_t p = 0; p < 3; ++p) {
+      CHECK(result.bad_run[static_cast<size_t>(p)] == (p == page ? run : kNoBadRun));
+    }
+  }
+}
+
+TEST_CASE("emulated, control: a transform kernel that is broken does not pass for a right one") {
+  TransformWorld world(2, 9000, 0, 3);
+  {
+    const emulated::WithFaults broken({.shuffles_give_nothing = true});
+    CHECK(!stores_alike(world));
+  }
+  {
+    const emulated::WithFaults broken({.blocks_left_out = 1});
+    CHECK(!stores_alike(world));
+  }
+  CHECK(stores_alike(world));
+}
