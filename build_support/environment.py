@@ -25,6 +25,9 @@ from build_support.preflight import engine_name, has_gpu
 ROOT = Path(__file__).resolve().parents[1]
 REQUIREMENTS = ROOT / "requirements"
 
+CUDA_FOLDER = "cuda"
+"""Within the environment: CUDA's headers and compiler, for tests."""
+
 SHOWN_LINES = 60
 """Of what pip said, where it fails."""
 SHOWN_COLUMNS = 60
@@ -48,6 +51,7 @@ class Step:
         inputs: files whose content decides whether the step must run again.
         hint: for a person whose machine cannot carry it out.
         before: arguments of the environment's Python, for what takes long and says how far it is; pip would hide that.
+        apart: a folder within the environment that the packages go to, where no Python looks for modules.
     """
 
     name: str
@@ -55,12 +59,13 @@ class Step:
     inputs: tuple[Path, ...] = field(default=())
     hint: str = ""
     before: tuple[str, ...] = ()
+    apart: str = ""
 
 
-def requirements(name: str, *options: str, hint: str = "") -> Step:
+def requirements(name: str, *options: str, hint: str = "", apart: str = "") -> Step:
     """The step that installs `requirements/name.txt`."""
     path = REQUIREMENTS / f"{name}.txt"
-    return Step(name, (*options, "-r", str(path)), (path,), hint)
+    return Step(name, (*options, "-r", str(path)), (path,), hint, apart=apart)
 
 
 def steps(engine: str, tests: bool) -> list[Step]:
@@ -85,12 +90,14 @@ def steps(engine: str, tests: bool) -> list[Step]:
     if tests:
         plan += [requirements("mooncake", "--no-deps"), requirements("gpu")]
         plan += [requirements("test"), requirements("lint")]
+        plan.append(requirements("cuda-toolkit", "--no-deps", apart=CUDA_FOLDER))
     return plan
 
 
 def fingerprint(step: Step) -> str:
     """Changes with the step's arguments and inputs, and with the interpreter."""
-    digest = hashlib.sha256(repr((sys.version, step.arguments)).encode())
+    apart = (step.apart,) if step.apart else ()
+    digest = hashlib.sha256(repr((sys.version, step.arguments, *apart)).encode())
     for path in step.inputs:
         digest.update(path.read_bytes())
     return digest.hexdigest()
@@ -141,6 +148,8 @@ def _run_shown(python: Path, step: Step) -> None:
 def _pip_install(python: Path, step: Step, title: str, give_up_s: float | None) -> None:
     """Says how long it took; what pip says is shown where it fails."""
     command = [str(python), "-m", "pip", "install", "--progress-bar", "off", *step.arguments]
+    if step.apart:
+        command += ["--upgrade", "--target", str(python.parents[1] / step.apart)]
     environ = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     began = time.monotonic()
     with tempfile.TemporaryFile("w+", errors="replace") as said:

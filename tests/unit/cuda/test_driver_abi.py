@@ -1,0 +1,159 @@
+"""csrc/cuda/driver.h declares what cuda.h does: held against the real headers of CUDA 12 and 13."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from build_support.ninja_file import ROOT
+from tests.unit.cuda.toolkit import compile_with_headers
+
+HEADER = (ROOT / "csrc" / "cuda" / "driver.h").read_text()
+FINDER = (ROOT / "csrc" / "cuda" / "driver.cpp").read_text()
+
+OPAQUE = {"ContextHandle": "CUcontext", "StreamHandle": "CUstream", "EventHandle": "CUevent"}
+"""Handles, which point to what nobody sees into."""
+
+STRUCTS = {
+    "MemoryLocation": ("CUmemLocation", {"type": "type", "id": "id"}),
+    "BatchAttributes": (
+        "CUmemcpyAttributes",
+        {
+            "order": "srcAccessOrder",
+            "source_hint": "srcLocHint",
+            "destination_hint": "dstLocHint",
+            "flags": "flags",
+        },
+    ),
+    "Copy2D": (
+        "CUDA_MEMCPY2D",
+        {
+            "src_x": "srcXInBytes",
+            "src_y": "srcY",
+            "src_type": "srcMemoryType",
+            "src_host": "srcHost",
+            "src_device": "srcDevice",
+            "src_array": "srcArray",
+            "src_pitch": "srcPitch",
+            "dst_x": "dstXInBytes",
+            "dst_y": "dstY",
+            "dst_type": "dstMemoryType",
+            "dst_host": "dstHost",
+            "dst_device": "dstDevice",
+            "dst_array": "dstArray",
+            "dst_pitch": "dstPitch",
+            "width": "WidthInBytes",
+            "height": "Height",
+        },
+    ),
+}
+"""Ours -> (theirs, member of ours -> of theirs); an inner structure before the one that has it."""
+
+VALUES = {
+    "kSuccess": "CUDA_SUCCESS",
+    "kErrorNotReady": "CUDA_ERROR_NOT_READY",
+    "kStreamNonBlocking": "CU_STREAM_NON_BLOCKING",
+    "kEventBlockingSync": "CU_EVENT_BLOCKING_SYNC",
+    "kEventDisableTiming": "CU_EVENT_DISABLE_TIMING",
+    "kHostRegisterPortable": "CU_MEMHOSTREGISTER_PORTABLE",
+    "kHostRegisterDeviceMap": "CU_MEMHOSTREGISTER_DEVICEMAP",
+    "kHostAllocPortable": "CU_MEMHOSTALLOC_PORTABLE",
+    "kHostAllocDeviceMap": "CU_MEMHOSTALLOC_DEVICEMAP",
+    "kAttributeMaxPitch": "CU_DEVICE_ATTRIBUTE_MAX_PITCH",
+    "kAttributeMultiprocessors": "CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT",
+    "kAttributeHostPointerIsDevicePointer": "CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM",
+    "kMemoryTypeHost": "CU_MEMORYTYPE_HOST",
+    "kMemoryTypeDevice": "CU_MEMORYTYPE_DEVICE",
+    "SourceOrder::kStream": "CU_MEMCPY_SRC_ACCESS_ORDER_STREAM",
+    "SourceOrder::kDuringApiCall": "CU_MEMCPY_SRC_ACCESS_ORDER_DURING_API_CALL",
+    "SourceOrder::kAny": "CU_MEMCPY_SRC_ACCESS_ORDER_ANY",
+}
+
+BATCH_OF = {12: "batch_12080", 13: "batch_13000"}
+"""The entry that the cuMemcpyBatchAsync of a header's version is."""
+
+PROLOGUE = """
+#include <cuda.h>
+#include "cuda/driver.h"
+#include "same_abi.h"
+using namespace flexkv::cuda;
+"""
+
+
+def declared_values(header: str = HEADER) -> set[str]:
+    """The constants of driver.h, an enumeration's with its name before them."""
+    enumerations = re.findall(r"^enum class (\w+) : int \{(.*?)^\};", header, re.S | re.M)
+    inner = {
+        f"{name}::{value}" for name, body in enumerations for value in re.findall(r"^\s*(k\w+) =", body, re.M)
+    }
+    return inner | set(re.findall(r"^inline constexpr [\w:]+ (k\w+) =", header, re.M))
+
+
+def declared_functions() -> set[str]:
+    """The entries of the table of functions."""
+    (table,) = re.findall(r"^struct Driver \{(.*?)^\};", HEADER, re.S | re.M)
+    return set(re.findall(r"\(\*(\w+)\)\(", table)) | set(re.findall(r"^  BatchCopy\d+ (\w+) =", table, re.M))
+
+
+def found_functions() -> dict[str, str]:
+    """Entry of the table -> name that the driver is asked for."""
+    asked = re.findall(r'\((?:find, )?"(cu[A-Z]\w+)", (?:\w+, )?d\.(\w+)\)', FINDER)
+    return {field: name for name, field in asked}
+
+
+def assertions(major: int) -> str:
+    """A program that compiles only where driver.h agrees with the cuda.h of `major`."""
+    lines = [PROLOGUE, "namespace abi {"]
+    for ours, theirs in OPAQUE.items():
+        lines.append(
+            f"template <> struct SameStruct<std::remove_pointer_t<{ours}>, std::remove_pointer_t<{theirs}>>"
+            " : std::true_type {};"
+        )
+    lines.append("}")
+    for ours, (theirs, members) in STRUCTS.items():
+        lines.append(f"static_assert(sizeof({ours}) == sizeof({theirs}));")
+        lines += [f"CHECK_MEMBER({ours}, {mine}, {theirs}, {other});" for mine, other in members.items()]
+        lines.append(f"template <> struct abi::SameStruct<{ours}, {theirs}> : std::true_type {{}};")
+    lines += [f"CHECK_VALUE({ours}, {theirs});" for ours, theirs in VALUES.items()]
+    lines += [
+        f"CHECK_FUNCTION(Driver, {field}, {name});"
+        for field, name in found_functions().items()
+        if field not in BATCH_OF.values() or field == BATCH_OF[major]
+    ]
+    lines.append("static_assert(abi::same<FindFunction, decltype(&cuGetProcAddress)>());")
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("major", [12, 13])
+def test_driver_header_agrees_with_cuda(major: int) -> None:
+    done = compile_with_headers(assertions(major), major)
+    assert done.returncode == 0, done.stderr[-5000:]
+    assert done.stderr == ""
+
+
+def test_every_constant_and_function_is_compared() -> None:
+    assert declared_values() == set(VALUES)
+    assert declared_functions() == set(found_functions())
+    assert {"stream_create", "batch_12080", "copy_2d"} <= declared_functions()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ("CHECK_MEMBER(Copy2D, src_y, CUDA_MEMCPY2D, srcXInBytes);", "src_y is elsewhere"),
+        (
+            "struct Short { int type; }; CHECK_MEMBER(Short, type, CUmemcpyAttributes, flags);",
+            "type is elsewhere",
+        ),
+        ("struct Wide { long long type; }; CHECK_MEMBER(Wide, type, CUmemLocation, type);", "another type"),
+        ("CHECK_VALUE(kAttributeMaxPitch, CU_DEVICE_ATTRIBUTE_WARP_SIZE);", "kAttributeMaxPitch is not"),
+        ("CHECK_FUNCTION(Driver, mem_alloc, cuMemFree);", "mem_alloc is not cuMemFree"),
+        ("CHECK_FUNCTION(Driver, event_record, cuStreamSynchronize);", "event_record is not"),
+        ("CHECK_FUNCTION(Driver, batch_12080, cuMemcpyBatchAsync);", "batch_12080 is not"),
+    ],
+)
+def test_control_a_wrong_declaration_does_not_compile(wrong: str, words: str) -> None:
+    done = compile_with_headers(f"{assertions(13)}\n{wrong}\n", 13)
+    assert done.returncode != 0
+    assert words in done.stderr
