@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from build_support.compiler_warnings import flags_for_warnings, noting_warnings
-from build_support.ninja_file import NinjaFile, Variant
+from build_support.cuda_toolkit import CudaToolkit
+from build_support.ninja_file import KERNEL_FLAGS, NinjaFile, Variant
 from build_support.ninja_progress import run_ninja
 from build_support.preflight import compiler
 
@@ -75,6 +76,15 @@ def test_no_command_of_the_native_core_depends_on_it(monkeypatch: pytest.MonkeyP
     compiles = [line for line in lines[0] if " -c " in line or "c++-header" in line]
     assert len(compiles) == 2
     assert all("$$FATAL_CXX" in line for line in compiles)
+
+
+def test_a_kernel_that_spills_is_a_warning() -> None:
+    """tests/unit/cuda/ compiles such a kernel with these flags."""
+    ninja = NinjaFile(Variant(CudaToolkit("nvcc", "/nowhere", (13, 0)), ""))
+    (flags,) = (line for line in ninja.lines if line.startswith("nvccflags = "))
+    assert KERNEL_FLAGS in flags
+    assert "-Xptxas -warn-spills" in KERNEL_FLAGS
+    assert any("$nvccflags" in line and "$$FATAL_NVCC" in line for line in ninja.lines)
 
 
 def test_a_third_word_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
