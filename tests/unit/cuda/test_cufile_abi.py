@@ -114,6 +114,7 @@ def test_every_function_of_the_table_is_compared() -> None:
     ],
 )
 def test_control_a_wrong_declaration_does_not_compile(wrong: str, words: str) -> None:
+    require(INCLUDES[13][-1])
     done = compile_with_headers(f"{assertions(13)}\n{wrong}\n", 13)
     assert done.returncode != 0
     assert words in done.stderr

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from build_support.ninja_file import ROOT
-from tests.unit.cuda.toolkit import compile_with_headers
+from tests.unit.cuda.toolkit import INCLUDES, compile_with_headers, require
 
 HEADER = (ROOT / "csrc" / "cuda" / "driver.h").read_text()
 FINDER = (ROOT / "csrc" / "cuda" / "driver.cpp").read_text()
@@ -53,6 +53,10 @@ STRUCTS = {
 VALUES = {
     "kSuccess": "CUDA_SUCCESS",
     "kErrorNotReady": "CUDA_ERROR_NOT_READY",
+    "kCaptureGlobal": "CU_STREAM_CAPTURE_MODE_GLOBAL",
+    "kCaptureThreadLocal": "CU_STREAM_CAPTURE_MODE_THREAD_LOCAL",
+    "kCaptureRelaxed": "CU_STREAM_CAPTURE_MODE_RELAXED",
+    "kNotCapturing": "CU_STREAM_CAPTURE_STATUS_NONE",
     "kStreamNonBlocking": "CU_STREAM_NON_BLOCKING",
     "kEventBlockingSync": "CU_EVENT_BLOCKING_SYNC",
     "kEventDisableTiming": "CU_EVENT_DISABLE_TIMING",
@@ -65,10 +69,14 @@ VALUES = {
     "kAttributeHostPointerIsDevicePointer": "CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM",
     "kMemoryTypeHost": "CU_MEMORYTYPE_HOST",
     "kMemoryTypeDevice": "CU_MEMORYTYPE_DEVICE",
+    "kPointerMemoryType": "CU_POINTER_ATTRIBUTE_MEMORY_TYPE",
     "SourceOrder::kStream": "CU_MEMCPY_SRC_ACCESS_ORDER_STREAM",
     "SourceOrder::kDuringApiCall": "CU_MEMCPY_SRC_ACCESS_ORDER_DURING_API_CALL",
     "SourceOrder::kAny": "CU_MEMCPY_SRC_ACCESS_ORDER_ANY",
 }
+
+POINTERS = {"kLegacyStream": "CU_STREAM_LEGACY"}
+"""Numbers of ours for which theirs is a pointer, which no compiler compares: `((CUstream)0x1)`."""
 
 BATCH_OF = {12: "batch_12080", 13: "batch_13000"}
 """The entry that the cuMemcpyBatchAsync of a header's version is."""
@@ -81,13 +89,13 @@ using namespace flexkv::cuda;
 """
 
 
-def declared_values(header: str = HEADER) -> set[str]:
+def declared_values() -> set[str]:
     """The constants of driver.h, an enumeration's with its name before them."""
-    enumerations = re.findall(r"^enum class (\w+) : int \{(.*?)^\};", header, re.S | re.M)
+    enumerations = re.findall(r"^enum class (\w+) : int \{(.*?)^\};", HEADER, re.S | re.M)
     inner = {
         f"{name}::{value}" for name, body in enumerations for value in re.findall(r"^\s*(k\w+) =", body, re.M)
     }
-    return inner | set(re.findall(r"^inline constexpr [\w:]+ (k\w+) =", header, re.M))
+    return inner | set(re.findall(r"^inline constexpr [\w:]+ (k\w+) =", HEADER, re.M))
 
 
 def declared_functions() -> set[str]:
@@ -116,6 +124,10 @@ def assertions(major: int) -> str:
         lines += [f"CHECK_MEMBER({ours}, {mine}, {theirs}, {other});" for mine, other in members.items()]
         lines.append(f"template <> struct abi::SameStruct<{ours}, {theirs}> : std::true_type {{}};")
     lines += [f"CHECK_VALUE({ours}, {theirs});" for ours, theirs in VALUES.items()]
+    cuda_h = (INCLUDES[major][0] / "cuda.h").read_text()
+    for ours, theirs in POINTERS.items():
+        (number,) = re.findall(rf"^#define {theirs} +\(\(\w+\)(0x[0-9a-f]+)\)$", cuda_h, re.M)
+        lines.append(f"CHECK_VALUE({ours}, {number});")
     lines += [
         f"CHECK_FUNCTION(Driver, {field}, {name});"
         for field, name in found_functions().items()
@@ -127,13 +139,14 @@ def assertions(major: int) -> str:
 
 @pytest.mark.parametrize("major", [12, 13])
 def test_driver_header_agrees_with_cuda(major: int) -> None:
+    require(INCLUDES[major][0])
     done = compile_with_headers(assertions(major), major)
     assert done.returncode == 0, done.stderr[-5000:]
     assert done.stderr == ""
 
 
 def test_every_constant_and_function_is_compared() -> None:
-    assert declared_values() == set(VALUES)
+    assert declared_values() == {*VALUES, *POINTERS}
     assert declared_functions() == set(found_functions())
     assert {"stream_create", "batch_12080", "copy_2d"} <= declared_functions()
 
@@ -154,6 +167,7 @@ def test_every_constant_and_function_is_compared() -> None:
     ],
 )
 def test_control_a_wrong_declaration_does_not_compile(wrong: str, words: str) -> None:
+    require(INCLUDES[13][0])
     done = compile_with_headers(f"{assertions(13)}\n{wrong}\n", 13)
     assert done.returncode != 0
     assert words in done.stderr
