@@ -897,13 +897,15 @@ class BoundaryLookup:
 # --- gds ----------------------------------------------------------------------------------------------------
 
 class GdsTotals(TypedDict):
-    """What a manager has done since it was made. `bounced_calls` of `io_calls` went through another buffer."""
+    """What a manager has done since it was made. `bounced_calls` of `io_calls` went through another buffer; of
+    `unknown_calls` cuFile does not say whether they did."""
 
     transfers: int
     pages: int
     failed_pages: int
     io_calls: int
     bounced_calls: int
+    unknown_calls: int
     io_bytes: int
     launches: int
 
@@ -998,7 +1000,20 @@ def time_transform(
     """
 
 def gpudirect_refusal() -> str:
-    """Why no file of this machine reaches a GPU's memory by GPUDirect Storage; empty where it does."""
+    """Why no file of this machine reaches a GPU's memory by GPUDirect Storage; empty where one may, which is known of
+    each file when a lane has opened it (`GdsLane.direct_refusal`).
+    """
+
+def set_cufile_wheels(paths: list[str]) -> None:
+    """Where libcufile lies in wheels: loaded from there where neither this process nor the loader has it."""
+
+def find_cufile() -> tuple[str, str, str, str]:
+    """Loads libcufile without opening its driver; needs no GPU.
+
+    Returns:
+        Its path, how it was found ("already loaded", "by the loader", "in a wheel") and its version such as "1.20",
+        and why it was not found, with what was searched. What is not there is empty.
+    """
 
 class GdsLane(Lane):
     """GDS_READ and GDS_WRITE of one rank; made by `flexkv.transfer.gds_lane.make_gds_lane`.
@@ -1029,6 +1044,9 @@ class GdsLane(Lane):
     ) -> None: ...
     def describe(self) -> str:
         """What the I/O is and which memory it goes to."""
+    @property
+    def direct_refusal(self) -> str:
+        """Why no slab reaches the pool's device straight; empty where one does, or where nothing is known of one."""
     @property
     def totals(self) -> GdsTotals: ...
     @property

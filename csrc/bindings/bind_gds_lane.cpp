@@ -17,6 +17,7 @@
 #include "bindings/list_argument.h"
 #include "bindings/native_class.h"
 #include "bindings/text.h"
+#include "gds/cufile_library.h"
 #include "gds/gds_lane.h"
 #include "gds/io_choice.h"
 
@@ -66,11 +67,23 @@ std::shared_ptr<GdsLane> make_gds_lane(const List<std::shared_ptr<PageCodec>>& c
   return released_without_gil(std::make_shared<GdsLane>(std::move(groups), stripe, std::move(manager)));
 }
 
+// Of libcufile: path, how it was found and version, or why it was not.
+std::tuple<std::string, std::string, std::string, std::string> find_cufile() {
+  const py::gil_scoped_release release;
+  std::string why;
+  const auto library = load_cufile(&why);
+  if (!library) return {"", "", "", why};
+  return {library->path, library->found, library->version > 0 ? cufile_version_text(library->version) : "",
+          ""};
+}
+
 }  // namespace
 
 void bind_gds_lane(py::module_& m) {
   const GdsOptions defaults;
   m.def("gpudirect_refusal", &gpudirect_refusal, py::call_guard<py::gil_scoped_release>());
+  m.def("set_cufile_wheels", &set_cufile_wheels, py::arg("paths"));
+  m.def("find_cufile", &find_cufile);
   NativeBinding<GdsLane, Lane, std::shared_ptr<GdsLane>>(m, "GdsLane")
       .def(py::init(&make_gds_lane), py::arg("codecs"), py::arg("stripe"), py::arg("slabs"), py::kw_only(),
            py::arg("threads_per_device") = defaults.threads_per_device,
@@ -79,6 +92,8 @@ void bind_gds_lane(py::module_& m) {
            py::arg("max_staging_bytes") = defaults.max_staging_bytes, py::arg("gpu_device_id") = kHostDevice,
            py::arg("io") = "auto")
       .def("describe", [](const GdsLane& lane) { return to_text(lane.manager().describe()); })
+      .def_property_readonly("direct_refusal",
+                             [](const GdsLane& lane) { return to_text(lane.manager().direct_refusal()); })
       .def_property_readonly("totals", [](const GdsLane& lane) { return to_dict(lane.manager().totals()); })
       .def_property_readonly("staging_bytes",
                              [](const GdsLane& lane) { return lane.manager().staging_bytes(); })

@@ -25,6 +25,7 @@ py::dict to_dict(const GdsTotals& totals) {
   all["failed_pages"] = totals.failed_pages;
   all["io_calls"] = totals.io_calls;
   all["bounced_calls"] = totals.bounced_calls;
+  all["unknown_calls"] = totals.unknown_calls;
   all["io_bytes"] = totals.io_bytes;
   all["launches"] = totals.launches;
   return all;

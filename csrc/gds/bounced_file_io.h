@@ -9,17 +9,21 @@ namespace flexkv {
 
 class BouncedFileIo : public FileIo {
  public:
-  BouncedFileIo(std::shared_ptr<FileIo> inner, std::shared_ptr<TransformDevice> device)
-      : inner_(std::move(inner)), device_(std::move(device)) {}
+  // `reason`: why nothing better is used, for direct_refusal().
+  BouncedFileIo(std::shared_ptr<FileIo> inner, std::shared_ptr<TransformDevice> device,
+                std::string reason = {})
+      : inner_(std::move(inner)), device_(std::move(device)), reason_(std::move(reason)) {}
   std::string name() const override { return inner_->name() + " and a copy"; }
   IoOutcome transfer(const IoCall& call) override;
   IoRoute route(const IoCall&) const override { return IoRoute::kBounced; }
+  std::string direct_refusal() const override { return reason_.empty() ? name() : name() + ": " + reason_; }
   std::string add_memory(void*, int64_t) override { return {}; }
   void remove_memory(void*) override {}
 
  private:
   std::shared_ptr<FileIo> inner_;
   std::shared_ptr<TransformDevice> device_;
+  std::string reason_;
 };
 
 }  // namespace flexkv

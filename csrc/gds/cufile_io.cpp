@@ -4,9 +4,15 @@
 #include <iterator>
 #include <system_error>
 
+#include "base/align.h"
 #include "gds/posix_file_io.h"
 
 namespace flexkv {
+namespace {
+
+constexpr int32_t kProbes = 3;
+
+}  // namespace
 
 CufileIo::CufileIo(std::shared_ptr<Cufile> cufile, std::shared_ptr<const RawFiles> files,
                    std::shared_ptr<FileIo> fallback)
@@ -15,6 +21,8 @@ CufileIo::CufileIo(std::shared_ptr<Cufile> cufile, std::shared_ptr<const RawFile
     entries_.emplace_back();
     for (const RawFiles::File& file : files_->on(device)) {
       Entry entry;
+      entry.route = std::make_shared<std::atomic<IoRoute>>(cufile_->direct_by().empty() ? IoRoute::kBounced
+                                                                                        : IoRoute::kUnknown);
       if (file.direct_fd < 0) {
         entry.refused = "no direct I/O on its file system";
       } else {
@@ -37,21 +45,69 @@ CufileIo::~CufileIo() {
   }
 }
 
-std::string CufileIo::name() const {
-  std::string text = cufile_->describe();
+CufileIo::Summary CufileIo::summary() const {
+  Summary found;
   for (size_t device = 0; device < entries_.size(); ++device) {
     for (size_t file = 0; file < entries_[device].size(); ++file) {
-      if (entries_[device][file].refused.empty()) continue;
-      return text + "; " + files_->on(static_cast<int32_t>(device))[file].path + " by " + fallback_->name() +
-             " (" + entries_[device][file].refused + ")";
+      const Entry& entry = entries_[device][file];
+      const IoRoute route = entry.refused.empty() ? entry.route->load() : IoRoute::kBounced;
+      found.files += 1;
+      if (route == IoRoute::kDirect) found.direct += 1;
+      if (route == IoRoute::kUnknown) found.unknown += 1;
+      if (route != IoRoute::kBounced || !found.bounced.empty()) continue;
+      const std::string& path = files_->on(static_cast<int32_t>(device))[file].path;
+      found.bounced = entry.refused.empty() ? path + " by POSIX calls inside cuFile"
+                                            : path + " by " + fallback_->name() + " (" + entry.refused + ")";
     }
+  }
+  return found;
+}
+
+std::string CufileIo::why_unknown() const {
+  return cufile_->uncounted().empty() ? "none of its calls has been seen" : cufile_->uncounted();
+}
+
+std::string CufileIo::name() const {
+  const Summary found = summary();
+  const std::string ways =
+      cufile_->direct_by().empty() ? std::string("no kernel driver") : cufile_->direct_by();
+  const auto of_files = [&](int64_t count) {
+    return std::to_string(count) + " of " + std::to_string(found.files) + " files";
+  };
+  std::string text;
+  if (found.direct == found.files) {
+    text = "cuFile, GPUDirect Storage (" + ways + ")";
+  } else if (found.direct == 0 && found.unknown == 0) {
+    text = kCufileCompat;
+  } else {
+    text = "cuFile: " + of_files(found.direct) + " by GPUDirect Storage, " + ways;
+  }
+  if (found.unknown > 0) text += ", " + of_files(found.unknown) + " not known: " + why_unknown();
+  if (!found.bounced.empty()) text += "; " + found.bounced;
+  {
+    const std::lock_guard lock(mutex_);
+    if (!not_registered_.empty()) text += "; staging is bounced: " + not_registered_;
+  }
+  const CufileCalls calls = cufile_->watch().calls();
+  if (calls.direct + calls.bounced > 0) {
+    text += "; this process: " + std::to_string(calls.direct) + " calls direct, " +
+            std::to_string(calls.bounced) + " bounced, " + std::to_string(calls.unknown) + " not known";
   }
   return text;
 }
 
+std::string CufileIo::direct_refusal() const {
+  const Summary found = summary();
+  if (found.direct + found.unknown == 0) return name();
+  const std::lock_guard lock(mutex_);
+  return registered_.empty() ? not_registered_ : std::string();
+}
+
 IoRoute CufileIo::route(const IoCall& call) const {
-  if (!entry(call.device, call.file).refused.empty()) return IoRoute::kBounced;
-  return is_aligned(call) && cufile_->mode() == CufileMode::kDirect ? IoRoute::kDirect : IoRoute::kBounced;
+  const Entry& file = entry(call.device, call.file);
+  if (!file.refused.empty() || !is_aligned(call)) return IoRoute::kBounced;
+  if (!place(call.memory, call.bytes).registered) return IoRoute::kBounced;
+  return file.route->load();
 }
 
 CufileIo::Place CufileIo::place(void* memory, int64_t bytes) const {
@@ -60,9 +116,27 @@ CufileIo::Place CufileIo::place(void* memory, int64_t bytes) const {
   auto next = registered_.upper_bound(at);
   if (next != registered_.begin()) {
     const auto& [base, size] = *std::prev(next);
-    if (at + bytes <= base + size) return {base, at - base};
+    if (at + bytes <= base + size) return {base, at - base, true};
   }
-  return {at, 0};  // not registered: cuFile takes it, through its own buffers
+  return {at, 0, false};  // cuFile takes it, through its own buffers
+}
+
+ssize_t CufileIo::call_cufile(const Entry& file, const Place& where, bool write, size_t bytes, off_t offset,
+                              off_t in_buffer, std::optional<IoRoute>& route) const {
+  CufileWatch& watch = cufile_->watch();
+  watch.begin();
+  errno = 0;
+  const ssize_t moved = write ? cufile_->table().write(file.handle, where.base, bytes, offset, in_buffer)
+                              : cufile_->table().read(file.handle, where.base, bytes, offset, in_buffer);
+  const int error = errno;
+  const IoRoute seen = watch.end(where.registered ? file.route : nullptr);
+  errno = error;
+  if (!where.registered) {
+    route = IoRoute::kBounced;  // what is counted as DMA ends in a buffer of cuFile's
+  } else if (seen != IoRoute::kUnknown) {
+    route = seen;
+  }
+  return moved;
 }
 
 IoOutcome CufileIo::transfer(const IoCall& call) {
@@ -74,10 +148,7 @@ IoOutcome CufileIo::transfer(const IoCall& call) {
     const auto left = static_cast<size_t>(call.bytes - outcome.bytes);
     const auto offset = static_cast<off_t>(call.offset + outcome.bytes);
     const auto in_buffer = static_cast<off_t>(where.offset + outcome.bytes);
-    errno = 0;
-    const ssize_t moved = call.write
-                              ? cufile_->table().write(file.handle, where.base, left, offset, in_buffer)
-                              : cufile_->table().read(file.handle, where.base, left, offset, in_buffer);
+    const ssize_t moved = call_cufile(file, where, call.write, left, offset, in_buffer, outcome.route);
     // -1 leaves the system's error in errno, the disk's; other negative numbers are cuFile's own, of its
     // driver or of CUDA.
     if (moved == -1) {
@@ -103,10 +174,32 @@ IoOutcome CufileIo::transfer(const IoCall& call) {
 
 std::string CufileIo::add_memory(void* memory, int64_t bytes) {
   const CufileError error = cufile_->table().buffer_register(memory, static_cast<size_t>(bytes), 0);
-  if (error.code != 0) return "cuFileBufRegister: " + to_string(error);
-  const std::lock_guard lock(mutex_);
-  registered_[static_cast<std::byte*>(memory)] = bytes;
+  {
+    const std::lock_guard lock(mutex_);
+    if (error.code != 0) {
+      not_registered_ = "cuFileBufRegister: " + to_string(error);
+      return not_registered_;
+    }
+    not_registered_.clear();
+    registered_[static_cast<std::byte*>(memory)] = bytes;
+  }
+  if (bytes >= kIoAlignBytes && cufile_->uncounted().empty()) probe(memory);
   return {};
+}
+
+void CufileIo::probe(void* memory) {
+  const Place where = place(memory, kIoAlignBytes);
+  for (const auto& device : entries_) {
+    for (const Entry& file : device) {
+      if (!file.refused.empty() || file.route->load() == IoRoute::kDirect) continue;
+      std::optional<IoRoute> route;
+      // A call of somebody else's meanwhile may blur one look. A file that is empty or fails stays unknown,
+      // and says why when it is used.
+      for (int32_t look = 0; look < kProbes && !route; ++look) {
+        if (call_cufile(file, where, false, kIoAlignBytes, 0, 0, route) < kIoAlignBytes) break;
+      }
+    }
+  }
 }
 
 void CufileIo::remove_memory(void* memory) {

@@ -3,6 +3,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -22,9 +23,13 @@ class CufileIo : public FileIo {
   CufileIo(const CufileIo&) = delete;
   CufileIo& operator=(const CufileIo&) = delete;
 
+  // By which way the files go, as far as cuFile's statistics have said it; names a file that bounces.
   std::string name() const override;
   IoOutcome transfer(const IoCall& call) override;
+  // Direct only to registered memory, and on files whose last calls were seen to be.
   IoRoute route(const IoCall& call) const override;
+  std::string direct_refusal() const override;
+  // The first memory that is registered is read into, once from each file, to see by which way the file goes.
   std::string add_memory(void* memory, int64_t bytes) override;
   void remove_memory(void* memory) override;
   // Why a file is not registered; empty if it is.
@@ -34,15 +39,30 @@ class CufileIo : public FileIo {
   struct Entry {
     CufileHandle handle = nullptr;
     std::string refused;
+    CufileWatch::Route route;
   };
   struct Place {
     std::byte* base;
     int64_t offset;
+    bool registered;
+  };
+  // How many files go one way, and one of those that do not go straight, with the reason.
+  struct Summary {
+    int64_t files = 0;
+    int64_t direct = 0;
+    int64_t unknown = 0;
+    std::string bounced;
   };
   const Entry& entry(int32_t device, int64_t file) const {
     return entries_[static_cast<size_t>(device)][static_cast<size_t>(file)];
   }
   Place place(void* memory, int64_t bytes) const;
+  // One call to cuFile, watched.
+  ssize_t call_cufile(const Entry& file, const Place& where, bool write, size_t bytes, off_t offset,
+                      off_t in_buffer, std::optional<IoRoute>& route) const;
+  void probe(void* memory);
+  Summary summary() const;
+  std::string why_unknown() const;
 
   std::shared_ptr<Cufile> cufile_;
   std::shared_ptr<const RawFiles> files_;
@@ -50,6 +70,7 @@ class CufileIo : public FileIo {
   std::vector<std::vector<Entry>> entries_;
   mutable std::mutex mutex_;
   std::map<std::byte*, int64_t> registered_;  // base -> bytes
+  std::string not_registered_;                // why memory was last refused
 };
 
 }  // namespace flexkv

@@ -1,53 +1,58 @@
 #include "gds/cufile_shim.h"
 
-#include <dlfcn.h>
-
-#include <cstring>
 #include <mutex>
 
 #include "base/error.h"
+#include "gds/cufile_library.h"
 
 namespace flexkv {
 namespace {
 
-constexpr const char* kLibrary = "libcufile.so.0";
 // CUfileOpError: another user in this process has opened the driver, which is as good.
 constexpr int32_t kDriverAlreadyOpen = 5026;
 // All bits of status_flags: local disks and network file systems alike.
 constexpr uint32_t kAnyFileSystem = (1u << 16) - 1;
+// Bit of feature_flags, since 1.16.
+constexpr uint32_t kP2pSupported = 1u << 4;
+// CUfileDriverStatusFlags are numbers below it.
+constexpr int32_t kFileSystems = 16;
+// CUfileP2PFlags of a file system: PCI P2PDMA, and chip to chip.
+constexpr int32_t kP2pDma = 1 << 0;
+constexpr int32_t kChipToChip = 1 << 3;
 
-template <typename Function>
-bool load(void* library, const char* name, Function& function) {
-  void* symbol = dlsym(library, name);
-  static_assert(sizeof(symbol) == sizeof(function));
-  std::memcpy(&function, &symbol, sizeof(symbol));
-  return symbol != nullptr;
+// Of all file systems.
+int32_t all_p2p_flags(const CufileTable& table) {
+  if (table.p2p_flags == nullptr) return 0;
+  int32_t all = 0;
+  for (int32_t system = 0; system < kFileSystems; ++system) {
+    int32_t flags = 0;
+    // A file system that this cuFile does not know is refused, and has none.
+    if (table.p2p_flags(system, &flags).code == 0) all |= flags;
+  }
+  return all;
 }
 
-// Empty on success, else what is missing. The library stays loaded: its threads may outlive any user.
-std::string load_table(CufileTable& table) {
-  void* library = dlopen(kLibrary, RTLD_NOW | RTLD_LOCAL);
-  if (library == nullptr) {
-    const char* reason = dlerror();
-    return reason ? reason : std::string("cannot load ") + kLibrary;
+std::string direct_ways(const CufileProperties& properties, const CufileTable& table) {
+  std::string ways;
+  const auto add = [&](const std::string& way) { ways += (ways.empty() ? "" : ", ") + way; };
+  const auto& nvfs = properties.nvfs;
+  const bool has_nvfs = nvfs.major_version > 0 && (nvfs.status_flags & kAnyFileSystem) != 0;
+  if (has_nvfs) {
+    add("nvidia-fs " + std::to_string(nvfs.major_version) + "." + std::to_string(nvfs.minor_version));
   }
-  const bool complete = load(library, "cuFileDriverOpen", table.driver_open) &&
-                        load(library, "cuFileDriverClose_v2", table.driver_close) &&
-                        load(library, "cuFileDriverGetProperties", table.driver_properties) &&
-                        load(library, "cuFileHandleRegister", table.handle_register) &&
-                        load(library, "cuFileHandleDeregister", table.handle_deregister) &&
-                        load(library, "cuFileBufRegister", table.buffer_register) &&
-                        load(library, "cuFileBufDeregister", table.buffer_deregister) &&
-                        load(library, "cuFileRead", table.read) && load(library, "cuFileWrite", table.write);
-  return complete ? std::string() : std::string(kLibrary) + " lacks a function that is needed";
+  const int32_t p2p = all_p2p_flags(table);
+  const bool served_without_nvfs = !has_nvfs && (nvfs.status_flags & kAnyFileSystem) != 0;
+  if ((properties.feature_flags & kP2pSupported) != 0 || (p2p & kP2pDma) != 0 || served_without_nvfs) {
+    add("PCI P2PDMA");
+  }
+  if ((p2p & kChipToChip) != 0) add("C2C");
+  return ways;
 }
 
 }  // namespace
 
-std::string to_string(const CufileError& error) {
-  std::string text = "cuFile error " + std::to_string(error.code);
-  if (error.cuda_code != 0) text += " (CUDA error " + std::to_string(error.cuda_code) + ")";
-  return text;
+std::string cufile_version_text(int32_t version) {
+  return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
 }
 
 Cufile::Cufile(const CufileTable& table) : table_(table) {
@@ -62,20 +67,16 @@ Cufile::Cufile(const CufileTable& table) : table_(table) {
     if (opened_) table_.driver_close();
     throw ConfigError("cuFileDriverGetProperties: " + to_string(asked));
   }
-  // Without a kernel driver, or with one that can serve no file system, every call is a POSIX call inside.
-  const bool served = (properties.nvfs.status_flags & kAnyFileSystem) != 0;
-  mode_ = served ? CufileMode::kDirect : CufileMode::kCompat;
-  version_ =
-      std::to_string(properties.nvfs.major_version) + "." + std::to_string(properties.nvfs.minor_version);
+  direct_by_ = direct_ways(properties, table_);
+  int32_t version = 0;
+  if (table_.version != nullptr && table_.version(&version).code != 0) version = 0;
+  statistics_ = std::make_unique<CufileStatistics>(table_.statistics, version);
+  watch_ = std::make_unique<CufileWatch>([statistics = statistics_.get()] { return statistics->read(); });
 }
 
 Cufile::~Cufile() {
+  statistics_ = nullptr;
   if (opened_) table_.driver_close();
-}
-
-std::string Cufile::describe() const {
-  if (mode_ == CufileMode::kDirect) return "cuFile, GPUDirect Storage (nvidia-fs " + version_ + ")";
-  return "cuFile in compatibility mode (no GPUDirect Storage)";
 }
 
 std::shared_ptr<Cufile> shared_cufile(int32_t gpu_count, std::string* why) {
@@ -87,15 +88,14 @@ std::shared_ptr<Cufile> shared_cufile(int32_t gpu_count, std::string* why) {
   static std::weak_ptr<Cufile> opened;
   const std::lock_guard lock(mutex);
   if (auto cufile = opened.lock()) return cufile;
-  CufileTable table;
-  *why = load_table(table);
-  if (!why->empty()) return nullptr;
+  const auto library = load_cufile(why);
+  if (!library) return nullptr;
   try {
-    auto cufile = std::make_shared<Cufile>(table);
+    auto cufile = std::make_shared<Cufile>(library->table);
     opened = cufile;
     return cufile;
   } catch (const ConfigError& error) {
-    *why = error.what();
+    *why = library->path + ": " + error.what();
     return nullptr;
   }
 }

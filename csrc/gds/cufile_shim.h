@@ -8,12 +8,10 @@
 #include <memory>
 #include <string>
 
-namespace flexkv {
+#include "gds/cufile_statistics.h"
+#include "gds/cufile_watch.h"
 
-struct CufileError {
-  int32_t code = 0;       // CUfileOpError; 0 is success
-  int32_t cuda_code = 0;  // CUresult
-};
+namespace flexkv {
 
 using CufileHandle = void*;
 
@@ -35,7 +33,7 @@ struct CufileProperties {
     uint32_t status_flags;   // a bit for each kind of file system that GPUDirect can serve
     uint32_t control_flags;  // bit 0: polling, bit 1: compatibility mode allowed
   } nvfs;
-  uint32_t feature_flags;
+  uint32_t feature_flags;  // bit 4: PCI P2PDMA
   uint32_t max_device_cache_kib;
   uint32_t per_buffer_cache_kib;
   uint32_t max_device_pinned_kib;
@@ -44,7 +42,8 @@ struct CufileProperties {
   uint64_t reserved[32];  // newer libraries may write more than is declared here
 };
 
-// One entry a function; a test fills in its own.
+// One entry a function; a test fills in its own. What is null where a library has it not says its first
+// version.
 struct CufileTable {
   CufileError (*driver_open)() = nullptr;
   CufileError (*driver_close)() = nullptr;
@@ -55,12 +54,9 @@ struct CufileTable {
   CufileError (*buffer_deregister)(const void*) = nullptr;
   ssize_t (*read)(CufileHandle, void*, size_t, off_t file_offset, off_t buffer_offset) = nullptr;
   ssize_t (*write)(CufileHandle, const void*, size_t, off_t file_offset, off_t buffer_offset) = nullptr;
-};
-
-// How cuFile reaches the disks on this machine.
-enum class CufileMode {
-  kDirect,  // GPUDirect Storage
-  kCompat,  // POSIX calls and copies inside cuFile
+  CufileError (*version)(int32_t*) = nullptr;                               // 1.7
+  CufileError (*p2p_flags)(int32_t file_system, int32_t* flags) = nullptr;  // 1.16
+  CufileStatisticsTable statistics;                                         // 1.15
 };
 
 // cuFile with its driver open.
@@ -73,21 +69,28 @@ class Cufile {
   Cufile& operator=(const Cufile&) = delete;
 
   const CufileTable& table() const { return table_; }
-  CufileMode mode() const { return mode_; }
-  std::string describe() const;
+  // By what a disk and a GPU may exchange bytes here, "nvidia-fs 2.0" or "PCI P2PDMA": whether a file does is
+  // known of each file alone. Empty where every call is a POSIX call inside cuFile (compatibility mode).
+  const std::string& direct_by() const { return direct_by_; }
+  // Why cuFile does not say how its calls went; empty where it does.
+  const std::string& uncounted() const { return statistics_->refusal(); }
+  CufileWatch& watch() { return *watch_; }
 
  private:
   CufileTable table_;
-  CufileMode mode_ = CufileMode::kCompat;
   bool opened_ = false;  // by us, and so ours to close
-  std::string version_;
+  std::string direct_by_;
+  std::unique_ptr<CufileStatistics> statistics_;
+  std::unique_ptr<CufileWatch> watch_;
 };
+
+inline constexpr const char* kCufileCompat = "cuFile in compatibility mode (no GPUDirect Storage)";
 
 // One for the process, opened by the first call. Null without a GPU - cuFile is not even loaded then, because
 // its driver may hang on opening - or where it cannot be had; `why` says which.
 std::shared_ptr<Cufile> shared_cufile(int32_t gpu_count, std::string* why);
 
-// "cuFile error 5011 (CUDA error 700)".
-std::string to_string(const CufileError& error);
+// "1.20" of what cuFileGetVersion answers: 1000 for a major version and 10 for a minor one.
+std::string cufile_version_text(int32_t version);
 
 }  // namespace flexkv

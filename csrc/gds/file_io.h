@@ -2,6 +2,7 @@
 // them.
 #pragma once
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 
@@ -16,16 +17,18 @@ struct IoCall {
   int64_t bytes = 0;
 };
 
+// Where a call would go if it were made, which a caller asks before it chooses a path, or where it went.
+enum class IoRoute {
+  kDirect,   // straight between disk and memory
+  kBounced,  // through another buffer: it works, at the cost of a copy
+  kUnknown,  // one of the two; nothing says which
+};
+
 struct IoOutcome {
   int64_t bytes = 0;       // moved; a call that moved fewer than it was asked to has failed
   std::string error;       // why it stopped early; empty at the end of the file or device
   bool of_memory = false;  // the error is of the memory's side, its device or driver, and not the disk's
-};
-
-// Where a call would go if it were made: what a caller asks before it chooses a path.
-enum class IoRoute {
-  kDirect,   // straight between disk and memory
-  kBounced,  // through another buffer: it works, at the cost of a copy
+  std::optional<IoRoute> route = {};  // where it went; unset: where route() says
 };
 
 class FileIo {
@@ -43,6 +46,9 @@ class FileIo {
     }
   }
   virtual IoRoute route(const IoCall& call) const = 0;
+  // Why no file reaches the registered memory straight; empty where one does, or where nothing is known of
+  // one.
+  virtual std::string direct_refusal() const { return {}; }
   // Memory that will be used often. Empty, or why it could not be registered: it works all the same.
   virtual std::string add_memory(void* memory, int64_t bytes) = 0;
   virtual void remove_memory(void* memory) = 0;

@@ -239,6 +239,7 @@ TransferReport GDSManager::transfer(const PageMap& map, std::span<const StagedPa
   totals_.failed_pages += static_cast<int64_t>(report.failures.size());
   totals_.io_calls += report.io_calls;
   totals_.bounced_calls += report.bounced_calls;
+  totals_.unknown_calls += report.unknown_calls;
   totals_.io_bytes += report.io_bytes;
   totals_.launches += report.launches;
   return report;
@@ -258,6 +259,11 @@ std::string GDSManager::describe() const {
   const std::lock_guard lock(mutex_);
   if (closed_) return "closed";
   return parts_.io->name() + " to " + parts_.device->name();
+}
+
+std::string GDSManager::direct_refusal() const {
+  const std::lock_guard lock(mutex_);
+  return closed_ ? "closed" : parts_.io->direct_refusal();
 }
 
 std::string GDSManager::down_reason() const {

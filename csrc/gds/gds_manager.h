@@ -42,6 +42,7 @@ struct GdsTotals {
   int64_t failed_pages = 0;
   int64_t io_calls = 0;
   int64_t bounced_calls = 0;
+  int64_t unknown_calls = 0;
   int64_t io_bytes = 0;
   int64_t launches = 0;
 };
@@ -86,6 +87,9 @@ class FLEXKV_EXPORT GDSManager {
   GdsTotals totals() const;
   // What the I/O is and how it reaches the device, for a log line.
   std::string describe() const;
+  // Why none of the files reaches the device's memory straight; empty where one does, or where nothing is
+  // known of one yet.
+  std::string direct_refusal() const;
   // Why this manager takes no transfers any more; empty while it does.
   std::string down_reason() const;
   int64_t staging_bytes() const;

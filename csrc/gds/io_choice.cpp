@@ -39,9 +39,9 @@ std::shared_ptr<FileIo> choose_io(std::shared_ptr<const RawFiles> files,
                                   const std::shared_ptr<TransformDevice>& device, IoBackend backend) {
   auto plain = plain_io(files, backend);
   if (device->number() == kHostDevice) return plain;
-  auto bounced = std::make_shared<BouncedFileIo>(std::move(plain), device);
   std::string why;
   const auto cufile = shared_cufile(cuda::device_info().device_count, &why);
+  auto bounced = std::make_shared<BouncedFileIo>(std::move(plain), device, why);
   if (cufile == nullptr) return bounced;
   return std::make_shared<CufileIo>(cufile, std::move(files), std::move(bounced));
 }
@@ -50,7 +50,7 @@ std::string gpudirect_refusal() {
   std::string why;
   const auto cufile = shared_cufile(cuda::device_info().device_count, &why);
   if (cufile == nullptr) return why;
-  return cufile->mode() == CufileMode::kDirect ? std::string() : cufile->describe();
+  return cufile->direct_by().empty() ? kCufileCompat : std::string();
 }
 
 }  // namespace flexkv

@@ -25,7 +25,7 @@ FLEXKV_EXPORT std::shared_ptr<FileIo> choose_io(std::shared_ptr<const RawFiles> 
                                                 const std::shared_ptr<TransformDevice>& device,
                                                 IoBackend backend = IoBackend::kAuto);
 
-// Why no file of this machine reaches a GPU's memory by GPUDirect Storage; empty where it does. Opens cuFile
+// Why no file of this machine reaches a GPU's memory by GPUDirect Storage; empty where one may. Opens cuFile
 // where there is a GPU.
 FLEXKV_EXPORT std::string gpudirect_refusal();
 

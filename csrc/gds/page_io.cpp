@@ -18,7 +18,9 @@ std::string describe(const IoCall& call, const IoOutcome& outcome) {
 // What became of one call; false: the page is lost.
 bool take_outcome(const FileIo& io, const IoCall& call, const IoOutcome& outcome, PageIoResult& result) {
   result.calls += 1;
-  if (io.route(call) == IoRoute::kBounced) result.bounced += 1;
+  const IoRoute route = outcome.route.value_or(io.route(call));
+  if (route == IoRoute::kBounced) result.bounced += 1;
+  if (route == IoRoute::kUnknown) result.unknown += 1;
   result.bytes += outcome.bytes;
   if (outcome.error.empty() && outcome.bytes == call.bytes) return true;
   result.error = describe(call, outcome);

@@ -22,6 +22,7 @@ struct PageIoResult {
   int32_t position = 0;
   int64_t calls = 0;
   int64_t bounced = 0;
+  int64_t unknown = 0;  // went straight or bounced; nothing says which
   int64_t bytes = 0;
   std::string error;                         // empty: every byte moved
   StagedFailure cause = StagedFailure::kIo;  // of the error

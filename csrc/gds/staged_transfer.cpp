@@ -195,6 +195,7 @@ class Transfer {
       last_moved_ = Clock::now();
       report_.io_calls += result.calls;
       report_.bounced_calls += result.bounced;
+      report_.unknown_calls += result.unknown;
       report_.io_bytes += result.bytes;
       if (!result.error.empty()) {
         fail(result.position, Status::kFailed, result.cause, std::move(result.error));

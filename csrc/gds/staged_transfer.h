@@ -73,6 +73,7 @@ struct TransferReport {
   int64_t pages = 0;
   int64_t io_calls = 0;
   int64_t bounced_calls = 0;  // those that went through another buffer
+  int64_t unknown_calls = 0;  // those of which nothing says whether they did
   int64_t io_bytes = 0;
   int64_t launches = 0;
   bool staged = false;

@@ -40,6 +40,7 @@ class FaultyFileIo : public FileIo {
   IoOutcome transfer(const IoCall& call) override;
   void transfer_all(std::span<const IoCall> calls, std::span<IoOutcome> outcomes) override;
   IoRoute route(const IoCall& call) const override { return inner_->route(call); }
+  std::string direct_refusal() const override { return inner_->direct_refusal(); }
   std::string add_memory(void* memory, int64_t bytes) override { return inner_->add_memory(memory, bytes); }
   void remove_memory(void* memory) override { inner_->remove_memory(memory); }
 

@@ -76,6 +76,7 @@ def rows(facts: Facts) -> dict[str, str]:
         if cuda["devices"]
         else f"not used: {cuda['reason']}",
         **_gpu_rows(facts["gpu"]),
+        "cufile": _cufile_words(facts["cufile"]),
         "cpus": f"{facts['cpus']['usable']} usable of {facts['cpus']['total']}",
         "memory": f"{format_size(memory['usable_bytes'])} usable ({memory['limited_by']}) of "
         f"{format_size(memory['total_bytes'])}",
@@ -106,6 +107,12 @@ def _gpu_rows(gpu: Facts) -> dict[str, str]:
     return {"gpu extra": said} | {
         f"gpu {number}": device_words(device) for number, device in enumerate(gpu["devices"])
     }
+
+
+def _cufile_words(cufile: Facts) -> str:
+    if not cufile["path"]:
+        return str(cufile["reason"])
+    return f"{cufile['version'] or 'unknown version'} from {cufile['path']} ({cufile['found']})"
 
 
 def _folder_words(folder: Facts) -> str:

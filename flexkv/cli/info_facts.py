@@ -6,6 +6,7 @@ import contextlib
 import os
 import shutil
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 
 from flexkv import c_ext
@@ -18,6 +19,7 @@ from flexkv.config.memory import allowed_nodes
 from flexkv.errors import DiskError, FlexKVError
 from flexkv.storage.folder import held_bytes, unit_folders
 from flexkv.storage.folder_share import device_of, folder_faults, nearest_there, shared_file_systems
+from flexkv.transfer.cufile_library import find_cufile
 from flexkv.unit.start_check import start_faults
 
 PRIVATE_PAGES = "/sys/kernel/mm/transparent_hugepage/enabled"
@@ -37,6 +39,7 @@ def collect(config: FlexKVConfig, model: Path | None) -> Facts:
     # Whose bytes in a folder are depends on the model, which is not known here: all count as the engine's own.
     lost = folder_faults(config, held_bytes)
     facts = package_facts() | {"gpu": gpu_facts()} | machine_facts(memory) | tier_facts(config, memory, lost)
+    facts["cufile"] = asdict(find_cufile())
     refused = start_faults(config, 1, lost)
     facts["problems"] = [str(fault) for fault in refused]
     if not any(isinstance(fault, DiskError) for fault in refused):

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from flexkv import c_ext
 from flexkv.config import GdsConfig, IoBackend
 from flexkv.observe import get_logger
+from flexkv.transfer.cufile_library import name_wheels
 from flexkv.transfer.slab_map import SlabMap
 from flexkv.transfer.staging_limits import staging_cut
 
@@ -47,6 +48,8 @@ def make_gds_lane(
     ]
     staged = config.use_staged_transfer if use_staged_transfer is None else use_staged_transfer
     slots = config.max_staging_blocks if max_staging_blocks is None else max_staging_blocks
+    if device is not None:
+        name_wheels()
     lane = c_ext.GdsLane(
         codecs,
         stripe,
@@ -61,22 +64,25 @@ def make_gds_lane(
     with ExitStack() as opened:
         opened.callback(lane.close)
         log = get_logger("gds")
-        log.info("slabs: %s; %s", lane.describe(), "staged" if staged else "a call a run")
         for group, view in enumerate(views):
             lane.reserve_staging(group, view)
             if cut := staging_cut(
                 lane.staging_slots, lane.staging_slot_bytes, slots, config.max_staging_bytes
             ):
                 log.info("slabs of group %d: %s", group, cut)
+        # After the staging was registered, by which cuFile's way to each slab is seen.
+        log.info("slabs: %s; %s", lane.describe(), "staged" if staged else "a call a run")
         opened.pop_all()
     return lane
 
 
 def gpudirect_refusal() -> str:
-    """Why no file reaches a GPU's memory by GPUDirect Storage in this process; empty where it does.
+    """Why no file reaches a GPU's memory by GPUDirect Storage in this process; empty where one may. A lane that has
+    opened its slabs knows it of each of them (`GdsLane.direct_refusal`).
 
     The first call opens cuFile's driver where there is a GPU.
     """
+    name_wheels()
     return c_ext.gpudirect_refusal()
 
 

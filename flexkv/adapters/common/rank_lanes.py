@@ -36,6 +36,10 @@ def open_gds_lane(
     try:
         device = cuda_device_of(tensors)
         lane = make_gds_lane(slabs, stripe, device, config.gds, io=config.disk.io, views=views)
+        # What the machine promises a slab may not keep: its file system or the staging may be refused.
+        if config.disk.gds == "auto" and device is not None and (refusal := lane.direct_refusal):
+            lane.close()
+            return None, refusal
         return lane, ""
     except FlexKVError as error:
         if config.disk.gds != "auto":

@@ -17,6 +17,7 @@ from flexkv import c_ext
 from flexkv.config import GdsConfig, IoBackend, load_config
 from flexkv.errors import FlexKVError, GeometryError
 from flexkv.observe import get_logger
+from flexkv.transfer.cufile_library import name_wheels
 from flexkv.transfer.staging_limits import staging_cut
 from flexkv.transfer.stream import StreamLike, stream_address
 
@@ -111,6 +112,8 @@ class GDSTransferWorker:
         self._pool, self._files = pool, files
         self._ptrs = np.array(pool.layer_ptrs, np.int64)
         self._all_layers = np.arange(files.total_layers, dtype=np.int32)
+        if pool.gpu_device_id >= 0:
+            name_wheels()
         self.manager = c_ext.GDSManager(
             ssd_files,
             len(ssd_files),
@@ -123,10 +126,11 @@ class GDSTransferWorker:
             engine_stream=stream_address(engine_stream),
             io=io,
         )
-        log = get_logger("gds")
-        log.info("%s; %s", self.manager.describe(), "staged" if self.use_staged_transfer else "a call a run")
-        self._log = log
+        self._log = get_logger("gds")
         self._reserve_staging(gds.max_staging_bytes)
+        # After the staging was registered, by which cuFile's way to each file is seen.
+        way = "staged" if self.use_staged_transfer else "a call a run"
+        self._log.info("%s; %s", self.manager.describe(), way)
 
     def read(self, gpu_blocks: Ids, ssd_blocks: Ids, layers: Ids | None = None) -> None:
         """Files to pool: ssd_blocks[i] to gpu_blocks[i], all layers or those given.

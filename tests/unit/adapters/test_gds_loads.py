@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from flexkv import c_ext
+from flexkv.adapters.common.rank_lanes import open_gds_lane
 from flexkv.adapters.vllm.engine_spec import EngineRole
+from flexkv.config import load_config
 from flexkv.errors import ConfigError
 from flexkv.storage.striped_slabs import StripedSlabs
 from flexkv.transfer.gds_lane import make_gds_lane
@@ -248,3 +252,21 @@ def test_a_slab_that_a_rank_cannot_open_is_said_at_start(
     monkeypatch.setattr(StripedSlabs, "slab_map", elsewhere)
     with pytest.raises(ConfigError, match=r"/nowhere/0\.slab"):
         make_gds()
+
+
+@pytest.mark.parametrize("refusal", ["", "cuFile in compatibility mode (no GPUDirect Storage)"])
+def test_with_auto_slabs_that_nothing_reaches_straight_are_left(
+    monkeypatch: pytest.MonkeyPatch, refusal: str
+) -> None:
+    """The machine may promise more than its disks keep."""
+    lane: Any = SimpleNamespace(direct_refusal=refusal, close=lambda: closed.append(True))
+    closed: list[bool] = []
+    monkeypatch.setattr("flexkv.adapters.common.rank_lanes.cuda_device_of", lambda tensors: 0)
+    monkeypatch.setattr("flexkv.adapters.common.rank_lanes.make_gds_lane", lambda *_, **__: lane)
+    opened = {
+        mode: open_gds_lane(load_config({"disk.gds": mode}, {}), SlabMap((), ()), 0, [], [])
+        for mode in ("auto", "on")
+    }
+    assert opened["on"] == (lane, "")
+    assert opened["auto"] == ((None, refusal) if refusal else (lane, ""))
+    assert len(closed) == bool(refusal)

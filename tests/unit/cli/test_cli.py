@@ -221,6 +221,7 @@ INFO_KEYS: dict[str, set[str] | None] = {
     "python": None,
     "native_core": {"variant", "compiler", "with_cuda"},
     "cuda": {"devices", "driver", "reason"},
+    "cufile": {"path", "found", "version", "reason"},
     "cpus": {"usable", "total"},
     "gpu": {"packages", "devices", "reason"},
     "memory": {"usable_bytes", "total_bytes", "limited_by", "numa_nodes"},

@@ -1,0 +1,84 @@
+#include "gds/cufile_statistics.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+
+namespace flexkv {
+namespace {
+
+constexpr int32_t kGpuLevel = 3;  // the first level that counts for each GPU
+
+static_assert(sizeof(CufileGpuStatistics) == 248);
+static_assert(offsetof(CufileGpuStatistics, p2p_reads) == 56);
+static_assert(offsetof(CufileGpuStatistics, posix_writes) == 176);
+
+}  // namespace
+
+std::string to_string(const CufileError& error) {
+  std::string text = "cuFile error " + std::to_string(error.code);
+  if (error.cuda_code != 0) text += " (CUDA error " + std::to_string(error.cuda_code) + ")";
+  return text;
+}
+
+std::optional<size_t> cufile_statistics_offset(int32_t version) {
+  // After cufile.h of each: level 1 grew by vectored I/O in 1.19, and level 3 begins with it.
+  if (version >= 1150 && version < 1190) return 1032;
+  if (version >= 1190 && version < 1210) return 1144;
+  return std::nullopt;
+}
+
+CufileStatistics::CufileStatistics(const CufileStatisticsTable& table, int32_t version) : table_(table) {
+  const auto offset = cufile_statistics_offset(version);
+  if (!table_.complete()) {
+    refusal_ = "this cuFile has no statistics, which came with 1.15";
+    return;
+  }
+  if (!offset) {
+    refusal_ = "the layout of this cuFile's statistics is not known";
+    return;
+  }
+  offset_ = *offset;
+  int32_t level = 0;
+  if (const CufileError error = table_.get_level(&level); error.code != 0) {
+    refusal_ = "cuFileGetStatsLevel: " + to_string(error);
+    return;
+  }
+  if (level < kGpuLevel) {
+    if (const CufileError error = table_.set_level(kGpuLevel); error.code != 0) {
+      refusal_ = "cuFileSetStatsLevel: " + to_string(error);
+      return;
+    }
+    level_before_ = level;
+  }
+  if (const CufileError error = table_.start(); error.code != 0) {
+    refusal_ = "cuFileStatsStart: " + to_string(error);
+    return;
+  }
+  // Somebody else in this process who had them counted before us is not stopped by us.
+  started_ = level_before_.has_value();
+}
+
+CufileStatistics::~CufileStatistics() {
+  // Refused either way means that cuFile goes on counting, which costs and harms nothing.
+  if (started_) static_cast<void>(table_.stop());
+  if (level_before_) static_cast<void>(table_.set_level(*level_before_));
+}
+
+std::optional<CufileOps> CufileStatistics::read() const {
+  if (!refusal_.empty()) return std::nullopt;
+  alignas(8) std::array<std::byte, kCufileStatisticsBytes> level3{};
+  if (table_.level3(level3.data()).code != 0) return std::nullopt;
+  CufileOps ops;
+  for (size_t i = 0; i < kCufileGpus; ++i) {
+    CufileGpuStatistics gpu;
+    std::memcpy(&gpu, level3.data() + offset_ + i * sizeof(gpu), sizeof(gpu));
+    const uint64_t dma = gpu.p2p_reads + gpu.nvfs_reads + gpu.p2p_writes + gpu.nvfs_writes;
+    const uint64_t rerouted = gpu.rerouted_reads + gpu.rerouted_writes;
+    ops.direct += dma - std::min(dma, rerouted);
+    ops.bounced += gpu.posix_reads + gpu.posix_writes + rerouted;
+  }
+  return ops;
+}
+
+}  // namespace flexkv

@@ -1,0 +1,82 @@
+"""Where libcufile is: loaded in this process, on the loader's path, or in a wheel of this environment."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+
+from flexkv import c_ext
+
+FILE_NAME = "libcufile.so.0"
+
+
+@dataclass(frozen=True, slots=True)
+class CufileLibrary:
+    """What was found of libcufile.
+
+    Attributes:
+        path: empty where it was not found.
+        found: "already loaded", "by the loader" or "in a wheel".
+        version: such as "1.20"; empty where it does not say.
+        reason: why it was not found: what was searched, and what each place answered.
+    """
+
+    path: str
+    found: str
+    version: str
+    reason: str
+
+
+def find_cufile() -> CufileLibrary:
+    """Loads libcufile without opening its driver, and says where it was; needs no GPU."""
+    if (there := _first_look()).path:
+        return there
+    paths = name_wheels()
+    library = CufileLibrary(*c_ext.find_cufile())
+    # cuda-pathfinder loads what it finds.
+    return replace(library, found="in a wheel") if library.path in paths else library
+
+
+@cache
+def name_wheels() -> tuple[str, ...]:
+    """Tells the native core, once a process, where wheels have libcufile. It loads one where neither the process nor
+    the loader has it.
+
+    Returns:
+        The paths, in the order in which they are tried; none where no wheel is needed.
+    """
+    if _first_look().path:
+        return ()
+    paths = tuple(dict.fromkeys([*_in_site_packages(), *_by_pathfinder()]))
+    c_ext.set_cufile_wheels(list(paths))
+    return paths
+
+
+@cache
+def _first_look() -> CufileLibrary:
+    """In the process, and by the loader. Once, because what the loader has found is in the process afterwards."""
+    return CufileLibrary(*c_ext.find_cufile())
+
+
+def _by_pathfinder() -> list[str]:
+    """NVIDIA's own search, which knows conda and CUDA_HOME too; comes with the extra `gpu`."""
+    try:
+        pathfinder = import_module("cuda.pathfinder")
+    except ImportError:
+        return []
+    try:
+        path = pathfinder.load_nvidia_dynamic_lib("cufile").abs_path
+    except pathfinder.DynamicLibNotFoundError:
+        return []
+    return [path] if path else []
+
+
+def _in_site_packages() -> list[str]:
+    """NVIDIA's wheels keep it in nvidia/cu13/lib, or nvidia/cufile/lib before CUDA 13."""
+    found = []
+    for folder in sys.path:
+        found += sorted(str(path) for path in Path(folder or ".").glob(f"nvidia/*/lib/{FILE_NAME}"))
+    return found

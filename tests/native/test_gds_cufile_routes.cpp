@@ -1,0 +1,212 @@
+// By which way cuFile's calls go: each file and each call, as its statistics say it, and "not known" without
+// them.
+#include <fstream>
+
+#include "fake_cufile.h"
+
+using namespace flexkv;
+
+namespace {
+
+// Files with content, so that the first look at each has something to read.
+void fill_files(const CufileWorld& c) {
+  for (int32_t device = 0; device < c.files->devices(); ++device) {
+    std::ofstream(c.files->at(device, 0).path) << std::string(8192, 'x');
+  }
+}
+
+bool says(const CufileWorld& c, const std::string& words) {
+  return c.io->name().find(words) != std::string::npos;
+}
+
+// What the manager says after a write and a read of every block, whose bytes come back.
+TransferReport there_and_back(CufileWorld& c) {
+  c.world.fill(3);
+  const auto content = c.world.pool;
+  REQUIRE(c.transfer(false).ok());
+  std::memset(c.world.pool.data(), 0, c.world.pool.size());
+  TransferReport read = c.transfer(true);
+  REQUIRE(read.ok());
+  CHECK(c.world.pool == content);
+  return read;
+}
+
+// A library whose answers are set, as CufileWatch asks it.
+struct Ops {
+  CufileOps now;
+  bool there = true;
+  CufileWatch watch{[this] { return there ? std::optional(now) : std::nullopt; }};
+  CufileWatch::Route file(IoRoute route) const { return std::make_shared<std::atomic<IoRoute>>(route); }
+};
+
+}  // namespace
+
+TEST_CASE("cufile routes: a file in compatibility mode is told from one beside it that goes straight") {
+  reset_fake();
+  CufileWorld c;
+  fill_files(c);
+  fake.posix.insert(c.files->at(1, 0).direct_fd);
+  const TransferReport read = there_and_back(c);
+  CHECK(read.bounced_calls == GdsWorld::kBlocks / 2);
+  CHECK(read.unknown_calls == 0);
+  CHECK(says(c, "1 of 2 files by GPUDirect Storage"));
+  CHECK(says(c, c.files->at(1, 0).path + " by POSIX calls inside cuFile"));
+  CHECK(!says(c, "GPUDirect Storage ("));
+  CHECK(c.manager->direct_refusal().empty());  // one file is worth it
+}
+
+TEST_CASE("cufile routes: properties that promise GPUDirect are not believed against the statistics") {
+  reset_fake();
+  fake.all_posix = true;
+  CufileWorld c;
+  fill_files(c);
+  const TransferReport read = there_and_back(c);
+  CHECK(read.bounced_calls == GdsWorld::kBlocks);
+  CHECK(says(c, "compatibility mode"));
+  CHECK(!says(c, "GPUDirect Storage ("));
+  CHECK(c.manager->direct_refusal().find("compatibility mode") != std::string::npos);
+}
+
+TEST_CASE("cufile routes: PCI P2PDMA without nvidia-fs is GPUDirect, and no compatibility mode") {
+  for (const bool by_feature : {true, false}) {
+    reset_fake();
+    fake.nvfs_major = fake.status_flags = 0;
+    fake.feature_flags = by_feature ? 1u << 4 : 0;
+    fake.p2p_flags = by_feature ? 0 : 1;
+    CufileWorld c;
+    fill_files(c);
+    const TransferReport read = there_and_back(c);
+    CHECK(read.bounced_calls == 0);
+    CHECK(read.unknown_calls == 0);
+    CHECK(says(c, "cuFile, GPUDirect Storage (PCI P2PDMA)"));
+    CHECK(c.manager->direct_refusal().empty());
+  }
+}
+
+TEST_CASE("cufile routes: memory that cuFile did not register is bounced") {
+  {
+    reset_fake();
+    fake.refuse_buffers = true;
+    CufileWorld c;
+    fill_files(c);
+    CHECK(there_and_back(c).bounced_calls == GdsWorld::kBlocks);
+    CHECK(says(c, "staging is bounced: cuFileBufRegister"));
+    CHECK(c.manager->direct_refusal().find("cuFileBufRegister") != std::string::npos);
+  }
+  reset_fake();
+  CufileWorld pool;  // of an engine: nobody registers it
+  fill_files(pool);
+  alignas(4096) static char memory[4096];
+  const IoCall call{false, 0, 0, 0, memory, 4096};
+  CHECK(pool.io->route(call) == IoRoute::kBounced);
+  CHECK(pool.io->transfer(call).route == IoRoute::kBounced);
+  CHECK(pool.io->add_memory(memory, sizeof(memory)).empty());  // the control
+  CHECK(pool.io->route(call) == IoRoute::kDirect);
+  CHECK(pool.io->transfer(call).route == IoRoute::kDirect);
+  pool.io->remove_memory(memory);
+}
+
+TEST_CASE(
+    "cufile routes: without statistics, or with some of a layout that is not known, nothing is claimed") {
+  for (const int32_t version : {1140, 1300, 0}) {
+    CAPTURE(version);
+    reset_fake();
+    fake.version = version;
+    CufileWorld c;
+    fill_files(c);
+    const TransferReport read = there_and_back(c);
+    CHECK(read.bounced_calls == 0);
+    CHECK(read.unknown_calls == GdsWorld::kBlocks);
+    CHECK(says(c, "2 of 2 files not known: "));
+    CHECK(says(c, version >= 1150 ? "layout" : "which came with 1.15"));
+    CHECK(!says(c, "GPUDirect Storage ("));
+    CHECK(c.manager->direct_refusal().empty());
+  }
+  reset_fake();
+  fake.counts = false;
+  CufileWorld c;
+  fill_files(c);
+  CHECK(there_and_back(c).unknown_calls == GdsWorld::kBlocks);
+  CHECK(says(c, "none of its calls has been seen"));
+}
+
+TEST_CASE("cufile routes: both layouts of the statistics are read, and another one is not") {
+  for (const auto& [version, offset] : {std::pair{1150, 1032}, {1180, 1032}, {1190, 1144}, {1200, 1144}}) {
+    CHECK(cufile_statistics_offset(version) == static_cast<size_t>(offset));
+    reset_fake();
+    fake.version = version;
+    CufileWorld c;
+    fill_files(c);
+    const TransferReport read = there_and_back(c);
+    CHECK(read.bounced_calls + read.unknown_calls == 0);
+  }
+  CHECK(!cufile_statistics_offset(1140));
+  CHECK(!cufile_statistics_offset(1210));
+}
+
+TEST_CASE("cufile routes: cuFile counts for us while it is open, and for others as before") {
+  reset_fake();
+  {
+    const Cufile cufile(fake_table());
+    CHECK(fake.level == 3);
+    CHECK(fake.counting);
+  }
+  CHECK(fake.level == 0);
+  CHECK(!fake.counting);
+  fake.level = 3;  // somebody else's
+  fake.counting = true;
+  {
+    const Cufile cufile(fake_table());
+  }
+  CHECK(fake.level == 3);
+  CHECK(fake.counting);
+}
+
+TEST_CASE("cufile routes: a call that bounces later is seen, and its file is direct no more") {
+  reset_fake();
+  CufileWorld c;
+  fill_files(c);
+  CHECK(there_and_back(c).bounced_calls == 0);
+  fake.all_posix = true;
+  static_cast<void>(c.transfer(true));
+  CHECK(c.transfer(true).bounced_calls == GdsWorld::kBlocks);
+  fake.all_posix = false;
+  static_cast<void>(c.transfer(true));
+  CHECK(c.transfer(true).bounced_calls == 0);
+}
+
+TEST_CASE("cufile routes: calls that overlap are told apart only where all of them went one way") {
+  Ops ops;
+  const auto one = ops.file(IoRoute::kUnknown), two = ops.file(IoRoute::kDirect);
+  ops.watch.begin();
+  ops.watch.begin();
+  ops.now.direct += 1;
+  CHECK(ops.watch.end(one) == IoRoute::kUnknown);  // the other is under way
+  ops.now.direct += 3;                             // a large call may count as several
+  CHECK(ops.watch.end(two) == IoRoute::kDirect);
+  CHECK(one->load() == IoRoute::kDirect);
+  CHECK(ops.watch.calls().direct == 2);
+
+  ops.watch.begin();
+  ops.watch.begin();
+  ops.now.direct += 1;
+  ops.watch.end(one);
+  ops.now.bounced += 1;
+  CHECK(ops.watch.end(two) == IoRoute::kUnknown);
+  CHECK(two->load() == IoRoute::kDirect);  // as last seen
+  CHECK(ops.watch.calls().unknown == 2);
+
+  ops.watch.begin();
+  ops.now.bounced += 1;
+  CHECK(ops.watch.end(two) == IoRoute::kBounced);
+  CHECK(two->load() == IoRoute::kBounced);
+  CHECK(one->load() == IoRoute::kDirect);
+
+  ops.watch.begin();
+  ops.now = {};  // somebody has reset the statistics
+  CHECK(ops.watch.end(one) == IoRoute::kUnknown);
+  ops.there = false;
+  ops.watch.begin();
+  CHECK(ops.watch.end(one) == IoRoute::kUnknown);
+  CHECK(ops.watch.calls().unknown == 4);
+}
