@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -68,13 +69,16 @@ std::shared_ptr<GdsLane> make_gds_lane(const List<std::shared_ptr<PageCodec>>& c
 }
 
 // Of libcufile: path, how it was found and version, or why it was not.
-std::tuple<std::string, std::string, std::string, std::string> find_cufile() {
-  const py::gil_scoped_release release;
+py::tuple find_cufile() {
   std::string why;
-  const auto library = load_cufile(&why);
-  if (!library) return {"", "", "", why};
-  return {library->path, library->found, library->version > 0 ? cufile_version_text(library->version) : "",
-          ""};
+  std::optional<CufileLibrary> library;
+  {
+    const py::gil_scoped_release release;
+    library = load_cufile(&why);
+  }
+  if (!library) return py::make_tuple("", "", "", to_text(why));
+  const std::string version = library->version > 0 ? cufile_version_text(library->version) : "";
+  return py::make_tuple(to_text(library->path), library->found, version, "");
 }
 
 }  // namespace
@@ -82,7 +86,9 @@ std::tuple<std::string, std::string, std::string, std::string> find_cufile() {
 void bind_gds_lane(py::module_& m) {
   const GdsOptions defaults;
   m.def("gpudirect_refusal", &gpudirect_refusal, py::call_guard<py::gil_scoped_release>());
-  m.def("set_cufile_wheels", &set_cufile_wheels, py::arg("paths"));
+  m.def(
+      "set_cufile_wheels", [](List<std::string> paths) { set_cufile_wheels(std::move(paths)); },
+      py::arg("paths"));
   m.def("find_cufile", &find_cufile);
   NativeBinding<GdsLane, Lane, std::shared_ptr<GdsLane>>(m, "GdsLane")
       .def(py::init(&make_gds_lane), py::arg("codecs"), py::arg("stripe"), py::arg("slabs"), py::kw_only(),

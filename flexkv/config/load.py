@@ -25,7 +25,10 @@ from flexkv.errors import ConfigError
 ALTERNATIVES = ("host.bytes", "host.bytes_per_rank")
 """Two ways to say the same thing: one source may use one of them, and a stronger source's choice replaces both."""
 
-NEEDED_BESIDE = {"disk.gds_stores": (("disk.gds", "on"), ("disk.mode", "through"), ("store.mode", "eager"))}
+NEEDED_BESIDE = {
+    "disk.gds_stores": (("disk.gds", "on"), ("disk.mode", "through"), ("store.mode", "eager")),
+    "disk.gds_may_fail_requests": (("disk.gds", "on"),),
+}
 """Settings that, when on, need others to have one value."""
 
 Layer = dict[str, tuple[object, str]]

@@ -275,8 +275,15 @@ class DiskConfig(Section):
         "auto",
         description="Load blocks that are on disk straight to the engine's pool, without a page of host memory. "
         "`auto`: where the ranks have GPUDirect Storage, and while that is measured to be faster than reading to host "
-        "memory and copying; `on`: always, also by io_uring or POSIX calls and a copy. Only with vLLM, "
-        "`kv_load_failure_policy` recompute and `load.mode` async.",
+        "memory and copying (with `load.mode` async); `on`: always, also by io_uring or POSIX calls and a copy. For "
+        "vLLM with `kv_load_failure_policy` recompute; for other engines see `disk.gds_may_fail_requests`.",
+    )
+    gds_may_fail_requests: bool = Field(
+        False,
+        description="`disk.gds` also for an engine that cannot compute what a load did not bring: SGLang, "
+        "TensorRT-LLM, vLLM without `kv_load_failure_policy` recompute. Such a load is promised before it is read, so "
+        "a page that then proves bad or cannot be read costs its request (with SGLang all of its forward); its bytes "
+        "are never used. Needs `disk.gds` on.",
     )
     gds_stores: bool = Field(
         False,

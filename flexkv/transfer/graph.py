@@ -211,8 +211,10 @@ class TransferGraph:
     edges: tuple[Edge, ...] = ()
 
     def layerwise(self) -> TransferGraph:
-        """The same graph with every op moved layer by layer."""
-        return TransferGraph(tuple(replace(op, layerwise=True) for op in self.ops), self.edges)
+        """The same graph with its ops moved layer by layer, but for those between disk and engine: one call brings all
+        layers of a page, so they are in place together."""
+        ops = tuple(op if op.kind in WITHOUT_SLOTS else replace(op, layerwise=True) for op in self.ops)
+        return TransferGraph(ops, self.edges)
 
     @property
     def is_layerwise(self) -> bool:

@@ -273,3 +273,46 @@ TEST_CASE("a call that hangs takes the gds lane down, keeps its blocks, and the 
   while (last != Status::kOk && Clock::now() < deadline) last = world.run(OpKind::kGdsRead, 4).status;
   CHECK(last == Status::kOk);
 }
+
+TEST_CASE("a load by layers waits for whole gds pages at its first layer, and has all of their layers then") {
+  constexpr int32_t kCount = 4;
+  constexpr int64_t kVictim = kHeader + 2 * 16384 + 100;
+  for (const IoFault fault : {IoFault::kStall, IoFault::kCorrupt}) {
+    CAPTURE(static_cast<int>(fault));
+    LaneWorld world({{.fault = fault, .write = false, .offset = kVictim, .times = 1}});
+    const auto content = world.pool;
+    world.seal(world.run(OpKind::kGdsWrite, kCount), kCount);
+    std::fill(world.pool.begin(), world.pool.end(), 0);
+    GraphSpec graph;
+    OpSpec& from_host = graph.ops.emplace_back();
+    from_host.op_id = world.next_op++;
+    from_host.layerwise = true;
+    from_host.blocks = {12};
+    from_host.slots = {0};
+    graph.ops.push_back(world.op(OpKind::kGdsRead, kCount));
+    const int64_t of_disk = graph.ops.back().op_id;
+    const int64_t ticket = world.engine->submit(std::move(graph)).value();
+    if (fault == IoFault::kStall) {
+      REQUIRE(world.io->wait_stalled(1, kGdsGenerousS));
+      CHECK_FALSE(world.engine->wait_layer(ticket, 0, 0.05).in_time);
+      world.io->release();
+    }
+    for (int32_t layer = 0; layer < kLayers; ++layer) {
+      const LayerWait found = world.engine->wait_layer(ticket, layer, kGdsGenerousS);
+      REQUIRE(found.in_time);
+      if (fault == IoFault::kCorrupt) {  // named before any of its layers is read
+        REQUIRE(found.failed.size() == 1);
+        CHECK(found.failed.front() == std::pair(of_disk, std::vector<int32_t>{2}));
+        continue;
+      }
+      CHECK(found.failed.empty());
+      // Already at the first layer.
+      for (int32_t at = 0; at < kLayers * kBlocks; ++at) {
+        if (at % kBlocks >= kCount) continue;
+        const auto* run = world.pool.data() + at * kRun;
+        CHECK(std::memcmp(run, content.data() + at * kRun, kRun) == 0);
+      }
+    }
+    CHECK(world.engine->wait(ticket, kGdsGenerousS));
+  }
+}

@@ -114,8 +114,10 @@ class LoadBatches:
 
     def _start_one(self, batch: LoadBatch, request_id: str, load: QueuedLoad, stream: int | None) -> None:
         manager = self._cache.manager
-        # Again, because the lease may be gone, or be of a later lookup that the engine did not act upon.
-        if self._cache.match(request_id, load.keys, 0.0) < len(load.blocks):
+        # Again, because the lease may be gone, or be of a later lookup that the engine did not act upon. What was to
+        # be loaded from disk comes up to host memory where that has failed for others meanwhile.
+        wait_s = self._cache.config.load.lookup_wait_s if self._cache.loads_from_disk else 0.0
+        if self._cache.match(request_id, load.keys, wait_s) < len(load.blocks):
             manager.release(request_id)
             batch.lost = "what was promised is not there any more"
             batch.failed += len(load.blocks)

@@ -71,7 +71,7 @@ class PageBatches:
                 if cache.submit(graph, ended.append) is None:
                     cache.drop(graph, "the load lane's queue is full")
                 cache.finish(graph)
-                arrived[:found] = ~np.isin(blocks[:found], ended[0].failed_blocks)
+                arrived[:found] = ~_failed(blocks[:found], ended)
             cache.manager.end_request(request)
             return arrived
 
@@ -92,7 +92,7 @@ class PageBatches:
                 stored[plan.stored] = True
             if plan.graph is not None:
                 cache.finish(plan.graph)
-                stored[np.isin(blocks, ended[0].failed_blocks)] = False
+                stored[_failed(blocks, ended)] = False
             cache.manager.end_request(request)
             self._stored.set()
             return stored
@@ -152,3 +152,8 @@ class PageBatches:
 
     def _request(self) -> str:
         return f"batch {next(self._numbers)}"
+
+
+def _failed(blocks: BlockIds, ended: Sequence[Completion]) -> NDArray[np.bool_]:
+    """Which of the blocks an op has named as failed."""
+    return np.isin(blocks, np.concatenate([done.failed_blocks for done in ended]))

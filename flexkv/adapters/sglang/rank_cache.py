@@ -10,7 +10,7 @@ from typing import Any
 
 from flexkv.adapters.common.cancel import cancel_and_drain, wait_all
 from flexkv.adapters.common.metric_report import MetricReport
-from flexkv.adapters.common.rank_lanes import open_lanes
+from flexkv.adapters.common.rank_lanes import open_gds_lane, open_lanes
 from flexkv.adapters.common.submitted_op import count_ended
 from flexkv.adapters.sglang.pages import GROUP, page_keys
 from flexkv.cache.base import Completion, Keys, StorePlan
@@ -93,6 +93,9 @@ class RankCache:
         self.manager = self._unit.manager
         with ExitStack() as taken:
             taken.callback(self._unit.close)
+            gds_lane = None
+            if self._unit.slabs is not None:
+                gds_lane, _ = open_gds_lane(config, self._unit.slabs, 0, [view], tensors)
             self.lanes = open_lanes(
                 config,
                 [view],
@@ -101,6 +104,7 @@ class RankCache:
                 self._unit.places[0],
                 stream_of=stream_of,
                 mover=mover,
+                gds_lane=gds_lane,
             )
             taken.callback(self.lanes.close, config.transfer.close_s)
             self._unit.grow()
@@ -121,7 +125,8 @@ class RankCache:
         return page_keys(self._namespace, hashes)
 
     def match(self, request_id: str, keys: Keys, wait_s: float, pause: Pause = time.sleep) -> int:
-        """Pages from the first on that are in host memory and verified; they are leased for `request_id`.
+        """Pages from the first on that are in host memory and verified, and where `loads_from_disk` also those on disk;
+        they are leased for `request_id`.
 
         What is on disk is read first, for up to `wait_s` seconds: SGLang cannot be asked to come back. Between
         two looks at the disk `pause` is called; meanwhile others may use this cache. What it raises ends the lookup.
@@ -219,6 +224,11 @@ class RankCache:
         self._unit.grow()
         self._unit.expire_if_due(self.counters)
         self._report.report_if_due()
+
+    @property
+    def loads_from_disk(self) -> bool:
+        """Whether pages may be promised that lie on disk: see `disk.gds_may_fail_requests`."""
+        return self._unit.slabs is not None
 
     @property
     def disk_busy(self) -> bool:

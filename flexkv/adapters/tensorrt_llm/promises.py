@@ -154,7 +154,7 @@ class Promises:
             tracked.step_loaded = (wanted.start + len(given)) * joined.block_tokens
             return
         if graph is not None:
-            tracked.load, tracked.loading = graph.ops[0].op_id, taken
+            tracked.load, tracked.loading = frozenset(op.op_id for op in graph.ops), taken
         else:
             # No rank will say that it has ended this one.
             tracked.spent = True
@@ -184,7 +184,7 @@ class Promises:
             manager.release(request_id)
             raise TransferError(
                 f"request {request_id}: the engine took up a promise of {len(offer)} blocks after more than "
-                f"load.lease_s={self._lease_s:g} s, and they are not in host memory any more"
+                f"load.lease_s={self._lease_s:g} s, and they are not there any more"
             )
 
     def take_planned(self) -> tuple[LoadJob, ...]:
@@ -205,7 +205,7 @@ class Promises:
             tracked.wanted = still_wanted(tracked.wanted, start, end)
             if not tracked.wanted:
                 joined.unit.manager.release(str(tracked.request_id))
-        elif tracked.load is not None:
+        elif tracked.load:
             tracked.loading = still_wanted(tracked.loading, start, end)
             if not tracked.loading:
                 tracked.spent = True

@@ -138,8 +138,8 @@ class RankCoordinator:
                 # A load that failed is reported nowhere, so its request still waits for it.
                 continue
             tracked = self.joined.requests.get(int(done.request_id))
-            if tracked is not None and tracked.load == done.op_id:
-                tracked.load = None
+            if tracked is not None:
+                tracked.load -= {done.op_id}
 
     def _join(self) -> None:
         try:

@@ -18,6 +18,7 @@ GROUP = 0
 
 NO_BLOCKS = range(0)
 NO_TOKENS = range(0)
+NO_OPS: frozenset[OpId] = frozenset()
 
 
 class RequestKeys:
@@ -48,7 +49,7 @@ class Tracked:
         wanted: tokens of them that the engine still takes.
         step_loaded: tokens from the start whose KV the next step's forward finds in its blocks, by a load inside it.
         computed: tokens whose KV is certainly in the engine's blocks once the last ordered forward has run.
-        load: op of a load between steps that has not ended well on all ranks.
+        load: ops of a load between steps that have not ended well on all ranks.
         loading: tokens that it loads and that the engine still takes.
         spent: of a load between steps ranks may have an order that the engine never names, or learn late that it was
             taken back. The engine names a load by this id alone, so the order of a second one could be mistaken for
@@ -65,7 +66,7 @@ class Tracked:
     wanted: range = NO_TOKENS
     step_loaded: int = 0
     computed: int = 0
-    load: OpId | None = None
+    load: frozenset[OpId] = NO_OPS
     loading: range = NO_TOKENS
     spent: bool = False
     unsettled: bool = False
@@ -87,7 +88,7 @@ class Tracked:
     @property
     def ordered(self) -> bool:
         """Whether ranks may have to do with a load of this id yet."""
-        return self.spent or self.load is not None
+        return self.spent or bool(self.load)
 
     @property
     def may_be_named(self) -> bool:

@@ -108,7 +108,7 @@ class SchedulerSide:
         graph = None
         if tracked.may_be_named:
             self.ranks.order(CancelOrder(tracked.request_id))
-        if tracked.load is None and self.usable:
+        if not tracked.load and self.usable:
             joined.unit.grow()
             graph = self._plan_stores(joined, tracked, request, block_ids)
         # After the stores, because it marks the request's blocks as used together.

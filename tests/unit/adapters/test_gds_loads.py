@@ -83,12 +83,48 @@ def test_fewer_staging_slots_than_blocks(make_gds: Make) -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"role": EngineRole()}, {"load.mode": "sync"}, {"load.mode": "layerwise"}, {"disk.gds": "off"}],
+    [{"role": EngineRole()}, {"disk.gds": "off"}],
 )
-def test_who_cannot_compute_what_is_missing_waits(make_gds: Make, settings: dict[str, object]) -> None:
+def test_who_cannot_compute_what_is_missing_waits(
+    make_gds: Make, settings: dict[str, object], caplog: pytest.LogCaptureFixture
+) -> None:
     make_gds().run(make_request(PROMPT, "one"))
+    caplog.clear()
     engine = make_gds(**settings)
     assert engine.side.match(make_request(PROMPT, "two"), 0) == (None, False)
+    assert ("or disk.gds_may_fail_requests" in caplog.text) == ("role" in settings)
+
+
+@pytest.mark.parametrize("mode", ["sync", "layerwise"])
+def test_loads_inside_the_step(make_gds: Make, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_gds().run(make_request(PROMPT, "one"))
+    engine = make_gds(**{"load.mode": mode})
+    assert engine.run(make_request(PROMPT, "two")) == 20
+    assert "flexkv_disk_lookups_total" not in engine.counters.data, "nobody waited for a lookup"
+    assert gds_pages(engine) == 5
+    assert engine.invalid == set()
+    # Without being asked, no step stands still for a disk.
+    monkeypatch.setattr("flexkv.adapters.vllm.worker.WorkerSide._has_gpudirect", lambda self: True)
+    assert make_gds(**{"load.mode": mode, "disk.gds": "auto"}).unit.slabs is None
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_by_layer_host_pages_and_those_on_disk_in_one_load(
+    make_gds: Make, tmp_path: Path, damaged: bool
+) -> None:
+    """Of the host's pages each layer is waited for; those on disk are whole at the first."""
+    layerwise = {"load.mode": "layerwise"}
+    engine = make_gds(**layerwise)
+    engine.run(make_request(PROMPT, "one"))
+    engine.forget()
+    engine = make_gds(**layerwise)
+    assert engine.run(make_request(PROMPT[:9], "short")) == 8
+    engine.forget()
+    if damaged:
+        spoil(tmp_path)
+    assert engine.run(make_request(PROMPT, "two")) == 20
+    assert gds_pages(engine) == 2 + (0 if damaged else 3)
+    assert len(engine.invalid) == (3 if damaged else 0), "named within the step, and computed again"
 
 
 def test_without_gpudirect_auto_goes_through_host_memory(make_gds: Make) -> None:

@@ -396,3 +396,11 @@ def test_no_secret_of_a_url_is_shown(url: str) -> None:
     with pytest.raises(ConfigError, match=r"remote\.urls") as error:
         load_config({"remote.urls": url.format("s3/cr:t")}, {})
     assert "s3/cr:t" not in str(error.value)
+
+
+def test_failed_requests_are_only_risked_where_gds_is_asked_for() -> None:
+    risky = {"disk.gds_may_fail_requests": True}
+    with pytest.raises(ConfigError, match=r"disk\.gds.*'on'"):
+        load_config(risky, {})
+    assert load_config(risky | {"disk.gds": "on"}, {}).disk.gds_may_fail_requests
+    assert not load_config({"disk.gds": "on"}, {}).disk.gds_may_fail_requests

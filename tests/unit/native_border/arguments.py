@@ -67,6 +67,7 @@ ARGUMENTS: dict[str, Callable[[World], dict[str, object]]] = {
         "stripe": 0,
         "slabs": [[world.get("SlabFile").row]],
     },
+    "set_cufile_wheels": lambda world: {"paths": [world.path()]},
     "HostPool.__init__": lambda _: {
         "slot_bytes": 4096,
         "slots": SLOTS,

@@ -197,7 +197,7 @@ def ask_named(world: World) -> list[int]:
     """Names the load, and waits until the rank has returned it and the scheduler has heard of it."""
     loaded: list[int] = world.worker.get_finished([], [900])[1]
     ends_s = time.monotonic() + LONG_S
-    while not loaded or world.scheduler.side.ranks.joined.requests.get(900).load is not None:
+    while not loaded or world.scheduler.side.ranks.joined.requests.get(900).load:
         assert time.monotonic() < ends_s
         time.sleep(0.001)
         loaded += world.worker.get_finished([], [])[1]

@@ -32,7 +32,7 @@ PROMISES_NEED = (
     "it needs an engine that computes what a load did not bring: vLLM with "
     '"kv_load_failure_policy":"recompute"'
 )
-GDS_NEEDS = f"{PROMISES_NEED}, and load.mode=async"
+GDS_NEEDS = f"{PROMISES_NEED}; or disk.gds_may_fail_requests, with which a page that fails costs its request"
 ONE_GROUP = "it is for models with one KV group"
 
 
@@ -130,13 +130,17 @@ def _gds_loads(unit: UnitFacts) -> GdsUse:
     wanted = unit.config.disk.gds
     if wanted == "off":
         return GdsUse.NEVER
-    if len(unit.groups) > 1 or not unit.recomputes or unit.config.load.mode != "async":
+    may_fail = unit.recomputes or unit.config.disk.gds_may_fail_requests
+    if len(unit.groups) > 1 or not may_fail:
         if wanted == "on":
             logger.warning("disk.gds=on is off here: %s", _gds_needs(unit))
         return GdsUse.NEVER
     if wanted == "on":
         return GdsUse.ALWAYS
-    return GdsUse.WHERE_FASTER if all(rank.gpudirect for rank in unit.ranks) else GdsUse.NEVER
+    # Inside a step all its requests would stand still for the disk.
+    if unit.config.load.mode != "async" or not all(rank.gpudirect for rank in unit.ranks):
+        return GdsUse.NEVER
+    return GdsUse.WHERE_FASTER
 
 
 def _gds_needs(unit: UnitFacts) -> str:

@@ -1,0 +1,145 @@
+"""Loads and stores between disk and SGLang's pool without a page of host memory, which are asked for by name because a
+page that fails costs its request."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flexkv.adapters.sglang.load_batches import QueuedLoad
+from flexkv.adapters.sglang.page_batches import PageBatches
+from flexkv.config import DiskConfig
+from tests.unit.adapters.disk_engines import spoil
+
+from .conftest import LAYERS, PAGE_TOKENS, World, blocks, hashes_of
+
+WAIT_S = 60.0
+PAGES = [5, 9, 2, 7]
+TARGETS = [30, 31, 17, 20]
+
+
+def settings(folder: Path, **more: Any) -> dict[str, Any]:
+    disk: dict[str, Any] = {
+        "disk__folders": str(folder),
+        "disk__bytes_per_folder": "4MiB",
+        "disk__compute_if_faster": False,
+        "disk__gds": "on",
+        "disk__gds_may_fail_requests": True,
+    }
+    return disk | more
+
+
+def counts(world: World) -> tuple[int, int]:
+    """Pages loaded and stored without a page of host memory."""
+    disk = world.cache.manager.tiers[1].counts
+    return disk.gds_read, disk.gds_written
+
+
+def restarted(worlds: Any, folder: Path, **more: Any) -> tuple[World, list[torch.Tensor]]:
+    """A rank whose disk alone has four pages; and what they hold."""
+    first = worlds(**settings(folder, **more))
+    contents = [first.page(page) for page in PAGES]
+    assert first.store(hashes_of(*PAGES), PAGES)
+    first.cache.close()
+    second = worlds(**settings(folder, **more))
+    second.pool[:, :, PAGE_TOKENS:] = 7.0
+    return second, contents
+
+
+def load(world: World, rid: str = "r") -> tuple[int, bool]:
+    """Looks up, loads, reads each layer when it is in place, and finishes: what was found, and whether it arrived."""
+    keys = world.cache.keys(hashes_of(*PAGES))
+    found = world.cache.match(rid, keys, 0.0)
+    index = world.loads.start({rid: QueuedLoad(keys[:found], blocks(TARGETS[:found]))}, None)
+    world.loads.set_consumer(index)
+    for layer in range(LAYERS):
+        world.loads.wait_until(layer)
+    return found, world.loads.finish(index)
+
+
+@pytest.mark.parametrize("stores", [False, True])
+def test_pages_on_disk_are_loaded_without_host_memory(worlds: Any, tmp_path: Path, stores: bool) -> None:
+    world, contents = restarted(worlds, tmp_path, disk__gds_stores=stores)
+    assert load(world) == (4, True), "promised at once, without a wait"
+    assert counts(world) == (4, 0)
+    for page, content in zip(TARGETS, contents, strict=True):
+        assert torch.equal(world.page(page), content)
+    assert bool((world.page(1) == 7.0).all())
+
+
+def test_host_pages_by_layer_and_those_on_disk_in_one_load(worlds: Any, tmp_path: Path) -> None:
+    world, contents = restarted(worlds, tmp_path)
+    world.pool[:, :, 5 * PAGE_TOKENS : 6 * PAGE_TOKENS] = contents[0]
+    assert world.store(hashes_of(PAGES[0]), [5]), "now in host memory too"
+    assert load(world) == (4, True)
+    assert counts(world)[0] == 3
+    for page, content in zip(TARGETS, contents, strict=True):
+        assert torch.equal(world.page(page), content)
+
+
+def test_a_damaged_page_fails_its_request_by_name_and_is_computed_next_time(
+    worlds: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    world, _ = restarted(worlds, tmp_path)
+    spoil(tmp_path, [1])
+    with caplog.at_level(logging.WARNING):
+        found, arrived = load(world)
+    assert (found, arrived) == (4, False), "the engine ends the request, and never uses what came"
+    assert "disk miss (data)" in caplog.text
+    assert counts(world)[0] == 3
+    after, arrived = load(world, "again")
+    assert after < 4, "the bad page is forgotten"
+    assert arrived
+
+
+def test_control_bytes_of_a_failed_load_are_wrong(worlds: Any, tmp_path: Path) -> None:
+    """Whoever used them all the same would compute with what the pages held before."""
+    world, contents = restarted(worlds, tmp_path)
+    spoil(tmp_path)
+    assert load(world) == (4, False)
+    assert not any(
+        torch.equal(world.page(page), content) for page, content in zip(TARGETS, contents, strict=True)
+    )
+
+
+def test_without_the_opt_in_pages_come_through_host_memory(
+    worlds: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    world, contents = restarted(
+        worlds, tmp_path, disk__gds_may_fail_requests=DiskConfig().gds_may_fail_requests
+    )
+    assert "disk.gds=on is off here" in caplog.text
+    assert "disk.gds_may_fail_requests" in caplog.text
+    assert world.cache.match("r", world.cache.keys(hashes_of(*PAGES)), WAIT_S) == 4
+    assert load(world) == (4, True)
+    assert counts(world) == (0, 0)
+    assert torch.equal(world.page(TARGETS[0]), contents[0])
+
+
+def test_what_a_resting_way_does_not_bring_comes_through_host_memory(worlds: Any, tmp_path: Path) -> None:
+    """Another load has failed between the promise and its load."""
+    world, contents = restarted(worlds, tmp_path)
+    keys = world.cache.keys(hashes_of(*PAGES))
+    assert world.cache.match("r", keys, 0.0) == 4
+    straight = world.cache.manager.tiers[1].straight
+    assert straight is not None
+    straight.source_failed("as if a disk had failed")
+    index = world.loads.start({"r": QueuedLoad(keys, blocks(TARGETS))}, None)
+    assert world.loads.finish(index)
+    assert counts(world)[0] == 0
+    assert torch.equal(world.page(TARGETS[3]), contents[3])
+
+
+def test_hicache_answers_for_each_page(worlds: Any, tmp_path: Path) -> None:
+    world, contents = restarted(worlds, tmp_path, fails_requests=False)
+    spoil(tmp_path, [1])
+    batches = PageBatches(world.cache, WAIT_S)
+    arrived = batches.load(hashes_of(*PAGES), blocks(TARGETS))
+    assert arrived.sum() == 3
+    for page, content, came in zip(TARGETS, contents, arrived, strict=True):
+        assert torch.equal(world.page(page), content) == came
+    batches.close()
