@@ -64,7 +64,8 @@ class SpyingLinker(FlexKVLinker):
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
         landed = super().finish_layer_wise_loading(counter_index)
-        self._note("landed", landed=landed)
+        straight = sum(tier.counts.gds_read for tier in self._cache.manager.tiers)
+        self._note("landed", landed=landed, straight=straight)
         return landed
 
     def offload(self, transfers: list[Any], session_id: str | None = None) -> bool:

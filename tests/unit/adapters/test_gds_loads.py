@@ -95,6 +95,14 @@ def test_who_cannot_compute_what_is_missing_waits(
     assert ("or disk.gds_may_fail_requests" in caplog.text) == ("role" in settings)
 
 
+def test_who_fails_requests_instead_may_ask_for_it(make_gds: Make) -> None:
+    make_gds().run(make_request(PROMPT, "one"))
+    engine = make_gds(role=EngineRole(), **{"disk.gds_may_fail_requests": True})
+    assert engine.run(make_request(PROMPT, "two")) == 20
+    assert gds_pages(engine) == 5
+    assert engine.invalid == set()
+
+
 @pytest.mark.parametrize("mode", ["sync", "layerwise"])
 def test_loads_inside_the_step(make_gds: Make, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     make_gds().run(make_request(PROMPT, "one"))
