@@ -24,6 +24,7 @@ from tests.unit.native_border.recipes import (
 )
 from tests.unit.native_border.surface import Parameter, Target
 from tests.unit.native_border.world import World
+from tests.unit.transfer.fake_nvtx import build_fake_nvtx
 
 TAG_BYTES = 40
 
@@ -108,6 +109,7 @@ ARGUMENTS: dict[str, Callable[[World], dict[str, object]]] = {
     "TransferEngine.open_layers": lambda world: {"tickets": [world.gated()], "layers": 1},
     "TransferEngine.wait_layer": lambda world: {"ticket": world.ticket(), "layer": 0, "deadline_s": 0.01},
     "available_memory": lambda _: {"proc_root": "/proc"},
+    "load_nvtx": lambda world: {"library": str(build_fake_nvtx(world.folder))},
     "sha256": lambda _: {"data": b"abc"},
     "tail_keys": lambda _: {
         "namespace": bytes(32),

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from build_support.preflight import compiler
 from flexkv import c_ext
 from flexkv.config import load_config
 from flexkv.errors import ConfigError
 from flexkv.transfer import nvtx
+from tests.unit.transfer.fake_nvtx import build_fake_nvtx
 
 ROOT = Path(__file__).resolve().parents[3]
 RUN_S = 180
@@ -24,11 +24,7 @@ RUN_S = 180
 @pytest.fixture(scope="module")
 def fake(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The fake, compiled."""
-    library = tmp_path_factory.mktemp("nvtx") / "libfake_nvtx.so"
-    source = Path(__file__).with_name("fake_nvtx.c")
-    command = [*(compiler() or "g++").split(), "-x", "c", "-std=gnu11", "-shared", "-fPIC", str(source)]
-    subprocess.run([*command, "-o", str(library)], check=True, timeout=RUN_S)
-    return library
+    return build_fake_nvtx(tmp_path_factory.mktemp("nvtx"))
 
 
 def run_child(fake: Path, folder: Path, check: bool = True, **environment: str) -> Any:

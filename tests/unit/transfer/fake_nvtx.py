@@ -1,0 +1,24 @@
+"""The NVTX of fake_nvtx.c, compiled."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+from pathlib import Path
+
+from build_support.preflight import compiler
+
+COMPILE_S = 180
+
+
+@functools.cache
+def build_fake_nvtx(folder: Path) -> Path:
+    """Its library in `folder`."""
+    library = folder / "libfake_nvtx.so"
+    command = [*(compiler() or "g++").split(), "-x", "c", "-std=gnu11", "-shared", "-fPIC"]
+    command += [str(Path(__file__).with_suffix(".c")), "-o", str(library)]
+    # Not with a sanitizer's runtime, under which this process may be.
+    environ = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    subprocess.run(command, check=True, env=environ, timeout=COMPILE_S)
+    return library
