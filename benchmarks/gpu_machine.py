@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import importlib.util
 import json
@@ -21,6 +22,7 @@ CONTROL_DEVICE = Path("/dev/nvidiactl")
 STORAGE_DRIVER = Path("/proc/driver/nvidia-fs/version")
 PACKAGES = ("torch", "vllm", "sglang", "tensorrt_llm", "cuda-bindings", "nvidia-cufile", "nvidia-cufile-cu12")
 NONE = "none"
+SOURCE_SUFFIXES = (".h", ".cpp", ".cu", ".cuh", ".py", ".pyi")
 
 
 def machine(device: int) -> dict[str, str]:
@@ -35,6 +37,7 @@ def machine(device: int) -> dict[str, str]:
         "nvidia-fs": STORAGE_DRIVER.read_text().strip() if STORAGE_DRIVER.exists() else NONE,
         "system": f"{platform.platform()}, Python {platform.python_version()}, {os.cpu_count()} CPUs",
         "commit": said(["git", "-C", str(ROOT), "describe", "--always", "--dirty"]),
+        "source": source_digest(),
     }
     return found | {name: _version(name) for name in PACKAGES}
 
@@ -50,6 +53,16 @@ def said(command: list[str]) -> str:
     if done.returncode != 0 or not done.stdout.strip():
         return f"unknown: {(done.stderr or done.stdout).strip()[:120] or 'no answer'}"
     return done.stdout.strip()
+
+
+def source_digest() -> str:
+    """Of all that is built or measured, by name and content: which source it was where there is no `.git`."""
+    digest = hashlib.sha256()
+    for folder in ("csrc", "flexkv", "benchmarks"):
+        for path in sorted((ROOT / folder).rglob("*")):
+            if path.suffix in SOURCE_SUFFIXES:
+                digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def gpus() -> int:

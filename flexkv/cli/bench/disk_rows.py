@@ -83,13 +83,14 @@ class _Way:
         once: seconds of one round.
         count: calls so far.
         path: what moved the bytes, and the multiprocessors it takes; asked after the rounds.
+        note: what stands behind it; asked after the rounds too: cuFile tells by its calls how it reached a file.
     """
 
     what: str
     once: Callable[[], float]
     count: Callable[[], int]
     path: Callable[[], tuple[str, int]] = lambda: ("", 0)
-    note: str = ""
+    note: Callable[[], str] = lambda: ""
 
 
 class _DiskWays:
@@ -172,7 +173,7 @@ class _DiskWays:
                     path=path,
                     multiprocessors=multiprocessors,
                     share=gbps / limit,
-                    note=f"{way.note}; share of the bare reads",
+                    note=f"{way.note()}; share of the bare reads",
                 )
             )
         return rows
@@ -191,7 +192,7 @@ class _DiskWays:
             self._timed(engine, read),
             functools.partial(_io_calls, lane),
             lambda: (path, taken if transforms else 0),
-            lane.describe(),
+            lane.describe,
         )
 
     def _through_host_way(self) -> _Way:
@@ -207,7 +208,7 @@ class _DiskWays:
             self._timed(self._through_host, self._through_host_graph()),
             lambda: self._disk_lane.counts(0)["read_pages"],
             path,
-            "the disk tier's lane, a call a page",
+            lambda: "the disk tier's lane, a call a page",
         )
 
     def close(self) -> None:

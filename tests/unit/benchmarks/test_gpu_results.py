@@ -251,6 +251,18 @@ def test_without_torch_its_tests_are_left_out_by_name(
         assert any(step.missing.startswith("torch is not installed") for step in steps)
 
 
+def test_the_source_is_known_without_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_machine, "ROOT", tmp_path)
+    source = tmp_path / "csrc" / "a.cpp"
+    source.parent.mkdir()
+    source.write_text("1")
+    first = gpu_machine.source_digest()
+    (tmp_path / "csrc" / "a.so").write_text("built")
+    assert gpu_machine.source_digest() == first
+    source.write_text("2")
+    assert gpu_machine.source_digest() != first
+
+
 def test_a_driver_is_known_by_what_a_container_shows_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 
 from flexkv import c_ext
 from flexkv.cli import bench_command
+from flexkv.cli.bench.disk_rows import disk_rows
 from flexkv.cli.bench.transfer_bench import TransferBench
 from flexkv.cli.bench_command import command
 
@@ -114,6 +115,16 @@ def test_what_was_measured_before_a_failure_is_kept(tmp_path: Path, monkeypatch:
     assert {row["run_bytes"] for row in content["rows"]} >= {4096, 32768}
     assert {row["what"] for row in content["comparisons"]} == {"torch index_select + copy", "4 KiB copy, p99"}
     assert content["limit_gbps"]["H2D"] > 0
+
+
+@pytest.mark.skipif(c_ext.cuda_info()["device_count"] > 0, reason="measures the GPU instead")
+def test_what_stands_behind_a_disks_rows_is_asked_after_their_calls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(c_ext.GdsLane, "describe", lambda lane: f"after {lane.totals['io_calls'] > 0}")
+    rows = disk_rows(None, 0, tmp_path, 1 << 20, 1)
+    notes = {row.note for row in rows if row.what.startswith("disk to pool")}
+    assert notes == {"after True; share of the bare reads"}
 
 
 def test_a_length_of_run_is_kept_as_soon_as_it_is_measured(
