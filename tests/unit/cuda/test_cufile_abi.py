@@ -38,6 +38,29 @@ STRUCTS = {
 }
 """Ours -> (theirs, member of ours -> of theirs)."""
 
+GPU_STATISTICS = {
+    "uuid": "uuid",
+    "read_bytes": "read_bytes",
+    "reads": "n_total_reads",
+    "p2p_reads": "n_p2p_reads",
+    "nvfs_reads": "n_nvfs_reads",
+    "posix_reads": "n_posix_reads",
+    "unaligned_reads": "n_unaligned_reads",
+    "rerouted_reads": "n_dr_reads",
+    "sparse_regions": "n_sparse_regions",
+    "inline_regions": "n_inline_regions",
+    "read_errors": "n_reads_err",
+    "write_bytes": "writes_bytes",
+    "writes": "n_total_writes",
+    "p2p_writes": "n_p2p_writes",
+    "nvfs_writes": "n_nvfs_writes",
+    "posix_writes": "n_posix_writes",
+    "unaligned_writes": "n_unaligned_writes",
+    "rerouted_writes": "n_dr_writes",
+    "write_errors": "n_writes_err",
+}
+"""Members of CufileGpuStatistics, which came with cuFile 1.15: of CUDA 13's header alone."""
+
 ROOM = {"CufileProperties"}
 """Structures that the library fills in; ours are larger, for what newer ones write."""
 
@@ -61,6 +84,24 @@ def already_open() -> int:
     return int(number)
 
 
+def statistics_assertions() -> list[str]:
+    """That the statistics of cuFile 1.20 are laid out as csrc/gds/cufile_statistics reads them."""
+    ranges = re.findall(r"version >= (\d+) && version < (\d+)\) return (\d+);", "".join(TEXTS))
+    (offset,) = (at for first, end, at in ranges if int(first) <= 1200 < int(end))
+    mine, theirs = "CufileGpuStatistics", "CUfilePerGpuStats_t"
+    return [
+        f"static_assert(sizeof({mine}) == sizeof({theirs}));",
+        *(
+            f"static_assert(offsetof({mine}, {a}) == offsetof({theirs}, {b}) && "
+            f"sizeof({mine}::{a}) == sizeof({theirs}::{b}));"
+            for a, b in GPU_STATISTICS.items()
+        ),
+        f"static_assert(offsetof(CUfileStatsLevel3_t, per_gpu_stats) == {offset});",
+        f"static_assert(sizeof(CUfileStatsLevel3_t::per_gpu_stats) == kCufileGpus * sizeof({theirs}));",
+        "static_assert(sizeof(CUfileStatsLevel3_t) <= kCufileStatisticsBytes);",
+    ]
+
+
 def assertions(major: int) -> str:
     """A program that compiles only where the shim agrees with the cufile.h of CUDA `major`. Functions that the header
     does not have are those of newer libraries."""
@@ -82,6 +123,8 @@ def assertions(major: int) -> str:
         for field, name in found_functions().items()
         if name in declared
     ]
+    if major >= 13:
+        lines += statistics_assertions()
     return "\n".join(lines)
 
 
@@ -109,6 +152,10 @@ def test_every_function_of_the_table_is_compared() -> None:
             "elsewhere",
         ),
         ("CHECK_MEMBER(CufileError, code, CUfileDescr_t, fs_ops);", "elsewhere"),
+        (
+            "static_assert(offsetof(CUfileStatsLevel3_t, per_gpu_stats) == 1032);",
+            "static assertion failed",
+        ),
         ("CHECK_VALUE(2, CU_FILE_HANDLE_TYPE_OPAQUE_FD);", "is not CU_FILE_HANDLE_TYPE_OPAQUE_FD"),
         ("CHECK_FUNCTION(CufileTable, read, cuFileBufRegister);", "read is not cuFileBufRegister"),
     ],
