@@ -14,7 +14,7 @@ class DeviceRegistrar : public Registrar {
     const Driver& driver = device_->driver();
     const Code code = driver.host_register(base, static_cast<size_t>(bytes),
                                            kHostRegisterPortable | kHostRegisterDeviceMap);
-    return code == kSuccess ? std::string() : driver.error_text(code, "cuMemHostRegister");
+    return driver.failure(code, "cuMemHostRegister");
   }
 
   void remove(void* base) override {
@@ -92,11 +92,11 @@ Current::~Current() {
 QuietCurrent::QuietCurrent(const Device& device)
     : device_(device),
       relaxed_(device.driver()),
-      pushed_(device.driver().context_push(device.context_) == kSuccess) {}
+      error_(device.driver().failure(device.driver().context_push(device.context_), "cuCtxPushCurrent")) {}
 
 QuietCurrent::~QuietCurrent() {
   ContextHandle popped = nullptr;
-  if (pushed_) device_.driver().context_pop(&popped);
+  if (error_.empty()) device_.driver().context_pop(&popped);
 }
 
 std::string bind_thread(const Device& device) {

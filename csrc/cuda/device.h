@@ -75,18 +75,20 @@ class Current {
   const RelaxedCapture relaxed_;
 };
 
-// The same where nothing can be done about a refusal: in destructors.
+// The same where a refusal is an answer, or nothing can be done about it.
 class QuietCurrent {
  public:
   explicit QuietCurrent(const Device& device);
   ~QuietCurrent();
   QuietCurrent(const QuietCurrent&) = delete;
   QuietCurrent& operator=(const QuietCurrent&) = delete;
+  // Empty, or why the context was refused.
+  const std::string& error() const { return error_; }
 
  private:
   const Device& device_;
   const RelaxedCapture relaxed_;
-  const bool pushed_;
+  const std::string error_;
 };
 
 // The same for the rest of a thread of our own. Empty, or why the context was refused.

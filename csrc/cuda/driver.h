@@ -10,6 +10,7 @@ namespace flexkv::cuda {
 
 using Code = int;  // CUresult
 inline constexpr Code kSuccess = 0;
+inline constexpr Code kErrorInvalidValue = 1;
 inline constexpr Code kErrorNotReady = 600;
 
 // CUstreamCaptureMode. Global is every thread's own until it changes it: while another thread captures a
@@ -135,6 +136,10 @@ struct Driver {
   bool has_batch() const { return batch_12080 != nullptr || batch_13000 != nullptr; }
   // "what: the driver's words"
   std::string error_text(Code code, const char* what) const;
+  // The same; empty for success.
+  std::string failure(Code code, const char* what) const {
+    return code == kSuccess ? std::string() : error_text(code, what);
+  }
 };
 
 struct LoadedDriver {

@@ -258,7 +258,10 @@ GdsTotals GDSManager::totals() const {
 std::string GDSManager::describe() const {
   const std::lock_guard lock(mutex_);
   if (closed_) return "closed";
-  return parts_.io->name() + " to " + parts_.device->name();
+  std::string text = parts_.io->name() + " to " + parts_.device->name();
+  const bool bounces = staging_.buffer != nullptr && !staging_.buffer->not_registered().empty();
+  if (bounces) text += "; staging is not registered: " + staging_.buffer->not_registered();
+  return text;
 }
 
 std::string GDSManager::direct_refusal() const {

@@ -8,14 +8,14 @@
 namespace flexkv {
 
 // What it outgrows is freed with it: a free of device memory waits for the whole device, other transfers and
-// the engine's work included. `Memory` has static functions: allocate(void**, size_t), which returns why
-// there is none or nothing, and release(void*).
+// the engine's work included. `Memory` has allocate(void**, size_t), which returns why there is none or
+// nothing, and release(void*).
 template <typename Memory>
 class GrowingBuffer {
  public:
-  GrowingBuffer() = default;
+  explicit GrowingBuffer(Memory source = {}) : source_(source) {}
   ~GrowingBuffer() {
-    for (void* memory : allocated_) Memory::release(memory);
+    for (void* memory : allocated_) source_.release(memory);
   }
   GrowingBuffer(const GrowingBuffer&) = delete;
   GrowingBuffer& operator=(const GrowingBuffer&) = delete;
@@ -25,7 +25,7 @@ class GrowingBuffer {
     // Twice as much each time: all that was outgrown is less than what is in use.
     const size_t grown = std::max(bytes, 2 * bytes_);
     void* memory = nullptr;
-    std::string error = Memory::allocate(&memory, grown);
+    std::string error = source_.allocate(&memory, grown);
     if (!error.empty()) return error;
     allocated_.push_back(memory);
     memory_ = memory;
@@ -38,6 +38,7 @@ class GrowingBuffer {
   }
 
  private:
+  Memory source_;
   std::vector<void*> allocated_;
   void* memory_ = nullptr;
   size_t bytes_ = 0;

@@ -109,6 +109,7 @@ class HostTransformDevice : public TransformDevice {
   void release(void* memory) override { std::free(memory); }
 
   std::string bind_thread() override { return {}; }
+  std::string while_current(const std::function<std::string()>& work) override { return work(); }
   // Transforms run in the caller's thread, so small batches let the disks start and end early.
   int32_t batch_pages(int32_t) const override { return 1; }
   std::string copy(void* dst, const void* src, int64_t bytes) override {

@@ -33,9 +33,7 @@ std::shared_ptr<FileIo> plain_io(const std::shared_ptr<const RawFiles>& files, I
   return std::make_shared<PosixFileIo>(files);
 }
 
-}  // namespace
-
-std::shared_ptr<FileIo> choose_io(std::shared_ptr<const RawFiles> files,
+std::shared_ptr<FileIo> chosen_io(std::shared_ptr<const RawFiles> files,
                                   const std::shared_ptr<TransformDevice>& device, IoBackend backend) {
   auto plain = plain_io(files, backend);
   if (device->number() == kHostDevice) return plain;
@@ -44,6 +42,26 @@ std::shared_ptr<FileIo> choose_io(std::shared_ptr<const RawFiles> files,
   auto bounced = std::make_shared<BouncedFileIo>(std::move(plain), device, why);
   if (cufile == nullptr) return bounced;
   return std::make_shared<CufileIo>(cufile, std::move(files), std::move(bounced));
+}
+
+}  // namespace
+
+// Made and ended with the device current: cuFile registers for the context that is.
+std::shared_ptr<FileIo> choose_io(std::shared_ptr<const RawFiles> files,
+                                  const std::shared_ptr<TransformDevice>& device, IoBackend backend) {
+  std::shared_ptr<FileIo> io;
+  const std::string refused = device->while_current([&] {
+    io = chosen_io(std::move(files), device, backend);
+    return std::string();
+  });
+  if (io == nullptr) throw CapacityError(device->name() + ": " + refused);
+  FileIo* inner = io.get();
+  return {inner, [io = std::move(io), device](FileIo*) mutable {
+            device->while_current([&] {
+              io.reset();
+              return std::string();
+            });
+          }};
 }
 
 std::string gpudirect_refusal() {

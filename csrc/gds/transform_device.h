@@ -2,6 +2,7 @@
 // CPU, or a GPU.
 #pragma once
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -42,6 +43,9 @@ class TransformDevice {
   virtual void release(void* memory) = 0;
   // Called once by every thread that will do I/O on this device's memory. Empty, or why it cannot.
   virtual std::string bind_thread() = 0;
+  // Calls `work` with this device current for the calling thread, which gets back what it had: it may be the
+  // engine's. Empty, or why the device could not be made current, or what `work` says.
+  virtual std::string while_current(const std::function<std::string()>& work) = 0;
   // How many pages to put into one batch when there are `slots` staging slots.
   virtual int32_t batch_pages(int32_t slots) const = 0;
   // Between this device's memory and the host's; returns when done. Empty, or why it failed.
@@ -69,7 +73,8 @@ inline constexpr int kTransformBlocks = 8;
 enum class TransformGrid { kBesideModel, kWholeDevice };
 
 // GPU `number`, with streams of its own that are fenced with `engine_stream` (a cudaStream_t as a number; 0
-// is the legacy default stream). Throws ConfigError without a CUDA build or such a device.
+// is the legacy default stream). Throws ConfigError without a CUDA build or such a device, and where
+// transforms fail their self-test.
 std::shared_ptr<TransformDevice> cuda_transform_device(int32_t number, uintptr_t engine_stream,
                                                        TransformGrid grid = TransformGrid::kBesideModel);
 

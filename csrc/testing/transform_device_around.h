@@ -17,6 +17,9 @@ class TransformDeviceAround : public TransformDevice {
   void* allocate(int64_t bytes) override { return inner_->allocate(bytes); }
   void release(void* memory) override { inner_->release(memory); }
   std::string bind_thread() override { return inner_->bind_thread(); }
+  std::string while_current(const std::function<std::string()>& work) override {
+    return inner_->while_current(work);
+  }
   int32_t batch_pages(int32_t slots) const override { return inner_->batch_pages(slots); }
   std::string copy(void* dst, const void* src, int64_t bytes) override {
     return inner_->copy(dst, src, bytes);

@@ -88,6 +88,12 @@ py::dict cuda_constants() {
   all["CU_MEMCPY_SRC_ACCESS_ORDER_STREAM"] = static_cast<int>(cuda::SourceOrder::kStream);
   all["CU_MEMCPY_SRC_ACCESS_ORDER_DURING_API_CALL"] = static_cast<int>(cuda::SourceOrder::kDuringApiCall);
   all["CU_MEMCPY_SRC_ACCESS_ORDER_ANY"] = static_cast<int>(cuda::SourceOrder::kAny);
+  all["CU_STREAM_CAPTURE_MODE_GLOBAL"] = cuda::kCaptureGlobal;
+  all["CU_STREAM_CAPTURE_MODE_THREAD_LOCAL"] = cuda::kCaptureThreadLocal;
+  all["CU_STREAM_CAPTURE_MODE_RELAXED"] = cuda::kCaptureRelaxed;
+  all["CU_STREAM_CAPTURE_STATUS_NONE"] = cuda::kNotCapturing;
+  all["CU_POINTER_ATTRIBUTE_MEMORY_TYPE"] = cuda::kPointerMemoryType;
+  all["CUDA_ERROR_INVALID_VALUE"] = cuda::kErrorInvalidValue;
   all["CUDA_SUCCESS"] = cuda::kSuccess;
   all["CUDA_ERROR_NOT_READY"] = cuda::kErrorNotReady;
   return all;

@@ -1,0 +1,19 @@
+// Starts layout transforms on a GPU. The launch is all that needs a toolkit: whoever plans and fences it is
+// in every build.
+#pragma once
+#include <string>
+
+#include "gds/layout_transform.h"
+#include "gds/transform_device.h"
+
+namespace flexkv {
+
+// Enqueues one batch, whose arrays are in memory of the current GPU, on `stream` (a CUstream), on as many of
+// its `multiprocessors` as `grid` says. Empty, or why it was not started.
+using LayoutLauncher = std::string (*)(const TransformBatch& batch, TransformGrid grid, int multiprocessors,
+                                       void* stream);
+
+// The launcher of this build; null without a CUDA toolkit.
+LayoutLauncher layout_launcher();
+
+}  // namespace flexkv

@@ -1,0 +1,7 @@
+#include "gds/layout_launcher.h"
+
+namespace flexkv {
+
+LayoutLauncher layout_launcher() { return nullptr; }
+
+}  // namespace flexkv

@@ -1,0 +1,232 @@
+// Staged transfers whose pool and slots lie on a fake GPU: streams, fences, contexts and captures of the real
+// code, with the kernel's work done lane by lane. Nothing here ran on a GPU.
+#include <doctest/doctest.h>
+
+#include <atomic>
+#include <thread>
+
+#include "base/error.h"
+#include "cuda/event.h"
+#include "fake_cuda.h"
+#include "gds/bounced_file_io.h"
+#include "gds/cuda_transform_device.h"
+#include "gds_world.h"
+#include "testing/transform_lanes.h"
+
+using namespace flexkv;
+
+namespace {
+
+std::atomic<int> launches_to_fail{0};
+std::atomic<bool> launches_corrupt{false};
+
+std::string launch(const TransformBatch& batch, TransformGrid, int multiprocessors, void* stream) {
+  if (multiprocessors < 1) return "no multiprocessors";
+  if (launches_to_fail > 0) {
+    --launches_to_fail;
+    return "no kernel image is available for execution on the device";
+  }
+  fake_cuda::enqueue(reinterpret_cast<uintptr_t>(stream), [batch] {
+    transform_lane_by_lane(batch);
+    if (launches_corrupt && to_pool(batch.mode)) {
+      const TransformPage& page = batch.pages[0];
+      *reinterpret_cast<unsigned char*>(batch.runs[0].base +
+                                        static_cast<uintptr_t>(page.block * batch.runs[0].block_stride)) ^= 1;
+    }
+  });
+  return {};
+}
+
+// Remembers which device was current when memory was registered, let go and used; refuses on request.
+class ContextIo : public FileIo {
+ public:
+  explicit ContextIo(std::shared_ptr<FileIo> inner) : inner_(std::move(inner)) {}
+  std::string name() const override { return inner_->name(); }
+  IoOutcome transfer(const IoCall& call) override {
+    CHECK(fake_cuda::capture_mode() == cuda::kCaptureRelaxed);
+    CHECK(fake_cuda::current_device() == device);
+    return inner_->transfer(call);
+  }
+  IoRoute route(const IoCall& call) const override { return inner_->route(call); }
+  std::string add_memory(void*, int64_t) override {
+    registered_on = fake_cuda::current_device();
+    return refusal;
+  }
+  void remove_memory(void*) override { removed_on = fake_cuda::current_device(); }
+
+  int device = 1;
+  std::string refusal;
+  int registered_on = -2, removed_on = -2;
+
+ private:
+  const std::shared_ptr<FileIo> inner_;
+};
+
+struct GpuWorld {
+  static constexpr int32_t kLayers = 3, kBlocks = 8;
+  static constexpr int64_t kRun = 3000, kStripe = kLayers * kRun, kDigests = 12288, kImage = 16384;
+
+  explicit GpuWorld(int ordinal = 1) : pool(static_cast<size_t>(kLayers * kBlocks * kRun)) {
+    launches_to_fail = 0;
+    launches_corrupt = false;
+    fake_cuda::reset({.devices = 2});
+    loaded = cuda::find_functions(fake_cuda::finder());
+    gpu = cuda::Device::open(ordinal, loaded.driver);
+    engine_stream = fake_cuda::make_stream(false, ordinal);
+    device = cuda_transform_device(gpu, engine_stream, TransformGrid::kBesideModel, &launch);
+    std::vector<Segment> runs;
+    for (int32_t layer = 0; layer < kLayers; ++layer) {
+      runs.push_back({reinterpret_cast<uintptr_t>(pool.data() + layer * kBlocks * kRun), kRun, kRun,
+                      layer * kRun, layer});
+    }
+    view = std::make_unique<KvView>(runs, kBlocks, kStripe);
+    map = std::make_unique<PageMap>(PageMap::stripe(*view, {0, kDigests, kDigests, kImage}, true));
+    const auto files = std::make_shared<RawFiles>(FilePaths{{folder.file("0")}});
+    io = std::make_shared<ContextIo>(
+        std::make_shared<BouncedFileIo>(std::make_shared<PosixFileIo>(files), device));
+    io->device = ordinal;
+    GdsOptions options;
+    options.max_staging_blocks = 4;
+    options.threads_per_device = 2;
+    manager = std::make_unique<GDSManager>(files, options, device, io);
+  }
+  ~GpuWorld() {
+    manager.reset();
+    device.reset();
+    io.reset();
+    gpu.reset();
+    fake_cuda::destroy_stream(engine_stream);
+    CHECK(fake_cuda::primary_contexts().empty());
+    for (const std::string& rule : fake_cuda::violations()) FAIL_CHECK("broken rule: " << rule);
+  }
+  TransferReport move(bool is_read) {
+    std::vector<StagedPage> pages;
+    for (int64_t i = 0; i < kBlocks; ++i) pages.push_back({i, 0, 0, i * kImage});
+    return manager->transfer(*map, pages, is_read);
+  }
+  void fill() {
+    for (size_t i = 0; i < pool.size(); ++i) pool[i] = static_cast<unsigned char>(i * 7 + (i >> 9));
+  }
+
+  TemporaryFolder folder;
+  std::vector<unsigned char> pool;
+  cuda::LoadedDriver loaded;
+  std::shared_ptr<cuda::Device> gpu;
+  uintptr_t engine_stream = 0;
+  std::shared_ptr<TransformDevice> device;
+  std::unique_ptr<KvView> view;
+  std::unique_ptr<PageMap> map;
+  std::shared_ptr<ContextIo> io;
+  std::unique_ptr<GDSManager> manager;
+};
+
+}  // namespace
+
+TEST_CASE("gds on a fake GPU: every byte arrives, on its device alone, beside a capture of the engine") {
+  GpuWorld world(1);
+  world.fill();
+  const std::vector<unsigned char> content = world.pool;
+  const uintptr_t captured = fake_cuda::make_stream(false, 1);
+  fake_cuda::begin_capture(captured);
+  CHECK(world.move(false).ok());
+  std::fill(world.pool.begin(), world.pool.end(), 0);
+  CHECK(world.move(true).ok());
+  CHECK(world.pool == content);
+  CHECK(fake_cuda::end_capture(captured));
+  fake_cuda::destroy_stream(captured);
+  // No context on device 0, and this thread is as it was.
+  CHECK(fake_cuda::primary_contexts() == std::map<int, int64_t>{{1, 1}});
+  CHECK(fake_cuda::current_device() == -1);
+  CHECK(fake_cuda::capture_mode() == cuda::kCaptureGlobal);
+}
+
+TEST_CASE("gds on a fake GPU: staging is registered and let go with its device current, whoever calls") {
+  GpuWorld world(1);
+  std::thread([&] {
+    fake_cuda::set_device(0);  // an engine's thread that uses another device
+    CHECK(fake_cuda::take_violation("nobody asked for"));
+    CHECK(world.move(false).ok());
+    CHECK(world.io->registered_on == 1);
+    world.manager->close();
+    CHECK(world.io->removed_on == 1);
+    CHECK(fake_cuda::current_device() == 0);
+  }).join();
+  REQUIRE(world.loaded.driver.primary_context_release(0) == cuda::kSuccess);
+}
+
+TEST_CASE("gds on a fake GPU: staging that the I/O does not register is told") {
+  {
+    GpuWorld world;
+    CHECK(world.move(false).ok());
+    CHECK(world.manager->describe().find("not registered") == std::string::npos);
+  }
+  GpuWorld refused;
+  refused.io->refusal = "cuFileBufRegister: out of BAR space";
+  CHECK(refused.move(false).ok());  // it works all the same
+  CHECK(refused.manager->describe().find(
+            "; staging is not registered: cuFileBufRegister: out of BAR space") != std::string::npos);
+}
+
+TEST_CASE("gds on a fake GPU: transforms that cannot be started, or change a byte, are refused at start") {
+  GpuWorld world;
+  const auto again = [&](LayoutLauncher launcher) {
+    return cuda_transform_device(world.gpu, world.engine_stream, TransformGrid::kBesideModel, launcher);
+  };
+  CHECK_THROWS_WITH_AS(again(nullptr), "GPU 1: this is a build without CUDA; allowed is -1 (plain memory)",
+                       ConfigError);
+  launches_to_fail = 1;
+  CHECK_THROWS_WITH_AS(
+      again(&launch),
+      "GPU 1: self-test of the layout transform: no kernel image is available for execution on the "
+      "device",
+      ConfigError);
+  launches_corrupt = true;
+  CHECK_THROWS_WITH_AS(again(&launch), "GPU 1: self-test of the layout transform: other bytes came back",
+                       ConfigError);
+  launches_corrupt = false;
+  CHECK(again(&launch)->name() == "GPU 1");
+}
+
+TEST_CASE("gds on a fake GPU: a launch that fails names its blocks, and the next transfer works") {
+  GpuWorld world;
+  world.fill();
+  launches_to_fail = 1;
+  const TransferReport report = world.move(false);
+  CHECK_FALSE(report.ok());
+  CHECK(report.failures.size() < GpuWorld::kBlocks);
+  CHECK(report.failures.front().reason.find("no kernel image") != std::string::npos);
+  CHECK(world.move(false).ok());
+}
+
+TEST_CASE("gds on a fake GPU: a transform waits for what the engine has enqueued") {
+  GpuWorld world;
+  world.fill();
+  std::atomic<bool> written{false};
+  std::atomic<bool> open{false};
+  fake_cuda::enqueue(world.engine_stream, [&] {
+    while (!open) std::this_thread::yield();
+    world.pool[0] = 200;
+    written = true;
+  });
+  std::thread opener([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    open = true;
+  });
+  CHECK(world.move(false).ok());
+  CHECK(written);
+  opener.join();
+  std::fill(world.pool.begin(), world.pool.end(), 0);
+  CHECK(world.move(true).ok());
+  CHECK(world.pool[0] == 200);
+}
+
+TEST_CASE("gds on a fake GPU: an engine's stream that is captured is refused, and the capture stays whole") {
+  GpuWorld world;
+  fake_cuda::begin_capture(world.engine_stream);
+  const TransferReport report = world.move(false);
+  CHECK(report.failures.size() == GpuWorld::kBlocks);
+  CHECK(report.failures.front().reason.find("is being captured into a graph") != std::string::npos);
+  CHECK(world.device->await_engine(nullptr).find("is being captured into a graph") != std::string::npos);
+  CHECK(fake_cuda::end_capture(world.engine_stream));
+  CHECK(world.move(false).ok());
+}
