@@ -113,6 +113,12 @@ _TABLE = (
         (_DIRECTION, ("reason", ("failed", "cancelled", "skipped", "lane_down", "deadline"))),
     ),
     Metric(
+        "flexkv_failed_kernel_launches_total",
+        MetricKind.COUNTER,
+        "launches",
+        "Copy kernels that a rank's GPU could not start. The first ends their use: short runs go by the copy engine.",
+    ),
+    Metric(
         "flexkv_dropped_store_pages_total",
         MetricKind.COUNTER,
         "pages",

@@ -104,7 +104,8 @@ class TransferEngine(DataPlane):
         self.cuda_lane = None if device is None else c_ext.CudaLane(device, batch_copies, copy_kernel)
         if self.cuda_lane is not None and self.cuda_lane.notes:
             logger.info("cuda:%d: %s", device, self.cuda_lane.notes)
-        self._kernel_given_up = False
+        self.kernel_given_up = False
+        """The copy kernel could not be started, and is not used any more."""
         own = [] if self.cuda_lane is None else [self.cuda_lane]
         self._native = c_ext.TransferEngine(mover, queue_ops, copy_threads, op_stuck_s, [*own, *lanes])
         self._views = threading.Lock()
@@ -189,14 +190,14 @@ class TransferEngine(DataPlane):
             self._drop_released()
         if results and (self._down or any(result.status is OpStatus.LANE_DOWN for result in results)):
             self._log_lanes()
-        if results and self.cuda_lane is not None and not self._kernel_given_up:
+        if results and self.cuda_lane is not None and not self.kernel_given_up:
             self._log_kernel(self.cuda_lane)
         return results
 
     def _log_kernel(self, lane: c_ext.CudaLane) -> None:
         """Says once that the copy kernel could not be started."""
         if lane.failed_launches > 0:
-            self._kernel_given_up = True
+            self.kernel_given_up = True
             logger.warning("cuda:%s: %s; its runs go by the copy engine, slower", self.device, lane.notes)
 
     def _log_lanes(self) -> None:

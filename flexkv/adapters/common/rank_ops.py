@@ -65,6 +65,7 @@ class RankOps:
         self.stores = True
         self._ops: dict[OpId, SubmittedOp] = {}
         self._waiting: list[WaitingLoad] = []
+        self._kernel_counted = False
         self.step = 0
         self.reports = RankReports()
 
@@ -315,6 +316,9 @@ class RankOps:
         while self._ops and (results := self.engine.poll()):
             for result in results:
                 self._end(result)
+            if self.engine.kernel_given_up and not self._kernel_counted:
+                self._kernel_counted = True
+                self._counters.add("flexkv_failed_kernel_launches_total")
 
     def _wait(self, op: SubmittedOp, ends_s: float) -> bool:
         return bool(self.engine.wait(op.ticket, max(0.0, ends_s - time.monotonic())))

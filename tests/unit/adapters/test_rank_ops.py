@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -89,6 +90,25 @@ def test_every_op_has_its_result_when_the_lanes_have_ended(world: World, ops: Ra
     assert found[waiting.graph.ops[0].op_id] is OpStatus.CANCELLED
     assert ops.reports.take_finished() == {"a", "b", "c"}
     assert not ops.busy
+
+
+def test_a_copy_kernel_that_could_not_be_started_is_counted_once() -> None:
+    world = World()
+    try:
+        ops = RankOps(load_config({}, {}), 0, Counters())
+        ops.engine = world.engine
+        lane = SimpleNamespace(failed_launches=0, notes="the copy kernel is not used any more")
+        world.engine.cuda_lane = lane  # type: ignore[assignment]
+        counted = []
+        for failed in (0, 1, 1):
+            lane.failed_launches = failed
+            job = load_of(world, str(len(counted)), [failed + 3])
+            ops.submit_load(job)
+            ops.finish_load(job)
+            counted.append(ops._counters.value("flexkv_failed_kernel_launches_total"))
+        assert counted == [0, 1, 1]
+    finally:
+        world.close()
 
 
 def test_giving_up_one_op_of_a_load_blames_no_page_of_the_others() -> None:
