@@ -52,6 +52,7 @@ STRUCTS = {
 
 VALUES = {
     "kSuccess": "CUDA_SUCCESS",
+    "kErrorInvalidValue": "CUDA_ERROR_INVALID_VALUE",
     "kErrorNotReady": "CUDA_ERROR_NOT_READY",
     "kCaptureGlobal": "CU_STREAM_CAPTURE_MODE_GLOBAL",
     "kCaptureThreadLocal": "CU_STREAM_CAPTURE_MODE_THREAD_LOCAL",
