@@ -227,11 +227,12 @@ def test_what_is_on_disk_is_promised_and_streamed_to_the_engine(
     assert session.check_one(first).cached == first.whole_blocks, "computed again, it was stored again"
 
 
+@pytest.mark.parametrize("load_mode", ["async", "layerwise"])
 def test_what_is_on_disk_goes_straight_to_the_engines_pool(
-    engines: Engines, stream: int, folder: Path
+    engines: Engines, stream: int, folder: Path, load_mode: str
 ) -> None:
     """With fewer staging slots than a prompt has blocks."""
-    straight: dict[str, Any] = {"disk__gds": "on", "gds__max_staging_blocks": 4}
+    straight: dict[str, Any] = {"disk__gds": "on", "gds__max_staging_blocks": 4, "load__mode": load_mode}
     session, first, pages = serve_two_prompts(engines, folder, stream, straight)
     assert session.metric(STRAIGHT) == pages
     assert session.metric(DISK_READS) == 0, "nothing came up to host memory"
