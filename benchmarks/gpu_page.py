@@ -47,11 +47,13 @@ def render(folder: Path) -> str:
     for machine, of in _machines(stages).items():
         lines += [f"Stages {', '.join(of)}:", "", *_table(("", ""), machine)]
     lines += ["## What ran", ""]
-    lines += _table(("stage", "step", "outcome", "s", ""), (_step_cells(stage, step) for stage in stages
+    lines += _table(("stage", "step", "outcome", "s", ""), (_step_cells(folder, stage, step) for stage in stages
                     for step in stage["steps"]))  # fmt: skip
     never = [name for name in STAGES if name not in {stage["stage"] for stage in stages}]
     lines += ["## What did not run", ""]
-    lines += _table(("", "why"), [*_not_run(stages), *((f"stage {name}", "never called") for name in never)])
+    lines += _table(
+        ("", "why"), [*_not_run(folder, stages), *((f"stage {name}", "never called") for name in never)]
+    )
     lines += _tests(folder, stages)
     lines += ["## Goals", ""]
     lines += _table(("", "to reach", "measured", ""), (
@@ -76,8 +78,8 @@ def _machines(stages: Sequence[Mapping[str, Any]]) -> dict[tuple[tuple[str, str]
     return dict(found.values())
 
 
-def _step_cells(stage: Mapping[str, Any], step: Mapping[str, Any]) -> tuple[str, ...]:
-    state = step["state"]
+def _step_cells(folder: Path, stage: Mapping[str, Any], step: Mapping[str, Any]) -> tuple[str, ...]:
+    state = "all skipped" if all_skipped(folder, step) else step["state"]
     shown = state if state in ("passed", "not run") else f"**{state}**"
     seconds = step.get("seconds")
     return (
@@ -89,13 +91,15 @@ def _step_cells(stage: Mapping[str, Any], step: Mapping[str, Any]) -> tuple[str,
     )
 
 
-def _not_run(stages: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """What the machine lacks, and steps without a result."""
+def _not_run(folder: Path, stages: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """What the machine lacks, and steps without a result, or without a test that was run."""
     found = {name: why for stage in stages for name, why in stage.get("not_here", {}).items()}
     for stage in stages:
         for step in stage["steps"]:
             if step["state"] not in ("passed", "failed"):
                 found[f"{stage['stage']}: {step['name']}"] = step.get("why", "")
+            elif reason := all_skipped(folder, step):
+                found[f"{stage['stage']}: {step['name']}"] = reason
     return list(found.items())
 
 
@@ -115,6 +119,18 @@ def _tests(folder: Path, stages: Sequence[Mapping[str, Any]]) -> list[str]:
         if len(failures) > MOST_FAILURES:
             lines += [f"{len(failures) - MOST_FAILURES} more failed.", ""]
     return lines
+
+
+def all_skipped(folder: Path, step: Mapping[str, Any]) -> str:
+    """Why a step that ended well ran no test: what its first one was skipped for. Empty where one was run."""
+    report = folder / step["result"]
+    if step["state"] != "passed" or not step["result"].endswith(".xml") or not report.exists():
+        return ""
+    counts = outcomes(report)
+    if counts["passed"] or counts["failed"]:
+        return ""
+    reasons = [node.attrib.get("message", "") for node in ElementTree.parse(report).getroot().iter("skipped")]
+    return f"all {counts['skipped']} tests were skipped: {reasons[0] if reasons else 'no reason given'}"
 
 
 def outcomes(junit: Path) -> dict[str, int]:

@@ -30,6 +30,8 @@ TAIL_BYTES = 4000
 """Of what a step printed, that its record keeps; all of it is in the step's log."""
 PR_SET_PDEATHSIG = 1
 """From linux/prctl.h."""
+LAST_CHARACTERS = 160
+"""Of the last line of a step that failed, beside its outcome."""
 SHORTEST_S = 5.0
 """A step is not begun with less left of its stage."""
 
@@ -162,10 +164,10 @@ def _run(step: Step, folder: Path, stage: str, limit_s: float) -> dict[str, Any]
         finally:
             _end(child)
     state: State = "cut" if cut else "passed" if child.returncode == 0 else "failed"
-    why = (
-        f"ended after {limit_s:.0f} s" if cut else "" if child.returncode == 0 else f"exit {child.returncode}"
-    )
     tail = log.read_bytes()[-TAIL_BYTES:].decode(errors="replace")
+    last = next((line.strip() for line in reversed(tail.splitlines()) if line.strip()), "nothing was printed")
+    failed = f"exit {child.returncode}: {last[:LAST_CHARACTERS]}"
+    why = f"ended after {limit_s:.0f} s" if cut else "" if child.returncode == 0 else failed
     return {"state": state, "why": why, "seconds": time.monotonic() - began_s, "tail": tail}
 
 

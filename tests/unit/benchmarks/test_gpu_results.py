@@ -338,7 +338,7 @@ def test_a_required_step_that_fails_ends_its_stage(tmp_path: Path) -> None:
     stage = Stage("build", 60.0, (bad, Step("after", program("print(1)"), 30.0)))
     assert run_stage(stage, tmp_path, MACHINE) == ["failed", "not run"]
     first, second = read_stage(tmp_path, "build")["steps"]
-    assert (first["why"], first["tail"].strip()) == ("exit 3", "broken")
+    assert (first["why"], first["tail"].strip()) == ("exit 3: broken", "broken")
     assert second["why"] == "the stage ended before it"
 
 
@@ -404,6 +404,24 @@ def test_the_page_counts_tests_and_names_those_that_failed(tmp_path: Path) -> No
     assert "not measured" in page
     assert "Not measured." in page
     assert Goal("a", 1.0, None).verdict == "not measured"
+
+
+SKIPPED = """<testsuites><testsuite tests="2" failures="0" errors="0" skipped="2">
+<testcase name="test_a"><skipped message="no GPU: no NVIDIA driver"/></testcase>
+<testcase name="test_b"><skipped message="other"/></testcase></testsuite></testsuites>"""
+
+
+def test_a_step_that_skipped_all_its_tests_is_among_what_did_not_run(tmp_path: Path) -> None:
+    steps = []
+    for name, content in (("lanes", SKIPPED), ("rotation", REPORT)):
+        path = tmp_path / f"tests-{name}.xml"
+        write = f"import pathlib; pathlib.Path({str(path)!r}).write_text({content!r})"
+        steps.append(Step(name, program(write), 30.0, path.name))
+    run_stage(Stage("tests", 60.0, tuple(steps)), tmp_path, MACHINE)
+    page = render(tmp_path)
+    assert "| tests | lanes | **all skipped** |" in page
+    assert "| tests: lanes | all 2 tests were skipped: no GPU: no NVIDIA driver |" in page
+    assert "| tests | rotation | passed |" in page
 
 
 def test_results_of_two_machines_are_told_apart(tmp_path: Path) -> None:
