@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from build_support.ninja_file import ROOT
+from tests.unit.cuda.toolkit import FOLDER, require
 
 FOUND = """
 import json, sys
@@ -112,9 +113,8 @@ def test_what_was_searched_is_said(tmp_path: Path) -> None:
 
 def test_the_real_library_loads_without_a_gpu() -> None:
     """Its functions are there under the names that are looked up, and it says its version before any driver."""
-    wheels = [path for folder in sys.path for path in Path(folder).glob("nvidia/*/lib/libcufile.so.0")]
-    if not wheels:
-        pytest.skip("the wheel nvidia-cufile is not installed")
-    found = find()
-    assert found["path"]
+    require(FOLDER / "cu13" / "lib" / "libcufile.so.0")
+    found = find(FOLDER.parent)
+    assert found["found"] == "in a wheel"
+    assert Path(str(found["path"])).is_relative_to(FOLDER)
     assert int(str(found["version"]).split(".")[1]) >= 9
