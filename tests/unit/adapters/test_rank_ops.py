@@ -99,7 +99,7 @@ def test_a_copy_kernel_that_could_not_be_started_is_counted_once() -> None:
         ops.engine = world.engine
         lane = SimpleNamespace(failed_launches=0, notes="the copy kernel is not used any more")
         world.engine.cuda_lane = lane  # type: ignore[assignment]
-        counted = []
+        counted: list[float] = []
         for failed in (0, 1, 1):
             lane.failed_launches = failed
             job = load_of(world, str(len(counted)), [failed + 3])
