@@ -150,16 +150,19 @@ std::string self_test(TransformDevice& device) {
   return content == back ? std::string() : "other bytes came back";
 }
 
+void require_launcher(int number, LayoutLauncher launcher) {
+  if (launcher != nullptr) return;
+  throw ConfigError("GPU " + std::to_string(number) + ": this is a build without CUDA; allowed is " +
+                    std::to_string(kHostDevice) + " (plain memory)");
+}
+
 }  // namespace
 
 std::shared_ptr<TransformDevice> cuda_transform_device(std::shared_ptr<cuda::Device> device,
                                                        uintptr_t engine_stream, TransformGrid grid,
                                                        LayoutLauncher launcher) {
+  require_launcher(device->ordinal(), launcher);
   const std::string what = "GPU " + std::to_string(device->ordinal());
-  if (launcher == nullptr) {
-    throw ConfigError(what + ": this is a build without CUDA; allowed is " + std::to_string(kHostDevice) +
-                      " (plain memory)");
-  }
   auto transforms = std::make_shared<CudaTransformDevice>(std::move(device), engine_stream, grid, launcher);
   const std::string failure = self_test(*transforms);
   if (!failure.empty()) throw ConfigError(what + ": self-test of the layout transform: " + failure);
@@ -168,7 +171,7 @@ std::shared_ptr<TransformDevice> cuda_transform_device(std::shared_ptr<cuda::Dev
 
 std::shared_ptr<TransformDevice> cuda_transform_device(int32_t number, uintptr_t engine_stream,
                                                        TransformGrid grid) {
-  if (layout_launcher() == nullptr) return cuda_transform_device(nullptr, engine_stream, grid, nullptr);
+  require_launcher(number, layout_launcher());
   return cuda_transform_device(cuda::Device::open(number), engine_stream, grid, layout_launcher());
 }
 

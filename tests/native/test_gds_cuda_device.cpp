@@ -167,6 +167,15 @@ TEST_CASE("gds on a fake GPU: staging that the I/O does not register is told") {
             "; staging is not registered: cuFileBufRegister: out of BAR space") != std::string::npos);
 }
 
+TEST_CASE("gds on a GPU by its number: a build or a machine without one says so") {
+  const auto open = [](int32_t number) { cuda_transform_device(number, 0, TransformGrid::kBesideModel); };
+  CHECK_THROWS_AS(open(1 << 20), ConfigError);
+  if (layout_launcher() == nullptr) {
+    CHECK_THROWS_WITH_AS(open(0), "GPU 0: this is a build without CUDA; allowed is -1 (plain memory)",
+                         ConfigError);
+  }
+}
+
 TEST_CASE("gds on a fake GPU: transforms that cannot be started, or change a byte, are refused at start") {
   GpuWorld world;
   const auto again = [&](LayoutLauncher launcher) {
