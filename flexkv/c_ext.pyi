@@ -200,6 +200,9 @@ class HostMover(PageMover):
 class Lane:
     """Executes the ops of some kinds; given to one TransferEngine, for good: a second one raises ContractError."""
 
+class StreamPoint:
+    """A point in a device stream's work, of `TransferEngine.record`."""
+
 class CudaLane(Lane):
     """Copies between a GPU and the host pool. Raises ConfigError where there is no such device."""
 
@@ -262,13 +265,20 @@ class TransferEngine:
     def detach_view(self, group: int) -> int: ...
     def released_views(self) -> list[int]: ...
     def submit(
-        self, ops: Sequence[TransferOp], edges: Sequence[Edge], stream: int | None = None, gated: bool = False
+        self,
+        ops: Sequence[TransferOp],
+        edges: Sequence[Edge],
+        stream: int | None = None,
+        gated: bool = False,
+        after: StreamPoint | None = None,
     ) -> int | None:
         """Reads each op and edge by the names of its fields.
 
         Raises:
             ContractError: a field is missing, not of its type, or its value is refused.
         """
+    def record(self, stream: int) -> StreamPoint: ...
+    def order_after(self, ticket: int, deadline_s: float, stream: int | None = None) -> bool: ...
     def open_layers(self, tickets: Sequence[int], layers: int, stream: int | None = None) -> None: ...
     def poll(self, max_results: int) -> list[OpResult]: ...
     @property

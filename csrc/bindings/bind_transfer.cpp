@@ -24,6 +24,12 @@
 namespace py = pybind11;
 
 namespace flexkv {
+
+// A recorded point for Python: only to be handed back.
+struct StreamPoint {
+  std::shared_ptr<StreamEvent> event;
+};
+
 namespace {
 
 using IdArray = py::array_t<int32_t, py::array::c_style>;
@@ -46,9 +52,11 @@ py::array_t<uint8_t> from_causes(const std::vector<FailureCause>& causes) {
 }
 
 std::optional<int64_t> submit(TransferEngine& engine, const py::sequence& ops, const py::sequence& edges,
-                              std::optional<StreamId> stream, bool gated) {
+                              std::optional<StreamId> stream, bool gated,
+                              const std::optional<std::shared_ptr<StreamPoint>>& after) {
   GraphSpec graph = read_graph(ops, edges);
   graph.gated = gated;
+  if (after) graph.fence = (*after)->event;
   const py::gil_scoped_release release;
   return engine.submit(std::move(graph), stream);
 }
@@ -120,6 +128,7 @@ void bind_transfer(py::module_& m) {
   bind_movers(m);
   bind_results(m);
   NativeBinding<Lane, std::shared_ptr<Lane>>(m, "Lane");
+  NativeBinding<StreamPoint, std::shared_ptr<StreamPoint>>(m, "StreamPoint");
   NativeBinding<TransferEngine, std::shared_ptr<TransferEngine>>(m, "TransferEngine")
       .def(py::init(&make_engine), py::arg("mover"), py::arg("queue_ops"), py::arg("copy_threads"),
            py::arg("op_stuck_s"), py::arg("lanes"))
@@ -136,7 +145,20 @@ void bind_transfer(py::module_& m) {
            py::call_guard<py::gil_scoped_release>())
       .def("released_views", &TransferEngine::released_views, py::call_guard<py::gil_scoped_release>())
       .def("submit", &submit, py::arg("ops"), py::arg("edges"), py::arg("stream") = py::none(),
-           py::arg("gated") = false)
+           py::arg("gated") = false, py::arg("after") = py::none())
+      .def(
+          "record",
+          [](TransferEngine& engine, StreamId stream) {
+            return std::make_shared<StreamPoint>(StreamPoint{engine.record(stream)});
+          },
+          py::arg("stream"), py::call_guard<py::gil_scoped_release>())
+      .def(
+          "order_after",
+          [](TransferEngine& engine, int64_t ticket, double deadline_s, std::optional<StreamId> stream) {
+            return wait_interruptibly(
+                deadline_s, [&](double slice_s) { return engine.order_after(ticket, slice_s, stream); });
+          },
+          py::arg("ticket"), py::arg("deadline_s"), py::arg("stream") = py::none())
       .def(
           "open_layers",
           [](TransferEngine& engine, const List<int64_t>& tickets, int32_t layers,

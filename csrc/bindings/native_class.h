@@ -40,6 +40,7 @@ struct Found;
 struct FoundLengths;
 struct GroupRule;
 struct OpResult;
+struct StreamPoint;
 
 template <typename T, typename... List>
 concept OneOf = (std::same_as<T, List> || ...);
@@ -49,8 +50,8 @@ template <typename T>
 inline constexpr bool kIsNativeClass =
     OneOf<T, BlockIndex, BoundaryLookup, DiskLane, EngineKeyChain, Found, FoundLengths, GDSManager, GdsLane,
           GroupRule, HostMover, HostPool, KvView, Lane, OpResult, PageCodec, PageConversion, PageMover,
-          QueueWrapper, SlabFile, SlotImage, TierLookup, TokenChain, TransferEngine, cuda::CudaLane,
-          cuda::DeviceMemory>;
+          QueueWrapper, SlabFile, SlotImage, StreamPoint, TierLookup, TokenChain, TransferEngine,
+          cuda::CudaLane, cuda::DeviceMemory>;
 
 template <typename T>
 concept NativeClass = kIsNativeClass<T>;

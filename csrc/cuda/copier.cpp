@@ -134,7 +134,7 @@ std::string Copier::enqueue(Direction direction, std::span<const Segment> segmen
                             StreamHandle stream) {
   if (pages.empty() || segments.empty()) return {};
   Capabilities usable = capabilities();
-  usable.kernel = usable.kernel && registered;
+  usable.kernel = usable.kernel && registered && staging != kNoStaging;
   // The driver stages pageable memory itself; what batches do with it is not documented.
   usable.batch = usable.batch && registered;
   const SplitRuns split = split_runs(segments, longest_kernel_run(usable));

@@ -40,9 +40,9 @@ class Copier {
 
   // Copies `segments` of `pages`. A kernel that cannot be started is not tried again: its runs, and from then
   // on all, go by the copy engine. `registered`: all host bytes are known to the device, else no kernel.
-  // `staging` names the kernel's tables, of which a direction may have kStagings in use. Empty, or why it
-  // failed: then some copies may be under way all the same, and only an event after them says when they have
-  // ended.
+  // `staging` names the kernel's tables, of which a direction may have kStagings in use; kNoStaging: no
+  // kernel. Empty, or why it failed: then some copies may be under way all the same, and only an event after
+  // them says when they have ended.
   std::string enqueue(Direction direction, std::span<const Segment> segments, std::span<const PageEnds> pages,
                       bool registered, int staging, StreamHandle stream);
 
@@ -56,6 +56,7 @@ class Copier {
 
   // Pieces of one direction whose tables may be read at once.
   static constexpr int kStagings = 2;
+  static constexpr int kNoStaging = -1;
 
  private:
   struct Cell {

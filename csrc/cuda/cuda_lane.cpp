@@ -33,6 +33,7 @@ struct Issuing {
   bool registered = true;
   std::vector<std::vector<Segment>> portions;  // one enqueued after the other, each of at most kSubBatchBytes
   size_t next_portion = 0;
+  bool ended = false;  // enqueued to its end, or failed
 };
 
 // A portion whose copies were enqueued.
@@ -59,8 +60,9 @@ struct CudaLane::Shared {
   void issue_all(WorkSource& source, int32_t lane);
   void end_all(WorkSource& source, size_t direction);
   bool issue_one(WorkSource& source, int32_t lane);
+  bool issue_expedited(WorkSource& source, int32_t lane);
   std::string prepare(Issuing& issuing);
-  void issue(WorkSource& source, std::shared_ptr<Issuing> issuing);
+  void issue(WorkSource& source, std::shared_ptr<Issuing> issuing, bool in_turn = true);
 
   const std::shared_ptr<Device> device;
   std::optional<Current> current;  // while the copier makes its self-test
@@ -89,8 +91,26 @@ void CudaLane::Shared::issue_all(WorkSource& source, int32_t lane) {
       if (ending) return;
       woken = false;
     }
-    while (issue_one(source, lane)) continue;
+    while (issue_expedited(source, lane) || issue_one(source, lane)) continue;
   }
+}
+
+// Enqueues all of one expedited item, however much is under way: what is may stand behind a forward that
+// runs. False: there is none.
+bool CudaLane::Shared::issue_expedited(WorkSource& source, int32_t lane) {
+  const auto number = static_cast<size_t>(Direction::kToHost);
+  std::shared_ptr<Issuing> now = unfinished[number];
+  if (now && now->item->expedited()) {
+    unfinished[number] = nullptr;  // the rest of one that began in its turn
+  } else {
+    const std::shared_ptr<WorkItem> item = source.try_take_expedited(lane);
+    if (!item) return false;
+    now = std::make_shared<Issuing>();
+    now->item = item;
+    now->results.resize(item->positions().size());
+  }
+  while (!now->ended) issue(source, now, false);
+  return true;
 }
 
 // Enqueues one portion, of a work item that has begun or of another. False: there is none, or no room for it.
@@ -147,14 +167,15 @@ std::string CudaLane::Shared::prepare(Issuing& issuing) {
       reinterpret_cast<StreamId>(streams[static_cast<size_t>(direction)]->handle()));
 }
 
-void CudaLane::Shared::issue(WorkSource& source, std::shared_ptr<Issuing> issuing) {
+// `in_turn`: it is one of the kItemsInFlight that have tables of the kernel.
+void CudaLane::Shared::issue(WorkSource& source, std::shared_ptr<Issuing> issuing, bool in_turn) {
   const nvtx::Range range("flexkv issue");
   const Direction direction = direction_of(issuing->item->kind());
   const auto number = static_cast<size_t>(direction);
   const StreamHandle stream = streams[number]->handle();
   // In order, so with kItemsInFlight under way at most the one whose turn it is has ended.
-  const int staging = next_staging[number];
-  next_staging[number] = (staging + 1) % Copier::kStagings;
+  const int staging = in_turn ? next_staging[number] : Copier::kNoStaging;
+  if (in_turn) next_staging[number] = (staging + 1) % Copier::kStagings;
   Issued issued_now{issuing, nullptr, {}, false};
   try {
     if (issuing->next_portion == 0) issued_now.error = prepare(*issuing);
@@ -174,7 +195,8 @@ void CudaLane::Shared::issue(WorkSource& source, std::shared_ptr<Issuing> issuin
     device->driver().stream_synchronize(stream);
   }
   issued_now.last = !issued_now.error.empty() || issuing->next_portion == issuing->portions.size();
-  if (issued_now.last) unfinished[number] = nullptr;
+  issuing->ended = issued_now.last;
+  if (issued_now.last && in_turn) unfinished[number] = nullptr;
   if (issued_now.last && issued_now.error.empty()) source.issued(issuing->item, issued_now.event);
   const std::lock_guard lock(mutex);
   ++in_flight[number];

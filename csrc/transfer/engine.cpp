@@ -160,6 +160,25 @@ LayerWait TransferEngine::wait_layer_on(int64_t ticket, int32_t layer, double de
   return answer;
 }
 
+bool TransferEngine::order_after(int64_t ticket, double deadline_s, std::optional<StreamId> stream) {
+  require_home("order_after");
+  Lane* lane = lane_of(OpKind::kD2H);
+  if (lane == nullptr) throw ContractError("order_after: this engine has no lane for D2H");
+  check_stream("order_after", *lane, stream);
+  const auto [in_time, events] = scheduler_->enqueue_all(ticket, deadline_s, stream.has_value());
+  if (!in_time) return false;
+  for (const auto& [kind, event] : events) lane_of(kind)->make_wait(*event, *stream);
+  return true;
+}
+
+std::shared_ptr<StreamEvent> TransferEngine::record(StreamId stream) {
+  require_home("record");
+  for (const auto& lane : lanes_) {
+    if (lane->needs_stream()) return lane->record(stream);
+  }
+  throw ContractError("record: this engine's lanes have no streams");
+}
+
 void TransferEngine::open_layers(const std::vector<int64_t>& tickets, int32_t layers,
                                  std::optional<StreamId> stream) {
   require_home("open_layers");

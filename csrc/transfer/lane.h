@@ -29,6 +29,8 @@ class WorkItem {
   // What the engine's stream had been given at submit, or when the layer of a gated graph was opened; null
   // where there is no fence.
   const std::shared_ptr<StreamEvent>& fence() const;
+  // Whether the engine's stream is to be ordered behind its op, so that all of it is to be enqueued at once.
+  bool expedited() const { return op_->expedited(); }
   void touch() { last_moved_.store(Clock::now().time_since_epoch().count(), std::memory_order_relaxed); }
 
  private:
@@ -58,6 +60,9 @@ class WorkSource {
   // A work item of one of the kinds in `allowed`, or null. Null also while something more urgent of another
   // kind waits: a store does not start past a load for which the lane has no room yet.
   virtual std::shared_ptr<WorkItem> try_take(int32_t lane, KindSet allowed) = 0;
+  // A work item of an expedited op, or null. For a lane with streams, which enqueues it beyond what it
+  // otherwise has under way: what is under way may itself wait for the engine.
+  virtual std::shared_ptr<WorkItem> try_take_expedited(int32_t lane) = 0;
   // The item's bytes are enqueued on a stream and `event` was recorded after them. Optional; before
   // finish().
   virtual void issued(const std::shared_ptr<WorkItem>& item, std::shared_ptr<StreamEvent> event) = 0;

@@ -114,14 +114,17 @@ void OpState::make_ready(int32_t page) {
   ++ready_pages_;
 }
 
-std::pair<int32_t, std::vector<int32_t>> OpState::take(int64_t max_bytes) {
+OpState::Taken OpState::take(int64_t max_bytes) {
   while (ready_[static_cast<size_t>(lowest_ready_)].empty()) ++lowest_ready_;
   int32_t stage = lowest_ready_;
   if (!spec_.layerwise) {  // what waits for whole pages may start while others still move
     for (stage = stages() - 1; ready_[static_cast<size_t>(stage)].empty();) --stage;
   }
   ReadyList& list = ready_[static_cast<size_t>(stage)];
-  const auto [lo, hi] = layers_of(stage);
+  // All that is left of a page: its next stage would be ready when this one has ended, which may be long.
+  const int32_t last = expedited_ && open_stages_ == stages() ? stages() - 1 : stage;
+  const int32_t lo = layers_of(stage).first;
+  const int32_t hi = layers_of(last).second;
   const int64_t page_bytes = stages() == 1 ? page_bytes_
                              : view_       ? view_->layer_bytes(lo, hi)
                                            : page_bytes_ / layers_ * (hi - lo);
@@ -131,11 +134,18 @@ std::pair<int32_t, std::vector<int32_t>> OpState::take(int64_t max_bytes) {
   std::vector<int32_t> taken(begin, begin + static_cast<std::ptrdiff_t>(count));
   list.head += count;
   if (list.empty()) list = {};
-  for (const int32_t page : taken) states_[static_cast<size_t>(page)] = PageState::kMoving;
+  for (const int32_t page : taken) {
+    states_[static_cast<size_t>(page)] = PageState::kMoving;
+    if (last > stage) stage_[static_cast<size_t>(page)] = last;
+  }
+  for (auto passed = static_cast<size_t>(stage); passed < static_cast<size_t>(last); ++passed) {
+    left_[passed] -= static_cast<int32_t>(count);
+    unissued_[passed] -= static_cast<int32_t>(count);
+  }
   ready_pages_ -= static_cast<int32_t>(count);
   moving_pages_ += static_cast<int32_t>(count);
   issued_ = true;
-  return {stage, std::move(taken)};
+  return {stage, last, std::move(taken)};
 }
 
 bool OpState::advance(int32_t page) {

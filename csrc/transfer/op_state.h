@@ -5,6 +5,7 @@
 // single one of all layers. A layerwise op moves the lowest stage of all its pages first, the others finish
 // pages that have begun before they begin more.
 #pragma once
+#include <atomic>
 #include <memory>
 #include <string>
 #include <utility>
@@ -76,8 +77,13 @@ class OpState : public std::enable_shared_from_this<OpState> {
 
   // kWaiting -> kReady, or when the page's stage is opened. Precondition: has_arrived().
   void make_ready(int32_t page);
+  struct Taken {
+    int32_t first_stage = 0;  // of what is to be moved; the pages are at the last
+    int32_t last_stage = 0;
+    std::vector<int32_t> pages;
+  };
   // Takes up to `max_bytes` of ready pages (at least one), all at one stage. Precondition: has_ready().
-  std::pair<int32_t, std::vector<int32_t>> take(int64_t max_bytes);
+  Taken take(int64_t max_bytes);
   // kMoving -> kReady for its next stage, kWaiting where that has not arrived, or kOk after the last. Returns
   // whether the stage that it leaves is done now.
   bool advance(int32_t page);
@@ -90,6 +96,13 @@ class OpState : public std::enable_shared_from_this<OpState> {
   // `end` is kFailed: the others say it themselves.
   void fail(int32_t page, PageState end, const std::string& reason,
             FailureCause cause = FailureCause::kUnknown);
+
+  // From now on take() gives a page's remaining stages as one. No stage of it may have a gate that is closed.
+  // Precondition: all of a page is there, as of a store.
+  void expedite() { expedited_ = true; }
+  bool expedited() const { return expedited_; }
+  // Whether every page's last bytes are on their way, in place, or will never come.
+  bool all_issued() const { return unissued_.back() == 0; }
 
   // What a page's lane says of its bytes; for the op's result.
   void keep_digests(int32_t page, const std::vector<uint64_t>& digests);
@@ -110,7 +123,8 @@ class OpState : public std::enable_shared_from_this<OpState> {
   Priority effective_priority = Priority::kLoad;
   std::shared_ptr<StreamEvent> fence;  // of its graph
   std::vector<std::shared_ptr<StreamEvent>>
-      stage_events;  // a stage: after the last item of it that was issued
+      stage_events;                         // a stage: after the last item of it that was issued
+  std::shared_ptr<StreamEvent> last_event;  // after the last item that was issued
   bool cancelled = false;
   bool ended = false;
 
@@ -146,6 +160,7 @@ class OpState : public std::enable_shared_from_this<OpState> {
   int32_t moving_pages_ = 0;
   int32_t open_pages_ = 0;
   bool issued_ = false;
+  std::atomic<bool> expedited_{false};  // read by the lane without the scheduler's lock
   PageState empty_end_ = PageState::kOk;
   std::string reason_;
   std::vector<uint64_t> digests_;  // as many a page, once one page has any

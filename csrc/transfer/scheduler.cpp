@@ -13,6 +13,9 @@
 namespace flexkv {
 namespace {
 
+// What reads the engine's blocks.
+constexpr KindSet kStoreKinds = kind_bit(OpKind::kD2H) | kind_bit(OpKind::kGdsWrite);
+
 int open_event_fd() {
   const int fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
   if (fd < 0) throw CapacityError(std::string("eventfd: ") + std::strerror(errno));
@@ -193,6 +196,33 @@ LayerWait Scheduler::wait_layer(int64_t ticket, int32_t layer, double deadline_s
     if (auto failed = op->failed_pages(); !failed.empty()) {
       answer.failed.emplace_back(op->spec().op_id, std::move(failed));
     }
+  }
+  return answer;
+}
+
+Scheduler::Enqueued Scheduler::enqueue_all(int64_t ticket, double deadline_s, bool on_streams) {
+  std::unique_lock lock(mutex_);
+  require_given(ticket, "order_after");
+  const auto found = graphs_.find(ticket);
+  if (found == graphs_.end()) return {true, {}};  // it ended long ago
+  std::vector<std::shared_ptr<OpState>> stores;   // held: the graph may be forgotten while this waits
+  for (const auto& op : found->second.ops) {
+    if ((kStoreKinds & kind_bit(op->spec().kind)) != 0 && !op->ended) stores.push_back(op);
+  }
+  for (const auto& op : stores) {
+    if (!on_streams || op->spec().kind != OpKind::kD2H || op->expedited()) continue;
+    op->expedite();
+    expedited_.push_back(op);
+    lanes_[static_cast<size_t>(queue_of(*op).lane)]->lane->wake();
+  }
+  Enqueued answer;
+  // Of an op on a lane without streams nothing is issued before it has ended.
+  answer.in_time = progress_.wait_until(lock, deadline_in(deadline_s), [&] {
+    return std::all_of(stores.begin(), stores.end(),
+                       [](const auto& op) { return op->ended || op->all_issued(); });
+  });
+  for (const auto& op : stores) {
+    if (!op->ended && op->last_event) answer.events.emplace_back(op->spec().kind, op->last_event);
   }
   return answer;
 }

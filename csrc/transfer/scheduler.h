@@ -74,6 +74,14 @@ class Scheduler : public WorkSource {
   bool wait(int64_t ticket, double deadline_s);
   // `issued`: the layer need not be in place, only on its way with an event behind it.
   LayerWait wait_layer(int64_t ticket, int32_t layer, double deadline_s, bool issued = false);
+  struct Enqueued {
+    bool in_time = false;  // false: the deadline passed, the ops go on
+    // After these, no byte of the engine's blocks is read any more. Kinds of the ops that gave them.
+    std::vector<std::pair<OpKind, std::shared_ptr<StreamEvent>>> events = {};
+  };
+  // Waits until all that the graph's stores read of the engine's blocks has been read; with `on_streams`
+  // until it is enqueued, which is then done at once. Throws ContractError for a ticket that was never given.
+  Enqueued enqueue_all(int64_t ticket, double deadline_s, bool on_streams);
   // Layers [0, layers) of these gated graphs may be copied, after `fence` if there is one. Nothing to do for
   // graphs that have ended, and for layers that are open. Opens none and throws BlockRangeError if a graph
   // has fewer layers, ContractError for a ticket that was never given.
@@ -102,6 +110,7 @@ class Scheduler : public WorkSource {
 
   std::shared_ptr<WorkItem> take(int32_t lane) override;
   std::shared_ptr<WorkItem> try_take(int32_t lane, KindSet allowed) override;
+  std::shared_ptr<WorkItem> try_take_expedited(int32_t lane) override;
   void issued(const std::shared_ptr<WorkItem>& item, std::shared_ptr<StreamEvent> event) override;
   void finish(const std::shared_ptr<WorkItem>& item, const std::vector<MoveResult>& results) override;
   void finish_pages(const std::shared_ptr<WorkItem>& item, const std::vector<size_t>& indices,
@@ -160,6 +169,7 @@ class Scheduler : public WorkSource {
   void carry_on();
   OpState* pick(LaneEntry& entry, KindSet allowed);
   std::shared_ptr<WorkItem> take_locked(int32_t lane, KindSet allowed);
+  std::shared_ptr<WorkItem> take_of(OpState& chosen, int32_t lane);
   void take_down(OpKind kind, const std::string& reason);
   void look_for_stuck();
   void look_for_arrivals();
@@ -182,6 +192,7 @@ class Scheduler : public WorkSource {
   std::set<std::shared_ptr<WorkItem>> moving_;
   std::deque<Consequence> consequences_;  // empty whenever the lock is free
   std::list<Coming> coming_;
+  std::vector<std::shared_ptr<OpState>> expedited_;  // not ended
   int64_t next_ticket_ = 1;
   uint64_t next_sequence_ = 1;
   bool watchdog_idle_ = false;

@@ -1,7 +1,6 @@
 // The lanes' side of the scheduler: handing out items and taking their results.
 #include <algorithm>
 #include <numeric>
-#include <tuple>
 
 #include "base/error.h"
 #include "transfer/scheduler.h"
@@ -91,12 +90,17 @@ OpState* Scheduler::pick(LaneEntry& entry, KindSet allowed) {
 
 std::shared_ptr<WorkItem> Scheduler::take_locked(int32_t lane, KindSet allowed) {
   OpState* op = pick(*lanes_[static_cast<size_t>(lane)], allowed);
-  if (op == nullptr) return nullptr;
+  return op == nullptr ? nullptr : take_of(*op, lane);
+}
+
+std::shared_ptr<WorkItem> Scheduler::take_of(OpState& chosen, int32_t lane) {
+  OpState* op = &chosen;
   auto item = std::make_shared<WorkItem>();
   item->op_ = op->shared_from_this();
-  auto [stage, positions] = op->take(kSubBatchBytes);
-  item->stage_ = stage;
-  std::tie(item->layer_lo_, item->layer_hi_) = op->layers_of(stage);
+  auto [first_stage, last_stage, positions] = op->take(kSubBatchBytes);
+  item->stage_ = last_stage;
+  item->layer_lo_ = op->layers_of(first_stage).first;
+  item->layer_hi_ = op->layers_of(last_stage).second;
   item->view_ = op->view();
   item->kind_ = op->spec().kind;
   item->lane_ = lane;
@@ -112,6 +116,15 @@ std::shared_ptr<WorkItem> Scheduler::take_locked(int32_t lane, KindSet allowed) 
 std::shared_ptr<WorkItem> Scheduler::try_take(int32_t lane, KindSet allowed) {
   const std::lock_guard lock(mutex_);
   return closing_ ? nullptr : take_locked(lane, allowed);
+}
+
+std::shared_ptr<WorkItem> Scheduler::try_take_expedited(int32_t lane) {
+  const std::lock_guard lock(mutex_);
+  if (closing_ || expedited_.empty()) return nullptr;
+  for (const auto& op : expedited_) {
+    if (queue_of(*op).lane == lane && op->has_ready()) return take_of(*op, lane);
+  }
+  return nullptr;
 }
 
 std::shared_ptr<WorkItem> Scheduler::take(int32_t lane) {
@@ -131,6 +144,7 @@ void Scheduler::issued(const std::shared_ptr<WorkItem>& item, std::shared_ptr<St
   const std::lock_guard lock(mutex_);
   OpState& op = *item->op_;
   for (const int32_t page : item->positions_) op.mark_issued(page);
+  op.last_event = event;
   op.stage_events[static_cast<size_t>(item->stage_)] = std::move(event);
   if (op.stage_issued(item->stage_)) progress_.notify_all();
 }

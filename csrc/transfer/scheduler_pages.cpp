@@ -130,6 +130,7 @@ void Scheduler::settle(OpState& op) {
   KindQueue& queue = queue_of(op);
   queue.open.erase(op.sequence());
   op.release_view();
+  if (op.expedited()) std::erase_if(expedited_, [&](const auto& one) { return one.get() == &op; });
   --graphs_.at(op.ticket()).open;
   results_.emplace_back(std::move(result), op.shared_from_this());
   if (results_.size() == 1) {

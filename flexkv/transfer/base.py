@@ -5,13 +5,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NewType
+from typing import TYPE_CHECKING, NewType
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flexkv.transfer.graph import OpId, OpKind, OpResult, TransferGraph
 from flexkv.transfer.stream import StreamLike
+
+if TYPE_CHECKING:
+    from flexkv.c_ext import StreamPoint
 
 Ticket = NewType("Ticket", int)
 """Number of an accepted graph, counting from 1 within one transfer engine."""
@@ -66,7 +69,11 @@ class DataPlane(ABC):
 
     @abstractmethod
     def submit(
-        self, graph: TransferGraph, stream: StreamLike | None = None, gated: bool = False
+        self,
+        graph: TransferGraph,
+        stream: StreamLike | None = None,
+        gated: bool = False,
+        after: StreamPoint | None = None,
     ) -> Ticket | None:
         """Queues all of `graph`, or nothing: None means BUSY, a queue is full. Never blocks.
 
@@ -78,6 +85,9 @@ class DataPlane(ABC):
                 load overwrites nothing that is still to be read.
             gated: a store of blocks that are not written yet, of layerwise D2H ops only: each layer is copied once
                 `open_layers` has named it. Until then the graph keeps its places; `cancel` ends it too.
+            after: a point that `record` gave earlier: copies start after it instead of after what the stream was given
+                until now, for blocks that nothing which it was given since then reads (a load) or writes. Of no effect
+                in a gated graph.
 
         Raises:
             BlockRangeError: a block or slot is out of range, or the slot's memory is not up yet.
@@ -86,6 +96,24 @@ class DataPlane(ABC):
                 a block that two pages of a load are to fill or a slot that two of a store are, another op than a
                 layerwise D2H in a gated graph. Nothing was queued.
             ClosedError: the transfer engine or the pool was closed, or this is a forked child of its process.
+        """
+
+    @abstractmethod
+    def record(self, stream: StreamLike | None = None) -> StreamPoint | None:
+        """A point after all that the engine's stream was given until now; None where the pool is plain memory."""
+
+    @abstractmethod
+    def order_after(self, ticket: Ticket, deadline_s: float, stream: StreamLike | None = None) -> bool:
+        """What the engine's stream is given from now on starts after all that the graph's stores read of its blocks.
+
+        Returns when that much is enqueued, and so does not wait for a forward that runs; on plain memory, which has no
+        stream, when the stores have ended. A page of more than 8 MiB of which a part is under way is waited for too.
+
+        Returns:
+            False when `deadline_s` seconds were over first: the stores go on, and nothing waits for them.
+
+        Raises:
+            ContractError: the ticket was never given.
         """
 
     @abstractmethod

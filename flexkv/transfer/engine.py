@@ -167,12 +167,27 @@ class TransferEngine(DataPlane):
         released.clear()
 
     def submit(
-        self, graph: TransferGraph, stream: StreamLike | None = None, gated: bool = False
+        self,
+        graph: TransferGraph,
+        stream: StreamLike | None = None,
+        gated: bool = False,
+        after: c_ext.StreamPoint | None = None,
     ) -> Ticket | None:
         if stream is None and self._current_stream is not None:
             stream = self._current_stream()
-        ticket = self._native.submit(graph.ops, graph.edges, optional_stream(stream), gated)
+        ticket = self._native.submit(graph.ops, graph.edges, optional_stream(stream), gated, after)
         return None if ticket is None else Ticket(ticket)
+
+    def record(self, stream: StreamLike | None = None) -> c_ext.StreamPoint | None:
+        if stream is None and self._current_stream is not None:
+            stream = self._current_stream()
+        native = optional_stream(stream)
+        return None if native is None else self._native.record(native)
+
+    def order_after(self, ticket: Ticket, deadline_s: float, stream: StreamLike | None = None) -> bool:
+        if stream is None and self._current_stream is not None:
+            stream = self._current_stream()
+        return self._native.order_after(ticket, deadline_s, optional_stream(stream))
 
     def open_layers(self, tickets: Sequence[Ticket], layers: int, stream: StreamLike | None = None) -> None:
         if stream is None and self._current_stream is not None:

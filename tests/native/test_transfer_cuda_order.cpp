@@ -1,0 +1,241 @@
+// What the engine's stream is ordered behind, and what need not wait for all that it has been given: over a
+// fake driver whose streams stand still on request.
+#include <doctest/doctest.h>
+
+#include <array>
+#include <chrono>
+#include <condition_variable>
+#include <mutex>
+
+#include "base/error.h"
+#include "cuda_world.h"
+#include "transfer/host_mover.h"
+
+using namespace flexkv;
+
+namespace {
+
+constexpr double kAWhileS = 0.2;  // for what must not happen; the controls show that it is enough
+
+// A forward of the engine: stands still on its stream until it is let go, then does its work.
+class Forward {
+ public:
+  Forward(CudaWorld& world, std::function<void()> work) : stream_(world.stream) {
+    fake_cuda::enqueue(stream_, [this, work = std::move(work)] {
+      std::unique_lock lock(mutex_);
+      changed_.wait(lock, [this] { return may_run_; });
+      work();
+    });
+  }
+  ~Forward() {
+    let_go();
+    fake_cuda::drain(stream_);
+  }
+  void let_go() {
+    const std::lock_guard lock(mutex_);
+    may_run_ = true;
+    changed_.notify_all();
+  }
+
+ private:
+  const uintptr_t stream_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool may_run_ = false;
+};
+
+std::unique_ptr<CudaWorld> make_world(const CudaShape& shape = {}) {
+  return std::make_unique<CudaWorld>(shape, fake_cuda::Settings{}, cuda::CopySwitches{});
+}
+
+constexpr int kStores = 5;  // more than a direction has under way
+
+// Stores of blocks 0 ... 4 that a forward which runs writes; the next forward writes into all of them again.
+// Whether every store has the first forward's bytes.
+bool stores_are_whole(CudaWorld& world, bool ordered) {
+  std::array<int64_t, kStores> tickets{};
+  {
+    Forward first(world, [&] {
+      for (int32_t block = 0; block < kStores; ++block) world.fill(block, 40 + block);
+    });
+    for (int32_t i = 0; i < kStores; ++i) {
+      tickets[static_cast<size_t>(i)] = world.submit(world.op(OpKind::kD2H, {i}, {i}));
+    }
+    CHECK_FALSE(world.engine->wait(tickets.back(), kAWhileS));  // behind the forward
+    for (const int64_t ticket : tickets) {
+      if (ordered) REQUIRE(world.engine->order_after(ticket, CudaWorld::kLongS, world.stream));
+    }
+    // Still the first one runs: nothing has waited for it.
+    REQUIRE_FALSE(world.engine->wait(tickets.front(), 0));
+    fake_cuda::enqueue(world.stream, [&] {
+      for (int32_t block = 0; block < kStores; ++block) world.fill(block, 90);
+    });
+  }
+  bool whole = true;
+  for (int32_t i = 0; i < kStores; ++i) {
+    REQUIRE(world.engine->wait(tickets[static_cast<size_t>(i)], CudaWorld::kLongS));
+    whole = whole && world.slot_holds(i, 40 + i);
+  }
+  return whole;
+}
+
+// Whether a load into block 1 ends while a forward runs that was given to the stream after `before` and does
+// `work`.
+bool load_ends_beside(CudaWorld& world, bool recorded_before, std::function<void()> work, OpResult& result) {
+  world.fill(1, 3);
+  REQUIRE(world.run(world.op(OpKind::kD2H, {1}, {1})).status == Status::kOk);
+  world.fill(1, 5);
+  const auto before = world.engine->record(world.stream);
+  bool ended = false;
+  {
+    Forward forward(world, std::move(work));
+    GraphSpec graph;
+    graph.ops.push_back(world.op(OpKind::kH2D, {1}, {1}));
+    if (recorded_before) graph.fence = before;
+    const auto ticket = world.engine->submit(std::move(graph), world.stream);
+    REQUIRE(ticket);
+    ended = world.engine->wait(*ticket, recorded_before ? CudaWorld::kLongS : kAWhileS);
+    forward.let_go();
+    REQUIRE(world.engine->wait(*ticket, CudaWorld::kLongS));
+  }
+  result = world.engine->poll(1).front();
+  return ended;
+}
+
+}  // namespace
+
+TEST_CASE(
+    "cuda order: a forward that overwrites stored blocks starts after their copies, the host waits not") {
+  auto world = make_world();
+  CHECK(stores_are_whole(*world, true));
+}
+
+TEST_CASE("cuda order: control: without the order the stores have the next forward's bytes") {
+  auto world = make_world();
+  CHECK_FALSE(stores_are_whole(*world, false));
+}
+
+TEST_CASE("cuda order: short runs go to the kernel in their turn, and to the copy engine out of it") {
+  auto world = make_world();
+  const int64_t kernels = fake_cuda::calls().kernel;
+  CHECK(stores_are_whole(*world, true));
+  CHECK(fake_cuda::calls().kernel - kernels == cuda::kItemsInFlight);
+}
+
+TEST_CASE("cuda order: what is left of a page that goes layer by layer is enqueued as one") {
+  auto world = make_world();
+  GraphSpec graph;
+  graph.ops.push_back(world->op(OpKind::kD2H, {7, 8}, {7, 8}, true));
+  std::optional<int64_t> ticket;
+  {
+    Forward forward(*world, [&] {
+      world->fill(7, 1);
+      world->fill(8, 2);
+    });
+    // These fill what a direction has under way, so that nothing of the third is taken in its turn.
+    world->submit(world->op(OpKind::kD2H, {0}, {0}));
+    world->submit(world->op(OpKind::kD2H, {1}, {1}));
+    ticket = world->engine->submit(std::move(graph), world->stream);
+    REQUIRE(ticket);
+    REQUIRE(world->engine->order_after(*ticket, CudaWorld::kLongS, world->stream));
+    fake_cuda::enqueue(world->stream, [&] {
+      world->fill(7, 90);
+      world->fill(8, 90);
+    });
+  }
+  REQUIRE(world->engine->wait(*ticket, CudaWorld::kLongS));
+  CHECK(world->slot_holds(7, 1));
+  CHECK(world->slot_holds(8, 2));
+}
+
+TEST_CASE("cuda order: the rest of a layer that is copied in portions is enqueued at once") {
+  auto world = make_world({.layers = 1, .blocks = 3, .run_bytes = 3 * kSubBatchBytes, .extent_slots = 1});
+  int64_t ticket = 0;
+  {
+    Forward forward(*world, [&] { world->fill(2, 1); });
+    ticket = world->submit(world->op(OpKind::kD2H, {2}, {0}));
+    CHECK_FALSE(world->engine->wait(ticket, kAWhileS));  // two portions are enqueued, and stand still
+    REQUIRE(world->engine->order_after(ticket, CudaWorld::kLongS, world->stream));
+    fake_cuda::enqueue(world->stream, [&] { world->fill(2, 90); });
+  }
+  REQUIRE(world->engine->wait(ticket, CudaWorld::kLongS));
+  CHECK(world->slot_holds(0, 1));
+}
+
+TEST_CASE("cuda order: a page whose copy the driver refuses fails by name, and nothing waits for ever") {
+  auto world = make_world();
+  int64_t ticket = 0;
+  {
+    Forward forward(*world, [] {});
+    world->submit(world->op(OpKind::kD2H, {0}, {0}));
+    world->submit(world->op(OpKind::kD2H, {1}, {1}));
+    ticket = world->submit(world->op(OpKind::kD2H, {2}, {2}));
+    CHECK_FALSE(world->engine->wait(ticket, kAWhileS));
+    fake_cuda::fail_copy(0);
+    // Some of it may be under way all the same: only the stream's end says that it is not.
+    CHECK_FALSE(world->engine->order_after(ticket, kAWhileS, world->stream));
+    forward.let_go();
+    CHECK(world->engine->order_after(ticket, CudaWorld::kLongS, world->stream));
+  }
+  REQUIRE(world->engine->wait(ticket, CudaWorld::kLongS));
+  CHECK(world->engine->poll(3).back().failed == std::vector<int32_t>{0});
+}
+
+TEST_CASE("cuda order: layers that were not opened are not waited for longer than the deadline") {
+  auto world = make_world();
+  GraphSpec graph;
+  graph.ops.push_back(world->op(OpKind::kD2H, {2}, {0}, true));
+  graph.gated = true;
+  const auto ticket = world->engine->submit(std::move(graph), world->stream);
+  REQUIRE(ticket);
+  CHECK_FALSE(world->engine->order_after(*ticket, 0.02, world->stream));
+  world->engine->open_layers({*ticket}, 3, world->stream);
+  CHECK(world->engine->order_after(*ticket, CudaWorld::kLongS, world->stream));
+  CHECK(world->engine->wait(*ticket, CudaWorld::kLongS));
+}
+
+TEST_CASE("cuda order: an op that has ended, or was forgotten, orders nothing") {
+  auto world = make_world();
+  const int64_t ticket = world->submit(world->op(OpKind::kD2H, {2}, {0}));
+  REQUIRE(world->engine->wait(ticket, CudaWorld::kLongS));
+  const int64_t waits = fake_cuda::calls().waits;
+  CHECK(world->engine->order_after(ticket, 0, world->stream));
+  CHECK(fake_cuda::calls().waits == waits);
+  CHECK_THROWS_AS(world->engine->order_after(ticket + 1, 0, world->stream), ContractError);
+  CHECK_THROWS_AS(world->engine->order_after(ticket, 0), ContractError);  // the lane's stream is missing
+}
+
+TEST_CASE("cuda order: a load behind a point before the forward does not wait for it") {
+  auto world = make_world();
+  OpResult result;
+  CHECK(load_ends_beside(*world, true, [] {}, result));
+  CHECK(result.status == Status::kOk);
+  CHECK(world->holds(1, 3));
+  CHECK_FALSE(load_ends_beside(*world, false, [] {}, result));  // submitted behind it, as without the point
+}
+
+TEST_CASE("cuda order: control: a forward that touches what is loaded must be waited for") {
+  auto world = make_world();
+  OpResult result;
+  const auto clears = [&] { world->fill(1, 0); };
+  CHECK(load_ends_beside(*world, true, clears, result));
+  CHECK_FALSE(world->holds(1, 3));
+  CHECK_FALSE(load_ends_beside(*world, false, clears, result));
+  CHECK(world->holds(1, 3));
+}
+
+TEST_CASE("cuda order: a lane without streams waits for the end of a store, and records no point") {
+  auto world = make_world();
+  TransferEngine plain(std::make_shared<HostMover>(), {});
+  plain.attach_view(0, world->view, world->pool, 0);
+  world->fill(3, 4);
+  GraphSpec graph;
+  graph.ops.push_back(world->op(OpKind::kD2H, {3}, {3}));
+  const auto ticket = plain.submit(std::move(graph));
+  REQUIRE(ticket);
+  CHECK(plain.order_after(*ticket, CudaWorld::kLongS));
+  CHECK(world->slot_holds(3, 4));
+  CHECK_THROWS_AS(plain.record(world->stream), ContractError);
+  CHECK_THROWS_AS(plain.order_after(*ticket, 0, world->stream), ContractError);
+  CHECK(plain.close(CudaWorld::kLongS));
+}
