@@ -120,9 +120,13 @@ def _precompiled_header(source: Path) -> str:
     Bindings that read lists of tokens or keys are in the hot path."""
     if "bindings" in source.parts and not source.stem.endswith("_reader"):
         return "bindings"
-    # The one that defines doctest's main must be the first to include it.
-    return "tests" if source.is_relative_to(ROOT / "tests") and source.name != "main.cpp" else ""
+    # The one that defines doctest's main must be the first to include it, and the fake driver has nothing of doctest.
+    own = source.is_relative_to(ROOT / "tests") and source.name != "main.cpp" and source not in FAKE_DRIVER
+    return "tests" if own else ""
 
+
+FAKE_DRIVER = sorted((ROOT / "tests" / "native").glob("fake_cuda*.cpp"))
+"""Of a GPU: of the native test program, and of the tests' own extension."""
 
 TESTING = ROOT / "csrc" / "testing"
 """What only tests use: of the native test program, and of a module of its own beside the tests."""
@@ -245,10 +249,10 @@ class NinjaFile:
     def add_testing_extension(self, file_name: str) -> Path:
         """Adds the tests' own Python extension, of `csrc/testing`; `add_extension` was called before.
 
-        It has a copy of what it uses of the core: the product's extension hides its symbols. Classes that both bind
-        are the same to Python.
+        It has a copy of what it uses of the core: the product's extension hides its symbols; and the native tests'
+        fake of a GPU's driver. Classes that both bind are the same to Python.
         """
-        objects = [self._object(s) for s in sorted(TESTING.rglob("*.cpp"))]
+        objects = [self._object(s) for s in [*sorted(TESTING.rglob("*.cpp")), *FAKE_DRIVER]]
         core = f"{self.variant.device}/core.a"
         library = f"{self.variant.device}/{file_name}"
         self.lines += [

@@ -1,9 +1,12 @@
-"""What only tests use of the native core: decorators with faults and counts, and a GPU's threads run on the CPU.
+"""What only tests use of the native core: decorators with faults and counts, a GPU's threads run on the CPU, and a FAKE
+GPU.
 
 Built in place beside the native core, from csrc/testing/.
 """
 
-from flexkv.c_ext import PageMover, QueueWrapper
+from collections.abc import Callable
+
+from flexkv.c_ext import Lane, PageMover, QueueWrapper
 
 class CountingMover(PageMover):
     """Counts what `inner` moves."""
@@ -100,3 +103,23 @@ def cuda_layouts() -> dict[str, dict[str, tuple[int, int]]]:
 
 def cuda_constants() -> dict[str, int]:
     """Numbers that go there, by their names in cuda.h."""
+
+class FakeGpu:
+    """A lane of a GPU over the FAKE driver of tests/native/fake_cuda.h: host memory stands for the GPU's, a thread for
+    each stream. It shows order and bookkeeping, and nothing of speed. One at a time in a process.
+    """
+
+    def __init__(self) -> None: ...
+    @property
+    def lane(self) -> Lane: ...
+    @property
+    def stream(self) -> int:
+        """The engine's."""
+    def enqueue(self, work: Callable[[], None]) -> None:
+        """Work on the engine's stream, run by that stream's thread when its turn has come."""
+    def hold_copies(self, held: bool) -> None:
+        """Stops every stream but the engine's, or lets them go."""
+    def drain(self) -> None:
+        """Returns when the engine's stream has nothing left to do."""
+    def violations(self) -> list[str]:
+        """Rules of the driver that were broken, in words."""

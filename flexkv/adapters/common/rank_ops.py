@@ -6,7 +6,7 @@ import select
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,6 +19,9 @@ from flexkv.errors import ClosedError
 from flexkv.observe import Counters
 from flexkv.transfer.base import Ticket
 from flexkv.transfer.graph import OpId, OpKind, OpResult, OpStatus, Priority, TransferGraph, TransferOp
+
+if TYPE_CHECKING:
+    from flexkv.c_ext import StreamPoint
 
 NO_TICKET = Ticket(-1)
 """Of an op that was refused."""
@@ -33,10 +36,12 @@ class WaitingLoad:
 
     Attributes:
         deadline_s: when it is given up, whether it has entered the queue or not.
+        after: see `RankOps.submit_load`.
     """
 
     job: LoadJob
     deadline_s: float
+    after: StreamPoint | None = None
 
 
 class RankOps:
@@ -71,14 +76,23 @@ class RankOps:
 
     # --- submit ---
 
-    def submit_load(self, job: LoadJob) -> None:
-        """Starts a load, or keeps it for the next poll while the lane's queue is full."""
+    def point(self) -> StreamPoint | None:
+        """After what the engine's stream was given until now, for `submit_load` and `submit_store`; None of plain
+        memory."""
+        return None if self.engine is None or self.released else self.engine.record()
+
+    def submit_load(self, job: LoadJob, after: StreamPoint | None = None) -> None:
+        """Starts a load, or keeps it for the next poll while the lane's queue is full.
+
+        Args:
+            after: what it waits for on a device; None for all that the engine's stream was given until now.
+        """
         if not job.graph.ops:
             self.reports.add_failed(job, job.lost)
             if not job.sync:
                 self.reports.add_finished(job.request_id)
             return
-        self._try_load(WaitingLoad(job, time.monotonic() + self._config.load.deadline_s))
+        self._try_load(WaitingLoad(job, time.monotonic() + self._config.load.deadline_s, after))
 
     def _try_load(self, load: WaitingLoad) -> None:
         job = load.job
@@ -97,7 +111,7 @@ class RankOps:
             without_lane = [op for op in ops if op.kind is OpKind.GDS_READ]
             graph = TransferGraph(tuple(op for op in ops if op.kind is not OpKind.GDS_READ))
         only_those = len(without_lane) == len(ops)
-        ticket = NO_TICKET if only_those else self.engine.submit(graph)
+        ticket = NO_TICKET if only_those else self.engine.submit(graph, after=load.after)
         if ticket is None:
             # The lane's queue is full for a moment. The promise stands, so it is tried again at every poll.
             self._waiting.append(load)
@@ -110,12 +124,19 @@ class RankOps:
             every = np.arange(op.pages, dtype=np.int32)
             self._end(OpResult(op.op_id, OpStatus.LANE_DOWN, every, self.gds_refusal))
 
-    def submit_store(self, graph: TransferGraph, urgent: bool = False, gated: bool = False) -> None:
+    def submit_store(
+        self,
+        graph: TransferGraph,
+        urgent: bool = False,
+        gated: bool = False,
+        after: StreamPoint | None = None,
+    ) -> None:
         """Starts a store; one that finds the queue full is dropped and reported so.
 
         Args:
             urgent: a forward waits for its end.
             gated: of blocks that a forward is yet to write: no layer is copied before `open_layers` has named it.
+            after: as in `submit_load`.
         """
         if not self.stores:
             nothing = np.empty(0, dtype=np.int32)
@@ -127,7 +148,7 @@ class RankOps:
             graph = TransferGraph(ops, graph.edges)
         started_s = time.monotonic()
         refused = self.engine is None or self.released
-        ticket = None if refused else self.engine.submit(graph, gated=gated)
+        ticket = None if refused else self.engine.submit(graph, gated=gated, after=after)
         for op in graph.ops:
             if ticket is None:
                 label = "released" if self.released else "busy"
@@ -218,8 +239,10 @@ class RankOps:
                 if (mine := self._ops.get(op.op_id)) and not self._wait(mine, ends_s):
                     mine.torn = set(range(mine.pages))
 
-    def end_before_reuse(self, reused: Mapping[OpId, list[int]], wait_s: float) -> None:
-        """Ends copies out of blocks that are about to be written; pages whose copy has not ended by then are torn.
+    def keep_before_reuse(self, reused: Mapping[OpId, list[int]], wait_s: float) -> None:
+        """Blocks that stores read are about to be written: by plain memory's next forward, so that the copies must have
+        ended; or by a forward on a device, whose stream is ordered behind the copies. Pages of which neither could be
+        had in time are torn.
 
         Args:
             reused: op -> positions in the op.
@@ -228,7 +251,9 @@ class RankOps:
         ends_s = time.monotonic() + wait_s
         for op_id, positions in reused.items():
             op = self._ops.get(op_id)
-            if op is not None and not self._wait(op, ends_s):
+            if op is None:
+                continue
+            if not self.engine.order_after(op.ticket, max(0.0, ends_s - time.monotonic())):
                 op.torn = (op.torn or set()) | set(positions)
 
     def release(self, reason: str) -> None:

@@ -195,6 +195,11 @@ class FlexKVConnector(KVConnectorBase_V1, SupportsHMA):
         if self.worker.layer_stores.busy:
             self.worker.layer_written(layer_name)
 
+    def finish_forward(self) -> None:
+        """Called by Model Runner V2 between the forward and what it samples. A draft model writes its KV after it."""
+        if self._vllm_config.speculative_config is None and self.has_connector_metadata():
+            self.worker.after_forward(cast("ConnectorMetadata", self._get_connector_metadata()))
+
     def wait_for_save(self) -> None:
         self.worker.submit_stores(cast("ConnectorMetadata", self._get_connector_metadata()))
 

@@ -51,8 +51,13 @@ class EagerStores(RequestStores):
                     # First: where there is not room for all, the blocks of full attention are offered again.
                     self._note_end(tracker, tracker.request.num_computed_tokens + scheduled)
                     orders.stores += self._plan_boundaries(tracker, certain, output)
+                # Of what was generated the forwards of earlier steps wrote the KV: this one only reads it.
+                settled = certain <= tracker.request.num_computed_tokens
                 for graph in self._plan(tracker, certain, step):
-                    orders.stores.append(graph.layerwise() if self._by_layer else graph)
+                    if settled:
+                        orders.settled.append(graph)
+                    else:
+                        orders.stores.append(graph.layerwise() if self._by_layer else graph)
 
     def preempted(self, tracker: RequestTracker) -> None:
         """What was certain has been offered at every step."""

@@ -32,9 +32,12 @@ from flexkv.unit.ranks import GroupFacts
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.attention.backend import AttentionBackend
 
 CPU_ATTENTION_OWNER = "vllm-cpu-attn"
-BLOCK_FIRST_ORDER = "BLHNC"
+BLOCK_FIRST_ORDERS = ("BLHNC", "BLNHC", "BHLNC")
+"""Orders in which a block is one contiguous run over all layers, the one to ask for first."""
+
 KV_HEADS = re.compile("(key_value|kv).*head|head.*kv|query_group|multi_query")
 """Of a model's configuration the names that count KV heads."""
 
@@ -48,10 +51,30 @@ VECTOR_ISA = "vec"
 def required_layout(config: VllmConfig) -> str | None:
     """The physical order to ask vLLM for: blocks outermost, so that a block is one contiguous run over all layers.
 
-    None where the platform has another one only; an order that the attention backend cannot take would be refused
-    with a warning at every start.
+    None where an attention backend in use has another order only: vLLM would drop what it cannot have, with a warning
+    at every start. Which backends are in use is known where the model's layers are in this process, or where the
+    configuration names them; where vLLM's workers have yet to choose, they are taken to accept every order.
     """
-    return None if current_platform.is_cpu() else BLOCK_FIRST_ORDER
+    if current_platform.is_cpu():
+        return None
+    accepted = [
+        layouts for kind in _backends_in_use(config) if (layouts := kind.supported_kv_cache_layouts())
+    ]
+    names = [{layout.name for layout in layouts} for layouts in accepted]
+    return next((order for order in BLOCK_FIRST_ORDERS if all(order in own for own in names)), None)
+
+
+def _backends_in_use(config: VllmConfig) -> list[type[AttentionBackend]]:
+    """The attention backends that are known; none where the workers choose them in their own processes."""
+    from vllm.config import get_layers_from_vllm_config
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+    layers = get_layers_from_vllm_config(config, AttentionLayerBase).values()
+    if layers:
+        return [layer.get_attn_backend() for layer in layers]
+    attention = config.attention_config
+    named = [attention.backend, *attention.backend_per_kind.values()]
+    return [backend.get_class() for backend in named if backend is not None]
 
 
 def replicas(config: KVCacheConfig, ranks: int, of_heads: int = 1) -> int:

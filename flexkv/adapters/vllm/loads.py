@@ -20,11 +20,26 @@ from flexkv.unit.base import EngineUnit
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+    from flexkv.adapters.vllm.pool_geometry import PoolGeometry
 
 logger = get_logger(__name__)
 
 SOURCES = {"host": CacheHitSource.HOST, "disk": CacheHitSource.DISK, "peers": CacheHitSource.DISK}
 """What vLLM calls the tiers; other units' folders lie on disks of this machine."""
+
+
+def forward_spares_loads(geometry: PoolGeometry, output: SchedulerOutput) -> bool:
+    """Whether nothing that a model runner does in a step, from our first hook to the end of its forward, can touch
+    blocks that an async load of the step fills: then the load need not wait for that forward.
+
+    Those blocks were free. Who had them last is in no batch any more, and every forward that had them was given to the
+    engine's stream before the step's first hook. Who waits for them is in no batch either, and the rows that pad a
+    batch write to the null block. What is left is the copying and clearing of new blocks, which Model Runner V1 does
+    after that hook (V2 before it), and blocks of several groups, in which runners move states about.
+    """
+    return not (geometry.is_hybrid or output.kv_cache_block_copies or output.new_block_ids_to_zero)
 
 
 class Loads:

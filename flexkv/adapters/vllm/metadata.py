@@ -29,9 +29,11 @@ class ConnectorMetadata(KVConnectorMetadata):
         step: number of the last step with a forward, this one included.
         grant: the host pool, until every rank has said that it has it.
         early: stores of blocks that were complete before this step; submitted before its forward.
-        reused: blocks that were handed out again while a store still reads them (op -> positions in the op): before
-            the forward the copy must have ended, or those pages count as failed.
+        reused: blocks that were handed out again while a store still reads them (op -> positions in the op): the
+            forward must come after the copy, or those pages count as failed.
         stores: stores of blocks that this step's forward completes; submitted after it.
+        settled: stores of blocks that earlier forwards completed and that this one only reads; submitted with `stores`.
+        spares_loads: what the runner does in this step touches no block that an async load of `loads` fills.
         cancel: loads nobody waits for any more; what was not issued is dropped.
         void: loads whose bytes must not be used, however they end.
         idle: no forward runs in this step, so a worker may wait a moment for copies instead of spinning.
@@ -45,6 +47,8 @@ class ConnectorMetadata(KVConnectorMetadata):
     reused: dict[OpId, list[int]] = field(default_factory=dict)
     loads: list[LoadJob] = field(default_factory=list)
     stores: list[TransferGraph] = field(default_factory=list)
+    settled: list[TransferGraph] = field(default_factory=list)
+    spares_loads: bool = False
     cancel: list[OpId] = field(default_factory=list)
     void: list[OpId] = field(default_factory=list)
     idle: bool = False

@@ -13,7 +13,7 @@ from flexkv.adapters.vllm.engine_spec import EngineSpec
 from flexkv.adapters.vllm.events import EventLog
 from flexkv.adapters.vllm.handshakes import Handshakes
 from flexkv.adapters.vllm.lazy_stores import LazyStores
-from flexkv.adapters.vllm.loads import Loads
+from flexkv.adapters.vllm.loads import Loads, forward_spares_loads
 from flexkv.adapters.vllm.metadata import ConnectorMetadata, Handshake, WorkerMetadata
 from flexkv.adapters.vllm.requests import RequestTable, RequestTracker
 from flexkv.adapters.vllm.step_times import StepTimes
@@ -234,6 +234,7 @@ class SchedulerSide:
         # Also of a unit that is disabled: its last ops end by these orders' reports.
         self.orders.unit = unit.unit_id
         self.orders.idle = output.total_num_scheduled_tokens == 0
+        self.orders.spares_loads = forward_spares_loads(self._spec.geometry, output)
         orders, self.orders = self.orders, ConnectorMetadata()
         return orders
 
@@ -297,7 +298,8 @@ class SchedulerSide:
             self._completions.changed = True
 
     def _order_ends(self, reused: dict[OpId, list[int]], output: SchedulerOutput) -> None:
-        """Orders the copies out of blocks that the engine has handed out again to end before the step writes them."""
+        """Orders that blocks which the engine has handed out again are read by their stores before the step writes
+        them."""
         self.orders.reused = reused
         if self._spec.geometry.has_states or output.kv_cache_block_copies or output.new_block_ids_to_zero:
             # Some model runners copy, clear and move states into new blocks before they call the connector.

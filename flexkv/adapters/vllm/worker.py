@@ -26,11 +26,14 @@ from flexkv.unit.ranks import UnitId
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+    from flexkv.c_ext import StreamPoint
+
 logger = get_logger(__name__)
 
 REUSE_WAIT_S = 0.25
-"""How long a forward waits for the copy out of a block it is about to write. Beyond it the page counts as failed: a
-lost page costs a recompute later, a waiting forward costs every running request now."""
+"""How long the worker's thread waits, before a forward that writes into a block, for the copy out of it: on plain
+memory for its end, on a GPU until it is enqueued, which needs no forward to end. Beyond it the page counts as failed: a
+lost page costs a recompute later, a waiting thread costs every running request now."""
 
 ASLEEP = "the engine's KV memory is released"
 RESET = "the cache was reset"
@@ -69,6 +72,8 @@ class WorkerSide(RankWorker):
         self._foreign = ForeignSteps(config, rank, self.counters)
         self.reports = self._ops.reports
         self._orders: ConnectorMetadata | None = None
+        self._before: StreamPoint | None = None
+        self._after: StreamPoint | None = None
         self.settled_step = 0
         self._reported_step = 0
         self._reported_slots = -1
@@ -150,8 +155,9 @@ class WorkerSide(RankWorker):
     # --- one step, in the order in which the engine calls ---
 
     def before_forward(self, orders: ConnectorMetadata) -> None:
-        """Takes the pool, submits early stores, and ends copies out of blocks that this step may write. Then submits
-        the step's stores that go by layer: nothing of them is copied before the forward has written it."""
+        """Takes the pool, submits early stores, and has this step's forward come after copies out of blocks that it may
+        write. Then submits the step's stores that go by layer: nothing of them is copied before the forward has written
+        it. The engine's stream has been given all earlier forwards, and nothing of this one."""
         if orders.grant is not None:
             self.take_grant(orders.grant)
         if orders is not self._orders:
@@ -171,7 +177,9 @@ class WorkerSide(RankWorker):
         for op_id in orders.cancel:
             self._ops.give_up(op_id, "the request ended")
         if orders.reused:
-            self._ops.end_before_reuse(orders.reused, REUSE_WAIT_S)
+            self._ops.keep_before_reuse(orders.reused, REUSE_WAIT_S)
+        if orders.settled or (orders.spares_loads and orders.loads):
+            self._before = self._ops.point()
         if by_layer := [graph for graph in orders.stores if graph.is_layerwise]:
             self.layer_stores.begin(by_layer, self.views[0].num_layers)
 
@@ -185,7 +193,7 @@ class WorkerSide(RankWorker):
             return
         self._ops.step = max(self._ops.step, orders.step)
         for job in orders.loads:
-            self._ops.submit_load(job)
+            self._ops.submit_load(job, self._before if orders.spares_loads else None)
             # vLLM may begin a load between steps, and reset before the step that orders it.
             if orders.void and any(op.op_id in orders.void for op in job.graph.ops):
                 self._ops.invalidate(job, RESET)
@@ -203,7 +211,7 @@ class WorkerSide(RankWorker):
         """
         if (number := self._layer_numbers.get(name)) is None:
             return
-        stream = None if self.device is None else _current_stream(self.device)
+        stream = None if self.device is None else self._current_stream(self.device)
         self.layer_loads.wait(number, stream)
 
     def layer_written(self, name: str) -> None:
@@ -211,30 +219,40 @@ class WorkerSide(RankWorker):
         if (number := self._layer_numbers.get(name)) is not None:
             self.layer_stores.written(number)
 
+    def after_forward(self, orders: ConnectorMetadata) -> None:
+        """The engine's stream has been given all that writes KV in this step, and nothing else yet. Not called by a
+        runner whose steps have no such place."""
+        if orders is self._orders and orders.stores and self._foreign.unit is None:
+            self._after = self._ops.point()
+
     def submit_stores(self, orders: ConnectorMetadata) -> None:
-        """Submits the stores of blocks that the step's forward completed. Its loads have ended when this returns."""
+        """Submits the stores of blocks that the step's forward completed, or earlier ones. Its loads have ended when
+        this returns."""
         if orders is not self._orders:
             self._begin_step(orders)
         if self._foreign.unit is not None:
-            self._foreign.refuse(stores=orders.stores)
+            self._foreign.refuse(stores=[*orders.settled, *orders.stores])
             return
         if self.layer_loads.busy:
             self.layer_loads.finish()
         if self.layer_stores.busy:
             self.layer_stores.finish()
+        for graph in orders.settled:
+            self._ops.submit_store(graph, after=self._before)
         for graph in orders.stores:
             if not graph.is_layerwise:
-                self._ops.submit_store(graph)
+                self._ops.submit_store(graph, after=self._after)
 
     def finish_stores(self, orders: ConnectorMetadata) -> None:
         """`submit_stores`, and returns when the copies have ended (or are counted as failed)."""
         self.submit_stores(orders)
         if self._foreign.unit is None:
-            self._ops.finish_stores(orders.stores)
+            self._ops.finish_stores([*orders.settled, *orders.stores])
 
     def _begin_step(self, orders: ConnectorMetadata) -> None:
         """The first hook of a step: from here on the reports are those of the unit that has ordered it."""
         self._orders = orders
+        self._before = self._after = None
         if orders.unit == self.unit:
             self._foreign.unit, self.reports = None, self._ops.reports
         else:

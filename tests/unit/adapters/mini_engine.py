@@ -298,13 +298,19 @@ class MiniEngine:
         scheduled: dict[str, int],
         before_forward: Callable[[], None] | None,
     ) -> tuple[set[str], set[int], WorkerMetadata | None]:
+        # As either model runner calls: loads that the forward does not read begin behind it.
+        sync = any(job.sync for job in orders.loads)
         worker.before_forward(orders)
-        worker.start_loads(orders)
+        if sync:
+            worker.start_loads(orders)
         if before_forward is not None:
             before_forward()
         for layer in self.kv_config.kv_cache_groups[0].layer_names if scheduled else ():
             worker.wait_for_layer(layer)
         self._forward(worker, scheduled, any(graph.is_layerwise for graph in orders.stores))
+        worker.after_forward(orders)
+        if not sync:
+            worker.start_loads(orders)
         worker.submit_stores(orders)
         worker.poll(orders.idle, orders.disk_busy)
         return worker.reports.take_finished(), worker.reports.take_failed_blocks(), worker.take_metadata()

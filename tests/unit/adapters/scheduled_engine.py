@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,24 +26,19 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
     KVCacheSpec,
-    KVCacheTensor,
     MambaSpec,
     SlidingWindowSpec,
 )
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from flexkv.adapters.vllm.connector import FlexKVConnector
 from flexkv.adapters.vllm.worker import WorkerSide
 from tests.unit.adapters import vllm_objects  # noqa: F401 - sets vLLM's first hash
-
-PAGE = 64
-"""Elements of a block in one layer, of every group."""
+from tests.unit.adapters.model_runners import RUNNERS, nothing
+from tests.unit.adapters.scheduled_pools import PAGE, pool_of
 
 SPOILED = -1.0
 LLAMA = {
@@ -60,48 +56,9 @@ LLAMA = {
 }
 
 
-def full(block: int) -> KVCacheSpec:
-    return FullAttentionSpec(
-        block_size=block, num_kv_heads=1, head_size=PAGE // block // 2, dtype=torch.float32
-    )
-
-
-def window(block: int, tokens: int) -> KVCacheSpec:
-    return SlidingWindowSpec(
-        block_size=block,
-        num_kv_heads=1,
-        head_size=PAGE // block // 2,
-        dtype=torch.float32,
-        sliding_window=tokens,
-    )
-
-
-def chunk(block: int, tokens: int) -> KVCacheSpec:
-    return ChunkedLocalAttentionSpec(
-        block_size=block,
-        num_kv_heads=1,
-        head_size=PAGE // block // 2,
-        dtype=torch.float32,
-        attention_chunk_size=tokens,
-    )
-
-
-def state(block: int) -> KVCacheSpec:
-    return MambaSpec(block_size=block, shapes=((PAGE,),), dtypes=(torch.float32,), mamba_cache_mode="align")
-
-
-def pool_of(specs: Sequence[KVCacheSpec], blocks: int) -> KVCacheConfig:
-    """One layer a group; they lie over each other, as vLLM has them."""
-    size = blocks * PAGE * 4
-    return KVCacheConfig(
-        num_blocks=blocks,
-        kv_cache_tensors=[
-            KVCacheTensor(size=size, layers=[f"layer.{n}"], layer_stride=size, block_stride=PAGE * 4)
-            for n in range(len(specs))
-        ],
-        kv_cache_groups=[KVCacheGroupSpec([f"layer.{n}"], spec) for n, spec in enumerate(specs)],
-        kv_cache_layout="LBHNC",
-    )
+def do_now(work: Callable[[], None]) -> None:
+    """Of plain memory."""
+    work()
 
 
 class ScheduledEngine:
@@ -111,6 +68,8 @@ class ScheduledEngine:
         match_unit: vLLM's `prefix_match_unit`.
         step_tokens: that a step computes at most.
         overlap: a step is scheduled before it is known how the one before ended.
+        runner: whose order of calls the worker's hooks get, one of `RUNNERS`.
+        give: gives the memory's work to the stream that the engine has on a device; by default it is done at once.
 
     Attributes:
         specs: of the KV groups.
@@ -120,6 +79,8 @@ class ScheduledEngine:
         memory: of all blocks; groups have it one at a time.
         hits: tokens of the last load of each request.
         trouble: what a forward read and was not what belongs there.
+        sample: done in each step behind the forward.
+        fresh: blocks handed out since the last step.
     """
 
     def __init__(
@@ -132,6 +93,8 @@ class ScheduledEngine:
         overlap: bool = False,
         worker_class: type[WorkerSide] = WorkerSide,
         role: str = "kv_both",
+        runner: str = "V2",
+        give: Callable[[Callable[[], None]], None] | None = None,
         **settings: Any,
     ) -> None:
         folder.mkdir(exist_ok=True)
@@ -161,6 +124,8 @@ class ScheduledEngine:
                 | settings,
             ),
         ).create_engine_config()
+        # vLLM turns it off for a CPU; what is scheduled here runs on none.
+        config.scheduler_config.async_scheduling = overlap
         self.pool_config = pool_of(specs, blocks)
         cache = config.cache_config
         cache.num_gpu_blocks, cache.block_size = blocks, block
@@ -181,7 +146,7 @@ class ScheduledEngine:
         }
         kind = type("ScheduledConnector", (FlexKVConnector,), {"worker_class": worker_class})
         self.worker = kind(config, KVConnectorRole.WORKER, self.pool_config)
-        self.worker.register_kv_caches(caches)
+        self._runner = RUNNERS[runner](config, self.worker, caches)
         kind_of_scheduler = AsyncScheduler if overlap else Scheduler
         self.scheduler = kind_of_scheduler(
             config, self.pool_config, StructuredOutputManager(config), whole, hashed, log_stats=True
@@ -193,8 +158,10 @@ class ScheduledEngine:
         self.connector.set_xfer_handshake_metadata({0: self.worker.get_handshake_metadata()})
         self.hits: dict[str, int] = {}
         self.trouble: list[str] = []
-        self._fresh: list[int] = []
+        self.fresh: list[int] = []
         self._overlap = overlap
+        self._give = give or do_now
+        self.sample: Callable[[], None] = nothing
         self._under_way: list[tuple[SchedulerOutput, ModelRunnerOutput]] = []
         self._watch_hits()
         self._watch_new_blocks()
@@ -214,7 +181,7 @@ class ScheduledEngine:
 
         def note(count: int, *args: Any, **options: Any) -> Any:
             blocks = get_new_blocks(count, *args, **options)
-            self._fresh += [block.block_id for block in blocks]
+            self.fresh += [block.block_id for block in blocks]
             return blocks
 
         self.manager.block_pool.get_new_blocks = note  # type: ignore[method-assign]
@@ -240,7 +207,16 @@ class ScheduledEngine:
     def forget(self) -> None:
         """The engine loses its own prefix cache and all KV."""
         assert self.scheduler.reset_prefix_cache()
-        self.memory.fill_(SPOILED)
+        self.spoil()
+
+    def spoil(self) -> None:
+        """All KV is gone."""
+        self._give(partial(self.memory.fill_, SPOILED))
+
+    @property
+    def steps_under_way(self) -> int:
+        """Steps of which the scheduler does not know how they ended."""
+        return len(self._under_way)
 
     @property
     def busy(self) -> bool:
@@ -267,32 +243,34 @@ class ScheduledEngine:
             self.scheduler.update_from_output(*self._under_way.pop(0))
 
     def _run(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        worker = self.worker
-        worker.bind_connector_metadata(output.kv_connector_metadata)
-        fresh, self._fresh = self._fresh, []
         copies = output.kv_cache_block_copies or ()
-        early = copies or output.new_block_ids_to_zero or self.scheduler.has_mamba_layers
-        if early:
-            # Model runners write into new blocks then, before they call the connector.
-            self.memory[fresh] = SPOILED
-        for copy in copies:
-            self.memory[copy.dst_block_id] = self.memory[copy.src_block_id]
-        worker.handle_preemptions(output.kv_connector_metadata)
-        if not early:
-            self.memory[fresh] = SPOILED
+        early = bool(copies or output.new_block_ids_to_zero or self.scheduler.has_mamba_layers)
         names = list(output.num_scheduled_tokens)
-        for name in names:
-            self._forward(self.scheduler.requests[name], output.num_scheduled_tokens[name])
-        worker.start_load_kv(None)
-        worker.wait_for_save()
-        results = worker.get_transfer_results(output.finished_req_ids)
-        report = KVConnectorOutput(
-            finished_recving=results.finished_recving,
-            failed_recving=results.failed_recving,
-            invalid_block_ids=worker.get_block_ids_with_load_errors(),
-            kv_connector_worker_meta=worker.build_connector_worker_meta(),
-        )
-        worker.clear_connector_metadata()
+
+        # What is handed out for a load is written by that first, and in an async load's step by nothing else.
+        orders: Any = output.kv_connector_metadata
+        graphs = [job.graph for job in orders.loads]
+        loaded = {block for graph in graphs for op in graph.ops for block in op.blocks.tolist()}
+        fresh = [block for block in self.fresh if block not in loaded]
+        self.fresh.clear()
+
+        def prepare() -> None:
+            if early:
+                self._give(partial(self._spoil, [*fresh, *(output.new_block_ids_to_zero or ())]))
+            for copy in copies:
+                self._give(partial(self._copy, copy.dst_block_id, copy.src_block_id))
+
+        def forward() -> None:
+            if not early:
+                self._give(partial(self._spoil, fresh))
+            for number in range(len(self.specs)):
+                self.worker.wait_for_layer_load(f"layer.{number}")
+                for name in names:
+                    request = self.scheduler.requests[name]
+                    self._forward(request, output.num_scheduled_tokens[name], number)
+                self.worker.save_kv_layer(f"layer.{number}", self.memory, None)
+
+        report = self._runner.step(output, prepare, forward, self.sample)
         sampled = []
         for name in names:
             request = self.scheduler.requests[name]
@@ -305,6 +283,12 @@ class ScheduledEngine:
             kv_connector_output=report,
         )
 
+    def _spoil(self, blocks: list[int]) -> None:
+        self.memory[blocks] = SPOILED
+
+    def _copy(self, to: int, source: int) -> None:
+        self.memory[to] = self.memory[source]
+
     @staticmethod
     def _tokens(request: Request, count: int) -> list[int]:
         """Its first tokens, also those that the scheduler has not heard of yet."""
@@ -315,23 +299,31 @@ class ScheduledEngine:
 
     # --- numbers ---
 
-    def _forward(self, request: Request, tokens: int) -> None:
-        """Writes the request's last `tokens` computed tokens; the scheduler has counted them already."""
+    def _forward(self, request: Request, tokens: int, group: int) -> None:
+        """Writes a group's part of the request's last `tokens` computed tokens; the scheduler has counted them
+        already."""
         end = request.num_computed_tokens
         start = end - tokens
-        tables = self.manager.get_block_ids(request.request_id)
-        for number, (spec, table) in enumerate(zip(self.specs, tables, strict=True)):
-            if isinstance(spec, MambaSpec):
-                self._write_state(request, number, table, start, end)
-                continue
-            for position in range(self._sees_from(spec, start), start):
-                self._check(request, number, table, position)
-            block = spec.block_size
+        spec = self.specs[group]
+        table = list(self.manager.get_block_ids(request.request_id)[group])
+        if isinstance(spec, MambaSpec):
+            self._write_state(request, group, table, start, end)
+            return
+        name, block = request.request_id, spec.block_size
+        for position in range(start, end):
+            if not table[position // block]:
+                self.trouble.append(f"{name}: group {group} has no block for {position}")
+        seen = range(self._sees_from(spec, start), start)
+        values = {at: self._value(request, group, at + 1) for at in (*seen, *range(start, end))}
+
+        def work() -> None:
+            for position in seen:
+                self._check(name, group, table, position, values[position])
             for position in range(start, end):
-                if not table[position // block]:
-                    self.trouble.append(f"{request.request_id}: group {number} has no block for {position}")
                 page = self.memory[table[position // block]].view(block, -1)
-                page[position % block] = self._value(request, number, position + 1)
+                page[position % block] = values[position]
+
+        self._give(work)
 
     @staticmethod
     def _sees_from(spec: KVCacheSpec, position: int) -> int:
@@ -346,21 +338,25 @@ class ScheduledEngine:
         """What stands for a group's part of the last of so many tokens: it depends on all of them."""
         return float(zlib.crc32(f"{group}/{self._tokens(request, tokens)}".encode()) % 1_000_003)
 
-    def _check(self, request: Request, group: int, table: Sequence[int], position: int) -> None:
+    def _check(self, name: str, group: int, table: Sequence[int], position: int, value: float) -> None:
         block = self.specs[group].block_size
         row = self.memory[table[position // block]].view(block, -1)[position % block]
-        if not bool((row == self._value(request, group, position + 1)).all()):
+        if not bool((row == value).all()):
             self.trouble.append(
-                f"{request.request_id}: group {group} has {row[0]} at {position} of block {table[position // block]}"
+                f"{name}: group {group} has {row[0]} at {position} of block {table[position // block]}"
             )
 
     def _write_state(self, request: Request, group: int, table: Sequence[int], start: int, end: int) -> None:
-        block = self.specs[group].block_size
-        if start:
-            held = self.memory[table[(start - 1) // block]]
-            if not bool((held == self._value(request, group, start)).all()):
-                self.trouble.append(f"{request.request_id}: group {group} has no state at {start}")
-        self.memory[table[(end - 1) // block]] = self._value(request, group, end)
+        block, name = self.specs[group].block_size, request.request_id
+        before = self._value(request, group, start) if start else 0.0
+        after = self._value(request, group, end)
+
+        def work() -> None:
+            if start and not bool((self.memory[table[(start - 1) // block]] == before).all()):
+                self.trouble.append(f"{name}: group {group} has no state at {start}")
+            self.memory[table[(end - 1) // block]] = after
+
+        self._give(work)
 
     def check(self) -> None:
         assert not self.trouble, self.trouble[:5]

@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.platforms import current_platform
 from vllm.v1 import kv_cache_interface as specs
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
+from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from flexkv.adapters.vllm.geometry import (
     build_views,
@@ -347,6 +350,44 @@ def test_foreign_tensors_are_refused() -> None:
 
 def test_on_a_cpu_no_layout_is_asked_for_because_there_is_one_only() -> None:
     assert required_layout(SimpleNamespace()) is None
+
+
+def asked_for(monkeypatch: pytest.MonkeyPatch, *layers: str, named: str | None = None) -> str | None:
+    """The order asked for on a GPU, with these attention backends in layers of this process, or one that is named."""
+    monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
+    found = [SimpleNamespace(get_attn_backend=AttentionBackendEnum[backend].get_class) for backend in layers]
+    monkeypatch.setattr("vllm.config.get_layers_from_vllm_config", lambda *_: dict(enumerate(found)))
+    backend = AttentionBackendEnum[named] if named else None
+    return required_layout(
+        SimpleNamespace(attention_config=SimpleNamespace(backend=backend, backend_per_kind={}))
+    )
+
+
+def test_blocks_are_asked_for_as_one_run_where_every_backend_accepts_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert asked_for(monkeypatch, "TRITON_ATTN") == "BLHNC"
+    assert asked_for(monkeypatch, "TRITON_ATTN", "TRITON_MLA") == "BLHNC"
+    assert asked_for(monkeypatch) == "BLHNC", "workers of other processes have yet to choose"
+    assert asked_for(monkeypatch, named="TRITON_ATTN") == "BLHNC"
+
+
+def test_an_order_that_a_backend_in_use_has_not_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    only = AttentionBackendEnum.FLEX_ATTENTION.get_class().supported_kv_cache_layouts()
+    assert [layout.name for layout in only or ()] == ["LBNHC"], "what this test stands on"
+    assert asked_for(monkeypatch, "FLEX_ATTENTION") is None
+    assert asked_for(monkeypatch, "TRITON_ATTN", "FLEX_ATTENTION") is None
+    assert asked_for(monkeypatch, named="FLEX_ATTENTION") is None
+
+
+def test_another_order_with_blocks_outermost_is_taken_where_it_is_the_only_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kind = AttentionBackendEnum.TRITON_ATTN.get_class()
+    monkeypatch.setattr(
+        kind, "supported_kv_cache_layouts", lambda: (KVCacheLayout.LBNHC, KVCacheLayout.BLNHC)
+    )
+    assert asked_for(monkeypatch, "TRITON_ATTN") == "BLNHC"
 
 
 def test_tensors_alone_give_the_same_view(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,84 @@
+// A lane of a GPU over the fake driver, and the engine's stream beside it, for Python: host memory stands for
+// the GPU's, a thread for each stream.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <memory>
+
+#include "../../../tests/native/fake_cuda.h"
+#include "base/error.h"
+#include "bindings/interruptible.h"
+#include "cuda/cuda_lane.h"
+#include "testing/bindings/testing_class.h"
+
+namespace py = pybind11;
+
+namespace flexkv {
+
+// One at a time: the fake driver is one for the process.
+class FakeGpu {
+ public:
+  FakeGpu() {
+    fake_cuda::reset();
+    // Python frees the lane of a test before when it likes.
+    fake_cuda::take_violation("of an earlier test");
+    const cuda::LoadedDriver loaded = cuda::find_functions(fake_cuda::finder());
+    if (!loaded.missing.empty()) throw ContractError("the fake driver lacks " + loaded.missing);
+    lane_ = std::make_shared<cuda::CudaLane>(cuda::Device::open(0, loaded.driver),
+                                             fake_cuda::kernel_launcher(), cuda::CopySwitches{});
+    stream_ = fake_cuda::make_stream(false);
+  }
+  ~FakeGpu() { fake_cuda::destroy_stream(stream_); }
+  FakeGpu(const FakeGpu&) = delete;
+  FakeGpu& operator=(const FakeGpu&) = delete;
+
+  const std::shared_ptr<cuda::CudaLane>& lane() const { return lane_; }
+  uintptr_t stream() const { return stream_; }
+  // Stops or lets go every stream but the engine's.
+  void hold_copies(bool held) {
+    fake_cuda::hold_all(held);
+    fake_cuda::release_stream(stream_);
+  }
+  void drain() { fake_cuda::drain(stream_); }
+
+  // Runs `work` on the engine's stream. Precondition: the GIL is held.
+  void enqueue(py::function work) {
+    // Let go of by the stream's thread, which has the GIL then; a std::function may be copied without it.
+    auto* held = new py::function(std::move(work));
+    const py::gil_scoped_release release;
+    fake_cuda::enqueue(stream_, [held] {
+      const py::gil_scoped_acquire acquire;
+      try {
+        (*held)();
+      } catch (py::error_already_set& error) {
+        error.discard_as_unraisable("work on the fake GPU's stream");
+      }
+      delete held;
+    });
+  }
+
+ private:
+  std::shared_ptr<cuda::CudaLane> lane_;
+  uintptr_t stream_ = 0;
+};
+
+template <>
+inline constexpr bool kIsNativeClass<FakeGpu> = true;
+
+void bind_fake_gpu(py::module_& m) {
+  NativeBinding<FakeGpu, std::shared_ptr<FakeGpu>>(m, "FakeGpu")
+      .def(py::init([] {
+        const py::gil_scoped_release release;
+        return released_without_gil(std::make_shared<FakeGpu>());
+      }))
+      .def_property_readonly(
+          "lane",
+          [](const FakeGpu& gpu) { return released_without_gil(std::static_pointer_cast<Lane>(gpu.lane())); })
+      .def_property_readonly("stream", &FakeGpu::stream)
+      .def("enqueue", &FakeGpu::enqueue, py::arg("work"))
+      .def("hold_copies", &FakeGpu::hold_copies, py::arg("held"), py::call_guard<py::gil_scoped_release>())
+      .def("drain", &FakeGpu::drain, py::call_guard<py::gil_scoped_release>())
+      .def("violations", [](const FakeGpu&) { return fake_cuda::violations(); });
+}
+
+}  // namespace flexkv

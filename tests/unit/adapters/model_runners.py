@@ -1,0 +1,121 @@
+"""vLLM's two model runners, as a connector's worker sees them: its hooks are called by vLLM's own code
+(`KVConnectorModelRunnerMixin` of Model Runner V1, `ActiveKVConnector` of V2), in the places where `execute_model` and
+`sample_tokens` have them. What these do besides is a function of the test."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer import kv_transfer_state
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.forward_context import set_forward_context
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
+from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
+
+Work = Callable[[], None]
+
+
+class ModelRunner(ABC):
+    """The steps of one worker.
+
+    Args:
+        config: the engine's.
+        connector: of the worker.
+        caches: the KV tensors by layer name, as `register_kv_caches` takes them.
+    """
+
+    def __init__(
+        self, config: VllmConfig, connector: KVConnectorBase_V1, caches: Mapping[str, torch.Tensor]
+    ) -> None:
+        self._config = config
+        self._connector = connector
+
+    def step(self, output: SchedulerOutput, prepare: Work, forward: Work, sample: Work) -> KVConnectorOutput:
+        """
+        Args:
+            prepare: what the runner does to blocks of the KV cache before its forward: clears and copies them.
+            forward: writes the KV of the scheduled tokens; not called where there are none.
+            sample: what follows the forward: sampling, a draft model.
+        """
+        # One process has one worker's connector; each test has its own.
+        before, kv_transfer_state._KV_CONNECTOR_AGENT = kv_transfer_state._KV_CONNECTOR_AGENT, self._connector
+        try:
+            report = self._step(output, prepare, forward, sample)
+        finally:
+            kv_transfer_state._KV_CONNECTOR_AGENT = before
+        return report or KVConnectorOutput()
+
+    @abstractmethod
+    def _step(
+        self, output: SchedulerOutput, prepare: Work, forward: Work, sample: Work
+    ) -> KVConnectorOutput | None: ...
+
+
+class RunnerV1(ModelRunner):
+    """`GPUModelRunner.execute_model` of v1/worker/gpu_model_runner.py: preemptions first, then `_update_states` clears
+    and copies blocks, and every other hook is called before anything is sampled."""
+
+    def __init__(
+        self, config: VllmConfig, connector: KVConnectorBase_V1, caches: Mapping[str, torch.Tensor]
+    ) -> None:
+        super().__init__(config, connector, caches)
+        connector.register_kv_caches(dict(caches))
+
+    def _step(
+        self, output: SchedulerOutput, prepare: Work, forward: Work, sample: Work
+    ) -> KVConnectorOutput | None:
+        assert output.kv_connector_metadata is not None
+        self._connector.handle_preemptions(output.kv_connector_metadata)
+        prepare()
+        mixin = KVConnectorModelRunnerMixin
+        if not output.total_num_scheduled_tokens:
+            return mixin.kv_connector_no_forward(output, self._config).kv_connector_output
+        with (
+            set_forward_context(None, self._config),
+            mixin.maybe_get_kv_connector_output(output) as report,
+        ):
+            forward()
+        sample()
+        return report
+
+
+class RunnerV2(ModelRunner):
+    """`GPUModelRunner` of v1/worker/gpu/model_runner.py: `execute_model` clears and copies blocks in `update_requests`,
+    then calls `pre_forward`, with the preemptions in it, and `finish_forward`; `sample_tokens` calls `post_forward`
+    last, behind sampling and draft model."""
+
+    def __init__(
+        self, config: VllmConfig, connector: KVConnectorBase_V1, caches: Mapping[str, torch.Tensor]
+    ) -> None:
+        super().__init__(config, connector, caches)
+        before, kv_transfer_state._KV_CONNECTOR_AGENT = kv_transfer_state._KV_CONNECTOR_AGENT, connector
+        try:
+            self._active = ActiveKVConnector(config, dict(caches))
+        finally:
+            kv_transfer_state._KV_CONNECTOR_AGENT = before
+
+    def _step(
+        self, output: SchedulerOutput, prepare: Work, forward: Work, sample: Work
+    ) -> KVConnectorOutput | None:
+        prepare()
+        if not output.total_num_scheduled_tokens:
+            return self._active.no_forward(output).kv_connector_output
+        with set_forward_context(None, self._config):
+            self._active.pre_forward(output)
+            forward()
+        self._active.finish_forward()
+        sample()
+        return self._active.post_forward(output.finished_req_ids)
+
+
+RUNNERS: dict[str, type[ModelRunner]] = {"V1": RunnerV1, "V2": RunnerV2}
+
+
+def nothing(*_: Any) -> None:
+    """A part of a step in which a test has nothing to do."""
