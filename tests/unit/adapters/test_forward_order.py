@@ -192,11 +192,12 @@ def test_control_a_wait_for_the_copies_stalls_the_worker(
 
 def store_of_generated(engine: GpuEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ends with the step that stores a block which earlier forwards have filled, its own forward held."""
-    engine.add("one", PROMPT, output=8)
+    engine.add("one", PROMPT, output=40)
     manager: Any = engine.connector.scheduler.unit.manager
-    while manager.stats().stored_pages < 12:
-        engine.world.gpu.drain()
+    for _ in range(4):
         engine.step()
+        assert engine.copies_end(LONG_S)
+    assert manager.stats().stored_pages >= 12
     planned: list[int] = []
     plan: Any = EagerStores._plan
 
@@ -206,11 +207,14 @@ def store_of_generated(engine: GpuEngine, monkeypatch: pytest.MonkeyPatch) -> No
         return graphs
 
     monkeypatch.setattr(EagerStores, "_plan", note)
-    while not planned:
+    for _ in range(8):
         engine.world.let_go()
         engine.world.gpu.drain()
         engine.world.hold()
         engine.step()
+        if planned:
+            return
+    raise AssertionError("no block was filled by what was generated")
 
 
 def test_a_block_of_earlier_forwards_is_stored_beside_the_one_that_runs(

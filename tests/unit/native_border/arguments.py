@@ -28,8 +28,8 @@ from tests.unit.transfer.fake_nvtx import build_fake_nvtx
 
 TAG_BYTES = 40
 
-NEED_A_GPU = ("HostPool.pin",)
-"""Calls that are refused with a ConfigError here, however they are made."""
+NEED_A_GPU = ("HostPool.pin", "TransferEngine.record")
+"""Calls that are refused here, however they are made."""
 
 NO_CONSTRUCTOR = ("Found.__init__", "FoundLengths.__init__")
 """Of classes whose objects come from calls of others."""
@@ -179,7 +179,8 @@ OPTIONAL = {
     "DiskLane.__init__": ("wrapper", "zero_fill", "register_buffers"),
     "EngineKeyChain.extend": ("start",),
     "TokenChain.extend": ("start",),
-    "TransferEngine.submit": ("stream", "gated"),
+    "TransferEngine.order_after": ("stream",),
+    "TransferEngine.submit": ("stream", "gated", "after"),
 }
 
 

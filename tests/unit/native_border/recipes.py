@@ -29,6 +29,7 @@ NOT_MADE = {
     "OpResult": "made by an engine's poll",
     "QueueWrapper": "abstract: only tests wrap queues",
     "Lane": "abstract: lanes are made as their own classes",
+    "StreamPoint": "needs a GPU",
     "PageMover": "abstract: movers are made as their own classes",
 }
 """Classes of which no object can be made here: their members are called with hostile ones alone."""
