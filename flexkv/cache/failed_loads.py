@@ -5,7 +5,7 @@ the tiers, and the answer would be the same for as long as they stay slow. So a 
 out what the first did not bring, and after it the request is computed.
 
 An engine that cannot compute what a load did not bring ends the request instead, and its client asks again under
-another id. There nothing is promised to anybody for a while.
+another id. There nothing is promised to anybody for a while, but where the way rests that failed.
 """
 
 from __future__ import annotations
@@ -80,7 +80,9 @@ class FailedLoads:
         be looked up again."""
         if op.abandoned:
             return
-        if self._rest_s and (op.failed & ~op.suspect).any():
+        # A way straight from a tier that failed rests by itself, and its pages come by host memory meanwhile.
+        own_rest = op.straight and op.source_failed
+        if self._rest_s and not own_rest and (op.failed & ~op.suspect).any():
             self._rest(op)
         known = self._requests.get(op.request_id)
         if known is None:

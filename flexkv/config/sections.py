@@ -282,8 +282,9 @@ class DiskConfig(Section):
         False,
         description="`disk.gds` also for an engine that cannot compute what a load did not bring: SGLang, "
         "TensorRT-LLM, vLLM without `kv_load_failure_policy` recompute. Such a load is promised before it is read, so "
-        "a page that then proves bad or cannot be read costs its request (with SGLang all of its forward); its bytes "
-        "are never used. Needs `disk.gds` on.",
+        "a page that then proves bad or cannot be read costs its request (with SGLang all of its forward, with "
+        "TensorRT-LLM and `load.mode` sync or layerwise the step), and a read that never ends the engine; bytes that "
+        "failed are never used. Needs `disk.gds` on.",
     )
     gds_stores: bool = Field(
         False,

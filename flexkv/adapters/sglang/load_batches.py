@@ -108,15 +108,20 @@ class LoadBatches:
         batch = LoadBatch(tuple(queued), ends_s, sum(len(load.blocks) for load in queued.values()))
         index, self._next = self._next, self._next + 1
         self._batches[index] = batch
+        # What was to be loaded from disk comes up to host memory where that has failed for others meanwhile. The engine
+        # stands still for it, so all of them wait together.
+        wait_s = self._cache.config.load.lookup_wait_s if self._cache.loads_from_disk else 0.0
+        waits_until_s = time.monotonic() + wait_s
         for request_id, load in queued.items():
-            self._start_one(batch, request_id, load, stream)
+            left_s = 0.0 if batch.lost else max(0.0, waits_until_s - time.monotonic())
+            self._start_one(batch, request_id, load, left_s, stream)
         return index
 
-    def _start_one(self, batch: LoadBatch, request_id: str, load: QueuedLoad, stream: int | None) -> None:
+    def _start_one(
+        self, batch: LoadBatch, request_id: str, load: QueuedLoad, wait_s: float, stream: int | None
+    ) -> None:
         manager = self._cache.manager
-        # Again, because the lease may be gone, or be of a later lookup that the engine did not act upon. What was to
-        # be loaded from disk comes up to host memory where that has failed for others meanwhile.
-        wait_s = self._cache.config.load.lookup_wait_s if self._cache.loads_from_disk else 0.0
+        # Again, because the lease may be gone, or be of a later lookup that the engine did not act upon.
         if self._cache.match(request_id, load.keys, wait_s) < len(load.blocks):
             manager.release(request_id)
             batch.lost = "what was promised is not there any more"

@@ -3,29 +3,42 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 
 from flexkv.adapters.sglang.rank_cache import RankCache
 from flexkv.cache.base import Completion, Keys
-from flexkv.transfer.graph import BlockIds
+from flexkv.transfer.graph import BlockIds, OpId, TransferGraph
 
 
 @dataclass(slots=True)
 class Offload:
-    """One tree node on its way to the host tier.
+    """One tree node on its way to the host tier, to disk, or a part of it to either.
 
     Attributes:
         stored: every page of it is stored, as far as is known.
-        done: nothing of it moves any more.
+        under_way: its ops that have not ended; None until they are known.
+        ended_ops: those that have.
     """
 
     request_id: str
     stored: bool = True
-    done: bool = False
+    under_way: set[OpId] | None = None
+    ended_ops: set[OpId] = field(default_factory=set)
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing of it moves any more."""
+        return self.under_way is not None and not self.under_way
+
+    def began(self, graph: TransferGraph | None) -> None:
+        """These are its ops. Some may have ended already: what found no room does at once."""
+        self.under_way = {op.op_id for op in graph.ops} - self.ended_ops if graph is not None else set()
 
     def ended(self, done: Completion) -> None:
-        self.done = True
+        self.ended_ops.add(done.op_id)
+        if self.under_way is not None:
+            self.under_way.discard(done.op_id)
         self.stored = self.stored and not len(done.failed_blocks)
 
 
@@ -43,8 +56,7 @@ class Offloads:
         offload = Offload(f"offload {next(self._numbers)}")
         self._queue.append(offload)
         plan = self._cache.store(offload.request_id, keys, blocks, offload.ended, stream)
-        if plan.graph is None:
-            offload.done = True
+        offload.began(plan.graph)
         if plan.dropped:
             offload.stored = False
 

@@ -4,15 +4,21 @@ page that fails costs its request."""
 from __future__ import annotations
 
 import logging
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from flexkv.adapters.sglang import load_batches
 from flexkv.adapters.sglang.load_batches import QueuedLoad
 from flexkv.adapters.sglang.page_batches import PageBatches
+from flexkv.cache.base import Keys
 from flexkv.config import DiskConfig
+from flexkv.transfer.graph import FailureCause, OpId, OpResult, OpStatus
 from tests.unit.adapters.disk_engines import spoil
 
 from .conftest import LAYERS, PAGE_TOKENS, World, blocks, hashes_of
@@ -132,6 +138,89 @@ def test_what_a_resting_way_does_not_bring_comes_through_host_memory(worlds: Any
     assert world.loads.finish(index)
     assert counts(world)[0] == 0
     assert torch.equal(world.page(TARGETS[3]), contents[3])
+
+
+def fail_load(world: World, rid: str, cause: FailureCause) -> None:
+    """The load that was promised to `rid` fails whole."""
+    graph = world.cache.manager.begin_load(rid, [blocks(TARGETS)])
+    assert graph is not None
+    (op,) = graph.ops
+    failed, causes = np.arange(op.pages, dtype=np.int32), np.full(op.pages, cause, np.uint8)
+    cancelled = cause is FailureCause.NOT_EXECUTED
+    status = OpStatus.CANCELLED if cancelled else OpStatus.FAILED
+    world.cache.manager.complete(0, OpResult(op.op_id, status, failed, "as told", causes=causes))
+    world.cache.manager.end_request(rid)
+
+
+@pytest.mark.parametrize("cause", [FailureCause.SOURCE, FailureCause.TRANSPORT, FailureCause.NOT_EXECUTED])
+def test_a_way_that_failed_rests_and_hits_go_on_beside_it(
+    worlds: Any, tmp_path: Path, cause: FailureCause
+) -> None:
+    """But for a load that was too late, after which the next may be late too."""
+    world, contents = restarted(worlds, tmp_path)
+    world.pool[:, :, 5 * PAGE_TOKENS : 6 * PAGE_TOKENS] = contents[0]
+    in_host = hashes_of("in host memory")
+    assert world.store(in_host, [5])
+    keys = world.cache.keys(hashes_of(*PAGES))
+    assert world.cache.match("failed", keys, 0.0) == 4
+    assert world.cache.match("before", keys, 0.0) == 4
+    fail_load(world, "failed", cause)
+    late = cause is FailureCause.NOT_EXECUTED
+    index = world.loads.start({"before": QueuedLoad(keys, blocks(TARGETS))}, None)
+    assert world.loads.finish(index), "what was promised before"
+    assert (counts(world)[0] == 0) != late, "by host memory where the way rests"
+    assert torch.equal(world.page(TARGETS[3]), contents[3])
+    assert world.cache.match("other", world.cache.keys(in_host), 0.0) == (0 if late else 1)
+    assert world.cache.match("again", keys, WAIT_S) == (0 if late else 4)
+
+
+@pytest.mark.parametrize("last_fails", [False, True])
+def test_an_offload_by_two_ways_ends_with_the_last_of_them(
+    worlds: Any, tmp_path: Path, last_fails: bool
+) -> None:
+    """Pages whose copy on disk is being read go to host memory, the others straight to disk."""
+    world, _ = restarted(worlds, tmp_path, disk__gds_stores=True)
+    straight = world.cache.manager.tiers[1].straight
+    assert straight is not None
+    straight.source_failed("as if a disk had failed")
+    on_disk = hashes_of(*PAGES)
+    assert world.cache.manager.match("slow", [world.cache.keys(on_disk)], 0).reads
+    names = hashes_of(*PAGES, "new", "newer")
+    world.offloads.add(world.cache.keys(names), blocks([*PAGES, 11, 12]), None)
+    first, last = sorted(world.cache._watchers)
+    ended: dict[OpId, OpResult] = {}
+    give_up_s = time.monotonic() + WAIT_S
+    while len(ended) < 2 and time.monotonic() < give_up_s:
+        ended |= {result.op_id: result for result in world.cache.lanes.poll()}
+    assert world.offloads.completed() == 0
+    world.cache._end(ended[first])
+    assert world.offloads.completed() == 0, "the engine would use its pages again, which are being read"
+    world.cache._end(OpResult.cancelled(last, 1, "as told") if last_fails else ended[last])
+    assert world.offloads.completed() == 1
+    assert world.offloads.pop() is not last_fails
+
+
+@pytest.mark.parametrize(("found", "waits"), [(True, [0.5, 0.0, 0.0]), (False, [0.5, 0.0, 0.0])])
+def test_promises_of_one_forward_wait_for_the_disk_together(
+    worlds: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: bool, waits: list[float]
+) -> None:
+    """The engine stands still for it; and where one is lost, all of the forward are."""
+    world, _ = restarted(worlds, tmp_path, load__lookup_wait_s=0.5)
+    match, clock_s, waited = world.cache.match, [100.0], []
+
+    def slow(rid: str, keys: Keys, wait_s: float) -> int:
+        waited.append(wait_s)
+        clock_s[0] += wait_s if found else 0.0
+        return match(rid, keys, 0.0) if found else 0
+
+    monkeypatch.setattr(world.cache, "match", slow)
+    monkeypatch.setattr(load_batches, "time", SimpleNamespace(monotonic=lambda: clock_s[0], sleep=time.sleep))
+    queued = {
+        f"r{number}": QueuedLoad(world.cache.keys(hashes_of(*PAGES)), blocks(range(first, first + 4)))
+        for number, first in enumerate((20, 24, 28))
+    }
+    assert world.loads.finish(world.loads.start(queued, None)) is found
+    assert waited == waits
 
 
 def test_hicache_answers_for_each_page(worlds: Any, tmp_path: Path) -> None:

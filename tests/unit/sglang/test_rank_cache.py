@@ -20,7 +20,7 @@ from flexkv.cache.base import Completion
 from flexkv.errors import ClosedError, DiskError, GeometryError, KeySchemeError
 from flexkv.observe import FailedOps
 from flexkv.observe.failed_ops import MOST_LINES, PERIOD_S
-from flexkv.transfer.graph import OpKind
+from flexkv.transfer.graph import OpId, OpKind
 from tests import testing_ext
 
 from .conftest import LAYERS, PAGE_TOKENS, PAGES, World, blocks, hashes_of
@@ -156,11 +156,11 @@ def test_offloads_complete_in_the_order_in_which_they_came(worlds):
     first, second, third = world.offloads._queue
     assert world.cache.quiesce(30)
     # As if the first were still under way: those behind it have to wait.
-    first.done = False
+    first.under_way.add(OpId(0))
     assert second.done
     assert third.done
     assert world.offloads.completed() == 0
-    first.done = True
+    first.under_way.clear()
     assert world.offloads.completed() == 3
     assert [world.offloads.pop() for _ in range(3)] == [True] * 3
 
