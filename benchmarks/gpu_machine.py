@@ -17,6 +17,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 SAYS_S = 30.0
 """A program that names a version and takes longer does not answer."""
+CORE_SAYS_S = 120.0
+"""The native core, of the machine: it initialises the driver."""
 DRIVER = Path("/proc/driver/nvidia/version")
 CONTROL_DEVICE = Path("/dev/nvidiactl")
 STORAGE_DRIVER = Path("/proc/driver/nvidia-fs/version")
@@ -97,9 +99,11 @@ def refusal() -> str:
     if lacking := driver_refusal():
         return lacking
     program = "import json; from flexkv import c_ext; print(json.dumps(c_ext.cuda_info()))"
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
+    command = [sys.executable, "-c", program]
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=CORE_SAYS_S)
+    except subprocess.TimeoutExpired:
+        return f"the driver did not answer in {CORE_SAYS_S:.0f} s"
     if done.returncode != 0:
         return f"the native core cannot be loaded: {done.stderr.strip()[-200:]}"
     info = json.loads(done.stdout)

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from benchmarks.gpu_files import UnreadableError, reading
 from benchmarks.gpu_goals import Row, goals
 from benchmarks.gpu_plan import STAGES
-from benchmarks.gpu_stages import read_stage
+from benchmarks.gpu_stages import BEGUN, ENDED, read_stage
 
 HEADING = """\
 # Results on a GPU
@@ -18,21 +19,56 @@ HEADING = """\
 Written by `python -m benchmarks.gpu_results render`; every figure was measured, and what did not run is named."""
 MOST_FAILURES = 20
 """Failed tests that are named."""
+PARTIAL = "partial"
+"""Beside a row: the step that measured it and did not pass, so that others of its rows are missing; else empty."""
 
 
 def bench_of(folder: Path) -> dict[str, Any]:
-    """The rows of every part of the bench stage that has any, as one."""
+    """The rows of every part of the bench stage that has any, as one.
+
+    Each row has `PARTIAL` besides. `unread` has the parts that cannot be read, by name, and why.
+    """
     merged: dict[str, Any] = {"rows": [], "comparisons": [], "limit_gbps": {}, "thresholds": {}, "parts": []}
-    for step in read_stage(folder, "bench")["steps"]:
-        path = folder / step["result"]
-        if not step["result"] or not path.exists():
+    merged["unread"] = {}
+    try:
+        steps = read_stage(folder, "bench")["steps"]
+    except UnreadableError:  # `_read` names it
+        return merged
+    for step in steps:
+        if not _has_result(folder, step):
             continue
-        part = json.loads(path.read_text())
+        try:
+            part = _bench_part(folder / step["result"], step)
+        except UnreadableError as error:
+            merged["unread"][f"bench: {step['name']}"] = f"no result, because {error}"
+            continue
         for name in ("rows", "comparisons", "parts"):
             merged[name] += part[name]
         merged["limit_gbps"] = merged["limit_gbps"] or part["limit_gbps"]
         merged["thresholds"] |= part["thresholds"]
     return merged
+
+
+def _bench_part(path: Path, step: Mapping[str, Any]) -> dict[str, Any]:
+    """What one step has measured, once all is known to be there that the page asks for.
+
+    Raises:
+        UnreadableError: it is not whole, or another version's.
+    """
+    with reading(path):
+        part: dict[str, Any] = json.loads(path.read_text())
+        of = "" if step["state"] == "passed" else f"{step['name']}: {step['state']}"
+        for name in ("rows", "comparisons"):
+            part[name] = [{**row, PARTIAL: of} for row in part[name]]
+            _rows(part[name])
+        goals(part)
+        _limits(part)
+        return {**part, "parts": list(part["parts"])}
+
+
+def _has_result(folder: Path, step: Mapping[str, Any]) -> bool:
+    """A step that was not begun has none, whatever lies there."""
+    return bool(step["result"]) and step["state"] in BEGUN and (folder / step["result"]).exists()
 
 
 def render(folder: Path) -> str:
@@ -41,31 +77,50 @@ def render(folder: Path) -> str:
     Args:
         folder: of results, where the stages have written.
     """
-    stages = [stage for stage in (read_stage(folder, name) for name in STAGES) if stage["steps"]]
+    stages, unread = _read(folder)
     bench = bench_of(folder)
+    unread |= bench["unread"]
+    tests = _tests(folder, stages, unread)
     lines = [HEADING, ""]
     for machine, of in _machines(stages).items():
         lines += [f"Stages {', '.join(of)}:", "", *_table(("", ""), machine)]
     lines += ["## What ran", ""]
     lines += _table(("stage", "step", "outcome", "s", ""), (_step_cells(folder, stage, step) for stage in stages
                     for step in stage["steps"]))  # fmt: skip
-    never = [name for name in STAGES if name not in {stage["stage"] for stage in stages}]
+    known = {f"stage {stage['stage']}" for stage in stages} | unread.keys()
+    never = [name for name in (f"stage {name}" for name in STAGES) if name not in known]
     lines += ["## What did not run", ""]
     lines += _table(
-        ("", "why"), [*_not_run(folder, stages), *((f"stage {name}", "never called") for name in never)]
+        ("", "why"),
+        [*_not_run(folder, stages), *unread.items(), *((name, "never called") for name in never)],
     )
-    lines += _tests(folder, stages)
+    lines += tests
     lines += ["## Goals", ""]
     lines += _table(("", "to reach", "measured", ""), (
         (goal.what, f"{'<=' if goal.at_most else '>='} {goal.reach:g}", _number(goal.found), goal.verdict)
         for goal in goals(bench)
     ))  # fmt: skip
-    limits = ", ".join(f"{name} {rate:.1f}" for name, rate in bench["limit_gbps"].items())
-    lines += ["## Lanes", "", f"GB/s, median. One contiguous copy: {limits or 'not measured'}.", ""]
+    if partial := sorted({row[PARTIAL] for row in (*bench["rows"], *bench["comparisons"])} - {""}):
+        lines += [f"Not all rows that they are judged by are there ({', '.join(partial)}).", ""]
+    lines += ["## Lanes", "", f"GB/s, median. One contiguous copy: {_limits(bench) or 'not measured'}.", ""]
     lines += _rows(bench["rows"])
     lines += ["## Beside them", ""]
     lines += _rows(bench["comparisons"])
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _read(folder: Path) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """The stages that have steps; and those that cannot be read, with the reason."""
+    stages, unread = [], {}
+    for name in STAGES:
+        try:
+            stage = read_stage(folder, name)
+        except UnreadableError as error:
+            unread[f"stage {name}"] = f"no result, because {error}"
+            continue
+        if stage["steps"]:
+            stages.append(stage)
+    return stages, unread
 
 
 def _machines(stages: Sequence[Mapping[str, Any]]) -> dict[tuple[tuple[str, str], ...], list[str]]:
@@ -103,16 +158,25 @@ def _not_run(folder: Path, stages: Sequence[Mapping[str, Any]]) -> list[tuple[st
     return list(found.items())
 
 
-def _tests(folder: Path, stages: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The outcomes of every step that wrote pytest's report, and the tests that failed."""
+def _tests(folder: Path, stages: Sequence[Mapping[str, Any]], unread: dict[str, str]) -> list[str]:
+    """The outcomes of every step that wrote pytest's report, and the tests that failed. A report that cannot be read
+    goes to `unread`."""
     rows, failures = [], []
     for stage in stages:
         for step in stage["steps"]:
             report = folder / step["result"]
-            if step["result"].endswith(".xml") and report.exists():
-                counts = outcomes(report)
-                rows.append((f"{stage['stage']}: {step['name']}", *map(str, counts.values())))
-                failures += failed_tests(report)
+            if not report.name.endswith(".xml") or not _has_result(folder, step):
+                continue
+            name = f"{stage['stage']}: {step['name']}"
+            try:
+                counts, failed = outcomes(report), failed_tests(report)
+            except UnreadableError as error:
+                unread[name] = f"no result, because {error}"
+                continue
+            # A step whose tests failed has a whole report.
+            shown = name if step["state"] in ENDED else f"{name} ({PARTIAL}: {step['state']})"
+            rows.append((shown, *map(str, counts.values())))
+            failures += failed
     lines = ["## Tests", "", *_table(("step", "passed", "failed", "skipped"), rows)]
     if failures:
         lines += _table(("failed", "with"), failures[:MOST_FAILURES])
@@ -122,41 +186,65 @@ def _tests(folder: Path, stages: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def all_skipped(folder: Path, step: Mapping[str, Any]) -> str:
-    """Why a step that ended well ran no test: what its first one was skipped for. Empty where one was run."""
+    """Why a step that ended well ran no test: what its first one was skipped for. Empty where one was run, and where
+    its report cannot be read."""
     report = folder / step["result"]
-    if step["state"] != "passed" or not step["result"].endswith(".xml") or not report.exists():
+    if step["state"] != "passed" or not report.name.endswith(".xml") or not report.exists():
         return ""
-    counts = outcomes(report)
+    try:
+        counts, reasons = outcomes(report), _reasons(report)
+    except UnreadableError:
+        return ""
     if counts["passed"] or counts["failed"]:
         return ""
-    reasons = [node.attrib.get("message", "") for node in ElementTree.parse(report).getroot().iter("skipped")]
     return f"all {counts['skipped']} tests were skipped: {reasons[0] if reasons else 'no reason given'}"
 
 
+def _reasons(junit: Path) -> list[str]:
+    """What tests were skipped for."""
+    with reading(junit):
+        return [node.attrib.get("message", "") for node in ElementTree.parse(junit).getroot().iter("skipped")]
+
+
 def outcomes(junit: Path) -> dict[str, int]:
-    """Passed, failed and skipped, of a report that pytest wrote."""
-    (suite,) = ElementTree.parse(junit).getroot().iter("testsuite")
-    failed = int(suite.attrib["failures"]) + int(suite.attrib["errors"])
-    skipped = int(suite.attrib["skipped"])
-    return {"passed": int(suite.attrib["tests"]) - failed - skipped, "failed": failed, "skipped": skipped}
+    """Passed, failed and skipped, of a report that pytest wrote.
+
+    Raises:
+        UnreadableError: it is none, or not whole.
+    """
+    with reading(junit):
+        (suite,) = ElementTree.parse(junit).getroot().iter("testsuite")
+        failed = int(suite.attrib["failures"]) + int(suite.attrib["errors"])
+        skipped = int(suite.attrib["skipped"])
+        return {"passed": int(suite.attrib["tests"]) - failed - skipped, "failed": failed, "skipped": skipped}
 
 
 def failed_tests(junit: Path) -> list[tuple[str, str]]:
-    """Their names, and the first line of what they failed with."""
+    """Their names, and the first line of what they failed with.
+
+    Raises:
+        UnreadableError: it is no report, or not whole.
+    """
     found = []
-    for case in ElementTree.parse(junit).getroot().iter("testcase"):
-        for kind in ("failure", "error"):
-            if (node := case.find(kind)) is not None:
-                said = (node.attrib.get("message") or "").splitlines() or [""]
-                found.append((case.attrib["name"], said[0][:160]))
+    with reading(junit):
+        for case in ElementTree.parse(junit).getroot().iter("testcase"):
+            for kind in ("failure", "error"):
+                if (node := case.find(kind)) is not None:
+                    said = (node.attrib.get("message") or "").splitlines() or [""]
+                    found.append((case.attrib["name"], said[0][:160]))
     return found
 
 
 def _rows(rows: Sequence[Row]) -> list[str]:
-    headings = list(rows[0]) if rows else []
+    # Not all versions have all of them.
+    headings = list(dict.fromkeys(name for row in rows for name in row))
     if not headings:
         return ["Not measured.", ""]
-    return _table(headings, ([_number(row[name]) for name in headings] for row in rows))
+    return _table(headings, ([_number(row.get(name)) for name in headings] for row in rows))
+
+
+def _limits(bench: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {rate:.1f}" for name, rate in bench["limit_gbps"].items())
 
 
 def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

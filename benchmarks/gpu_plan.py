@@ -14,8 +14,8 @@ from pathlib import Path
 from benchmarks.gpu_machine import not_here
 from benchmarks.gpu_stages import Stage, Step
 
-LIMITS_S = {"build": 440.0, "smoke": 240.0, "bench": 470.0, "tests": 470.0, "sanitize": 470.0}
-"""Each below eight minutes; the first three below twenty together."""
+LIMITS_S = {"build": 440.0, "smoke": 240.0, "bench": 460.0, "tests": 460.0, "sanitize": 460.0}
+"""From the call on. With `ENDING_S` each ends within eight minutes, the first three within twenty together."""
 STAGES = tuple(LIMITS_S)
 NEED_A_CORE = STAGES[1:]
 """These run the native core that `build` has made."""

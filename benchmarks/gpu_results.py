@@ -3,7 +3,8 @@
 `python -m benchmarks.gpu_results build|smoke|bench|tests|sanitize --out DIR [--device N] [--folder DIR] [--again]`
 `python -m benchmarks.gpu_results render --out DIR`
 
-A stage writes DIR/<stage>.json as it goes and ends within 8 minutes; called again it goes on behind what has a result.
+A stage writes DIR/<stage>.json as it goes and ends within 8 minutes; called again it goes on behind what has a result,
+or is refused where that is another machine's or another source's.
 Needs an NVIDIA GPU with its driver and the CUDA toolkit; torch with CUDA for all tests and the comparisons with torch.
 `--folder` is on the disk to measure; without it nothing is said of disks. What is missing is named.
 """
@@ -12,10 +13,12 @@ from __future__ import annotations
 
 import argparse
 import re
+import time
 from pathlib import Path
 
+from benchmarks.gpu_files import RefusedError
 from benchmarks.gpu_machine import ROOT, driver_refusal, machine, not_here, refusal
-from benchmarks.gpu_page import bench_of, render
+from benchmarks.gpu_page import PARTIAL, bench_of, render
 from benchmarks.gpu_plan import NEED_A_CORE, STAGES, plan
 from benchmarks.gpu_stages import run_stage
 
@@ -57,9 +60,15 @@ def draw_page(out: Path, picture: Path) -> str:
         from flexkv.cli.bench.picture import draw
         from flexkv.cli.bench.transfer_bench import TransferRow
 
-        draw([TransferRow(**row) for row in bench["rows"]], [ComparisonRow(**row) for row in bench["comparisons"]],
-             picture)  # fmt: skip
-    except ImportError as error:  # matplotlib, or a core that was not built here
+        rows, beside = (
+            [{name: value for name, value in row.items() if name != PARTIAL} for row in bench[kind]]
+            for kind in ("rows", "comparisons")
+        )
+        draw([TransferRow(**row) for row in rows], [ComparisonRow(**row) for row in beside], picture)
+    except (
+        ImportError,
+        TypeError,
+    ) as error:  # matplotlib, or a core that was not built here; rows of another version
         return f"no picture: {error}"
     return f"{picture}: the picture"
 
@@ -77,6 +86,7 @@ def main() -> None:
         "--page", type=Path, default=PAGE, help="that render writes; a picture lies beside it"
     )
     arguments = parser.parse_args()
+    began_s = time.monotonic()
     out = arguments.out.absolute()
     if arguments.stage == "render":
         if not any((out / f"{name}.json").exists() for name in STAGES):
@@ -89,7 +99,10 @@ def main() -> None:
     if lacking:
         raise SystemExit(f"nothing was run: {lacking}")
     stage = plan(arguments.stage, out, arguments.device, arguments.folder)
-    states = run_stage(stage, out, machine(arguments.device), not_here(), arguments.again)
+    try:
+        states = run_stage(stage, out, machine(arguments.device), not_here(), arguments.again, began_s)
+    except RefusedError as error:
+        raise SystemExit(f"nothing was run: {error}") from error
     raise SystemExit(0 if set(states) <= {"passed", "not run"} else 1)
 
 

@@ -18,14 +18,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from benchmarks.gpu_files import RefusedError, UnreadableError, held, reading, write_whole
 from benchmarks.gpu_machine import ROOT
 
 State = Literal["passed", "failed", "cut", "running", "not run"]
 ENDED: tuple[State, ...] = ("passed", "failed")
 """Steps in one of these states are results, and are not run again."""
+BEGUN: tuple[State, ...] = (*ENDED, "cut", "running")
+"""A step in one of these states may have written its file."""
 
 TERM_S = 5.0
 """Between asking a child to end and ending it."""
+ENDING_S = 3 * TERM_S
+"""What `_end` takes at most: so much later than its limit a stage may end."""
 TAIL_BYTES = 4000
 """Of what a step printed, that its record keeps; all of it is in the step's log."""
 PR_SET_PDEATHSIG = 1
@@ -72,11 +77,19 @@ def stage_file(folder: Path, stage: str) -> Path:
 
 
 def read_stage(folder: Path, stage: str) -> dict[str, Any]:
-    """What a stage has written so far; without any steps where it never ran."""
+    """What a stage has written so far; without any steps where it never ran.
+
+    Raises:
+        UnreadableError: its file is no stage's, or not whole.
+    """
     path = stage_file(folder, stage)
     if not path.exists():
         return {"stage": stage, "machine": {}, "steps": []}
-    content: dict[str, Any] = json.loads(path.read_text())
+    with reading(path):
+        content: dict[str, Any] = json.loads(path.read_text())
+        content["stage"], content["machine"].items()
+        for step in content["steps"]:
+            step["name"], step["state"], step["result"].strip()
     return content
 
 
@@ -86,6 +99,7 @@ def run_stage(
     machine: Mapping[str, str],
     not_here: Mapping[str, str] | None = None,
     again: bool = False,
+    began_s: float | None = None,
 ) -> list[State]:
     """Runs what has no result yet, and returns the state of every step.
 
@@ -94,19 +108,21 @@ def run_stage(
         machine: what this runs on, by name.
         not_here: what of the whole plan this machine lacks, and why.
         again: also what has a result.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    before = {} if again else {step["name"]: step for step in read_stage(folder, stage.name)["steps"]}
-    records: list[dict[str, Any]] = [
-        before[step.name]
-        if before.get(step.name, {}).get("state") in ENDED
-        else {"name": step.name, "command": list(step.command), "result": step.result, "state": "not run",
-              "why": step.missing or "the stage ended before it"}
-        for step in stage.steps
-    ]  # fmt: skip
-    ends_s = time.monotonic() + stage.limit_s
+        began_s: by `time.monotonic`, from when on the stage's limit counts; None: from now on.
 
-    def write() -> None:
+    Raises:
+        RefusedError: another call has the folder; or it has results of another machine or source. Nothing was run.
+    """
+    ends_s = (time.monotonic() if began_s is None else began_s) + stage.limit_s
+    folder.mkdir(parents=True, exist_ok=True)
+    with held(folder):
+        before = {} if again else _kept(stage.name, folder, machine)
+        records = []
+        for step in stage.steps:
+            if step.name not in before:
+                # What it holds was measured by a call whose record is gone.
+                _forget_result(step, folder)
+            records.append(before.get(step.name) or _not_yet(step))
         content = {
             "stage": stage.name,
             "machine": dict(machine),
@@ -114,19 +130,69 @@ def run_stage(
             "limit_s": stage.limit_s,
             "steps": records,
         }
-        beside = folder / f".{stage.name}.part"
-        beside.write_text(json.dumps(content, indent=1))
-        os.replace(beside, stage_file(folder, stage.name))
+        _run_steps(stage, folder, content, ends_s)
+    return [record["state"] for record in records]
+
+
+def _kept(stage: str, folder: Path, machine: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """The records of steps that were begun, by name. A file that cannot be read has none, and is said to be so.
+
+    Raises:
+        RefusedError: they are another machine's: its figures would be shown as this one's.
+    """
+    try:
+        content = read_stage(folder, stage)
+    except UnreadableError as error:
+        print(f"{stage}: no result is kept, because {error}", flush=True)
+        return {}
+    kept = {step["name"]: step for step in content["steps"] if step["state"] in BEGUN}
+    then = content["machine"]
+    differ = [
+        f"{name} was {then.get(name, 'unknown')} and is {machine.get(name, 'unknown')}"
+        for name in dict.fromkeys([*then, *machine])
+        if name != "date" and then.get(name) != machine.get(name)
+    ]
+    if kept and differ:
+        raise RefusedError(
+            f"{stage_file(folder, stage)} has results of something else: {'; '.join(differ)}. "
+            "--again measures all of the stage anew; another --out keeps both"
+        )
+    return kept
+
+
+def _not_yet(step: Step) -> dict[str, Any]:
+    why = step.missing or "the stage ended before it"
+    return {
+        "name": step.name,
+        "command": list(step.command),
+        "result": step.result,
+        "state": "not run",
+        "why": why,
+    }
+
+
+def _forget_result(step: Step, folder: Path) -> None:
+    if step.result:
+        (folder / step.result).unlink(missing_ok=True)
+
+
+def _run_steps(stage: Stage, folder: Path, content: Mapping[str, Any], ends_s: float) -> None:
+    """Runs those of its steps that have not ended, and keeps their records in the stage's file."""
+
+    def write() -> None:
+        write_whole(stage_file(folder, stage.name), json.dumps(content, indent=1))
 
     write()
     with _ended_by_term():
-        for step, record in zip(stage.steps, records, strict=True):
+        for step, record in zip(stage.steps, content["steps"], strict=True):
             if record["state"] in ENDED or step.missing:
                 continue
             left_s = ends_s - time.monotonic()
             if left_s < SHORTEST_S:
                 break
+            _forget_result(step, folder)
             record |= {
+                **_not_yet(step),
                 "state": "running",
                 "why": "the call was cut while it ran",
                 "date": time.strftime("%F %T"),
@@ -136,9 +202,9 @@ def run_stage(
             record |= _run(step, folder, stage.name, min(step.limit_s, left_s))
             write()
             print(f"{stage.name}: {step.name}: {record['state']}, {record['seconds']:.0f} s", flush=True)
-            if step.required and record["state"] != "passed":
+            # Beside a process that cannot be ended nothing is measured.
+            if record["left"] or (step.required and record["state"] != "passed"):
                 break
-    return [record["state"] for record in records]
 
 
 def _run(step: Step, folder: Path, stage: str, limit_s: float) -> dict[str, Any]:
@@ -162,13 +228,16 @@ def _run(step: Step, folder: Path, stage: str, limit_s: float) -> dict[str, Any]
         except subprocess.TimeoutExpired:
             cut = True
         finally:
-            _end(child)
+            ended = _end(child)
     state: State = "cut" if cut else "passed" if child.returncode == 0 else "failed"
     tail = log.read_bytes()[-TAIL_BYTES:].decode(errors="replace")
     last = next((line.strip() for line in reversed(tail.splitlines()) if line.strip()), "nothing was printed")
     failed = f"exit {child.returncode}: {last[:LAST_CHARACTERS]}"
     why = f"ended after {limit_s:.0f} s" if cut else "" if child.returncode == 0 else failed
-    return {"state": state, "why": why, "seconds": time.monotonic() - began_s, "tail": tail}
+    if not ended:
+        why = f"process {child.pid} did not end after {limit_s:.0f} s, nor when it was killed"
+    seconds = time.monotonic() - began_s
+    return {"state": state, "why": why, "seconds": seconds, "tail": tail, "left": not ended}
 
 
 def _die_with_parent() -> None:
@@ -177,8 +246,9 @@ def _die_with_parent() -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
 
 
-def _end(child: subprocess.Popen[bytes]) -> None:
-    """Ends the child and all of its session that are left."""
+def _end(child: subprocess.Popen[bytes]) -> bool:
+    """Ends the child and all of its session that are left; whether it did. A process that waits inside a driver does
+    not end before the driver lets it."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(child.pid, number)
@@ -188,7 +258,11 @@ def _end(child: subprocess.Popen[bytes]) -> None:
             child.wait(TERM_S)
         except subprocess.TimeoutExpired:
             continue
-    child.wait(TERM_S)
+    try:
+        child.wait(TERM_S)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
 
 
 @contextmanager

@@ -1,0 +1,58 @@
+"""The files in a folder of results: written whole, read or refused by name, and one call's at a time."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+LOCK = ".lock"
+
+
+class RefusedError(Exception):
+    """A stage was not begun; says why, and what helps."""
+
+
+class UnreadableError(Exception):
+    """A file holds no result; names it, and says why."""
+
+
+def write_whole(path: Path, text: str) -> None:
+    """In place of what was there at once; also after a loss of power the one or the other is there as a whole."""
+    beside = path.with_name(f".{path.name}.part")
+    with beside.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(beside, path)
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """What goes wrong with the content of `path` meanwhile becomes an UnreadableError that names it.
+
+    Half-written files raise so, and those of another version: they lack what is asked for, or hold another type.
+    """
+    try:
+        yield
+    except (OSError, ValueError, SyntaxError, LookupError, TypeError, AttributeError) as error:
+        raise UnreadableError(f"{path.name} cannot be read: {type(error).__name__}: {error}") from error
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Keeps other calls away from the folder; also a killed process lets it go.
+
+    Raises:
+        RefusedError: another call has it.
+    """
+    with (folder / LOCK).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise RefusedError(
+                f"another call measures with {folder}: wait for its end, or name another --out"
+            ) from error
+        yield
