@@ -249,10 +249,13 @@ class RankOps:
         """
         self.poll()
         ends_s = time.monotonic() + wait_s
-        for op_id, positions in reused.items():
-            op = self._ops.get(op_id)
-            if op is None:
-                continue
+        # All are asked for before any is waited for: one that is slow may use up the time.
+        behind = [
+            (op, positions)
+            for op_id, positions in reused.items()
+            if (op := self._ops.get(op_id)) and not self.engine.order_after(op.ticket, 0.0)
+        ]
+        for op, positions in behind:
             if not self.engine.order_after(op.ticket, max(0.0, ends_s - time.monotonic())):
                 op.torn = (op.torn or set()) | set(positions)
 

@@ -169,3 +169,35 @@ def test_a_store_that_outlives_its_step_has_failed_though_all_of_it_was_copied(i
         assert result.failed.tolist() == ([] if in_time else [0, 1])
     finally:
         world.close()
+
+
+def test_a_store_that_cannot_be_enqueued_in_time_tears_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lane enqueues the others while the first one is waited for, if it knows of them by then."""
+    world = World(rules=[testing_ext.FaultRule(STALL, kind=int(OpKind.D2H))])
+    try:
+        ops = RankOps(load_config({}, {}), 0, Counters())
+        ops.engine = world.engine
+        graphs = [TransferGraph((world.op(OpKind.D2H, [block]),)) for block in (3, 4, 5)]
+        for graph in graphs:
+            ops.submit_store(graph)
+        names = [graph.ops[0].op_id for graph in graphs]
+        slow = ops._ops[names[0]].ticket
+        now_s, asked, enqueued = [0.0], set[int](), set[int]()
+
+        def order_after(ticket: int, wait_s: float) -> bool:
+            asked.add(ticket)
+            if wait_s > 0:
+                now_s[0] += wait_s if ticket == slow else 0.0
+                enqueued.update(asked - {slow})
+            return ticket in enqueued
+
+        with monkeypatch.context() as patched:
+            patched.setattr(world.engine, "order_after", order_after)
+            patched.setattr(
+                "flexkv.adapters.common.rank_ops.time", SimpleNamespace(monotonic=lambda: now_s[0])
+            )
+            ops.keep_before_reuse({name: [0] for name in names}, 0.25)
+        assert [ops._ops[name].torn for name in names] == [{0}, None, None]
+        assert now_s == [0.25], "the slow one was waited for"
+    finally:
+        world.close()
