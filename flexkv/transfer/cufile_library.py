@@ -36,6 +36,8 @@ def find_cufile() -> CufileLibrary:
         return there
     paths = name_wheels()
     library = CufileLibrary(*c_ext.find_cufile())
+    if not library.path and (said := _by_pathfinder()[1]):
+        return replace(library, reason=f"{library.reason}; cuda-pathfinder: {said}")
     # cuda-pathfinder loads what it finds.
     return replace(library, found="in a wheel") if library.path in paths else library
 
@@ -50,7 +52,7 @@ def name_wheels() -> tuple[str, ...]:
     """
     if _first_look().path:
         return ()
-    paths = tuple(dict.fromkeys([*_in_site_packages(), *_by_pathfinder()]))
+    paths = tuple(dict.fromkeys([*_in_site_packages(), *_by_pathfinder()[0]]))
     c_ext.set_cufile_wheels(list(paths))
     return paths
 
@@ -61,17 +63,25 @@ def _first_look() -> CufileLibrary:
     return CufileLibrary(*c_ext.find_cufile())
 
 
-def _by_pathfinder() -> list[str]:
-    """NVIDIA's own search, which knows conda and CUDA_HOME too; comes with the extra `gpu`."""
+@cache
+def _by_pathfinder() -> tuple[tuple[str, ...], str]:
+    """NVIDIA's own search, which knows conda and CUDA_HOME too; comes with the extra `gpu`.
+
+    Returns:
+        Where it found one; and what it says where it found none, or none that can be loaded.
+    """
     try:
         pathfinder = import_module("cuda.pathfinder")
     except ImportError:
-        return []
+        return (), ""
     try:
         path = pathfinder.load_nvidia_dynamic_lib("cufile").abs_path
-    except pathfinder.DynamicLibNotFoundError:
-        return []
-    return [path] if path else []
+    except (
+        RuntimeError,
+        OSError,
+    ) as error:  # not found, or found and not loaded; or the loader does not know it
+        return (), " ".join(str(error).split()) or type(error).__name__
+    return ((path,) if path else ()), ""
 
 
 def _in_site_packages() -> list[str]:

@@ -97,6 +97,20 @@ def test_cuda_pathfinder_is_asked_where_it_is_installed(tmp_path: Path) -> None:
     assert find(package.parent.parent)["path"] == ""
 
 
+@pytest.mark.parametrize("kind", ["RuntimeError", "OSError"])
+def test_what_cuda_pathfinder_cannot_load_is_a_reason(tmp_path: Path, kind: str) -> None:
+    package = tmp_path / "cuda" / "pathfinder"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(
+        "class DynamicLibNotFoundError(RuntimeError): pass\n"
+        f"def load_nvidia_dynamic_lib(name): raise {kind}('Failed to dlopen /a/libcufile.so.0:\\n bad header')\n"
+    )
+    found = find(tmp_path)
+    assert (found["path"], found["wheels"]) == ("", [])
+    assert "no wheel has it" in str(found["reason"])
+    assert str(found["reason"]).endswith("; cuda-pathfinder: Failed to dlopen /a/libcufile.so.0: bad header")
+
+
 def test_what_was_searched_is_said(tmp_path: Path) -> None:
     nowhere = find()
     assert nowhere["path"] == ""
