@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any, Protocol, SupportsIndex, TypeAlias
 
 from flexkv.errors import ContractError
@@ -33,11 +34,18 @@ def stream_address(stream: StreamLike) -> int:
     """The `cudaStream_t` of `stream`. Where an object has the protocol and the attribute too, the protocol counts.
 
     Raises:
-        ContractError: no stream; names the value.
+        ContractError: no stream; names the value. What its own code raises is the cause.
     """
-    if (method := getattr(stream, "__cuda_stream__", None)) is not None:
-        return _address(_of_protocol(method, stream), stream)
-    return _address(getattr(stream, "cuda_stream", stream), stream)
+    try:
+        if (method := getattr(stream, "__cuda_stream__", None)) is not None:
+            return _address(_of_protocol(method, stream), stream)
+        return _address(getattr(stream, "cuda_stream", stream), stream)
+    except ContractError:
+        raise
+    except Exception as error:
+        raise ContractError(
+            f"{_named(stream)} gives no stream: {type(error).__name__}: {_named(error, str)}"
+        ) from error
 
 
 def optional_stream(stream: StreamLike | None) -> int | None:
@@ -46,33 +54,47 @@ def optional_stream(stream: StreamLike | None) -> int | None:
 
 
 def _of_protocol(method: Any, stream: object) -> object:
+    if isinstance(stream, type):
+        raise ContractError(f"{_named(stream)} is a class of streams, not a stream")
     if not callable(method):
-        raise ContractError(f"{stream!r:.80}: its __cuda_stream__ is {method!r:.80}, not a method")
+        raise ContractError(f"{_named(stream)}: its __cuda_stream__ is {_named(method)}, not a method")
     answer = method()
     if not isinstance(answer, tuple) or len(answer) != 2:
         raise ContractError(
-            f"{stream!r:.80}: __cuda_stream__() gave {answer!r:.80}, not (version, address of a cudaStream_t)"
+            f"{_named(stream)}: __cuda_stream__() gave {_named(answer)}, not (version, address of a cudaStream_t)"
         )
     version, address = answer
-    if isinstance(version, bool) or version != PROTOCOL_VERSION:
+    if _whole(version) != PROTOCOL_VERSION:
         raise ContractError(
-            f"{stream!r:.80}: __cuda_stream__() speaks version {version!r:.80} of its protocol, "
+            f"{_named(stream)}: __cuda_stream__() speaks version {_named(version)} of its protocol, "
             f"and {PROTOCOL_VERSION} is understood"
         )
     return address
 
 
 def _address(value: Any, stream: object) -> int:
-    # A bool is a whole number to Python; as a stream it is a mistake.
-    try:
-        address = None if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        address = None
+    address = _whole(value)
     if address is None:
         raise ContractError(
-            f"{stream!r:.80} is no stream: a cudaStream_t as a whole number is needed, or an object with "
-            f"__cuda_stream__ or cuda_stream; found {value!r:.80}"
+            f"{_named(stream)} is no stream: a cudaStream_t as a whole number is needed, or an object with "
+            f"__cuda_stream__ or cuda_stream; found {_named(value)}"
         )
     if not 0 <= address <= LARGEST_ADDRESS:
-        raise ContractError(f"{stream!r:.80} is no stream: {address} is not in [0, 2**64)")
+        raise ContractError(f"{_named(stream)} is no stream: {address} is not in [0, 2**64)")
     return address
+
+
+def _whole(value: Any) -> int | None:
+    """None for what is no whole number. A bool is one to Python; as a stream it is a mistake."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
+
+
+def _named(value: object, words: Callable[[object], str] = repr) -> str:
+    """It, in a message, also where it cannot say what it is."""
+    try:
+        return f"{words(value):.80}"
+    except Exception:
+        return f"a {type(value).__name__}"

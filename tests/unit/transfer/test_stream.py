@@ -35,6 +35,30 @@ class SpeaksBoth(Speaks):
     cuda_stream = 5
 
 
+class Broken:
+    """Its own code raises, where it is asked for a number and where it is named."""
+
+    def __index__(self) -> int:
+        raise ValueError("no number")
+
+    def __repr__(self) -> str:
+        raise ValueError("no name")
+
+
+class Closed:
+    def __cuda_stream__(self) -> Any:
+        raise RuntimeError("the stream was closed")
+
+    def __repr__(self) -> str:
+        return "Closed()"
+
+
+class ClosedAttribute:
+    @property
+    def cuda_stream(self) -> int:
+        raise RuntimeError("the stream was closed")
+
+
 TAKEN = [
     (0, 0),
     (1, 1),
@@ -75,10 +99,18 @@ REFUSED = [
     (Speaks(ADDRESS), f"gave {ADDRESS}"),
     (SimpleNamespace(__cuda_stream__=(0, ADDRESS)), "not a method"),
     (SpeaksBoth((1, 8)), "speaks version 1"),
+    (Speaks, "Speaks'> is a class of streams, not a stream"),
+    (Speaks((np.zeros(2), ADDRESS)), r"speaks version array\(\[0\., 0\.\]\)"),
+    (Speaks((0.0, ADDRESS)), r"speaks version 0\.0"),
+    (Speaks((0, Broken())), "gives no stream: ValueError: no number"),
+    (Broken(), "a Broken gives no stream: ValueError: no number"),
+    (Speaks(Broken()), "gave a Broken"),
+    (Closed(), r"Closed\(\) gives no stream: RuntimeError: the stream was closed"),
+    (ClosedAttribute(), "gives no stream: RuntimeError: the stream was closed"),
 ]
 
 
-@pytest.mark.parametrize(("stream", "words"), REFUSED, ids=str)
+@pytest.mark.parametrize(("stream", "words"), REFUSED, ids=[words for _, words in REFUSED])
 def test_what_is_no_stream_is_named(stream: Any, words: str) -> None:
     with pytest.raises(ContractError, match=words):
         stream_address(stream)
@@ -90,7 +122,7 @@ class Native:
     def __init__(self) -> None:
         self.streams: list[object] = []
 
-    def submit(self, ops: Any, edges: Any, stream: object, gated: bool) -> int:
+    def submit(self, ops: Any, edges: Any, stream: object, gated: bool, after: object) -> int:
         self.streams.append(stream)
         return 1
 
