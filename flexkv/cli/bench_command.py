@@ -100,6 +100,8 @@ def transfer(
     png_file: Path | None,
 ) -> None:
     """Copy blocks between an engine's pool and a host pool, beside what torch does and what the limit is."""
+    if "disk" in parts and folder is None:
+        raise click.UsageError("--part disk needs --folder, on the disk to measure")
     console = Console(width=160)
     if png_file is not None:
         _need_matplotlib()

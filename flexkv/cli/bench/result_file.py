@@ -1,4 +1,7 @@
-"""The JSON of `flexkv bench transfer`, written again after every group of rows: a cut run keeps what it measured."""
+"""The JSON of `flexkv bench transfer`, written again after every group of rows: a cut run keeps what it measured.
+
+A device or a pipe, such as /dev/stdout, is never replaced: each time it gets all of it so far, as one line.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ class ResultFile:
     """What was measured so far.
 
     Args:
-        path: where it is written; None keeps it in memory alone.
+        path: where it is written, or a link to that; None keeps it in memory alone.
         facts: what is known before anything is measured.
     """
 
@@ -46,7 +49,16 @@ class ResultFile:
             return
         self._content["rows"] = [asdict(row) for row in self.rows]
         self._content["comparisons"] = [asdict(row) for row in self.compared]
-        # In place of the last one at once: whoever reads meanwhile sees a whole one.
-        beside = self._path.with_name(f".{self._path.name}.part")
-        beside.write_text(json.dumps(self._content, indent=1))
-        os.replace(beside, self._path)
+        # By its own name: a pipe under /proc has a target that is no path.
+        if self._path.exists() and not self._path.is_file():
+            with self._path.open("w") as stream:
+                stream.write(json.dumps(self._content) + "\n")
+            return
+        # In place of the last one at once: whoever reads meanwhile sees a whole one, also after a loss of power.
+        path = self._path.resolve()
+        beside = path.with_name(f".{path.name}.part")
+        with beside.open("w") as file:
+            json.dump(self._content, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)

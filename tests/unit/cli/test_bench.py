@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from click.testing import CliRunner
 from flexkv import c_ext
 from flexkv.cli import bench_command
 from flexkv.cli.bench.disk_rows import disk_rows
+from flexkv.cli.bench.result_file import ResultFile
 from flexkv.cli.bench.transfer_bench import TransferBench
 from flexkv.cli.bench_command import command
 
@@ -189,3 +191,44 @@ def test_without_matplotlib_drawing_is_refused(tmp_path: Path, monkeypatch: pyte
     assert done.exit_code == 2
     assert "needs matplotlib" in done.output
     assert not picture.exists()
+
+
+def test_the_disk_alone_needs_a_folder_on_it() -> None:
+    done = CliRunner().invoke(command, ["transfer", "--part", "disk", "--megabytes", "1"])
+    assert done.exit_code == 2
+    assert "--part disk needs --folder" in done.output
+
+
+def test_results_go_where_a_link_points(tmp_path: Path) -> None:
+    target, link = tmp_path / "kept" / "rows.json", tmp_path / "link.json"
+    target.parent.mkdir()
+    target.write_text("old")
+    link.symlink_to(target)
+    ResultFile(link, {"device": None}).part_ended("lanes")
+    assert link.is_symlink()
+    assert json.loads(target.read_text())["parts"] == ["lanes"]
+
+
+def test_what_is_no_file_is_written_to_and_not_replaced(tmp_path: Path) -> None:
+    pipe, link = tmp_path / "pipe", tmp_path / "link"
+    os.mkfifo(pipe)
+    link.symlink_to(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        ResultFile(link, {"device": None}).part_ended("lanes")
+        lines = os.read(reader, 1 << 16).decode().splitlines()
+    finally:
+        os.close(reader)
+    assert [json.loads(line)["parts"] for line in lines] == [[], ["lanes"]]
+    assert pipe.is_fifo()
+    assert link.is_symlink()
+
+
+def test_a_pipe_without_a_path_of_its_own_is_written_to() -> None:
+    reader, writer = os.pipe()
+    try:
+        ResultFile(Path(f"/dev/fd/{writer}"), {"device": None})
+        assert json.loads(os.read(reader, 1 << 16))["parts"] == []
+    finally:
+        os.close(reader)
+        os.close(writer)
