@@ -460,5 +460,5 @@ class ObserveConfig(Section):
         "off",
         description="`on`: the threads of the lanes and the stages of layerwise pipelines name their work by NVTX, so "
         "that a profiler (Nsight Systems) shows it beside the engine's kernels. An absolute path is that of the "
-        "library. `off` loads and calls nothing.",
+        "library. A rank that finds none refuses the start. `off` loads and calls nothing.",
     )

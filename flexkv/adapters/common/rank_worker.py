@@ -11,6 +11,7 @@ from flexkv.adapters.common.rank_ops import RankOps
 from flexkv.config import FlexKVConfig
 from flexkv.errors import ContractError, FlexKVError
 from flexkv.observe import Counters, get_logger
+from flexkv.transfer import nvtx
 from flexkv.transfer.engine import OnDevice
 from flexkv.transfer.host_pool import HostPool
 from flexkv.transfer.slab_map import SlabMap
@@ -35,6 +36,10 @@ class RankWorker:
     Args:
         current_stream: of a CUDA device, the stream that the calling thread gives the engine's work to, as an integer.
 
+    Raises:
+        ConfigError: `observe.nvtx` names no library that there is. Here, where the engine's start ends with it: a rank
+            in a process of its own that failed later would live without the cache.
+
     Attributes:
         device: the CUDA device of the engine's pool; None for plain memory, and before it is attached.
         views: of the engine's pool, one a KV group; none before `take_pool`.
@@ -44,6 +49,7 @@ class RankWorker:
     """
 
     def __init__(self, config: FlexKVConfig, rank: int, current_stream: Callable[[int], int]) -> None:
+        nvtx.enable(config.observe.nvtx)
         self.rank = rank
         self.counters = Counters()
         self.device: int | None = None

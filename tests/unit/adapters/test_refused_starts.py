@@ -7,8 +7,12 @@ from typing import Any
 
 import pytest
 
+from flexkv.adapters.tensorrt_llm import worker as tensorrt_llm_worker
 from flexkv.adapters.vllm import scheduler
+from flexkv.adapters.vllm import worker as vllm_worker
+from flexkv.config import load_config
 from flexkv.errors import ClosedError, ConfigError
+from flexkv.transfer import nvtx
 from flexkv.transfer.host_pool import HostPool
 from flexkv.unit import build
 from tests.unit.adapters.disk_engines import PROMPT, SLAB_BYTES
@@ -65,3 +69,25 @@ def test_a_refused_start_holds_no_memory_and_no_folder(
     assert engine.stored_pages == 5
     assert pools[1].native.slots, "the control: a pool in use is not closed"
     assert caught.value.args
+
+
+@pytest.mark.parametrize("worker_class", [vllm_worker.WorkerSide, tensorrt_llm_worker.WorkerSide])
+def test_a_mistyped_profiler_library_refuses_the_start_of_every_rank(
+    worker_class: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When its worker is made, whichever process it is in: what a rank of another process is refused later, it only
+    logs, and lives without the cache."""
+    monkeypatch.setattr(nvtx, "_library", None)
+    more = (1,) if worker_class is vllm_worker.WorkerSide else ()
+    with pytest.raises(ConfigError, match=r"observe\.nvtx=/no/such\.so: "):
+        worker_class(load_config({"observe.nvtx": "/no/such.so"}, {}), 0, *more)
+    worker_class(load_config({}, {}), 0, *more).close()
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_an_engine_with_a_mistyped_profiler_library_does_not_start(
+    make_engine: Make, monkeypatch: pytest.MonkeyPatch, remote: bool
+) -> None:
+    monkeypatch.setattr(nvtx, "_library", None)
+    with pytest.raises(ConfigError, match=r"observe\.nvtx=/no/such\.so: "):
+        make_engine(remote=remote, **{"observe.nvtx": "/no/such.so"})
