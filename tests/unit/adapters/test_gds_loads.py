@@ -271,7 +271,7 @@ def test_a_request_that_ends_while_its_pages_are_loaded(make_gds: Make) -> None:
 def test_new_weights_while_a_load_waits_for_its_lane(make_gds: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     make_gds().run(make_request(PROMPT, "one"))
     engine = make_gds()
-    monkeypatch.setattr(engine.workers[0]._ops.engine, "submit", lambda graph: None)
+    monkeypatch.setattr(engine.workers[0]._ops.engine, "submit", lambda graph, after: None)
     engine.add(make_request(PROMPT, "two"))
     engine.step({})
     assert not engine.side.reset(), "a load is in flight"

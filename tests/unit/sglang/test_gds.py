@@ -216,7 +216,7 @@ def test_promises_of_one_forward_wait_for_the_disk_together(
     monkeypatch.setattr(world.cache, "match", slow)
     monkeypatch.setattr(load_batches, "time", SimpleNamespace(monotonic=lambda: clock_s[0], sleep=time.sleep))
     queued = {
-        f"r{number}": QueuedLoad(world.cache.keys(hashes_of(*PAGES)), blocks(range(first, first + 4)))
+        f"r{number}": QueuedLoad(world.cache.keys(hashes_of(*PAGES)), blocks(list(range(first, first + 4))))
         for number, first in enumerate((20, 24, 28))
     }
     assert world.loads.finish(world.loads.start(queued, None)) is found
