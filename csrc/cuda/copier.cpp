@@ -20,6 +20,10 @@ constexpr int64_t kTestBytes = kTestRuns * kTestPages * kTestRunStep;
 // Allocating more later may wait for other streams.
 constexpr size_t kTableBytes = 256 << 10;
 
+size_t table_bytes(std::span<const CopyChunk> chunks, std::span<const PageEnds> pages) {
+  return chunks.size_bytes() + pages.size() * sizeof(CopyPage);
+}
+
 }  // namespace
 
 // Pinned memory for the tables of one piece under way; the kernel reads it over the link, which for tables of
@@ -81,7 +85,8 @@ Copier::Copier(std::shared_ptr<Device> device, KernelLauncher launcher, const Co
     // A build for other devices, or for a later driver, shows here: a launch is the first that needs its
     // image.
     const auto move = [&](Direction direction, auto segments, auto pages, StreamHandle stream) {
-      return by_kernel(direction, segments, pages, 0, stream);
+      const std::vector<CopyChunk> chunks = cut_to_chunks(segments.data(), segments.size());
+      return by_kernel(direction, chunks, pages, tables_of(direction, 0), stream);
     };
     const std::string failure = self_test(move);
     capabilities_.kernel = failure.empty();
@@ -139,7 +144,12 @@ std::string Copier::enqueue(Direction direction, std::span<const Segment> segmen
   usable.batch = usable.batch && registered;
   const SplitRuns split = split_runs(segments, longest_kernel_run(usable));
   if (!split.by_kernel.empty()) {
-    const std::string failure = by_kernel(direction, split.by_kernel, pages, staging, stream);
+    const std::vector<CopyChunk> chunks = cut_to_chunks(split.by_kernel.data(), split.by_kernel.size());
+    Staging& tables = tables_of(direction, staging);
+    if (!tables.reserve(table_bytes(chunks, pages)).empty()) {
+      return by_engine(direction, segments, pages, usable, stream);
+    }
+    const std::string failure = by_kernel(direction, chunks, pages, tables, stream);
     if (!failure.empty()) {
       give_up_kernel(failure);
       return by_engine(direction, segments, pages, usable, stream);
@@ -175,16 +185,14 @@ std::string Copier::by_engine(Direction direction, std::span<const Segment> segm
   return error;
 }
 
-std::string Copier::by_kernel(Direction direction, std::span<const Segment> segments,
-                              std::span<const PageEnds> pages, int staging, StreamHandle stream) {
-  const std::vector<CopyChunk> chunks = cut_to_chunks(segments.data(), segments.size());
-  const size_t chunk_bytes = chunks.size() * sizeof(CopyChunk);
-  const size_t page_bytes = pages.size() * sizeof(CopyPage);
-  Staging& tables =
-      *stagings_[static_cast<size_t>(staging + (direction == Direction::kToHost ? kStagings : 0))];
-  if (std::string error = tables.reserve(chunk_bytes + page_bytes); !error.empty()) return error;
+Copier::Staging& Copier::tables_of(Direction direction, int staging) const {
+  return *stagings_[static_cast<size_t>(staging + (direction == Direction::kToHost ? kStagings : 0))];
+}
+
+std::string Copier::by_kernel(Direction direction, std::span<const CopyChunk> chunks,
+                              std::span<const PageEnds> pages, Staging& tables, StreamHandle stream) {
   auto* chunk_table = static_cast<CopyChunk*>(tables.memory);
-  std::memcpy(chunk_table, chunks.data(), chunk_bytes);
+  std::memcpy(chunk_table, chunks.data(), chunks.size_bytes());
   auto* page_table = reinterpret_cast<CopyPage*>(chunk_table + chunks.size());
   for (size_t i = 0; i < pages.size(); ++i) {
     page_table[i] = {pages[i].block, reinterpret_cast<uintptr_t>(pages[i].stripe)};

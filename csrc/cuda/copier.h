@@ -39,7 +39,8 @@ class Copier {
   Copier& operator=(const Copier&) = delete;
 
   // Copies `segments` of `pages`. A kernel that cannot be started is not tried again: its runs, and from then
-  // on all, go by the copy engine. `registered`: all host bytes are known to the device, else no kernel.
+  // on all, go by the copy engine; where there is no memory for its tables, these runs do. `registered`: all
+  // host bytes are known to the device, else no kernel.
   // `staging` names the kernel's tables, of which a direction may have kStagings in use; kNoStaging: no
   // kernel. Empty, or why it failed: then some copies may be under way all the same, and only an event after
   // them says when they have ended.
@@ -72,8 +73,10 @@ class Copier {
   void add(Path path, std::span<const Segment> segments, size_t pages, int64_t calls);
   std::string by_engine(Direction direction, std::span<const Segment> segments,
                         std::span<const PageEnds> pages, const Capabilities& usable, StreamHandle stream);
-  std::string by_kernel(Direction direction, std::span<const Segment> segments,
-                        std::span<const PageEnds> pages, int staging, StreamHandle stream);
+  Staging& tables_of(Direction direction, int staging) const;
+  // Precondition: `tables` has room for them.
+  std::string by_kernel(Direction direction, std::span<const CopyChunk> chunks,
+                        std::span<const PageEnds> pages, Staging& tables, StreamHandle stream);
   std::string by_batch(Direction direction, std::span<const Copy> copies, StreamHandle stream,
                        int64_t& calls);
   std::string by_rows(Direction direction, std::span<const Copy> copies, StreamHandle stream, int64_t& calls);

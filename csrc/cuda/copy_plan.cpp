@@ -13,8 +13,8 @@ std::vector<PitchedCopy> group_in_order(std::span<const Copy> copies, size_t max
       PitchedCopy& group = groups.back();
       const uintptr_t device_end = group.first.device + (group.rows - 1) * group.device_step;
       const std::byte* host_end = group.first.host + (group.rows - 1) * group.host_step;
-      if (copy.piece == group.first.piece && copy.bytes == group.first.bytes && copy.device > device_end &&
-          copy.host > host_end) {
+      const bool together = copy.piece == group.first.piece && copy.region == group.first.region;
+      if (together && copy.bytes == group.first.bytes && copy.device > device_end && copy.host > host_end) {
         const size_t device_step = copy.device - device_end;
         const auto host_step = static_cast<size_t>(copy.host - host_end);
         const bool first_step = group.rows == 1 && device_step >= copy.bytes && host_step >= copy.bytes &&
@@ -84,11 +84,17 @@ std::vector<Copy> list_copies(std::span<const Segment> segments, std::span<const
   std::vector<Copy> copies;
   copies.reserve(segments.size() * pages.size());
   for (const PageEnds& page : pages) {
+    uintptr_t region = 0;
+    int64_t stride = 0;  // of the region's blocks
     for (const Segment& segment : segments) {
       if (segment.run_bytes <= 0) continue;
+      if (segment.base < region || segment.base - region >= static_cast<uintptr_t>(stride)) {
+        region = segment.base;
+        stride = segment.block_stride;
+      }
       const Copy copy{run_address(segment, page.block), page.stripe + segment.page_offset,
-                      static_cast<size_t>(segment.run_bytes), page.piece};
-      if (!copies.empty() && copies.back().piece == copy.piece &&
+                      static_cast<size_t>(segment.run_bytes), page.piece, region};
+      if (!copies.empty() && copies.back().piece == copy.piece && copies.back().region == copy.region &&
           copies.back().device + copies.back().bytes == copy.device &&
           copies.back().host + copies.back().bytes == copy.host) {
         copies.back().bytes += copy.bytes;

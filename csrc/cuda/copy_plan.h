@@ -62,7 +62,8 @@ struct Copy {
   uintptr_t device = 0;
   std::byte* host = nullptr;
   size_t bytes = 0;
-  int64_t piece = 0;  // of host memory; see PinPieces
+  int64_t piece = 0;     // of host memory; see PinPieces
+  uintptr_t region = 0;  // of device memory: another number may be another allocation
 };
 
 // A page to copy: a block of the engine's pool and its stripe.
@@ -72,8 +73,9 @@ struct PageEnds {
   int64_t piece = 0;  // that the stripe's slot was registered with
 };
 
-// All runs of `pages`, page by page; neighbours in one piece that continue each other at both ends are one
-// copy, empty runs none.
+// All runs of `pages`, page by page; neighbours in one piece and region that continue each other at both ends
+// are one copy, empty runs none. Segments that lie within each other's blocks are of one region, as of pools
+// with all layers in a block; others may be layers that were allocated one by one.
 std::vector<Copy> list_copies(std::span<const Segment> segments, std::span<const PageEnds> pages);
 
 // `rows` copies of equal length, each `device_step` and `host_step` bytes after the one before.
@@ -85,7 +87,8 @@ struct PitchedCopy {
 };
 
 // The same bytes in as few pitched copies as two orders give: along the pages' runs, or along each run's
-// pages. Steps are at most `max_pitch_bytes` and at least a row; rows are of one piece.
+// pages. Steps are at most `max_pitch_bytes` and at least a row; rows are of one piece and region, because
+// a driver may refuse a range of several allocations even where these follow each other.
 std::vector<PitchedCopy> group_rows(std::span<const Copy> copies, size_t max_pitch_bytes);
 
 }  // namespace flexkv::cuda

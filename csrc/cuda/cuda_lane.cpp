@@ -19,6 +19,7 @@ namespace flexkv::cuda {
 namespace {
 
 constexpr size_t kDirections = 2;
+constexpr size_t kThreads = kDirections + 1;
 
 Direction direction_of(OpKind kind) {
   return kind == OpKind::kH2D ? Direction::kToDevice : Direction::kToHost;
@@ -40,7 +41,7 @@ struct Issuing {
 struct Issued {
   std::shared_ptr<Issuing> of;
   std::shared_ptr<Event>
-      event;  // null: it could not be recorded, and nothing was enqueued or the stream is broken
+      event;  // null: it could not be recorded, and nothing was enqueued or the stream was waited for
   std::string error;
   bool last = false;
 };
@@ -57,6 +58,7 @@ struct CudaLane::Shared {
   }
 
   // The threads hold the source: kept here, scheduler and lane would hold each other for ever.
+  void note_started(const std::string& refusal);
   void issue_all(WorkSource& source, int32_t lane);
   void end_all(WorkSource& source, size_t direction);
   bool issue_one(WorkSource& source, int32_t lane);
@@ -77,17 +79,29 @@ struct CudaLane::Shared {
   // The issuing thread's. A work item here has portions left, which go on as those before them arrive.
   std::array<std::shared_ptr<Issuing>, kDirections> unfinished;
   std::array<int, kDirections> next_staging{};
+  size_t started = 0;   // threads that have the device current, or were refused it
+  std::string refused;  // why one was
   bool woken = false;
   bool ending = false;
 };
 
+// Empty is `refusal`, or why the calling thread does not have the device current.
+void CudaLane::Shared::note_started(const std::string& refusal) {
+  const std::lock_guard lock(mutex);
+  ++started;
+  if (refused.empty()) refused = refusal;
+  to_issue.notify_one();
+}
+
 // The issuing thread. Never holds `mutex` while it asks the scheduler, which wakes lanes under its own lock.
 void CudaLane::Shared::issue_all(WorkSource& source, int32_t lane) {
-  const Current here(*device);
+  const QuietCurrent here(*device);
+  note_started(here.error());
   for (;;) {
     {
       std::unique_lock lock(mutex);
-      to_issue.wait(lock, [&] { return woken || ending; });
+      // Nothing is enqueued before it is known that its end can be waited for.
+      to_issue.wait(lock, [&] { return (woken && started == kThreads) || ending; });
       if (ending) return;
       woken = false;
     }
@@ -154,7 +168,7 @@ std::string CudaLane::Shared::prepare(Issuing& issuing) {
     issuing.registered = issuing.registered && view.pool().registered(page.slot);
   }
   const std::span<const Segment> segments = view.segments(item.layer_lo(), item.layer_hi());
-  // Only a single layer of a single page can be longer: the scheduler counts the rest.
+  // Longer is a single layer of a single page, or all that is left of an expedited one.
   if (view.layer_bytes(item.layer_lo(), item.layer_hi()) > kSubBatchBytes) {
     issuing.portions = cut_to_portions(segments, kSubBatchBytes);
   } else {
@@ -176,9 +190,10 @@ void CudaLane::Shared::issue(WorkSource& source, std::shared_ptr<Issuing> issuin
   // In order, so with kItemsInFlight under way at most the one whose turn it is has ended.
   const int staging = in_turn ? next_staging[number] : Copier::kNoStaging;
   if (in_turn) next_staging[number] = (staging + 1) % Copier::kStagings;
-  Issued issued_now{issuing, nullptr, {}, false};
+  // All threads have started, so that this does not change any more.
+  Issued issued_now{issuing, nullptr, refused, false};
   try {
-    if (issuing->next_portion == 0) issued_now.error = prepare(*issuing);
+    if (issued_now.error.empty() && issuing->next_portion == 0) issued_now.error = prepare(*issuing);
     if (issued_now.error.empty()) {
       issued_now.error = copier.enqueue(direction, issuing->portions[issuing->next_portion++], issuing->pages,
                                         issuing->registered, staging, stream);
@@ -188,7 +203,7 @@ void CudaLane::Shared::issue(WorkSource& source, std::shared_ptr<Issuing> issuin
   }
   try {
     // Also after a failure: what was enqueued before it moves, and the pages stay pinned until it has ended.
-    issued_now.event = std::make_shared<Event>(device, stream);
+    if (refused.empty()) issued_now.event = std::make_shared<Event>(device, stream);
   } catch (const std::exception& failure) {
     if (issued_now.error.empty()) issued_now.error = failure.what();
     // Without an event the stream itself is waited for; of a context that is broken nothing moves any more.
@@ -206,7 +221,8 @@ void CudaLane::Shared::issue(WorkSource& source, std::shared_ptr<Issuing> issuin
 
 // The thread that ends the items of one direction, in the order of its stream.
 void CudaLane::Shared::end_all(WorkSource& source, size_t direction) {
-  const Current here(*device);
+  const QuietCurrent here(*device);
+  note_started(here.error());
   for (;;) {
     Issued next;
     {
@@ -216,7 +232,8 @@ void CudaLane::Shared::end_all(WorkSource& source, size_t direction) {
       next = std::move(issued[direction].front());
       issued[direction].pop_front();
     }
-    // Of a profiler's time line: from when the piece before it had arrived until this one has.
+    // Of a profiler's time line: what of the piece's copies had not arrived when those before it had been
+    // ended, then a store's digests, and its end in the scheduler.
     const nvtx::Range range(direction == static_cast<size_t>(Direction::kToDevice) ? "flexkv H2D"
                                                                                    : "flexkv D2H");
     if (const std::string error = next.event ? next.event->wait() : std::string(); next.error.empty()) {
@@ -276,8 +293,7 @@ std::shared_ptr<StreamEvent> CudaLane::record(StreamId stream) { return record_e
 
 void CudaLane::make_wait(StreamEvent& event, StreamId stream) {
   const Current here(*device_);
-  const std::string captured = capture_refusal(*device_, reinterpret_cast<StreamHandle>(stream));
-  if (!captured.empty()) throw ContractError(captured);
+  require_no_capture(*device_, reinterpret_cast<StreamHandle>(stream));
   if (const std::string error = event.make_wait(stream); !error.empty()) throw CapacityError(error);
 }
 

@@ -1,7 +1,8 @@
 // Moves pages of H2D and D2H ops between one GPU and the host pool, on own streams.
 //
-// One thread issues: it takes items while a direction has fewer than kItemsInFlight under way, makes the
-// direction's stream wait for the engine's, enqueues the copies and an event. One thread for each direction
+// One thread issues: it takes items while a direction has fewer than kItemsInFlight under way, and expedited
+// ones however many there are; it makes the direction's stream wait for the engine's, enqueues the copies and
+// an event. One thread for each direction
 // sleeps on those events in order and ends the items. Nothing synchronises with the device as a whole.
 #pragma once
 #include <memory>
@@ -15,8 +16,9 @@
 
 namespace flexkv::cuda {
 
-// Unit: items, of at most kSubBatchBytes. Two keep the link busy while the next is prepared; more would only
-// make a load wait longer behind stores.
+// Unit: items in their turn, of at most kSubBatchBytes. Two keep the link busy while the next is prepared;
+// more would only make one that is urgent wait longer in its direction. Expedited items come on top: they may
+// wait for the engine, so that these two may stand still as well.
 inline constexpr int kItemsInFlight = Copier::kStagings;
 
 class CudaLane : public Lane {

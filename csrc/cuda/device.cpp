@@ -10,7 +10,8 @@ class DeviceRegistrar : public Registrar {
   explicit DeviceRegistrar(std::shared_ptr<Device> device) : device_(std::move(device)) {}
 
   std::string add(void* base, int64_t bytes) override {
-    const Current current(*device_);
+    const QuietCurrent current(*device_);
+    if (!current.error().empty()) return current.error();
     const Driver& driver = device_->driver();
     const Code code = driver.host_register(base, static_cast<size_t>(bytes),
                                            kHostRegisterPortable | kHostRegisterDeviceMap);
@@ -109,11 +110,13 @@ std::string bind_thread(const Device& device) {
   return code == kSuccess ? std::string() : driver.error_text(code, "cuCtxSetCurrent");
 }
 
-std::string capture_refusal(const Device& device, StreamHandle stream) {
+void require_no_capture(const Device& device, StreamHandle stream) {
   int status = kNotCapturing;
   const Code code = device.driver().stream_is_capturing(stream, &status);
-  if (code != kSuccess) return device.driver().error_text(code, "cuStreamIsCapturing");
-  return status == kNotCapturing ? std::string() : "the engine's stream is being captured into a graph";
+  const std::string error = device.driver().failure(code, "cuStreamIsCapturing");
+  if (code == kErrorCaptureImplicit) throw ContractError(error);
+  if (code != kSuccess) throw CapacityError(error);
+  if (status != kNotCapturing) throw ContractError("the engine's stream is being captured into a graph");
 }
 
 std::shared_ptr<Registrar> make_registrar(std::shared_ptr<Device> device) {

@@ -94,9 +94,10 @@ class QuietCurrent {
 // The same for the rest of a thread of our own. Empty, or why the context was refused.
 std::string bind_thread(const Device& device);
 
-// Empty, or why nothing of ours may touch the engine's stream now: it is being captured, and an event of it
-// would draw our streams into the graph. Precondition: its device is current.
-std::string capture_refusal(const Device& device, StreamHandle stream);
+// Throws ContractError while the engine's stream is being captured: nothing of ours may touch it then, as an
+// event of it would draw our streams into the graph. Throws CapacityError where the driver cannot tell.
+// Precondition: its device is current.
+void require_no_capture(const Device& device, StreamHandle stream);
 
 // Registers host memory with a device, for all contexts (cuMemHostRegister, portable).
 std::shared_ptr<Registrar> make_registrar(std::shared_ptr<Device> device);

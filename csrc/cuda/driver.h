@@ -12,6 +12,7 @@ using Code = int;  // CUresult
 inline constexpr Code kSuccess = 0;
 inline constexpr Code kErrorInvalidValue = 1;
 inline constexpr Code kErrorNotReady = 600;
+inline constexpr Code kErrorCaptureImplicit = 906;  // of the legacy stream, while another one is captured
 
 // CUstreamCaptureMode. Global is every thread's own until it changes it: while another thread captures a
 // graph in that mode, each potentially unsafe call of this one fails, and the capture with it.

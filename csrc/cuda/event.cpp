@@ -47,9 +47,7 @@ std::string Event::wait() {
 std::shared_ptr<Event> record_engine(const std::shared_ptr<Device>& device, StreamId stream) {
   const Current here(*device);
   const auto handle = reinterpret_cast<StreamHandle>(stream);
-  if (const std::string refusal = capture_refusal(*device, handle); !refusal.empty()) {
-    throw ContractError(refusal);
-  }
+  require_no_capture(*device, handle);
   return std::make_shared<Event>(device, handle);
 }
 

@@ -135,6 +135,7 @@ class HostPool {
   void rest(double seconds) const;
   bool await_slots(int64_t end) const;
   void register_all(PinRetries retries);
+  void try_to_register_all(const PinRetries& retries);
   std::string register_piece(int64_t piece);
   void unregister_all();
   bool piece_registered(int64_t piece) const {

@@ -2,6 +2,7 @@
 #include <pthread.h>
 
 #include <algorithm>
+#include <exception>
 #include <utility>
 
 #include "transfer/deadline.h"
@@ -51,7 +52,17 @@ bool HostPool::await_slots(int64_t end) const {
   }
 }
 
+// The pin thread: what goes wrong in it is told, and must not end the process.
 void HostPool::register_all(PinRetries retries) {
+  try {
+    try_to_register_all(retries);
+  } catch (const std::exception& failure) {
+    const std::lock_guard lock(mutex_);
+    registration_error_ = failure.what();
+  }
+}
+
+void HostPool::try_to_register_all(const PinRetries& retries) {
   lower_own_priority();
   std::vector<int64_t> refused;
   std::string why;  // the first of them was

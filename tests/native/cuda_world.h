@@ -37,6 +37,7 @@ struct CudaShape {
   bool block_first = false;
   bool digests = false;
   int64_t extent_slots = 4;
+  bool apart = false;        // each layer is an allocation of its own, right behind the one before
   bool exact_slots = false;  // no gap between the pages of two slots; for pages of whole 4 KiB
 };
 
@@ -50,6 +51,10 @@ struct CudaWorld {
     loaded = cuda::find_functions(fake_cuda::finder());
     REQUIRE_MESSAGE(loaded.missing.empty(), loaded.missing);
     device = cuda::Device::open(0, loaded.driver);
+    const int64_t layer_bytes = shape.blocks * shape.run_bytes;
+    for (int32_t layer = 0; shape.apart && layer < shape.layers; ++layer) {
+      fake_cuda::add_allocation(memory.data() + layer * layer_bytes, static_cast<size_t>(layer_bytes));
+    }
     std::vector<Segment> runs;
     const int64_t page = shape.layers * shape.run_bytes;
     for (int32_t layer = 0; layer < shape.layers; ++layer) {

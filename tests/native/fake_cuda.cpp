@@ -71,6 +71,9 @@ void reset(const Settings& settings) {
   w.primary_contexts.clear();
   if (!w.captures.empty()) w.violations.emplace_back("a capture of an earlier test is left");
   w.captures.clear();
+  w.allocations.clear();
+  w.refusals.clear();
+  w.on_free = nullptr;
   w.registrations_to_refuse = 0;
   w.launches_to_fail = 0;
   w.fail_in = -1;

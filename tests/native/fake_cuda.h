@@ -70,6 +70,15 @@ void refuse_registrations(int64_t count);
 inline constexpr int64_t kAlways = INT64_MAX;
 void fail_launches(int64_t count);
 
+// The next `count` calls of this function of the driver fail with `code`: of cuCtxPushCurrent,
+// cuMemHostAlloc, cuEventRecord and cuStreamIsCapturing.
+inline constexpr cuda::Code kOutOfMemory = 2;
+void refuse(const std::string& function, int64_t count, cuda::Code code = kOutOfMemory);
+// Called by each free from now on, before it.
+void on_free(std::function<void()> call);
+// These bytes of a test's memory were allocated as one: a copy may not have bytes of two such.
+void add_allocation(void* memory, size_t bytes);
+
 // The n-th copy call from now (0: the next) fails at once; -1: none.
 void fail_copy(int64_t nth);
 // Whether copies enqueued from now on do not move and make the next host wait on their stream report an

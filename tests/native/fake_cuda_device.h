@@ -16,13 +16,11 @@
 namespace flexkv::fake_cuda {
 
 inline constexpr cuda::Code kInvalidValue = 1;
-inline constexpr cuda::Code kOutOfMemory = 2;
 inline constexpr cuda::Code kInvalidDevice = 101;
 inline constexpr cuda::Code kIllegalAddress = 700;
 inline constexpr cuda::Code kAlreadyRegistered = 712;
 inline constexpr cuda::Code kCaptureUnsupported = 900;
 inline constexpr cuda::Code kCaptureIsolation = 905;
-inline constexpr cuda::Code kCaptureImplicit = 906;
 
 struct FakeStream {
   std::deque<std::function<void()>> queue;
@@ -50,6 +48,9 @@ struct World {
   std::vector<std::string> violations;
   std::set<FakeStream*> streams;
   std::map<void*, size_t> registered;
+  std::map<void*, size_t> allocations;  // that a test has named
+  std::map<std::string, std::pair<int64_t, cuda::Code>> refusals;
+  std::function<void()> on_free;
   std::map<int, int64_t> primary_contexts;
   std::vector<FakeCapture> captures;
   int64_t registrations_to_refuse = 0;
@@ -67,8 +68,10 @@ std::vector<int>& contexts();
 int& own_capture_mode();
 
 // What a potentially unsafe call gets: kSuccess, or CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, and then captures
-// are invalid. Precondition, here and of the next four: the lock is held.
+// are invalid. Precondition, here and of the next five: the lock is held.
 cuda::Code unsafe_call();
+// What a call of this function gets that a test may refuse.
+cuda::Code refusal_of(const std::string& function);
 // The capture that this stream is part of; null: none.
 FakeCapture* capture_of(const FakeStream* stream);
 // Notes a broken rule.

@@ -69,6 +69,7 @@ Code context_release(int device) {
 Code context_push(ContextHandle context) {
   const std::lock_guard lock(world().mutex);
   require(world().primary_contexts.count(device_of(context)) != 0, "a context current that is gone");
+  if (const Code code = refusal_of("cuCtxPushCurrent"); code != cuda::kSuccess) return code;
   contexts().push_back(device_of(context));
   return cuda::kSuccess;
 }
@@ -93,8 +94,9 @@ Code exchange_capture_mode(int* mode) {
 }
 Code stream_is_capturing(StreamHandle stream, int* status) {
   const std::lock_guard lock(world().mutex);
+  if (const Code code = refusal_of("cuStreamIsCapturing"); code != cuda::kSuccess) return code;
   if (reinterpret_cast<uintptr_t>(stream) <= cuda::kLegacyStream) {
-    return world().captures.empty() ? cuda::kSuccess : kCaptureImplicit;
+    return world().captures.empty() ? cuda::kSuccess : cuda::kErrorCaptureImplicit;
   }
   const FakeCapture* capture = capture_of(as_stream(stream));
   *status = capture == nullptr ? cuda::kNotCapturing : capture->whole ? 1 : 2;
@@ -142,6 +144,7 @@ std::shared_ptr<FakeEvent> shared_event(EventHandle handle) {
 }
 Code event_record(EventHandle handle, StreamHandle stream) {
   const std::lock_guard lock(world().mutex);
+  if (const Code code = refusal_of("cuEventRecord"); code != cuda::kSuccess) return code;
   const auto event = shared_event(handle);
   ++world().calls.records;
   require(event->device == as_stream(stream)->device, "an event recorded on a stream of another device");

@@ -48,20 +48,25 @@ void enqueue_copy(FakeStream* stream, void* dst, const void* src, size_t bytes) 
   });
 }
 
-// The registration that `memory` lies in; the map's end: in none. Precondition: the lock is held.
-std::map<void*, size_t>::const_iterator registration_of(const void* memory) {
-  const auto& all = world().registered;
+using Ranges = std::map<void*, size_t>;
+
+// The range of `all` that `memory` lies in; the map's end: in none. Precondition: the lock is held.
+Ranges::const_iterator range_of(const Ranges& all, const void* memory) {
   auto next = all.upper_bound(const_cast<void*>(memory));
   if (next == all.begin()) return all.end();
   --next;
   const auto* base = static_cast<const std::byte*>(next->first);
   return static_cast<const std::byte*>(memory) < base + next->second ? next : all.end();
 }
-// Whether a copy may have these bytes at once: all of one registration or of none (LMCache/LMCache#2413).
-// Precondition: the lock is held.
-bool of_one_registration(const void* memory, size_t bytes) {
+Ranges::const_iterator registration_of(const void* memory) { return range_of(world().registered, memory); }
+// Whether a copy may have these bytes at once: all of one registration or of none (LMCache/LMCache#2413), and
+// of one allocation. Precondition: the lock is held.
+bool of_one_range(const void* memory, size_t bytes) {
+  if (bytes == 0) return true;
   const auto* last = static_cast<const std::byte*>(memory) + bytes - 1;
-  return bytes == 0 || registration_of(memory) == registration_of(last);
+  const Ranges& allocations = world().allocations;
+  return registration_of(memory) == registration_of(last) &&
+         range_of(allocations, memory) == range_of(allocations, last);
 }
 
 // Precondition: the lock is held.
@@ -102,11 +107,18 @@ Code host_unregister(void* memory) {
 Code host_alloc(void** memory, size_t bytes, unsigned) {
   const std::lock_guard lock(world().mutex);
   require(!contexts().empty(), "memory allocated without a current context");
+  if (const Code code = refusal_of("cuMemHostAlloc"); code != cuda::kSuccess) return code;
   if (const Code code = unsafe_call(); code != cuda::kSuccess) return code;
   *memory = ::operator new(bytes);
   return cuda::kSuccess;
 }
 Code host_free(void* memory) {
+  std::function<void()> before;
+  {
+    const std::lock_guard lock(world().mutex);
+    before = world().on_free;
+  }
+  if (before) before();
   const std::lock_guard lock(world().mutex);
   require_idle_devices();
   require(!contexts().empty(), "memory freed without a current context");
@@ -126,8 +138,8 @@ Code copy_to_device(DeviceAddress dst, const void* src, size_t bytes, StreamHand
   check_stream(stream);
   ++world().calls.single;
   if (const Code code = unsafe_call(); code != cuda::kSuccess) return code;
-  if (fails_now() || !of_one_registration(src, bytes)) return kInvalidValue;
-  if (!of_one_registration(reinterpret_cast<const void*>(dst), bytes)) return kInvalidValue;
+  if (fails_now() || !of_one_range(src, bytes)) return kInvalidValue;
+  if (!of_one_range(reinterpret_cast<const void*>(dst), bytes)) return kInvalidValue;
   enqueue_copy(as_stream(stream), reinterpret_cast<void*>(dst), src, bytes);
   return cuda::kSuccess;
 }
@@ -171,8 +183,8 @@ Code copy_2d(const Copy2D* copy, StreamHandle stream) {
                               : reinterpret_cast<const std::byte*>(copy->src_device);
   auto* dst =
       from_host ? reinterpret_cast<std::byte*>(copy->dst_device) : static_cast<std::byte*>(copy->dst_host);
-  const bool whole = of_one_registration(src, (copy->height - 1) * copy->src_pitch + copy->width) &&
-                     of_one_registration(dst, (copy->height - 1) * copy->dst_pitch + copy->width);
+  const bool whole = of_one_range(src, (copy->height - 1) * copy->src_pitch + copy->width) &&
+                     of_one_range(dst, (copy->height - 1) * copy->dst_pitch + copy->width);
   if (!whole) return kInvalidValue;
   for (size_t row = 0; row < copy->height; ++row) {
     enqueue_copy(as_stream(stream), dst + row * copy->dst_pitch, src + row * copy->src_pitch, copy->width);
@@ -193,8 +205,8 @@ Code batch(DeviceAddress* dsts, DeviceAddress* srcs, size_t* sizes, size_t count
   if (fails_now()) return kInvalidValue;
   for (size_t i = 0; i < count; ++i) {
     require(sizes[i] > 0, "an empty copy in a batch");
-    if (!of_one_registration(reinterpret_cast<const void*>(dsts[i]), sizes[i]) ||
-        !of_one_registration(reinterpret_cast<const void*>(srcs[i]), sizes[i])) {
+    if (!of_one_range(reinterpret_cast<const void*>(dsts[i]), sizes[i]) ||
+        !of_one_range(reinterpret_cast<const void*>(srcs[i]), sizes[i])) {
       return kInvalidValue;
     }
     const size_t lost = world().settings.batch_corrupts && i + 1 == count ? 1 : 0;

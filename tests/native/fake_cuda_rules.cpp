@@ -71,6 +71,28 @@ bool end_capture(uintptr_t stream) {
 
 int capture_mode() { return own_capture_mode(); }
 
+cuda::Code refusal_of(const std::string& function) {
+  const auto found = world().refusals.find(function);
+  if (found == world().refusals.end() || found->second.first == 0) return cuda::kSuccess;
+  if (found->second.first != kAlways) --found->second.first;
+  return found->second.second;
+}
+
+void refuse(const std::string& function, int64_t count, cuda::Code code) {
+  const std::lock_guard lock(world().mutex);
+  world().refusals[function] = {count, code};
+}
+
+void on_free(std::function<void()> call) {
+  const std::lock_guard lock(world().mutex);
+  world().on_free = std::move(call);
+}
+
+void add_allocation(void* memory, size_t bytes) {
+  const std::lock_guard lock(world().mutex);
+  world().allocations[memory] = bytes;
+}
+
 void refuse_registrations(int64_t count) {
   const std::lock_guard lock(world().mutex);
   world().registrations_to_refuse = count;

@@ -40,6 +40,25 @@ TEST_CASE("cuda plan: copies that continue each other are one, empty ones none")
   CHECK(copies[1].host == host + 1000);
 }
 
+TEST_CASE("cuda plan: no copy and no rows have bytes of two layers that were allocated apart") {
+  std::byte host[4096];
+  constexpr uintptr_t kBase = 1 << 20;
+  // Layers right behind each other, of two blocks each; and of one block, which continue each other.
+  const Segment layers[] = {
+      {kBase, 100, 100, 0, 0}, {kBase + 200, 100, 100, 100, 1}, {kBase + 400, 100, 100, 200, 2}};
+  const Segment single[] = {{kBase, 100, 100, 0, 0}, {kBase + 100, 100, 100, 100, 1}};
+  const PageEnds pages[] = {{1, host}};
+  const PageEnds first[] = {{0, host}};
+  auto copies = list_copies(layers, pages);
+  CHECK(group_rows(copies, 1 << 20).size() == 3);
+  CHECK(list_copies(single, first).size() == 2);
+  for (Copy& copy : copies) copy.region = 0;  // control: in one region they are rows of one copy
+  CHECK(group_rows(copies, 1 << 20).size() == 1);
+  // All layers in a block: one region, whose layers continue each other.
+  const Segment together[] = {{kBase, 200, 100, 0, 0}, {kBase + 100, 200, 100, 100, 1}};
+  CHECK(list_copies(together, pages).size() == 1);
+}
+
 TEST_CASE("cuda plan: no copy and no rows have bytes of two pieces of registered memory") {
   std::byte host[4096];
   const Segment segment{1 << 20, 300, 300, 0, 0};
@@ -51,7 +70,8 @@ TEST_CASE("cuda plan: no copy and no rows have bytes of two pieces of registered
   CHECK(copies[1].host == host + 600);
 
   std::vector<Copy> rows;
-  for (uintptr_t i = 0; i < 8; ++i) rows.push_back({(1 << 20) + i * 256, host + i * 400, 100, i < 5 ? 0 : 1});
+  for (uintptr_t i = 0; i < 8; ++i)
+    rows.push_back({(1 << 20) + i * 256, host + i * 400, 100, i < 5 ? 0 : 1, 0});
   const auto groups = group_rows(rows, 1 << 20);
   REQUIRE(groups.size() == 2);
   CHECK(groups[0].rows == 5);

@@ -51,6 +51,13 @@ class FakeRegistrar : public Registrar {
   int added_ = 0;
 };
 
+// Throws at every try.
+class ThrowingRegistrar : public Registrar {
+ public:
+  std::string add(void*, int64_t) override { throw CapacityError("the driver is gone"); }
+  void remove(void*) override { FAIL("removed what was not registered"); }
+};
+
 template <typename Condition>
 bool comes_true(Condition condition) {
   const auto deadline = deadline_in(kGenerousS);
@@ -181,4 +188,11 @@ TEST_CASE("memory is asked for on a node, and where it lies is told") {
     CHECK((extent.numa_node == 0 || extent.numa_node == kAnyNode));
   options.numa_node = kMostNodes;
   CHECK_THROWS_AS(HostPool::create({kSlotBytes, 4, kExtentBytes}, options), ConfigError);
+}
+
+TEST_CASE("pool: what its pin thread throws is told, and the process goes on") {
+  const auto pool = HostPool::create({kSlotBytes, 4, kExtentBytes}, {});
+  pool->pin(std::make_shared<ThrowingRegistrar>());
+  CHECK(comes_true([&] { return pool->registration_error() == "the driver is gone"; }));
+  CHECK_FALSE(pool->registered(0));
 }

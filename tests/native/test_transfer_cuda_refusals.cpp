@@ -1,0 +1,123 @@
+// Calls that the driver refuses: threads end by no exception, items fail by name, and what can go another way
+// does. Over the fake driver; nothing here ran on a GPU.
+#include <doctest/doctest.h>
+
+#include <array>
+
+#include "base/error.h"
+#include "cuda/event.h"
+#include "cuda_world.h"
+
+using namespace flexkv;
+
+namespace {
+
+constexpr cuda::CopySwitches kAll{.batch = true, .kernel = true};
+constexpr cuda::CopySwitches kRows{.batch = false, .kernel = false};
+
+// The result of a store that a lane runs whose threads, the n-th from 0 on, are refused the context.
+OpResult run_with_refused_threads(int64_t count) {
+  CudaWorld world({}, {}, {});
+  GraphSpec graph;
+  graph.ops.push_back(world.op(OpKind::kD2H, {0, 1}, {0, 1}));
+  graph.fence = world.engine->record(world.stream);  // so that submit() itself pushes no context
+  fake_cuda::refuse("cuCtxPushCurrent", count);
+  const auto ticket = world.engine->submit(std::move(graph), world.stream);
+  REQUIRE(ticket);
+  REQUIRE(world.engine->wait(*ticket, CudaWorld::kLongS));
+  fake_cuda::refuse("cuCtxPushCurrent", 0);
+  return world.engine->poll(1).front();
+}
+
+}  // namespace
+
+TEST_CASE("cuda refusals: threads without the device's context fail their items by name") {
+  for (const int64_t refused : {int64_t{1}, int64_t{2}, fake_cuda::kAlways}) {
+    CAPTURE(refused);
+    const OpResult result = run_with_refused_threads(refused);
+    CHECK(result.status == Status::kFailed);
+    CHECK(result.failed == std::vector<int32_t>{0, 1});
+    CHECK(result.reason.find("cuCtxPushCurrent") != std::string::npos);
+  }
+  CHECK(run_with_refused_threads(0).status == Status::kOk);  // control
+}
+
+TEST_CASE("cuda refusals: memory whose registration has no context is told as refused") {
+  CudaWorld world({}, {}, {});
+  const auto pool = HostPool::create({kIoAlignBytes, 8, 2 * kIoAlignBytes}, {});
+  REQUIRE(pool->wait_ready(8, CudaWorld::kLongS));
+  fake_cuda::refuse("cuCtxPushCurrent", fake_cuda::kAlways);
+  pool->pin(cuda::make_registrar(world.device), {.tries = 0});
+  const auto deadline = deadline_in(CudaWorld::kLongS);
+  while (pool->registration_error().empty() && seconds_until(deadline) > 0) std::this_thread::yield();
+  fake_cuda::refuse("cuCtxPushCurrent", 0);
+  CHECK(pool->registration_error().find("cuCtxPushCurrent") != std::string::npos);
+  CHECK(pool->pinned_slots() == 8);
+  CHECK_FALSE(pool->registered(0));
+}
+
+TEST_CASE("cuda refusals: only a stream that is captured is called so") {
+  CudaWorld world({}, {}, {});
+  const auto event = world.lane->record(world.stream);
+  constexpr cuda::Code kBroken = 700;
+  for (int i = 0; i < 2; ++i) {
+    CAPTURE(i);
+    const auto touch = [&] {
+      if (i == 0) {
+        world.lane->record(world.stream);
+      } else {
+        world.lane->make_wait(*event, world.stream);
+      }
+    };
+    fake_cuda::refuse("cuStreamIsCapturing", 1, kBroken);
+    CHECK_THROWS_AS(touch(), CapacityError);
+    fake_cuda::refuse("cuStreamIsCapturing", 1, cuda::kErrorCaptureImplicit);
+    CHECK_THROWS_AS(touch(), ContractError);
+    CHECK_NOTHROW(touch());
+  }
+}
+
+TEST_CASE("cuda refusals: without memory for its tables a piece goes by the copy engine alone") {
+  CudaShape shape;
+  shape.layers = 9000;  // more runs than the tables have room for at the start
+  shape.run_bytes = 1;
+  CudaWorld world(shape, {}, kAll);
+  const cuda::Copier& copier = world.lane->copier();
+  world.fill(0, 3);
+  fake_cuda::refuse("cuMemHostAlloc", 1);
+  CHECK(world.run(world.op(OpKind::kD2H, {0}, {0})).status == Status::kOk);
+  CHECK(world.slot_holds(0, 3));
+  CHECK(copier.count(cuda::Path::kBatch).pieces == 1);
+  CHECK(copier.failed_launches() == 0);
+  CHECK(copier.notes().empty());
+  CHECK(world.run(world.op(OpKind::kD2H, {0}, {1})).status == Status::kOk);
+  CHECK(world.slot_holds(1, 3));
+  CHECK(copier.count(cuda::Path::kKernel).pieces == 1);
+}
+
+TEST_CASE("cuda refusals: no copy has bytes of two layers, also where these lie at equal distances") {
+  CudaWorld world({.apart = true}, {}, kRows);
+  world.fill(1, 2);
+  CHECK(world.run(world.op(OpKind::kD2H, {1}, {1})).status == Status::kOk);
+  CHECK(world.slot_holds(1, 2));
+  CHECK(fake_cuda::calls().pitched == 0);
+  CHECK(world.run(world.op(OpKind::kH2D, {8, 7, 6}, {1, 2, 3})).status == Status::kOk);
+  CHECK(world.run(world.op(OpKind::kH2D, {7, 8, 9}, {0, 1, 2})).status == Status::kOk);
+  CHECK(world.holds(8, 2));
+  CHECK(fake_cuda::calls().pitched == world.shape_.layers);  // pages of one layer
+  // Control: one over two of them is refused.
+  const cuda::Current here(*world.device);
+  const cuda::Stream stream(world.device);
+  const auto layer = static_cast<size_t>(world.shape_.blocks * world.shape_.run_bytes);
+  std::array<std::byte, 2 * 1024> host{};
+  cuda::Copy2D copy;
+  copy.width = 1024;
+  copy.height = 2;
+  copy.src_type = cuda::kMemoryTypeDevice;
+  copy.src_device = reinterpret_cast<uintptr_t>(world.memory.data());
+  copy.src_pitch = layer;
+  copy.dst_type = cuda::kMemoryTypeHost;
+  copy.dst_host = host.data();
+  copy.dst_pitch = 1024;
+  CHECK(world.device->driver().copy_2d(&copy, stream.handle()) != cuda::kSuccess);
+}
