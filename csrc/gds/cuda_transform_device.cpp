@@ -42,12 +42,15 @@ class CudaTransformDevice : public TransformDevice {
   }
 
   void release(void* memory) override {
+    std::map<void*, void*>::node_type found;
+    {
+      const std::lock_guard lock(mutex_);
+      found = allocated_.extract(memory);
+    }
+    if (found.empty()) return;
+    // Without the lock: it may wait for the whole device.
     const cuda::QuietCurrent here(*device_);
-    const std::lock_guard lock(mutex_);
-    const auto found = allocated_.find(memory);
-    if (found == allocated_.end()) return;
-    GpuMemory{&driver()}.release(found->second);
-    allocated_.erase(found);
+    GpuMemory{&driver()}.release(found.mapped());
   }
 
   std::string bind_thread() override { return cuda::bind_thread(*device_); }
@@ -98,6 +101,18 @@ class CudaTransformDevice : public TransformDevice {
  private:
   const cuda::Driver& driver() const { return device_->driver(); }
 
+  // Sleeps until what `stream` was given has ended. Empty, or how that failed.
+  std::string await(cuda::StreamHandle stream) {
+    try {
+      return cuda::Event(device_, stream).wait();
+    } catch (const CapacityError& error) {
+      // Without an event the stream itself is waited for: copies use the caller's memory. Of a context that
+      // is broken nothing moves any more.
+      driver().stream_synchronize(stream);
+      return error.what();
+    }
+  }
+
   // Enqueues `work` on a stream of ours and sleeps until that has ended. Empty, or why it failed.
   template <typename Work>
   std::string on_workspace(Work work) {
@@ -105,7 +120,7 @@ class CudaTransformDevice : public TransformDevice {
       const cuda::Current here(*device_);
       auto space = on_.workspaces->take();
       std::string error = work(*space);
-      const std::string ended = cuda::Event(device_, space->stream.handle()).wait();
+      const std::string ended = await(space->stream.handle());
       if (error.empty()) error = ended;
       space->error = error;  // one that failed is not used again
       on_.workspaces->put(std::move(space));

@@ -3,6 +3,7 @@
 #include <doctest/doctest.h>
 
 #include <atomic>
+#include <future>
 #include <thread>
 
 #include "base/error.h"
@@ -165,6 +166,43 @@ TEST_CASE("gds on a fake GPU: staging that the I/O does not register is told") {
   CHECK(refused.move(false).ok());  // it works all the same
   CHECK(refused.manager->describe().find(
             "; staging is not registered: cuFileBufRegister: out of BAR space") != std::string::npos);
+}
+
+TEST_CASE("gds on a fake GPU: a copy without an event behind it has ended all the same when it is told") {
+  GpuWorld world;
+  std::vector<unsigned char> source(4096, 7), target(4096, 0);
+  CHECK(world.device->copy(target.data(), source.data(), 4096).empty());  // makes its stream
+  std::fill(target.begin(), target.end(), 0);
+  fake_cuda::refuse("cuEventRecord", 1);
+  fake_cuda::hold_all(true);
+  std::atomic<bool> let_go{false};
+  std::thread opener([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    let_go = true;
+    fake_cuda::hold_all(false);
+  });
+  CHECK(world.device->copy(target.data(), source.data(), 4096).find("cuEventRecord") != std::string::npos);
+  CHECK(let_go);
+  CHECK(target == source);
+  opener.join();
+}
+
+TEST_CASE("gds on a fake GPU: memory can be had while other memory is let go") {
+  GpuWorld world;
+  void* memory = world.device->allocate(4096);
+  std::promise<void*> had;
+  std::future<void*> other = had.get_future();
+  std::thread asks;
+  bool in_time = false;
+  fake_cuda::on_free([&] {
+    fake_cuda::on_free(nullptr);
+    asks = std::thread([&] { had.set_value(world.device->allocate(4096)); });
+    in_time = other.wait_for(std::chrono::seconds(5)) == std::future_status::ready;
+  });
+  world.device->release(memory);
+  asks.join();
+  CHECK(in_time);
+  world.device->release(other.get());
 }
 
 TEST_CASE("gds on a GPU by its number: a build or a machine without one says so") {
