@@ -149,7 +149,7 @@ void bind_transfer(py::module_& m) {
       .def(
           "record",
           [](TransferEngine& engine, StreamId stream) {
-            return std::make_shared<StreamPoint>(StreamPoint{engine.record(stream)});
+            return released_without_gil(std::make_shared<StreamPoint>(StreamPoint{engine.record(stream)}));
           },
           py::arg("stream"), py::call_guard<py::gil_scoped_release>())
       .def(

@@ -49,6 +49,7 @@ class WorkItem {
   Clock::rep seen_moved_ = 0;
   int32_t quiet_looks_ = 0;
   bool stuck_ = false;
+  bool out_of_turn_ = false;  // taken beyond the lane's concurrency(), in whose count it is not
 };
 
 class WorkSource {
@@ -86,7 +87,8 @@ class Lane {
   void unclaim() { claimed_ = false; }
   virtual const char* name() const = 0;
   virtual KindSet kinds() const = 0;
-  // Pieces that can be under way at once: when as many are stuck, nothing else of this lane can move either.
+  // Pieces that can be under way at once, out of turn ones aside: when as many are stuck, nothing else of
+  // this lane can move either.
   virtual int32_t concurrency() const = 0;
   // For a lane whose kinds have no device side, and so no view to say it: what one page is. Throws what
   // submit throws when the op names a group, slot or place that is not there, or cannot be run.
@@ -105,9 +107,10 @@ class Lane {
   virtual void read_advanced(const OpSpec&, int32_t /*page*/, int32_t /*layers*/) {}
   // Whether graphs for it must name the engine's stream. Then:
   virtual bool needs_stream() const { return false; }
-  // - a point after all that `stream` has been given so far. Throws CapacityError.
+  // - a point after all that `stream` has been given so far. Throws CapacityError; ContractError while it is
+  // captured into a graph.
   virtual std::shared_ptr<StreamEvent> record(StreamId) { return nullptr; }
-  // - what `stream` is given from now on starts after `event`. Throws CapacityError.
+  // - what `stream` is given from now on starts after `event`. Throws as record() does.
   virtual void make_wait(StreamEvent&, StreamId) {}
   // After take() has returned null and no item is under way: joins the threads.
   virtual void join() = 0;

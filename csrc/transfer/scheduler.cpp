@@ -47,6 +47,7 @@ bool Scheduler::places_free(const GraphSpec& graph) const {
 std::optional<int64_t> Scheduler::submit(GraphSpec spec,
                                          const std::vector<std::shared_ptr<const AttachedView>>& views,
                                          const std::vector<PageSizes>& sizes) {
+  std::vector<Graph> forgotten;
   const std::lock_guard lock(mutex_);
   if (closing_) throw ClosedError("submit: the transfer engine was closed");
   std::unordered_set<int64_t> own_ids;
@@ -106,7 +107,7 @@ std::optional<int64_t> Scheduler::submit(GraphSpec spec,
     }
     carry_on();
   }
-  if (ops.empty()) remember(ticket);
+  if (ops.empty()) remember(ticket, forgotten);
   if (!coming_.empty()) {
     look_for_arrivals();  // some may be there
     arrivals_.notify_one();
@@ -115,6 +116,7 @@ std::optional<int64_t> Scheduler::submit(GraphSpec spec,
 }
 
 std::vector<OpResult> Scheduler::poll(size_t max_results) {
+  std::vector<Graph> forgotten;
   const std::lock_guard lock(mutex_);
   std::vector<OpResult> taken;
   while (!results_.empty() && taken.size() < max_results) {
@@ -125,7 +127,7 @@ std::vector<OpResult> Scheduler::poll(size_t max_results) {
     results_.pop_front();
     const OpResult& result = taken.back();
     Graph& graph = graphs_.at(result.ticket);
-    if (--graph.unpolled == 0) remember(result.ticket);
+    if (--graph.unpolled == 0) remember(result.ticket, forgotten);
   }
   if (!taken.empty() && results_.empty()) {
     uint64_t count = 0;
@@ -135,11 +137,10 @@ std::vector<OpResult> Scheduler::poll(size_t max_results) {
   return taken;
 }
 
-// Keeps an ended graph for wait_layer(), and forgets the oldest such.
-void Scheduler::remember(int64_t ticket) {
+void Scheduler::remember(int64_t ticket, std::vector<Graph>& forgotten) {
   remembered_.push_back(ticket);
   if (remembered_.size() <= kRememberedGraphs) return;
-  graphs_.erase(remembered_.front());
+  forgotten.push_back(std::move(graphs_.extract(remembered_.front()).mapped()));
   remembered_.pop_front();
 }
 
@@ -159,6 +160,7 @@ bool Scheduler::wait(int64_t ticket, double deadline_s) {
 }
 
 LayerWait Scheduler::wait_layer(int64_t ticket, int32_t layer, double deadline_s, bool issued) {
+  std::vector<std::shared_ptr<OpState>> loads;  // held: the graph may be forgotten while this waits
   std::unique_lock lock(mutex_);
   require_given(ticket, "wait_layer");
   const auto found = graphs_.find(ticket);
@@ -166,7 +168,6 @@ LayerWait Scheduler::wait_layer(int64_t ticket, int32_t layer, double deadline_s
     throw ContractError("wait_layer(" + std::to_string(ticket) +
                         "): that graph ended long ago and was forgotten");
   }
-  std::vector<std::shared_ptr<OpState>> loads;  // held: the graph may be forgotten while this waits
   const auto find_loads = [&](KindSet kinds) {
     for (const auto& op : found->second.ops) {
       if ((kinds & kind_bit(op->spec().kind)) != 0) loads.push_back(op);
@@ -201,11 +202,11 @@ LayerWait Scheduler::wait_layer(int64_t ticket, int32_t layer, double deadline_s
 }
 
 Scheduler::Enqueued Scheduler::enqueue_all(int64_t ticket, double deadline_s, bool on_streams) {
+  std::vector<std::shared_ptr<OpState>> stores;  // held: the graph may be forgotten while this waits
   std::unique_lock lock(mutex_);
   require_given(ticket, "order_after");
   const auto found = graphs_.find(ticket);
   if (found == graphs_.end()) return {true, {}};  // it ended long ago
-  std::vector<std::shared_ptr<OpState>> stores;   // held: the graph may be forgotten while this waits
   for (const auto& op : found->second.ops) {
     if ((kStoreKinds & kind_bit(op->spec().kind)) != 0 && !op->ended) stores.push_back(op);
   }

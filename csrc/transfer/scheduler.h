@@ -153,7 +153,9 @@ class Scheduler : public WorkSource {
   };
 
   KindQueue& queue_of(const OpState& op) { return queues_[static_cast<size_t>(op.spec().kind)]; }
-  void remember(int64_t ticket);
+  // Keeps an ended graph for wait_layer(), and moves the oldest such to `forgotten`, which is to end without
+  // the lock: the last reference to an event calls the driver.
+  void remember(int64_t ticket, std::vector<Graph>& forgotten);
   void require_given(int64_t ticket, const char* what) const;
   bool places_free(const GraphSpec& graph) const;
   void start_if_free(OpState& op);

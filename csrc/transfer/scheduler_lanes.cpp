@@ -1,6 +1,7 @@
 // The lanes' side of the scheduler: handing out items and taking their results.
 #include <algorithm>
 #include <numeric>
+#include <utility>
 
 #include "base/error.h"
 #include "transfer/scheduler.h"
@@ -122,7 +123,10 @@ std::shared_ptr<WorkItem> Scheduler::try_take_expedited(int32_t lane) {
   const std::lock_guard lock(mutex_);
   if (closing_ || expedited_.empty()) return nullptr;
   for (const auto& op : expedited_) {
-    if (queue_of(*op).lane == lane && op->has_ready()) return take_of(*op, lane);
+    if (queue_of(*op).lane != lane || !op->has_ready()) continue;
+    auto item = take_of(*op, lane);
+    item->out_of_turn_ = true;
+    return item;
   }
   return nullptr;
 }
@@ -141,11 +145,13 @@ std::shared_ptr<WorkItem> Scheduler::take(int32_t lane) {
 }
 
 void Scheduler::issued(const std::shared_ptr<WorkItem>& item, std::shared_ptr<StreamEvent> event) {
+  // What it replaces: the last reference to an event calls the driver, so not under the lock.
+  std::shared_ptr<StreamEvent> last, of_stage;
   const std::lock_guard lock(mutex_);
   OpState& op = *item->op_;
   for (const int32_t page : item->positions_) op.mark_issued(page);
-  op.last_event = event;
-  op.stage_events[static_cast<size_t>(item->stage_)] = std::move(event);
+  last = std::exchange(op.last_event, event);
+  of_stage = std::exchange(op.stage_events[static_cast<size_t>(item->stage_)], std::move(event));
   if (op.stage_issued(item->stage_)) progress_.notify_all();
 }
 

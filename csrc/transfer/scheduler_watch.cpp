@@ -32,7 +32,7 @@ void Scheduler::look_for_stuck() {
     const bool was_stuck = item->stuck_;
     item->stuck_ = item->quiet_looks_ >= kLooksUntilStuck;
     moved_again |= was_stuck && !item->stuck_;
-    if (item->stuck_) ++stuck_of_lane[item->lane_];
+    if (item->stuck_ && !item->out_of_turn_) ++stuck_of_lane[item->lane_];
   }
   // Ending pages below changes no item under way, so `moving_` stays as it is.
   for (const auto& item : moving_) {
@@ -63,7 +63,7 @@ void Scheduler::revive() {
     bool of_this_kind = false;
     for (const auto& item : moving_) {
       if (!item->stuck_ || item->lane_ != queue.lane) continue;
-      ++stuck;
+      if (!item->out_of_turn_) ++stuck;
       of_this_kind |= item->kind_ == static_cast<OpKind>(kind);
     }
     const Lane& lane = *lanes_[static_cast<size_t>(queue.lane)]->lane;

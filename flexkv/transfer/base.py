@@ -113,7 +113,7 @@ class DataPlane(ABC):
             False when `deadline_s` seconds were over first: the stores go on, and nothing waits for them.
 
         Raises:
-            ContractError: the ticket was never given.
+            ContractError: the ticket was never given, or the stream is captured into a graph.
         """
 
     @abstractmethod
@@ -159,7 +159,8 @@ class DataPlane(ABC):
         it names them and adds no wait. What fails later is in the op's `OpResult`, as always.
 
         Raises:
-            ContractError: the ticket was never given, or its results were polled many graphs ago; `stream` is none.
+            ContractError: the ticket was never given, or its results were polled many graphs ago; `stream` is none, or
+                is captured into a graph.
             BlockRangeError: no load of the graph has such a layer.
         """
 

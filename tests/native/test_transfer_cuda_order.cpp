@@ -2,6 +2,7 @@
 // fake driver whose streams stand still on request.
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <array>
 #include <chrono>
 #include <condition_variable>
@@ -203,6 +204,42 @@ TEST_CASE("cuda order: an op that has ended, or was forgotten, orders nothing") 
   CHECK(fake_cuda::calls().waits == waits);
   CHECK_THROWS_AS(world->engine->order_after(ticket + 1, 0, world->stream), ContractError);
   CHECK_THROWS_AS(world->engine->order_after(ticket, 0), ContractError);  // the lane's stream is missing
+}
+
+TEST_CASE("cuda order: stores out of turn that hang take their own direction down, and loads go on") {
+  auto world = make_world();
+  world->fill(1, 3);
+  REQUIRE(world->run(world->op(OpKind::kD2H, {1}, {1})).status == Status::kOk);
+  world->make_engine(
+      std::make_shared<cuda::CudaLane>(world->device, fake_cuda::kernel_launcher(), cuda::CopySwitches{}), 1);
+  const auto lane = [&](OpKind kind) {
+    const auto lanes = world->engine->lanes();
+    return *std::find_if(lanes.begin(), lanes.end(), [&](const auto& one) { return one.kind == kind; });
+  };
+  const auto before = world->engine->record(world->stream);
+  std::array<int64_t, 4> tickets{};  // as many as the lane has under way in both directions
+  {
+    Forward forward(*world, [] {});
+    for (int64_t& ticket : tickets) ticket = world->submit(world->op(OpKind::kD2H, {2}, {2}));
+    for (const int64_t ticket : tickets) {
+      REQUIRE(world->engine->order_after(ticket, CudaWorld::kLongS, world->stream));
+    }
+    const auto deadline = deadline_in(CudaWorld::kLongS);
+    while (lane(OpKind::kD2H).stuck.size() < tickets.size() && seconds_until(deadline) > 0) {
+      std::this_thread::yield();
+    }
+    CHECK_FALSE(lane(OpKind::kD2H).up);
+    CHECK(lane(OpKind::kH2D).up);
+    GraphSpec graph;
+    graph.ops.push_back(world->op(OpKind::kH2D, {1}, {1}));
+    graph.fence = before;
+    const auto load = world->engine->submit(std::move(graph), world->stream);
+    REQUIRE(load);
+    REQUIRE(world->engine->wait(*load, CudaWorld::kLongS));
+    CHECK(world->engine->poll(1).front().status == Status::kOk);
+  }
+  for (const int64_t ticket : tickets) REQUIRE(world->engine->wait(ticket, CudaWorld::kLongS));
+  CHECK(lane(OpKind::kD2H).up);  // nothing stuck stands for it any more
 }
 
 TEST_CASE("cuda order: a load behind a point before the forward does not wait for it") {
