@@ -29,6 +29,7 @@ struct LaneWorld {
     }
     codec = page_codec(kLayers, kRun);
     host = HostPool::create({codec->image_bytes(), 1, kMaxExtentBytes}, {});
+    REQUIRE(host->wait_ready(1, kGdsGenerousS));
     const SlabShape shape = make_slab(folder.file("slab"), *codec, kPlaces, 7);
     const auto files =
         std::make_shared<RawFiles>(std::vector<std::vector<std::string>>{{folder.file("slab")}});
