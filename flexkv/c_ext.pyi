@@ -1072,7 +1072,7 @@ class GdsLane(Lane):
         Raises:
             CapacityError: it is not there, or a limit leaves no slot; says which settings to change.
             ContractError: no such group. GeometryError: the slabs have other runs in the stripe.
-            ClosedError: the lane is closed.
+            ClosedError: the lane is closed. DiskError: a disk does not answer.
         """
     def close(self) -> None:
         """Closes the slabs and frees the staging. For a lane that no transfer engine was given: an engine closes its

@@ -12,6 +12,7 @@
 #include "base/error.h"
 #include "bindings/bindings.h"
 #include "bindings/count_dicts.h"
+#include "bindings/interruptible.h"
 #include "bindings/io_backend_name.h"
 #include "bindings/list_argument.h"
 #include "bindings/native_class.h"
@@ -245,14 +246,22 @@ void bind_gds(py::module_& m) {
                                }
                                return answer;
                              })
-      .def_property_readonly("threads", &GDSManager::threads)
-      .def_property_readonly("staging_bytes", &GDSManager::staging_bytes)
-      .def_property_readonly("staging_slots", [](const GDSManager& g) { return g.staging_slots().slots; })
-      .def_property_readonly("staging_slot_bytes",
-                             [](const GDSManager& g) { return g.staging_slots().slot_bytes; })
-      .def_property_readonly("down_reason", [](const GDSManager& g) { return to_text(g.down_reason()); })
-      .def_property_readonly("totals", [](const GDSManager& g) { return to_dict(g.totals()); })
-      .def("describe", [](const GDSManager& g) { return to_text(g.describe()); })
+      .def_property_readonly("threads",
+                             [](const GDSManager& g) { return without_gil([&] { return g.threads(); }); })
+      .def_property_readonly(
+          "staging_bytes", [](const GDSManager& g) { return without_gil([&] { return g.staging_bytes(); }); })
+      .def_property_readonly(
+          "staging_slots",
+          [](const GDSManager& g) { return without_gil([&] { return g.staging_slots().slots; }); })
+      .def_property_readonly(
+          "staging_slot_bytes",
+          [](const GDSManager& g) { return without_gil([&] { return g.staging_slots().slot_bytes; }); })
+      .def_property_readonly(
+          "down_reason",
+          [](const GDSManager& g) { return to_text(without_gil([&] { return g.down_reason(); })); })
+      .def_property_readonly(
+          "totals", [](const GDSManager& g) { return to_dict(without_gil([&] { return g.totals(); })); })
+      .def("describe", [](const GDSManager& g) { return to_text(without_gil([&] { return g.describe(); })); })
       .def("cancel", &GDSManager::cancel, py::call_guard<py::gil_scoped_release>())
       .def("close", &GDSManager::close, py::call_guard<py::gil_scoped_release>());
   def_raw_transfer(

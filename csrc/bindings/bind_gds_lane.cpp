@@ -97,16 +97,27 @@ void bind_gds_lane(py::module_& m) {
            py::arg("max_staging_blocks") = defaults.max_staging_blocks,
            py::arg("max_staging_bytes") = defaults.max_staging_bytes, py::arg("gpu_device_id") = kHostDevice,
            py::arg("io") = "auto")
-      .def("describe", [](const GdsLane& lane) { return to_text(lane.manager().describe()); })
+      .def(
+          "describe",
+          [](const GdsLane& lane) { return to_text(without_gil([&] { return lane.manager().describe(); })); })
       .def_property_readonly("direct_refusal",
-                             [](const GdsLane& lane) { return to_text(lane.manager().direct_refusal()); })
-      .def_property_readonly("totals", [](const GdsLane& lane) { return to_dict(lane.manager().totals()); })
-      .def_property_readonly("staging_bytes",
-                             [](const GdsLane& lane) { return lane.manager().staging_bytes(); })
+                             [](const GdsLane& lane) {
+                               return to_text(without_gil([&] { return lane.manager().direct_refusal(); }));
+                             })
+      .def_property_readonly(
+          "totals",
+          [](const GdsLane& lane) { return to_dict(without_gil([&] { return lane.manager().totals(); })); })
+      .def_property_readonly(
+          "staging_bytes",
+          [](const GdsLane& lane) { return without_gil([&] { return lane.manager().staging_bytes(); }); })
       .def_property_readonly("staging_slots",
-                             [](const GdsLane& lane) { return lane.manager().staging_slots().slots; })
+                             [](const GdsLane& lane) {
+                               return without_gil([&] { return lane.manager().staging_slots().slots; });
+                             })
       .def_property_readonly("staging_slot_bytes",
-                             [](const GdsLane& lane) { return lane.manager().staging_slots().slot_bytes; })
+                             [](const GdsLane& lane) {
+                               return without_gil([&] { return lane.manager().staging_slots().slot_bytes; });
+                             })
       .def("reserve_staging", &GdsLane::reserve_staging, py::arg("group"), py::arg("view"),
            py::call_guard<py::gil_scoped_release>())
       .def("close", &GdsLane::close, py::call_guard<py::gil_scoped_release>())

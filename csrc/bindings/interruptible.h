@@ -27,6 +27,14 @@ bool wait_interruptibly(double deadline_s, Wait wait) {
   }
 }
 
+// What `work` returns, which may wait for a lock: whoever holds that may need the GIL, and others go on.
+// Precondition: the GIL is held.
+template <typename Work>
+auto without_gil(Work work) {
+  const pybind11::gil_scoped_release release;
+  return work();
+}
+
 // A holder that lets go of its object without the GIL: the last reference may have threads to join.
 template <typename T>
 std::shared_ptr<T> released_without_gil(std::shared_ptr<T> inner) {

@@ -1,5 +1,6 @@
 #include "gds/cufile_io.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <iterator>
 #include <system_error>
@@ -10,7 +11,8 @@
 namespace flexkv {
 namespace {
 
-constexpr int32_t kProbes = 3;
+// Unit: bytes. Far above what cuFile is set to read by POSIX calls because it is small (`posix_gds_min_kb`).
+constexpr int64_t kLookBytes = int64_t{1} << 20;
 
 }  // namespace
 
@@ -183,23 +185,21 @@ std::string CufileIo::add_memory(void* memory, int64_t bytes) {
     not_registered_.clear();
     registered_[static_cast<std::byte*>(memory)] = bytes;
   }
-  if (bytes >= kIoAlignBytes && cufile_->uncounted().empty()) probe(memory);
   return {};
 }
 
-void CufileIo::probe(void* memory) {
-  const Place where = place(memory, kIoAlignBytes);
-  for (const auto& device : entries_) {
-    for (const Entry& file : device) {
-      if (!file.refused.empty() || file.route->load() == IoRoute::kDirect) continue;
-      std::optional<IoRoute> route;
-      // A call of somebody else's meanwhile may blur one look. A file that is empty or fails stays unknown,
-      // and says why when it is used.
-      for (int32_t look = 0; look < kProbes && !route; ++look) {
-        if (call_cufile(file, where, false, kIoAlignBytes, 0, 0, route) < kIoAlignBytes) break;
-      }
+std::vector<IoCall> CufileIo::looks(void* memory, int64_t bytes) const {
+  std::vector<IoCall> calls;
+  const int64_t most = std::min(bytes, kLookBytes) / kIoAlignBytes * kIoAlignBytes;
+  if (most == 0 || !cufile_->uncounted().empty()) return calls;
+  for (size_t device = 0; device < entries_.size(); ++device) {
+    for (size_t file = 0; file < entries_[device].size(); ++file) {
+      const Entry& of = entries_[device][file];
+      if (!of.refused.empty() || of.route->load() != IoRoute::kUnknown) continue;
+      calls.push_back({false, static_cast<int32_t>(device), static_cast<int64_t>(file), 0, memory, most});
     }
   }
+  return calls;
 }
 
 void CufileIo::remove_memory(void* memory) {

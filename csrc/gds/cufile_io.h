@@ -29,7 +29,8 @@ class CufileIo : public FileIo {
   // Direct only to registered memory, and on files whose last calls were seen to be.
   IoRoute route(const IoCall& call) const override;
   std::string direct_refusal() const override;
-  // The first memory that is registered is read into, once from each file, to see by which way the file goes.
+  // A read from the start of each file of which cuFile's statistics would say it.
+  std::vector<IoCall> looks(void* memory, int64_t bytes) const override;
   std::string add_memory(void* memory, int64_t bytes) override;
   void remove_memory(void* memory) override;
   // Why a file is not registered; empty if it is.
@@ -60,7 +61,6 @@ class CufileIo : public FileIo {
   // One call to cuFile, watched.
   ssize_t call_cufile(const Entry& file, const Place& where, bool write, size_t bytes, off_t offset,
                       off_t in_buffer, std::optional<IoRoute>& route) const;
-  void probe(void* memory);
   Summary summary() const;
   std::string why_unknown() const;
 

@@ -5,6 +5,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <vector>
 
 namespace flexkv {
 
@@ -49,6 +50,9 @@ class FileIo {
   // Why no file reaches the registered memory straight; empty where one does, or where nothing is known of
   // one.
   virtual std::string direct_refusal() const { return {}; }
+  // Reads into memory that was added, whose outcomes show by which way files go of which that is not known
+  // yet. Made or not, nothing else changes by them. They take as long as their disks do.
+  virtual std::vector<IoCall> looks(void*, int64_t) const { return {}; }
   // Memory that will be used often. Empty, or why it could not be registered: it works all the same.
   virtual std::string add_memory(void* memory, int64_t bytes) = 0;
   virtual void remove_memory(void* memory) = 0;

@@ -1,6 +1,7 @@
 #include "gds/gds_manager.h"
 
 #include <algorithm>
+#include <future>
 #include <tuple>
 #include <utility>
 
@@ -12,6 +13,8 @@ namespace {
 
 // Unit: pages a thread. Keeps a thread's next page queued while it does one.
 constexpr int32_t kDirectPagesPerThread = 2;
+// Unit: seconds. How long a disk may take to answer a look into a file, and how long looks go on.
+constexpr double kLookS = 10;
 // Unit: bytes. Larger is a wrong number; rounding it up stays far from overflow.
 constexpr int64_t kMostStagingBytes = int64_t{1} << 50;
 
@@ -110,25 +113,73 @@ int64_t GDSManager::slots_for(int64_t slot_bytes) const {
   return std::min({int64_t{options_.max_staging_blocks}, options_.max_staging_bytes / slot_bytes, at_once});
 }
 
-std::shared_ptr<StagingBuffer> GDSManager::own_staging(const PageMap& map) {
-  const int64_t slot = map.slot_bytes();
-  const int64_t slots = slots_for(slot);
-  const std::lock_guard lock(mutex_);
-  // Sized by the geometry and never by a transfer: made anew only for a group with larger blocks.
-  std::shared_ptr<StagingBuffer> buffer = staging_.buffer;
-  if (buffer == nullptr || buffer->bytes() < slots * slot) {
-    // Before the larger one is made.
-    buffer = nullptr;
-    staging_ = {};
-    try {
-      buffer = std::make_shared<StagingBuffer>(parts_.device, parts_.io, slots * slot);
-    } catch (const CapacityError& error) {
-      throw CapacityError(std::string(error.what()) + "; " + std::to_string(slots) + " staging slots of " +
-                          std::to_string(slot) +
-                          " bytes: lower gds.max_staging_blocks or gds.max_staging_bytes, or switch "
-                          "gds.use_staged_transfer off");
+std::shared_ptr<StagingBuffer> GDSManager::make_staging(int64_t slots, int64_t slot_bytes) const {
+  try {
+    return std::make_shared<StagingBuffer>(parts_.device, parts_.io, slots * slot_bytes);
+  } catch (const CapacityError& error) {
+    throw CapacityError(std::string(error.what()) + "; " + std::to_string(slots) + " staging slots of " +
+                        std::to_string(slot_bytes) +
+                        " bytes: lower gds.max_staging_blocks or gds.max_staging_bytes, or switch "
+                        "gds.use_staged_transfer off");
+  }
+}
+
+std::string GDSManager::look_around(const std::shared_ptr<StagingBuffer>& buffer,
+                                    const TransferControl& control) const {
+  if (!buffer->not_registered().empty()) return {};
+  const double answer_s = std::min(options_.stuck_s, kLookS);
+  const auto enough = deadline_in(kLookS);
+  // One after the other: of calls that overlap less can be told.
+  for (const IoCall& call : parts_.io->looks(buffer->slot(0, 0), buffer->bytes())) {
+    if (control.cancelled() || control.late() || Clock::now() >= enough) break;
+    // What it finds the I/O keeps; a file that cannot be read says so to those who need it. The task owns all
+    // that it touches, since nobody may be waiting for it any more.
+    auto look = std::make_shared<std::packaged_task<IoOutcome()>>(
+        [io = parts_.io, buffer, call] { return io->transfer(call); });
+    std::future<IoOutcome> answer = look->get_future();
+    parts_.threads->submit(call.device, [look](const std::string& not_started) {
+      if (not_started.empty()) {
+        (*look)();
+      } else {
+        look->reset();  // nobody waits for it then
+      }
+    });
+    if (answer.wait_for(to_duration(answer_s)) != std::future_status::ready) {
+      return "a read of " + paths_[static_cast<size_t>(call.device)][static_cast<size_t>(call.file)] +
+             " has not ended for " + std::to_string(answer_s) + " s";
     }
   }
+  return {};
+}
+
+void GDSManager::take_down(std::string reason) {
+  std::shared_ptr<StagingBuffer> left;
+  const std::lock_guard lock(mutex_);
+  down_reason_ = std::move(reason);
+  left = std::exchange(staging_, {}).buffer;
+}
+
+std::shared_ptr<StagingBuffer> GDSManager::own_staging(const PageMap& map, const TransferControl& control) {
+  const int64_t slot = map.slot_bytes();
+  const int64_t slots = slots_for(slot);
+  std::shared_ptr<StagingBuffer> buffer;
+  {
+    const std::lock_guard lock(mutex_);
+    if (!down_reason_.empty()) return nullptr;
+    // Sized by the geometry and never by a transfer: made anew only for a group with larger blocks.
+    if (staging_.buffer != nullptr && staging_.buffer->bytes() >= slots * slot) {
+      staging_.slots = {slots, slot};
+      return staging_.buffer;
+    }
+    buffer = std::exchange(staging_, {}).buffer;
+  }
+  buffer = nullptr;  // before the larger one is made
+  buffer = make_staging(slots, slot);
+  if (std::string why = look_around(buffer, control); !why.empty()) {
+    take_down(std::move(why));
+    return nullptr;
+  }
+  const std::lock_guard lock(mutex_);
   staging_ = {buffer, {slots, slot}};
   return buffer;
 }
@@ -137,7 +188,11 @@ void GDSManager::reserve_staging(const PageMap& map, std::span<const StagedPage>
   TransferControl control(options_.deadline_s, options_.stuck_s);
   const Running running(*this, control);
   const Way way = way_of(map, samples, force_direct);
-  if (way != Way::kStraight) own_staging(way == Way::kBeside ? *map.beside_slots() : map);
+  if (way == Way::kStraight) return;
+  const std::lock_guard turn(staging_mutex_);
+  if (own_staging(way == Way::kBeside ? *map.beside_slots() : map, control) == nullptr) {
+    throw DiskError(down_reason());
+  }
 }
 
 void GDSManager::check_pages(std::span<const StagedPage> pages, bool is_read) const {
@@ -206,21 +261,19 @@ TransferReport GDSManager::dispatch_staged(const PageMap& map, std::span<const S
                            hooks);
   }
   const std::lock_guard turn(staging_mutex_);
-  if (const std::string down = down_reason(); !down.empty()) {
+  const auto own = own_staging(map, control);
+  if (own == nullptr) {
     TransferReport report;
     report.pages = static_cast<int64_t>(pages.size());
     for (size_t i = 0; i < pages.size(); ++i) {
-      report.failures.push_back({static_cast<int32_t>(i), Status::kLaneDown, down, StagedFailure::kDevice});
+      report.failures.push_back(
+          {static_cast<int32_t>(i), Status::kLaneDown, down_reason(), StagedFailure::kDevice});
     }
     return report;
   }
-  TransferReport report = transfer_staged(parts_, map, pages, is_read, own_staging(map),
-                                          options_.max_staging_blocks, control, hooks);
-  if (report.stuck) {
-    const std::lock_guard lock(mutex_);
-    down_reason_ = report.failures.back().reason;
-    staging_ = {};
-  }
+  TransferReport report =
+      transfer_staged(parts_, map, pages, is_read, own, options_.max_staging_blocks, control, hooks);
+  if (report.stuck) take_down(report.failures.back().reason);
   return report;
 }
 

@@ -69,7 +69,9 @@ class FLEXKV_EXPORT GDSManager {
                           const TransferHooks& hooks = {});
   // Takes the staging now that transfers of such pages will use, so that a shortage shows before the first.
   // `samples` decide, like the pages of a transfer, whether they pass through slots at all; nothing of theirs
-  // is touched. Throws CapacityError, which says what to set, and ClosedError.
+  // is touched. The I/O may look into files by it; a disk that does not answer for `stuck_s`, ten seconds at
+  // most, takes the manager out of service. Throws CapacityError, which says what to set, ClosedError, and
+  // DiskError where the manager is out of service.
   void reserve_staging(const PageMap& map, std::span<const StagedPage> samples, bool force_direct = false);
   // Ends the transfers under way early: pages not yet issued come back as cancelled.
   void cancel();
@@ -107,7 +109,12 @@ class FLEXKV_EXPORT GDSManager {
   enum class Way { kStaged, kBeside, kStraight };
   Way way_of(const PageMap& map, std::span<const StagedPage> pages, bool force_direct) const;
   int64_t slots_for(int64_t slot_bytes) const;
-  std::shared_ptr<StagingBuffer> own_staging(const PageMap& map);
+  // Null where the manager is out of service. Precondition: staging_mutex_ is held, and mutex_ is not.
+  std::shared_ptr<StagingBuffer> own_staging(const PageMap& map, const TransferControl& control);
+  std::shared_ptr<StagingBuffer> make_staging(int64_t slots, int64_t slot_bytes) const;
+  // Empty, or which disk does not answer: the buffer is left to it.
+  std::string look_around(const std::shared_ptr<StagingBuffer>& buffer, const TransferControl& control) const;
+  void take_down(std::string reason);
   void check_pages(std::span<const StagedPage> pages, bool is_read) const;
   TransferReport dispatch(const PageMap& map, std::span<const StagedPage> pages, bool is_read,
                           std::shared_ptr<StagingBuffer> staging, bool force_direct,

@@ -41,6 +41,9 @@ class FaultyFileIo : public FileIo {
   void transfer_all(std::span<const IoCall> calls, std::span<IoOutcome> outcomes) override;
   IoRoute route(const IoCall& call) const override { return inner_->route(call); }
   std::string direct_refusal() const override { return inner_->direct_refusal(); }
+  std::vector<IoCall> looks(void* memory, int64_t bytes) const override {
+    return inner_->looks(memory, bytes);
+  }
   std::string add_memory(void* memory, int64_t bytes) override { return inner_->add_memory(memory, bytes); }
   void remove_memory(void* memory) override { inner_->remove_memory(memory); }
 

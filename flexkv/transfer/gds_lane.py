@@ -41,6 +41,7 @@ def make_gds_lane(
         ConfigError: a slab that cannot be opened, or `io` that the kernel refuses.
         GeometryError: the runs do not fill the stripes, or are not those of a view.
         CapacityError: the staging is not there; says what to set.
+        DiskError: a disk does not answer.
     """
     codecs = [
         c_ext.PageCodec(list(group.stripe_bytes), _tables(group.runs), False, number)

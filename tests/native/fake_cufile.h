@@ -5,6 +5,7 @@
 
 #include <cerrno>
 #include <cstring>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -30,10 +31,12 @@ struct FakeCufile {
   uint32_t feature_flags = 0;
   int32_t p2p_flags = 0;
   int32_t version = 1200;
-  bool counts = true;      // it has statistics, and they count
-  bool all_posix = false;  // compatibility mode, whatever the properties say
-  std::set<int> posix;     // descriptors of files in compatibility mode
-  int32_t level = 0;       // of statistics
+  bool counts = true;                 // it has statistics, and they count
+  bool all_posix = false;             // compatibility mode, whatever the properties say
+  std::set<int> posix;                // descriptors of files in compatibility mode
+  size_t posix_below = 0;             // bytes: smaller calls go by POSIX
+  std::function<void()> before_move;  // what a call meets before anything moves
+  int32_t level = 0;                  // of statistics
   bool counting = false;
   uint64_t dma_ops = 0;
   uint64_t posix_ops = 0;
@@ -47,6 +50,7 @@ inline FakeCufile fake;
 
 inline ssize_t fake_move(CufileHandle handle, void* base, size_t bytes, off_t file_offset,
                          off_t buffer_offset, bool write) {
+  if (fake.before_move) fake.before_move();
   const std::lock_guard lock(fake.mutex);
   fake.calls += 1;
   auto* memory = static_cast<char*>(base) + buffer_offset;
@@ -63,7 +67,8 @@ inline ssize_t fake_move(CufileHandle handle, void* base, size_t bytes, off_t fi
   const ssize_t moved =
       write ? pwrite(fd, memory, bytes, file_offset) : pread(fd, memory, bytes, file_offset);
   if (moved > 0 && fake.counting && fake.counts) {
-    (fake.all_posix || fake.posix.contains(fd) ? fake.posix_ops : fake.dma_ops) += 1;
+    const bool by_posix = fake.all_posix || fake.posix.contains(fd) || bytes < fake.posix_below;
+    (by_posix ? fake.posix_ops : fake.dma_ops) += 1;
   }
   return moved;
 }
@@ -165,6 +170,8 @@ inline void reset_fake() {
   fake.counts = true;
   fake.all_posix = fake.counting = false;
   fake.posix.clear();
+  fake.posix_below = 0;
+  fake.before_move = nullptr;
   fake.level = 0;
   fake.dma_ops = fake.posix_ops = 0;
   fake.refuse_buffers = false;

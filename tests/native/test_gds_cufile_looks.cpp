@@ -1,0 +1,104 @@
+// The reads by which a manager learns, before its first transfer, by which way cuFile's files go: their disks
+// may never answer.
+#include <fstream>
+#include <future>
+#include <thread>
+
+#include "base/error.h"
+#include "fake_cufile.h"
+#include "testing/stall_gate.h"
+
+using namespace flexkv;
+
+namespace {
+
+// Unit: bytes. More than the staging of a CufileWorld.
+constexpr size_t kFileBytes = size_t{1} << 20;
+
+void fill_files(const CufileWorld& c) {
+  for (int32_t device = 0; device < c.files->devices(); ++device) {
+    std::ofstream(c.files->at(device, 0).path) << std::string(kFileBytes, 'x');
+  }
+}
+
+template <typename Answer>
+bool came(const std::future<Answer>& answer) {
+  return answer.wait_for(to_duration(kGdsGenerousS)) == std::future_status::ready;
+}
+
+}  // namespace
+
+TEST_CASE("cufile looks: a disk that does not answer holds up nobody, and is an error after its deadline") {
+  reset_fake();
+  CufileWorld c;
+  fill_files(c);
+  StallGate disk;
+  fake.before_move = [&] { disk.hold(); };
+  GdsOptions options;
+  options.max_staging_blocks = 3;
+  options.stuck_s = 1;
+  const auto manager = std::make_shared<GDSManager>(c.files, options, host_transform_device(), c.io);
+  auto reserved = std::async(std::launch::async, [&] {
+    try {
+      manager->reserve_staging(*c.world.map, GdsWorld::pages());
+    } catch (const DiskError& error) {
+      return std::string(error.what());
+    }
+    return std::string("reserved");
+  });
+  REQUIRE(disk.wait_held(1, kGdsGenerousS));
+  auto asked = std::async(std::launch::async, [&] {
+    manager->cancel();
+    return manager->describe() + manager->direct_refusal() + std::to_string(manager->totals().transfers) +
+           std::to_string(manager->staging_bytes() + manager->staging_slots().slots);
+  });
+  CHECK(came(asked));
+  CHECK(came(reserved));
+  auto closed = std::async(std::launch::async, [&] { manager->close(); });
+  CHECK(came(closed));
+  disk.release();
+  CHECK(reserved.get().find(c.files->at(0, 0).path + " has not ended") != std::string::npos);
+  asked.get();
+  closed.get();
+  while (c.io.use_count() > 1 + 1) std::this_thread::yield();  // c.manager's and its own: the read has let go
+  fake.before_move = nullptr;
+}
+
+TEST_CASE("cufile looks: a manager out of service for a disk takes no transfers") {
+  reset_fake();
+  CufileWorld c;
+  fill_files(c);
+  StallGate disk;
+  fake.before_move = [&] { disk.hold(); };
+  GdsOptions options;
+  options.max_staging_blocks = 3;
+  options.stuck_s = 0.1;
+  GDSManager manager(c.files, options, host_transform_device(), c.io);
+  auto moved = std::async(std::launch::async,
+                          [&] { return manager.transfer(*c.world.map, GdsWorld::pages(), false); });
+  REQUIRE(disk.wait_held(1, kGdsGenerousS));
+  CHECK(came(moved));
+  CHECK(manager.down_reason().find("has not ended") != std::string::npos);
+  CHECK(manager.staging_bytes() == 0);
+  disk.release();
+  const TransferReport report = moved.get();
+  REQUIRE(report.failures.size() == GdsWorld::kBlocks);
+  CHECK(report.failures[0].status == Status::kLaneDown);
+  CHECK_THROWS_AS(manager.reserve_staging(*c.world.map, GdsWorld::pages()), DiskError);
+  manager.close();
+  while (c.io.use_count() > 1 + 1) std::this_thread::yield();
+  fake.before_move = nullptr;
+}
+
+TEST_CASE("cufile looks: they are larger than what cuFile reads by POSIX calls for being small") {
+  for (const auto& [below, direct] : {std::pair{size_t{65536}, true}, {kFileBytes, false}}) {
+    CAPTURE(below);
+    reset_fake();
+    fake.posix_below = below;
+    CufileWorld c;
+    fill_files(c);
+    c.manager->reserve_staging(*c.world.map, GdsWorld::pages());
+    CHECK((c.io->name().find("GPUDirect Storage (") != std::string::npos) == direct);
+    CHECK(c.manager->direct_refusal().empty() == direct);
+  }
+}
