@@ -126,18 +126,14 @@ CufileIo::Place CufileIo::place(void* memory, int64_t bytes) const {
 ssize_t CufileIo::call_cufile(const Entry& file, const Place& where, bool write, size_t bytes, off_t offset,
                               off_t in_buffer, std::optional<IoRoute>& route) const {
   CufileWatch& watch = cufile_->watch();
-  watch.begin();
+  const std::optional<CufileOps> before = watch.begin();
   errno = 0;
   const ssize_t moved = write ? cufile_->table().write(file.handle, where.base, bytes, offset, in_buffer)
                               : cufile_->table().read(file.handle, where.base, bytes, offset, in_buffer);
   const int error = errno;
-  const IoRoute seen = watch.end(where.registered ? file.route : nullptr);
+  const IoRoute seen = watch.end(before, where.registered ? file.route : nullptr, moved > 0);
   errno = error;
-  if (!where.registered) {
-    route = IoRoute::kBounced;  // what is counted as DMA ends in a buffer of cuFile's
-  } else if (seen != IoRoute::kUnknown) {
-    route = seen;
-  }
+  if (!route || (moved > 0 && *route == IoRoute::kDirect) || seen == IoRoute::kBounced) route = seen;
   return moved;
 }
 

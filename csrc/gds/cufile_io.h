@@ -58,7 +58,7 @@ class CufileIo : public FileIo {
     return entries_[static_cast<size_t>(device)][static_cast<size_t>(file)];
   }
   Place place(void* memory, int64_t bytes) const;
-  // One call to cuFile, watched.
+  // One call to cuFile, watched; joins how it went to how those before it of the same transfer did.
   ssize_t call_cufile(const Entry& file, const Place& where, bool write, size_t bytes, off_t offset,
                       off_t in_buffer, std::optional<IoRoute>& route) const;
   Summary summary() const;

@@ -71,7 +71,8 @@ Cufile::Cufile(const CufileTable& table) : table_(table) {
   int32_t version = 0;
   if (table_.version != nullptr && table_.version(&version).code != 0) version = 0;
   statistics_ = std::make_unique<CufileStatistics>(table_.statistics, version);
-  watch_ = std::make_unique<CufileWatch>([statistics = statistics_.get()] { return statistics->read(); });
+  watch_ = std::make_unique<CufileWatch>([statistics = statistics_.get()] { return statistics->read(); },
+                                         direct_by_.empty() ? IoRoute::kBounced : IoRoute::kUnknown);
 }
 
 Cufile::~Cufile() {

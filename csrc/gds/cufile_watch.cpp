@@ -17,35 +17,33 @@ IoRoute route_of(const std::optional<CufileOps>& before, const std::optional<Cuf
 
 }  // namespace
 
-void CufileWatch::begin() {
+std::optional<CufileOps> CufileWatch::begin() {
   const std::lock_guard lock(mutex_);
-  if (in_flight_ == 0) before_ = read_();
-  in_flight_ += 1;
+  return read_();
 }
 
-IoRoute CufileWatch::end(const Route& file) {
+IoRoute CufileWatch::end(const std::optional<CufileOps>& before, const Route& file, bool moved) {
   const std::lock_guard lock(mutex_);
-  in_flight_ -= 1;
-  window_calls_ += 1;
-  if (file != nullptr) window_files_.insert(file);
-  if (in_flight_ > 0) return IoRoute::kUnknown;
-  const IoRoute route = route_of(before_, read_());
+  IoRoute route = IoRoute::kBounced;
+  if (file != nullptr) {
+    route = moved ? route_of(before, read_()) : IoRoute::kUnknown;
+    if (route != IoRoute::kUnknown) {
+      file->store(route);
+    } else {
+      route = unseen_;
+    }
+  }
   switch (route) {
     case IoRoute::kDirect:
-      calls_.direct += window_calls_;
+      calls_.direct += 1;
       break;
     case IoRoute::kBounced:
-      calls_.bounced += window_calls_;
+      calls_.bounced += 1;
       break;
     case IoRoute::kUnknown:
-      calls_.unknown += window_calls_;
+      calls_.unknown += 1;
       break;
   }
-  if (route != IoRoute::kUnknown) {
-    for (const Route& seen : window_files_) seen->store(route);
-  }
-  window_calls_ = 0;
-  window_files_.clear();
   return route;
 }
 
