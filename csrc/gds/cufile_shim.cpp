@@ -1,7 +1,5 @@
 #include "gds/cufile_shim.h"
 
-#include <mutex>
-
 #include "base/error.h"
 #include "gds/cufile_library.h"
 
@@ -80,23 +78,37 @@ Cufile::~Cufile() {
   if (opened_) table_.driver_close();
 }
 
+std::shared_ptr<Cufile> CufileUsers::join(const std::function<std::optional<CufileTable>()>& load) {
+  const std::lock_guard lock(shared_->mutex);
+  if (shared_->cufile == nullptr) {
+    const auto table = load();
+    if (!table) return nullptr;
+    shared_->cufile = std::make_unique<Cufile>(*table);
+  }
+  shared_->users += 1;
+  return {shared_->cufile.get(), [shared = shared_](Cufile*) {
+            const std::lock_guard closing(shared->mutex);
+            shared->users -= 1;
+            if (shared->users == 0) shared->cufile = nullptr;
+          }};
+}
+
 std::shared_ptr<Cufile> shared_cufile(int32_t gpu_count, std::string* why) {
   if (gpu_count < 1) {
     *why = "no GPU";
     return nullptr;
   }
-  static std::mutex mutex;
-  static std::weak_ptr<Cufile> opened;
-  const std::lock_guard lock(mutex);
-  if (auto cufile = opened.lock()) return cufile;
-  const auto library = load_cufile(why);
-  if (!library) return nullptr;
+  static CufileUsers users;
+  std::string path;
   try {
-    auto cufile = std::make_shared<Cufile>(library->table);
-    opened = cufile;
-    return cufile;
+    return users.join([&]() -> std::optional<CufileTable> {
+      const auto library = load_cufile(why);
+      if (!library) return std::nullopt;
+      path = library->path;
+      return library->table;
+    });
   } catch (const ConfigError& error) {
-    *why = library->path + ": " + error.what();
+    *why = path + ": " + error.what();
     return nullptr;
   }
 }

@@ -5,7 +5,10 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <mutex>
+#include <optional>
 #include <string>
 
 #include "gds/cufile_statistics.h"
@@ -82,6 +85,22 @@ class Cufile {
   std::string direct_by_;
   std::unique_ptr<CufileStatistics> statistics_;
   std::unique_ptr<CufileWatch> watch_;
+};
+
+// One open driver for all its users, closed with the last of them: never opened again before it is closed.
+class CufileUsers {
+ public:
+  // Opens the driver of what `load` returns if nobody uses it; null where that is. Throws what Cufile throws.
+  std::shared_ptr<Cufile> join(const std::function<std::optional<CufileTable>()>& load);
+
+ private:
+  struct Shared {
+    std::mutex mutex;  // held while the driver opens and closes
+    std::unique_ptr<Cufile> cufile;
+    int64_t users = 0;
+  };
+  // A user that is never released leaves the driver open, also at the end of the process.
+  std::shared_ptr<Shared> shared_ = std::make_shared<Shared>();
 };
 
 inline constexpr const char* kCufileCompat = "cuFile in compatibility mode (no GPUDirect Storage)";

@@ -55,8 +55,8 @@ CufileStatistics::CufileStatistics(const CufileStatisticsTable& table, int32_t v
     refusal_ = "cuFileStatsStart: " + to_string(error);
     return;
   }
-  // Somebody else in this process who had them counted before us is not stopped by us.
-  started_ = level_before_.has_value();
+  // Somebody else in this process who had them counted before us, at whatever level, is not stopped by us.
+  started_ = level_before_ == 0;
 }
 
 CufileStatistics::~CufileStatistics() {

@@ -1,6 +1,9 @@
 // By which way cuFile's calls go: each file and each call, as its statistics say it, and "not known" without
 // them.
+#include <chrono>
+#include <condition_variable>
 #include <fstream>
+#include <thread>
 
 #include "fake_cufile.h"
 
@@ -266,4 +269,64 @@ TEST_CASE("cufile routes: the process's calls on memory that is not registered a
   CHECK(c.io->transfer(call).route == IoRoute::kBounced);
   CHECK(fake.dma_ops == 1);  // as cuFile counts it
   CHECK(says(c, "this process: 0 calls direct, 1 bounced, 0 not known"));
+}
+
+TEST_CASE("cufile routes: somebody else's counting goes on, at whatever level it was") {
+  for (const int32_t level : {1, 2, 3}) {
+    CAPTURE(level);
+    reset_fake();
+    fake.level = level;
+    fake.counting = true;
+    {
+      const Cufile cufile(fake_table());
+      CHECK(fake.level == 3);
+    }
+    CHECK(fake.level == level);
+    CHECK(fake.counting);
+  }
+}
+
+TEST_CASE("cufile users: the driver is not opened again before it is closed") {
+  static std::mutex mutex;
+  static std::condition_variable changed;
+  static bool closing = false, opened_meanwhile = false;
+  reset_fake();
+  CufileUsers users;
+  CufileTable table = fake_table();
+  static int32_t opens = 0;
+  table.driver_open = [] {
+    const std::lock_guard lock(mutex);
+    opens += 1;
+    opened_meanwhile = opened_meanwhile || closing;
+    changed.notify_all();
+    return CufileError{};
+  };
+  // Closes after it has given another thread time to open.
+  table.driver_close = [] {
+    std::unique_lock lock(mutex);
+    closing = true;
+    changed.notify_all();
+    changed.wait_for(lock, std::chrono::milliseconds(300), [] { return opened_meanwhile; });
+    closing = false;
+    return CufileError{};
+  };
+  const auto load = [&] { return std::optional(table); };
+  auto first = users.join(load);
+  auto same = users.join(load);
+  CHECK(first == same);
+  first = nullptr;
+  CHECK(opens == 1);
+  std::thread other([&] {
+    {
+      std::unique_lock lock(mutex);
+      changed.wait(lock, [] { return closing; });
+    }
+    const auto again = users.join(load);
+    CHECK(again != nullptr);
+  });
+  same = nullptr;
+  other.join();
+  CHECK(opens == 2);
+  CHECK(!opened_meanwhile);
+  CHECK(users.join([]() -> std::optional<CufileTable> { return std::nullopt; }) == nullptr);
 }
