@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "cuda/device.h"
 #include "cuda/device_info.h"
 #include "gds/bounced_file_io.h"
 #include "gds/cufile_io.h"
@@ -65,8 +66,22 @@ std::shared_ptr<FileIo> choose_io(std::shared_ptr<const RawFiles> files,
 }
 
 std::string gpudirect_refusal() {
+  const int32_t gpus = cuda::device_info().device_count;
+  if (gpus < 1) return "no GPU";
+  try {
+    return gpudirect_refusal_on(*cuda::Device::open(cuda::current_device()),
+                                [&](std::string* why) { return shared_cufile(gpus, why); });
+  } catch (const Error& error) {
+    return error.what();
+  }
+}
+
+std::string gpudirect_refusal_on(const cuda::Device& device,
+                                 const std::function<std::shared_ptr<Cufile>(std::string* why)>& open) {
+  const cuda::QuietCurrent here(device);
+  if (!here.error().empty()) return here.error();
   std::string why;
-  const auto cufile = shared_cufile(cuda::device_info().device_count, &why);
+  const auto cufile = open(&why);
   if (cufile == nullptr) return why;
   return cufile->direct_by().empty() ? kCufileCompat : std::string();
 }

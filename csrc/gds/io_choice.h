@@ -1,6 +1,7 @@
 // What a machine has: the device of the pool, and the I/O that reaches its memory.
 #pragma once
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -12,6 +13,11 @@
 #include "io/io_queue.h"
 
 namespace flexkv {
+
+namespace cuda {
+class Device;
+}  // namespace cuda
+class Cufile;
 
 // GPU `number`, or plain memory for kHostDevice. Unset: the current GPU where there is one, else plain
 // memory.
@@ -28,5 +34,10 @@ FLEXKV_EXPORT std::shared_ptr<FileIo> choose_io(std::shared_ptr<const RawFiles> 
 // Why no file of this machine reaches a GPU's memory by GPUDirect Storage; empty where one may. Opens cuFile
 // where there is a GPU.
 FLEXKV_EXPORT std::string gpudirect_refusal();
+
+// The same of what `open` opens, which is opened and let go with `device` current: the thread may be the
+// engine's, and capture a graph.
+std::string gpudirect_refusal_on(const cuda::Device& device,
+                                 const std::function<std::shared_ptr<Cufile>(std::string* why)>& open);
 
 }  // namespace flexkv

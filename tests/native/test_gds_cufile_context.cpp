@@ -1,0 +1,45 @@
+// Which context cuFile's driver is opened and closed in, on a fake GPU and with a libcufile that is ours.
+#include "cuda/device.h"
+#include "fake_cuda.h"
+#include "fake_cufile.h"
+#include "gds/io_choice.h"
+
+using namespace flexkv;
+
+TEST_CASE("cufile context: what a machine promises is asked with the device current, beside a capture too") {
+  reset_fake();
+  fake_cuda::reset({.devices = 2});
+  const auto loaded = cuda::find_functions(fake_cuda::finder());
+  const auto gpu = cuda::Device::open(1, loaded.driver);
+  struct Seen {
+    int device = -2, mode = -2;
+  };
+  static Seen opened, closed;
+  CufileTable table = fake_table();
+  table.driver_open = [] {
+    opened = {fake_cuda::current_device(), fake_cuda::capture_mode()};
+    return CufileError{};
+  };
+  table.driver_close = [] {
+    closed = {fake_cuda::current_device(), fake_cuda::capture_mode()};
+    return CufileError{};
+  };
+  CufileUsers users;
+  const auto open = [&](std::string*) { return users.join([&] { return std::optional(table); }); };
+  CHECK(gpudirect_refusal_on(*gpu, open).empty());
+  for (const Seen& seen : {opened, closed}) {
+    CHECK(seen.device == 1);
+    CHECK(seen.mode == cuda::kCaptureRelaxed);
+  }
+  CHECK(fake_cuda::current_device() == -1);  // as it was
+  CHECK(fake_cuda::capture_mode() == cuda::kCaptureGlobal);
+  static_cast<void>(open(nullptr));  // the control: opened by itself, it is not
+  CHECK(opened.device == -1);
+
+  fake.status_flags = 0;
+  CHECK(gpudirect_refusal_on(*gpu, open) == kCufileCompat);
+  CHECK(gpudirect_refusal_on(*gpu, [](std::string* why) {
+          *why = "none";
+          return std::shared_ptr<Cufile>();
+        }) == "none");
+}
