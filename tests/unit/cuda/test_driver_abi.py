@@ -54,6 +54,7 @@ VALUES = {
     "kSuccess": "CUDA_SUCCESS",
     "kErrorInvalidValue": "CUDA_ERROR_INVALID_VALUE",
     "kErrorNotReady": "CUDA_ERROR_NOT_READY",
+    "kErrorCaptureImplicit": "CUDA_ERROR_STREAM_CAPTURE_IMPLICIT",
     "kCaptureGlobal": "CU_STREAM_CAPTURE_MODE_GLOBAL",
     "kCaptureThreadLocal": "CU_STREAM_CAPTURE_MODE_THREAD_LOCAL",
     "kCaptureRelaxed": "CU_STREAM_CAPTURE_MODE_RELAXED",
