@@ -153,13 +153,18 @@ def test_rows_that_have_run_are_named_no_more() -> None:
     assert waiting_rows(table.replace("**not yet on a GPU**", "runs on a GPU")) == ["row 0", "row 2", "row 3"]
 
 
+def gpu_results(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The program, run as a user does."""
+    command = [sys.executable, "-m", "benchmarks.gpu_results", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_without_a_gpu_nothing_is_written(stage: str, tmp_path: Path) -> None:
     found = c_ext.cuda_info()
     if found["built"] and found["device_count"]:
         pytest.skip("there is a GPU")
-    command = [sys.executable, "-m", "benchmarks.gpu_results", stage, "--out", str(tmp_path / "out")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = gpu_results(stage, "--out", str(tmp_path / "out"))
     assert done.returncode == 1
     assert "nothing was run: no NVIDIA driver" in done.stderr
     assert not (tmp_path / "out").exists()
@@ -168,17 +173,7 @@ def test_without_a_gpu_nothing_is_written(stage: str, tmp_path: Path) -> None:
 
 def test_without_results_no_page_is_written(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.gpu_results",
-        "render",
-        "--out",
-        str(tmp_path),
-        "--page",
-        str(page),
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = gpu_results("render", "--out", str(tmp_path), "--page", str(page))
     assert (done.returncode, page.exists()) == (1, False)
     assert "nothing is written" in done.stderr
 
@@ -461,17 +456,8 @@ def test_the_rows_of_the_real_bench_render(tmp_path: Path) -> None:
     )
     assert run_stage(Stage("bench", 120.0, steps), tmp_path, MACHINE) == ["passed", "passed"]
     out = tmp_path / "page.md"
-    renders = [
-        sys.executable,
-        "-m",
-        "benchmarks.gpu_results",
-        "render",
-        "--out",
-        str(tmp_path),
-        "--page",
-        str(out),
-    ]
-    done = subprocess.run(renders, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
+    done = gpu_results("render", "--out", str(tmp_path), "--page", str(out))
+    assert done.returncode == 0, done.stderr
     assert "| layout transform |" in out.read_text()
     assert "| 4096 | H2D | cpu | 0 |" in out.read_text()
     assert out.with_suffix(".png").exists() or "no picture: " in done.stdout
