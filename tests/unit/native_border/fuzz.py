@@ -14,9 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from tests.own_tree import OWN_TREE
 from tests.unit.native_border.cases import AT_ONCE, MOST_CALLS
 
-ROOT = Path(__file__).resolve().parents[3]
 CHILD_S = 600.0
 CASE_S = 90.0
 """A case that takes longer hangs."""
@@ -110,7 +110,7 @@ def run_child(
         try:
             done = subprocess.run(
                 command,
-                cwd=Path.cwd() if Path("tests/unit/native_border").exists() else ROOT,
+                cwd=OWN_TREE,
                 env={**os.environ, **bounded},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,

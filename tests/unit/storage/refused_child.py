@@ -15,6 +15,7 @@ import struct
 import sys
 from pathlib import Path
 
+from flexkv import c_ext
 from flexkv.errors import FlexKVError
 from tests.unit.storage.disk_world import DiskWorld
 
@@ -73,7 +74,8 @@ def main() -> None:
         len(PLACE.findall(text.partition("UserBufs:")[2].partition("PollList:")[0])) for text in rings
     )
     assert world.close()
-    print(json.dumps({"backend": backend, "note": note, "logged": logged, "pinned": pinned}))
+    said = {"backend": backend, "note": note, "logged": logged, "pinned": pinned}
+    print(json.dumps({**said, "variant": c_ext.__variant__}))
 
 
 if __name__ == "__main__":

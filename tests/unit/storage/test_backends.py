@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from flexkv import c_ext
+from tests.own_tree import OWN_TREE
 from tests.unit.storage.refused_child import IO_URING_REGISTER, IO_URING_SETUP
 
-ROOT = Path(__file__).resolve().parents[3]
 CHILD_S = 120
 REGISTER_BUFFERS_UPDATE = 16
 REFUSAL = c_ext.uring_refusal()
@@ -25,9 +25,11 @@ def used(folder: Path, io: str, call: int = 0, error: int = 0, second: int = -1)
     """What a child said that used a tier with registered buffers, without system call `call`."""
     command = [sys.executable, "-m", "tests.unit.storage.refused_child", str(folder), io]
     command += map(str, (call, error, second))
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=CHILD_S)
+    done = subprocess.run(command, cwd=OWN_TREE, capture_output=True, text=True, timeout=CHILD_S)
     assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert "error" in said or said.pop("variant") == c_ext.__variant__
+    return said
 
 
 @pytest.mark.parametrize(

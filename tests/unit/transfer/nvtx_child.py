@@ -70,7 +70,7 @@ def main() -> None:
     move_from_disk(Path(folder))
     run_stages()
     mapped = library in Path("/proc/self/maps").read_text()
-    found: dict[str, Any] = {"mapped": mapped, "threads": [], "names": []}
+    found: dict[str, Any] = {"variant": c_ext.__variant__, "mapped": mapped, "threads": [], "names": []}
     if mapped:
         fake = ctypes.CDLL(library)
         fake.fake_name.restype = ctypes.c_char_p

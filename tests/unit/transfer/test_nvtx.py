@@ -15,9 +15,9 @@ from flexkv import c_ext
 from flexkv.config import load_config
 from flexkv.errors import ConfigError
 from flexkv.transfer import nvtx
+from tests.own_tree import OWN_TREE
 from tests.unit.transfer.fake_nvtx import build_fake_nvtx
 
-ROOT = Path(__file__).resolve().parents[3]
 RUN_S = 180
 
 
@@ -31,7 +31,7 @@ def run_child(fake: Path, folder: Path, check: bool = True, **environment: str) 
     clean = {name: value for name, value in os.environ.items() if not name.startswith("FLEXKV_OBSERVE")}
     done = subprocess.run(
         [sys.executable, "-m", "tests.unit.transfer.nvtx_child", str(fake), str(folder)],
-        cwd=ROOT,
+        cwd=OWN_TREE,
         env={**clean, **environment},
         capture_output=True,
         text=True,
@@ -39,8 +39,10 @@ def run_child(fake: Path, folder: Path, check: bool = True, **environment: str) 
     )
     if not check:
         return done
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    assert done.returncode == 0, f"{done.stderr[:4000]}\n...\n{done.stderr[-1000:]}"
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found.pop("variant") == c_ext.__variant__
+    return found
 
 
 def test_every_lane_and_stage_names_its_work_and_ends_it(fake: Path, tmp_path: Path) -> None:
@@ -70,7 +72,7 @@ def test_off_is_the_default_and_nothing_is_loaded(fake: Path, tmp_path: Path) ->
 
 
 def test_off_calls_nothing_of_a_library_that_is_there(fake: Path, tmp_path: Path) -> None:
-    found = run_child(fake, tmp_path, LD_PRELOAD=str(fake))
+    found = run_child(fake, tmp_path, LD_PRELOAD=f"{os.environ.get('LD_PRELOAD', '')} {fake}")
     assert found == {"mapped": True, "threads": [], "names": []}
 
 
