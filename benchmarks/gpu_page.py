@@ -29,7 +29,7 @@ def bench_of(folder: Path) -> dict[str, Any]:
     Each row has `PARTIAL` besides. `unread` has the parts that cannot be read, by name, and why.
     """
     merged: dict[str, Any] = {"rows": [], "comparisons": [], "limit_gbps": {}, "thresholds": {}, "parts": []}
-    merged["unread"] = {}
+    merged |= {"copies": {}, "unread": {}}
     try:
         steps = read_stage(folder, "bench")["steps"]
     except UnreadableError:  # `_read` names it
@@ -46,6 +46,7 @@ def bench_of(folder: Path) -> dict[str, Any]:
             merged[name] += part[name]
         merged["limit_gbps"] = merged["limit_gbps"] or part["limit_gbps"]
         merged["thresholds"] |= part["thresholds"]
+        merged["copies"] = merged["copies"] or part["copies"]
     return merged
 
 
@@ -63,6 +64,7 @@ def _bench_part(path: Path, step: Mapping[str, Any]) -> dict[str, Any]:
             _rows(part[name])
         goals(part)
         _limits(part)
+        _copies(part)
         return {**part, "parts": list(part["parts"])}
 
 
@@ -103,6 +105,7 @@ def render(folder: Path) -> str:
     if partial := sorted({row[PARTIAL] for row in (*bench["rows"], *bench["comparisons"])} - {""}):
         lines += [f"Not all rows that they are judged by are there ({', '.join(partial)}).", ""]
     lines += ["## Lanes", "", f"GB/s, median. One contiguous copy: {_limits(bench) or 'not measured'}.", ""]
+    lines += [*_copies(bench), ""]
     lines += _rows(bench["rows"])
     lines += ["## Beside them", ""]
     lines += _rows(bench["comparisons"])
@@ -245,6 +248,15 @@ def _rows(rows: Sequence[Row]) -> list[str]:
 
 def _limits(bench: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {rate:.1f}" for name, rate in bench["limit_gbps"].items())
+
+
+def _copies(bench: Mapping[str, Any]) -> list[str]:
+    """What the lane measured at its start, a line a direction; empty where no part says it."""
+    return [
+        f"Chosen for {name}: link {chosen['link_bytes_per_s'] / 1e9:.1f} GB/s, "
+        f"pieces of {chosen['piece_bytes']} bytes, {chosen['ways']}."
+        for name, chosen in bench["copies"].items()
+    ]
 
 
 def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

@@ -203,10 +203,23 @@ class Lane:
 class StreamPoint:
     """A point in a device stream's work, of `TransferEngine.record`."""
 
+class CopyChoices(TypedDict):
+    """What a GPU's copies of one direction go by."""
+
+    link_bytes_per_s: float
+    """Of one long copy; 0: not measured."""
+    piece_bytes: int
+    """What is enqueued as one."""
+    ways: str
+    """Which runs the kernel takes, in words."""
+
 class CudaLane(Lane):
     """Copies between a GPU and the host pool. Raises ConfigError where there is no such device."""
 
-    def __init__(self, device: int, batch: bool, kernel: bool) -> None: ...
+    def __init__(self, device: int, batch: bool, kernel: bool, measure: bool) -> None: ...
+    @property
+    def chosen(self) -> dict[str, CopyChoices]:
+        """Of "h2d" and "d2h"."""
     @property
     def notes(self) -> str:
         """What is not used and why; empty when everything is."""

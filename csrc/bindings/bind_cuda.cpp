@@ -16,10 +16,10 @@ namespace py = pybind11;
 namespace flexkv {
 namespace {
 
-std::shared_ptr<cuda::CudaLane> make_lane(int device, bool batch, bool kernel) {
+std::shared_ptr<cuda::CudaLane> make_lane(int device, bool batch, bool kernel, bool measure) {
   const py::gil_scoped_release release;
   return released_without_gil(std::make_shared<cuda::CudaLane>(
-      cuda::Device::open(device), cuda::copy_kernel_launcher(), cuda::CopySwitches{batch, kernel}));
+      cuda::Device::open(device), cuda::copy_kernel_launcher(), cuda::CopySwitches{batch, kernel, measure}));
 }
 
 // (path, pieces, bytes, driver calls) of each path.
@@ -33,14 +33,31 @@ py::list counts(const cuda::CudaLane& lane) {
   return list;
 }
 
+// Of one direction, for people: what was measured and what follows from it.
+py::dict chosen(const cuda::CudaLane& lane, cuda::Direction direction) {
+  const bool to_device = direction == cuda::Direction::kToDevice;
+  py::dict dict;
+  dict["link_bytes_per_s"] = lane.copier().link_rate(direction);
+  dict["piece_bytes"] = lane.piece_bytes(to_device ? OpKind::kH2D : OpKind::kD2H);
+  dict["ways"] = cuda::to_string(lane.copier().ways(direction));
+  return dict;
+}
+
 }  // namespace
 
 void bind_cuda(py::module_& m) {
   NativeBinding<cuda::CudaLane, Lane, std::shared_ptr<cuda::CudaLane>>(m, "CudaLane")
-      .def(py::init(&make_lane), py::arg("device"), py::arg("batch"), py::arg("kernel"))
+      .def(py::init(&make_lane), py::arg("device"), py::arg("batch"), py::arg("kernel"), py::arg("measure"))
       .def_property_readonly("notes", [](const cuda::CudaLane& lane) { return lane.copier().notes(); })
       .def_property_readonly("failed_launches",
                              [](const cuda::CudaLane& lane) { return lane.copier().failed_launches(); })
+      .def_property_readonly("chosen",
+                             [](const cuda::CudaLane& lane) {
+                               py::dict both;
+                               both["h2d"] = chosen(lane, cuda::Direction::kToDevice);
+                               both["d2h"] = chosen(lane, cuda::Direction::kToHost);
+                               return both;
+                             })
       .def("counts", &counts);
   NativeBinding<cuda::DeviceMemory, std::shared_ptr<cuda::DeviceMemory>>(m, "DeviceMemory")
       .def(py::init([](int device, size_t bytes) {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
 #include <utility>
 
 #include "base/error.h"
@@ -10,15 +11,12 @@
 namespace flexkv::cuda {
 namespace {
 
-// Unit: bytes, runs, pages. The self-tests' copies: odd sizes at odd distances, more than one of each.
-constexpr int64_t kTestRunBytes = 1237;
-constexpr int64_t kTestRunStep = 1536;
-constexpr int32_t kTestRuns = 4;
-constexpr int64_t kTestPages = 2;
-constexpr int64_t kTestBytes = kTestRuns * kTestPages * kTestRunStep;
 // Unit: bytes. Of a table at the start: for 8,000 runs of a page, fifty times what 80 layers of K and V have.
 // Allocating more later may wait for other streams.
 constexpr size_t kTableBytes = 256 << 10;
+
+// Rows that a call must have on the mean to be used where there are batches, which take irregular copies too.
+constexpr size_t kLeastRows = 4;
 
 size_t table_bytes(std::span<const CopyChunk> chunks, std::span<const PageEnds> pages) {
   return chunks.size_bytes() + pages.size() * sizeof(CopyPage);
@@ -64,11 +62,7 @@ Copier::Copier(std::shared_ptr<Device> device, KernelLauncher launcher, const Co
   } else if (!device_->driver().has_batch()) {
     note("no batched copies: the driver is older than CUDA 12.8");
   } else {
-    const auto move = [&](Direction direction, auto segments, auto pages, StreamHandle stream) {
-      int64_t calls = 0;
-      return by_batch(direction, list_copies(segments, pages), stream, calls);
-    };
-    const std::string failure = self_test(move);
+    const std::string failure = try_copies(device_, mover_of(Path::kBatch));
     capabilities_.batch = failure.empty();
     if (!failure.empty()) note("no batched copies: self-test: " + failure);
   }
@@ -84,17 +78,53 @@ Copier::Copier(std::shared_ptr<Device> device, KernelLauncher launcher, const Co
     }
     // A build for other devices, or for a later driver, shows here: a launch is the first that needs its
     // image.
-    const auto move = [&](Direction direction, auto segments, auto pages, StreamHandle stream) {
-      const std::vector<CopyChunk> chunks = cut_to_chunks(segments.data(), segments.size());
-      return by_kernel(direction, chunks, pages, tables_of(direction, 0), stream);
-    };
-    const std::string failure = self_test(move);
+    const std::string failure = try_copies(device_, mover_of(Path::kKernel));
     capabilities_.kernel = failure.empty();
     if (!failure.empty()) note("no copy kernel: self-test: " + failure);
   }
+  for (Measured& direction : measured_) direction.ways = usual_ways(capabilities_);
+  if (switches.measure) measure();
 }
 
 Copier::~Copier() = default;
+
+Mover Copier::mover_of(Path path) {
+  return [this, path](Direction direction, auto segments, auto pages, StreamHandle stream) -> std::string {
+    if (path == Path::kKernel) {
+      const std::vector<CopyChunk> chunks = cut_to_chunks(segments.data(), segments.size());
+      return by_kernel(direction, chunks, pages, tables_of(direction, 0), stream);
+    }
+    const std::vector<Copy> copies = list_copies(segments, pages);
+    int64_t calls = 0;
+    if (path == Path::kBatch) return by_batch(direction, copies, stream, calls);
+    const size_t pitch = path == Path::kPitched ? capabilities_.max_pitch_bytes : 0;
+    return by_rows(direction, group_rows(copies, pitch), stream, calls);
+  };
+}
+
+// Whatever goes wrong: what was not measured goes by the constants.
+void Copier::measure() {
+  try {
+    CopyClock clock(device_);
+    for (const Direction direction : {Direction::kToDevice, Direction::kToHost}) {
+      Measured& measured = measured_[static_cast<size_t>(direction)];
+      const double link_s = clock.runs_s(direction, kMostMeasuredBytes, 1, mover_of(Path::kSingle));
+      if (link_s > 0) measured.link_rate = static_cast<double>(kMostMeasuredBytes) / link_s;
+      const auto time = [&](Path path, int64_t run_bytes, int64_t runs) {
+        return clock.runs_s(direction, run_bytes, runs, mover_of(path));
+      };
+      const auto ways = link_s > 0 ? measured_ways(capabilities_, time) : std::nullopt;
+      if (ways) {
+        measured.ways = *ways;
+      } else {
+        note(std::string("copies to the ") + (direction == Direction::kToDevice ? "device" : "host") +
+             " could not be timed");
+      }
+    }
+  } catch (const CapacityError& error) {
+    note(std::string("copies were not measured: ") + error.what());
+  }
+}
 
 Capabilities Copier::capabilities() const {
   const std::lock_guard lock(mutex_);
@@ -142,7 +172,8 @@ std::string Copier::enqueue(Direction direction, std::span<const Segment> segmen
   usable.kernel = usable.kernel && registered && staging != kNoStaging;
   // The driver stages pageable memory itself; what batches do with it is not documented.
   usable.batch = usable.batch && registered;
-  const SplitRuns split = split_runs(segments, longest_kernel_run(usable));
+  const SplitRuns split = usable.kernel ? split_runs(segments, pages.size(), ways(direction))
+                                        : SplitRuns{{}, {segments.begin(), segments.end()}};
   if (!split.by_kernel.empty()) {
     const std::vector<CopyChunk> chunks = cut_to_chunks(split.by_kernel.data(), split.by_kernel.size());
     Staging& tables = tables_of(direction, staging);
@@ -168,14 +199,25 @@ std::string Copier::by_engine(Direction direction, std::span<const Segment> segm
   Path path = engine_path(usable);
   std::string error;
   int64_t calls = 0;
+  std::vector<PitchedCopy> rows;
+  if (copies.size() > 1 &&
+      (path == Path::kPitched || (path == Path::kBatch && rows_first(direction, copies)))) {
+    rows = group_rows(copies, usable.max_pitch_bytes);
+    if (path == Path::kBatch && rows.size() * kLeastRows <= copies.size()) path = Path::kPitched;
+  }
   if (copies.size() == 1) {
     path = Path::kSingle;
     error = single(direction, copies.front(), stream);
     calls = 1;
   } else if (path == Path::kBatch) {
     error = by_batch(direction, copies, stream, calls);
+  } else if (path == Path::kPitched) {
+    error = by_rows(direction, rows, stream, calls);
   } else {
-    error = by_rows(direction, copies, stream, calls);
+    for (const Copy& copy : copies) {
+      ++calls;
+      if (error = single(direction, copy, stream); !error.empty()) break;
+    }
   }
   if (error.empty()) {
     add(path, segments, pages.size(), calls);
@@ -183,6 +225,14 @@ std::string Copier::by_engine(Direction direction, std::span<const Segment> segm
     counts_[static_cast<size_t>(path)].calls += calls;
   }
   return error;
+}
+
+// By the mean length: mostly all copies have one.
+bool Copier::rows_first(Direction direction, std::span<const Copy> copies) const {
+  size_t bytes = 0;
+  for (const Copy& copy : copies) bytes += copy.bytes;
+  const size_t place = length_place(static_cast<int64_t>(bytes / copies.size()));
+  return ways(direction).rows_first[std::min(place, kRunLengths.size() - 1)];
 }
 
 Copier::Staging& Copier::tables_of(Direction direction, int staging) const {
@@ -250,10 +300,10 @@ std::string Copier::by_batch(Direction direction, std::span<const Copy> copies, 
   return {};
 }
 
-std::string Copier::by_rows(Direction direction, std::span<const Copy> copies, StreamHandle stream,
+std::string Copier::by_rows(Direction direction, std::span<const PitchedCopy> rows, StreamHandle stream,
                             int64_t& calls) {
   const Driver& driver = device_->driver();
-  for (const PitchedCopy& group : group_rows(copies, capabilities_.max_pitch_bytes)) {
+  for (const PitchedCopy& group : rows) {
     ++calls;
     if (group.rows == 1) {
       if (std::string error = single(direction, group.first, stream); !error.empty()) return error;
@@ -281,65 +331,6 @@ std::string Copier::by_rows(Direction direction, std::span<const Copy> copies, S
     if (code != kSuccess) return driver.error_text(code, "cuMemcpy2DAsync");
   }
   return {};
-}
-
-// Some odd runs there and back by `move`, compared. Empty if they arrived and nothing else changed.
-std::string Copier::self_test(const Mover& move) {
-  const Driver& driver = device_->driver();
-  Stream stream(device_);
-  void* host = nullptr;
-  DeviceAddress device = 0;
-  constexpr auto kBytes = static_cast<size_t>(kTestBytes);
-  if (const Code code = driver.host_alloc(&host, 2 * kBytes, kHostAllocPortable | kHostAllocDeviceMap);
-      code != kSuccess) {
-    return driver.error_text(code, "cuMemHostAlloc");
-  }
-  std::string failure;
-  if (const Code code = driver.mem_alloc(&device, kBytes); code != kSuccess) {
-    failure = driver.error_text(code, "cuMemAlloc");
-  } else {
-    auto* sent = static_cast<std::byte*>(host);
-    std::byte* back = sent + kBytes;
-    std::vector<std::byte> wanted(kBytes);
-    for (size_t i = 0; i < kBytes; ++i) {
-      sent[i] = static_cast<std::byte>(i * 131 + (i >> 8));
-      const bool in_run = static_cast<int64_t>(i) % kTestRunStep < kTestRunBytes;
-      wanted[i] = in_run ? sent[i] : std::byte{};
-    }
-    std::memset(back, 0, kBytes);
-    // Layer-first on the device: the rows of all pages of a run, then of the next.
-    std::vector<Segment> segments;
-    for (int32_t run = 0; run < kTestRuns; ++run) {
-      segments.push_back(
-          {static_cast<uintptr_t>(device) + static_cast<uintptr_t>(run * kTestPages * kTestRunStep),
-           kTestRunStep, kTestRunBytes, run * kTestRunStep, run});
-    }
-    std::vector<PageEnds> there, home;
-    for (int64_t page = 0; page < kTestPages; ++page) {
-      there.push_back({page, sent + page * kTestRuns * kTestRunStep});
-      home.push_back({page, back + page * kTestRuns * kTestRunStep});
-    }
-    failure = move(Direction::kToDevice, segments, there, stream.handle());
-    // Waited for also after a failure, some of it may be under way; and before the tables are written again.
-    const auto await_end = [&] {
-      std::string ended;
-      try {
-        ended = Event(device_, stream.handle()).wait();
-      } catch (const CapacityError& error) {
-        ended = error.what();
-      }
-      if (failure.empty()) failure = ended;
-    };
-    await_end();
-    if (failure.empty()) {
-      failure = move(Direction::kToHost, segments, home, stream.handle());
-      await_end();
-    }
-    if (failure.empty() && std::memcmp(wanted.data(), back, kBytes) != 0) failure = "other bytes came back";
-    driver.mem_free(device);
-  }
-  driver.host_free(host);
-  return failure;
 }
 
 }  // namespace flexkv::cuda

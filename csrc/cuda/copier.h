@@ -2,7 +2,6 @@
 #pragma once
 #include <array>
 #include <atomic>
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <span>
@@ -11,15 +10,16 @@
 
 #include "cuda/copy_job.h"
 #include "cuda/copy_plan.h"
+#include "cuda/copy_trial.h"
+#include "cuda/copy_ways.h"
 #include "cuda/device.h"
 
 namespace flexkv::cuda {
 
-enum class Direction { kToDevice, kToHost };
-
 struct CopySwitches {
-  bool batch = true;   // off: never cuMemcpyBatchAsync, whatever the self-test says
-  bool kernel = true;  // off: never the kernel
+  bool batch = true;     // off: never cuMemcpyBatchAsync, whatever the self-test says
+  bool kernel = true;    // off: never the kernel
+  bool measure = false;  // on: ways and pieces by what copies take here, else constants
 };
 
 struct PathCount {
@@ -32,7 +32,7 @@ struct PathCount {
 class Copier {
  public:
   // Runs the self-tests of batched copies and of the kernel; what fails its test is not used, and `notes()`
-  // says why. Throws CapacityError.
+  // says why. Then measures, if that is asked for, in some tens of milliseconds. Throws CapacityError.
   Copier(std::shared_ptr<Device> device, KernelLauncher launcher, const CopySwitches& switches);
   ~Copier();
   Copier(const Copier&) = delete;
@@ -54,6 +54,10 @@ class Copier {
   // Kernels that could not be started after their self-test: 0 or 1, as none follows it.
   int64_t failed_launches() const { return failed_launches_; }
   PathCount count(Path path) const;
+  // The next two: of the start, for good.
+  const Ways& ways(Direction direction) const { return measured_[static_cast<size_t>(direction)].ways; }
+  // Unit: bytes a second. Of one long copy; 0: not measured.
+  double link_rate(Direction direction) const { return measured_[static_cast<size_t>(direction)].link_rate; }
 
   // Pieces of one direction whose tables may be read at once.
   static constexpr int kStagings = 2;
@@ -65,21 +69,28 @@ class Copier {
   };
   struct Staging;
 
-  using Mover = std::function<std::string(Direction, std::span<const Segment>, std::span<const PageEnds>,
-                                          StreamHandle)>;
-  std::string self_test(const Mover& move);
+  struct Measured {
+    Ways ways;
+    double link_rate = 0;
+  };
+
+  // What `path` alone would do, without its counts.
+  Mover mover_of(Path path);
+  void measure();
   void note(const std::string& text);
   void give_up_kernel(const std::string& why);
   void add(Path path, std::span<const Segment> segments, size_t pages, int64_t calls);
   std::string by_engine(Direction direction, std::span<const Segment> segments,
                         std::span<const PageEnds> pages, const Capabilities& usable, StreamHandle stream);
+  bool rows_first(Direction direction, std::span<const Copy> copies) const;
   Staging& tables_of(Direction direction, int staging) const;
   // Precondition: `tables` has room for them.
   std::string by_kernel(Direction direction, std::span<const CopyChunk> chunks,
                         std::span<const PageEnds> pages, Staging& tables, StreamHandle stream);
   std::string by_batch(Direction direction, std::span<const Copy> copies, StreamHandle stream,
                        int64_t& calls);
-  std::string by_rows(Direction direction, std::span<const Copy> copies, StreamHandle stream, int64_t& calls);
+  std::string by_rows(Direction direction, std::span<const PitchedCopy> rows, StreamHandle stream,
+                      int64_t& calls);
   std::string single(Direction direction, const Copy& copy, StreamHandle stream);
   Code batch_call(size_t begin, size_t end, SourceOrder order, StreamHandle stream);
 
@@ -89,6 +100,7 @@ class Copier {
   Capabilities capabilities_;
   std::string notes_;
   std::atomic<int64_t> failed_launches_{0};
+  std::array<Measured, 2> measured_;  // by Direction
   std::array<Cell, kPaths> counts_;
   std::vector<DeviceAddress> dsts_, srcs_;
   std::vector<size_t> sizes_;

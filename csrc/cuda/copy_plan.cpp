@@ -42,24 +42,6 @@ const char* to_string(Path path) {
   return kNames[static_cast<int>(path)];
 }
 
-int64_t longest_kernel_run(const Capabilities& capabilities) {
-  if (!capabilities.kernel) return -1;
-  return capabilities.batch ? kKernelUpToBytesWithBatch : kKernelUpToBytes;
-}
-
-Path engine_path(const Capabilities& capabilities) {
-  if (capabilities.batch) return Path::kBatch;
-  return capabilities.max_pitch_bytes > 0 ? Path::kPitched : Path::kSingle;
-}
-
-SplitRuns split_runs(std::span<const Segment> segments, int64_t longest_kernel_run) {
-  SplitRuns split;
-  for (const Segment& segment : segments) {
-    (segment.run_bytes <= longest_kernel_run ? split.by_kernel : split.by_engine).push_back(segment);
-  }
-  return split;
-}
-
 std::vector<std::vector<Segment>> cut_to_portions(std::span<const Segment> segments, int64_t max_bytes) {
   std::vector<std::vector<Segment>> portions(1);
   int64_t room = max_bytes;

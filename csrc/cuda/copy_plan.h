@@ -9,6 +9,8 @@
 
 namespace flexkv::cuda {
 
+enum class Direction { kToDevice, kToHost };
+
 enum class Path {
   kKernel,   // a kernel on few multiprocessors reads or writes host memory
   kBatch,    // cuMemcpyBatchAsync
@@ -18,10 +20,10 @@ enum class Path {
 inline constexpr int kPaths = 4;
 const char* to_string(Path path);
 
-// Unit: bytes. Where calls are single, runs up to this length go by kernel: one copy-engine call
-// costs about 2 us whatever its length, which is the time PCIe 5 takes for 100 KiB. Source: published
-// block-copy rates on an H100 (PCIe 5), where 64 KiB runs reach 14.5 GB/s by single calls and 42 by kernel,
-// and 512 KiB runs 39.5 and 47. Not measured on our own hardware.
+// Unit: bytes. Where nothing is measured and calls are single, runs up to this length go by kernel: one
+// copy-engine call costs about 2 us whatever its length, which is the time PCIe 5 takes for 100 KiB. Source:
+// published block-copy rates on an H100 (PCIe 5), where 64 KiB runs reach 14.5 GB/s by single calls and 42 by
+// kernel, and 512 KiB runs 39.5 and 47. Not measured on our own hardware.
 inline constexpr int64_t kKernelUpToBytes = 256 << 10;
 // The same where calls come in batches, which pay the call once: the kernel takes multiprocessors from the
 // engine (6 % of its throughput in the same source), so the copy engine is preferred early. 32 KiB itself, a
@@ -40,19 +42,6 @@ struct Capabilities {
   bool batch = false;
   size_t max_pitch_bytes = 0;  // 0: no pitched copies
 };
-
-// Unit: bytes. The longest run that goes by kernel; -1 where there is none.
-int64_t longest_kernel_run(const Capabilities& capabilities);
-
-// What the copy engine is given for all other runs.
-Path engine_path(const Capabilities& capabilities);
-
-// The segments of each way, in order. A view may have both: short rows of an index beside long ones of a
-// cache.
-struct SplitRuns {
-  std::vector<Segment> by_kernel, by_engine;
-};
-SplitRuns split_runs(std::span<const Segment> segments, int64_t longest_kernel_run);
 
 // The same runs in consecutive portions of at most `max_bytes` of one page; a run that is longer is cut.
 std::vector<std::vector<Segment>> cut_to_portions(std::span<const Segment> segments, int64_t max_bytes);

@@ -32,7 +32,7 @@ struct Issuing {
   std::vector<MoveResult> results;
   std::vector<PageEnds> pages;  // that may be copied
   bool registered = true;
-  std::vector<std::vector<Segment>> portions;  // one enqueued after the other, each of at most kSubBatchBytes
+  std::vector<std::vector<Segment>> portions;  // one enqueued after the other, each of at most a piece
   size_t next_portion = 0;
   bool ended = false;  // enqueued to its end, or failed
 };
@@ -53,6 +53,8 @@ struct CudaLane::Shared {
       : device(std::move(the_device)),
         current(std::in_place, *device),
         copier(device, launcher, switches),
+        most_bytes{cuda::piece_bytes(copier.link_rate(Direction::kToDevice), kSubBatchBytes),
+                   cuda::piece_bytes(copier.link_rate(Direction::kToHost), kSubBatchBytes)},
         streams{std::make_unique<Stream>(device), std::make_unique<Stream>(device)} {
     current.reset();
   }
@@ -69,6 +71,8 @@ struct CudaLane::Shared {
   const std::shared_ptr<Device> device;
   std::optional<Current> current;  // while the copier makes its self-test
   Copier copier;
+  // Unit: bytes. Of a piece, by direction.
+  const std::array<int64_t, kDirections> most_bytes;
   const std::array<std::unique_ptr<Stream>, kDirections> streams;
 
   std::mutex mutex;
@@ -168,9 +172,11 @@ std::string CudaLane::Shared::prepare(Issuing& issuing) {
     issuing.registered = issuing.registered && view.pool().registered(page.slot);
   }
   const std::span<const Segment> segments = view.segments(item.layer_lo(), item.layer_hi());
-  // Longer is a single layer of a single page, or all that is left of an expedited one.
-  if (view.layer_bytes(item.layer_lo(), item.layer_hi()) > kSubBatchBytes) {
-    issuing.portions = cut_to_portions(segments, kSubBatchBytes);
+  // Longer is a page alone, of which it is a single layer or no more than kSubBatchBytes, or all that is left
+  // of an expedited one.
+  const int64_t most = most_bytes[static_cast<size_t>(direction)];
+  if (view.layer_bytes(item.layer_lo(), item.layer_hi()) > most) {
+    issuing.portions = cut_to_portions(segments, most);
   } else {
     issuing.portions.emplace_back(segments.begin(), segments.end());
   }
@@ -270,6 +276,10 @@ CudaLane::CudaLane(std::shared_ptr<Device> device, KernelLauncher launcher, cons
       shared_(std::make_shared<Shared>(device_, launcher, switches)) {}
 
 CudaLane::~CudaLane() { abandon(); }
+
+int64_t CudaLane::piece_bytes(OpKind kind) const {
+  return shared_->most_bytes[static_cast<size_t>(direction_of(kind))];
+}
 
 void CudaLane::start(std::shared_ptr<WorkSource> source, int32_t lane) {
   const auto run = [&](auto work, const char* name) {

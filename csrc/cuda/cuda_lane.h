@@ -16,7 +16,7 @@
 
 namespace flexkv::cuda {
 
-// Unit: items in their turn, of at most kSubBatchBytes. Two keep the link busy while the next is prepared;
+// Unit: items in their turn, of at most piece_bytes(). Two keep the link busy while the next is prepared;
 // more would only make one that is urgent wait longer in its direction. Expedited items come on top: they may
 // wait for the engine, so that these two may stand still as well.
 inline constexpr int kItemsInFlight = Copier::kStagings;
@@ -30,6 +30,8 @@ class CudaLane : public Lane {
   const char* name() const override { return name_.c_str(); }
   KindSet kinds() const override { return kind_bit(OpKind::kH2D) | kind_bit(OpKind::kD2H); }
   int32_t concurrency() const override { return 2 * kItemsInFlight; }
+  // Less than kSubBatchBytes where the link was measured, and that takes too long on it.
+  int64_t piece_bytes(OpKind kind) const override;
   void start(std::shared_ptr<WorkSource> source, int32_t lane) override;
   void wake() override;
   bool needs_stream() const override { return true; }

@@ -7,19 +7,12 @@
 #include "transfer/deadline.h"
 
 namespace flexkv::cuda {
-namespace {
+PinnedMemory::PinnedMemory(const Driver& driver, size_t bytes) : driver_(driver) {
+  const Code code = driver_.host_alloc(&memory_, bytes, kHostAllocPortable | kHostAllocDeviceMap);
+  if (code != kSuccess) throw CapacityError(driver_.error_text(code, "cuMemHostAlloc"));
+}
 
-struct PinnedMemory {
-  PinnedMemory(const Driver& the_driver, size_t bytes) : driver(the_driver) {
-    const Code code = driver.host_alloc(&memory, bytes, kHostAllocPortable);
-    if (code != kSuccess) throw CapacityError(driver.error_text(code, "cuMemHostAlloc"));
-  }
-  ~PinnedMemory() { driver.host_free(memory); }
-  const Driver& driver;
-  void* memory = nullptr;
-};
-
-}  // namespace
+PinnedMemory::~PinnedMemory() { driver_.host_free(memory_); }
 
 DeviceMemory::DeviceMemory(std::shared_ptr<Device> device, size_t bytes)
     : device_(std::move(device)), bytes_(bytes) {
@@ -46,7 +39,7 @@ double DeviceMemory::time_copies(bool to_device, size_t call_bytes, int64_t call
   const auto start = Clock::now();
   for (int64_t i = 0; i < calls; ++i) {
     const size_t at = static_cast<size_t>(i) % places * call_bytes;
-    std::byte* near = static_cast<std::byte*>(host.memory) + at;
+    std::byte* near = host.bytes() + at;
     const Code code = to_device ? driver.copy_to_device(address_ + at, near, call_bytes, stream.handle())
                                 : driver.copy_to_host(near, address_ + at, call_bytes, stream.handle());
     if (code != kSuccess) {

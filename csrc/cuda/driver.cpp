@@ -67,6 +67,7 @@ LoadedDriver find_functions(FindFunction find) {
   need("cuEventRecord", d.event_record);
   need("cuEventQuery", d.event_query);
   need("cuEventSynchronize", d.event_synchronize);
+  need("cuEventElapsedTime", d.event_elapsed);
   need("cuEventDestroy", d.event_destroy);
   need("cuMemHostRegister", d.host_register);
   need("cuMemHostUnregister", d.host_unregister);

@@ -118,6 +118,7 @@ struct Driver {
   Code (*event_record)(EventHandle, StreamHandle) = nullptr;
   Code (*event_query)(EventHandle) = nullptr;
   Code (*event_synchronize)(EventHandle) = nullptr;
+  Code (*event_elapsed)(float* milliseconds, EventHandle from, EventHandle to) = nullptr;
   Code (*event_destroy)(EventHandle) = nullptr;
   Code (*host_register)(void*, size_t, unsigned flags) = nullptr;
   Code (*host_unregister)(void*) = nullptr;

@@ -16,9 +16,9 @@ Stream::~Stream() {
   device_->driver().stream_destroy(handle_);
 }
 
-Event::Event(std::shared_ptr<Device> device, StreamHandle stream) : device_(std::move(device)) {
+Event::Event(std::shared_ptr<Device> device, StreamHandle stream, bool timed) : device_(std::move(device)) {
   const Driver& driver = device_->driver();
-  Code code = driver.event_create(&handle_, kEventBlockingSync | kEventDisableTiming);
+  Code code = driver.event_create(&handle_, kEventBlockingSync | (timed ? 0 : kEventDisableTiming));
   if (code != kSuccess) throw CapacityError(driver.error_text(code, "cuEventCreate"));
   code = driver.event_record(handle_, stream);
   if (code == kSuccess) return;
@@ -42,6 +42,14 @@ std::string Event::wait() {
   const Driver& driver = device_->driver();
   const Code code = driver.event_synchronize(handle_);
   return code == kSuccess ? std::string() : driver.error_text(code, "cuEventSynchronize");
+}
+
+double Event::seconds_after(const Event& earlier) const {
+  const Driver& driver = device_->driver();
+  float milliseconds = 0;
+  const Code code = driver.event_elapsed(&milliseconds, earlier.handle_, handle_);
+  if (code != kSuccess) throw CapacityError(driver.error_text(code, "cuEventElapsedTime"));
+  return static_cast<double>(milliseconds) * 1e-3;
 }
 
 std::shared_ptr<Event> record_engine(const std::shared_ptr<Device>& device, StreamId stream) {

@@ -27,8 +27,9 @@ class Stream {
 // A recorded event. Waiting for it on the host sleeps.
 class Event : public StreamEvent {
  public:
-  // Records it on `stream`, of which the device must be current. Throws CapacityError.
-  Event(std::shared_ptr<Device> device, StreamHandle stream);
+  // Records it on `stream`, of which the device must be current; `timed`: with the device's time. Throws
+  // CapacityError.
+  Event(std::shared_ptr<Device> device, StreamHandle stream, bool timed = false);
   ~Event() override;
   Event(const Event&) = delete;
   Event& operator=(const Event&) = delete;
@@ -37,6 +38,8 @@ class Event : public StreamEvent {
   // Sleeps until what was enqueued before the event has ended. Empty, or how that failed: then nothing moves
   // either.
   std::string wait();
+  // Unit: seconds of the device. Both are timed and were waited for. Throws CapacityError.
+  double seconds_after(const Event& earlier) const;
 
  private:
   const std::shared_ptr<Device> device_;

@@ -14,6 +14,7 @@
 #include "transfer/deadline.h"
 #include "transfer/op_state.h"
 #include "transfer/page_mover.h"
+#include "transfer/sub_batch.h"
 
 namespace flexkv {
 
@@ -90,6 +91,9 @@ class Lane {
   // Pieces that can be under way at once, out of turn ones aside: when as many are stuck, nothing else of
   // this lane can move either.
   virtual int32_t concurrency() const = 0;
+  // Unit: bytes. What it takes as one piece, or a single page that is larger: at most kSubBatchBytes. Asked
+  // under the scheduler's lock.
+  virtual int64_t piece_bytes(OpKind) const { return kSubBatchBytes; }
   // For a lane whose kinds have no device side, and so no view to say it: what one page is. Throws what
   // submit throws when the op names a group, slot or place that is not there, or cannot be run.
   virtual PageSizes check(const OpSpec& op) const;

@@ -98,7 +98,8 @@ std::shared_ptr<WorkItem> Scheduler::take_of(OpState& chosen, int32_t lane) {
   OpState* op = &chosen;
   auto item = std::make_shared<WorkItem>();
   item->op_ = op->shared_from_this();
-  auto [first_stage, last_stage, positions] = op->take(kSubBatchBytes);
+  auto [first_stage, last_stage, positions] =
+      op->take(lanes_[static_cast<size_t>(lane)]->lane->piece_bytes(op->spec().kind));
   item->stage_ = last_stage;
   item->layer_lo_ = op->layers_of(first_stage).first;
   item->layer_hi_ = op->layers_of(last_stage).second;

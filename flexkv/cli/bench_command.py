@@ -115,6 +115,7 @@ def transfer(
     total_bytes = megabytes << 20
     wanted = parts or PARTS
     bench = TransferBench(device, total_bytes, repeats)
+    copies = bench.copies
     facts = {
         "device": device,
         "megabytes": megabytes,
@@ -123,6 +124,7 @@ def transfer(
         "load": os.getloadavg()[0],
         "limit_gbps": bench.limit_gbps,
         "thresholds": c_ext.CUDA_THRESHOLDS,
+        "copies": copies,
     }
     results = ResultFile(json_file, facts)
     if "lanes" in wanted:
@@ -153,6 +155,8 @@ def transfer(
     if device is not None:
         for name, value in c_ext.CUDA_THRESHOLDS.items():
             console.print(f"{name} = {value}", highlight=False)
+    for direction, choice in copies.items():
+        console.print(f"{direction}: {choice}", highlight=False)
     if png_file is not None:
         draw(results.rows, results.compared, png_file)
 

@@ -201,6 +201,11 @@ class TransferConfig(Section):
         description="Let a kernel on a few multiprocessors copy a GPU's short runs; off leaves all of them to the copy "
         "engine, which is slower for short runs and takes nothing from the model.",
     )
+    measure_copies: bool = Field(
+        True,
+        description="Measure a GPU's copies at start, in some tens of milliseconds, and choose by that which runs the "
+        "kernel takes, and pieces so short that the engine's own copies hardly wait for them. Off: constants decide.",
+    )
     stuck_s: Seconds = Field(
         60.0,
         description="An operation in which nothing has moved for this long takes its lane down. Its slots stay out of "

@@ -66,6 +66,22 @@ def cuda_device_of(tensors: Sequence[OnDevice]) -> int | None:
     return None if kind == "cpu" else int(index or 0)
 
 
+def log_choices(device: int, lane: c_ext.CudaLane) -> None:
+    """Says what was measured of a GPU's copies, and what is not used of what they might go by."""
+    for direction, chosen in lane.chosen.items():
+        if chosen["link_bytes_per_s"] > 0:
+            logger.info(
+                "cuda:%d %s: %.1f GB/s; pieces of %d MiB; %s",
+                device,
+                direction.upper(),
+                chosen["link_bytes_per_s"] / 1e9,
+                chosen["piece_bytes"] >> 20,
+                chosen["ways"],
+            )
+    if lane.notes:
+        logger.info("cuda:%d: %s", device, lane.notes)
+
+
 class TransferEngine(DataPlane):
     """The data plane over the native scheduler and its lanes.
 
@@ -78,6 +94,7 @@ class TransferEngine(DataPlane):
         device: the CUDA device that the engine's pools lie on; None for plain memory. Its lane has threads of its own.
         batch_copies: whether the copy engine may be given batches (it is tested at start in any case).
         copy_kernel: whether short runs may be copied by a kernel.
+        measure_copies: whether copies are measured here, and ways and pieces chosen by that; else constants decide.
         current_stream: what `submit` takes for the engine's stream when it is given none.
 
     Raises:
@@ -95,15 +112,17 @@ class TransferEngine(DataPlane):
         device: int | None = None,
         batch_copies: bool = True,
         copy_kernel: bool = True,
+        measure_copies: bool = False,
         current_stream: Callable[[], StreamLike] | None = None,
     ) -> None:
         if device is not None and mover is not None:
             raise ContractError("a mover serves plain memory: none beside a CUDA device")
         self._current_stream = current_stream
         self.device = device
-        self.cuda_lane = None if device is None else c_ext.CudaLane(device, batch_copies, copy_kernel)
-        if self.cuda_lane is not None and self.cuda_lane.notes:
-            logger.info("cuda:%d: %s", device, self.cuda_lane.notes)
+        self.cuda_lane = None
+        if device is not None:
+            self.cuda_lane = c_ext.CudaLane(device, batch_copies, copy_kernel, measure_copies)
+            log_choices(device, self.cuda_lane)
         self.kernel_given_up = False
         """The copy kernel could not be started, and is not used any more."""
         own = [] if self.cuda_lane is None else [self.cuda_lane]

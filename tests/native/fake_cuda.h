@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "cuda/copy_job.h"
+#include "cuda/copy_plan.h"
 #include "cuda/driver.h"
 
 namespace flexkv::fake_cuda {
@@ -22,6 +23,9 @@ struct Settings {
   int max_pitch = 1 << 30;
   bool batch_corrupts = false;   // a driver whose batched copies lose a byte
   bool kernel_corrupts = false;  // a kernel that changes one
+  // Seconds that so many copies of so many bytes in all take by a path, on a clock of each stream that
+  // nothing else moves. None: it stands still.
+  std::function<double(cuda::Path, int64_t copies, int64_t bytes)> seconds = nullptr;
 };
 
 struct Calls {

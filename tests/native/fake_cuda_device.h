@@ -28,6 +28,7 @@ struct FakeStream {
   bool ends = false;
   bool busy = false;
   int device = 0;
+  double clock_s = 0;
   int64_t moving = 0;  // copies and kernels that have not ended
   cuda::Code error = cuda::kSuccess;
   std::thread thread;

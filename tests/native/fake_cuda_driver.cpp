@@ -19,6 +19,8 @@ struct FakeEvent {
   int64_t reached = 0;   // latest that its stream has passed
   FakeStream* stream = nullptr;
   bool captured = false;
+  bool timed = false;
+  double at_s = 0;  // of its stream's clock, when that passed it last
 };
 
 Code get_error_string(Code code, const char** text) {
@@ -135,6 +137,7 @@ Code event_create(EventHandle* handle, unsigned flags) {
   require((flags & cuda::kEventBlockingSync) != 0, "host waits must sleep");
   require(!contexts().empty(), "event_create without a current context");
   auto event = std::make_shared<FakeEvent>();
+  event->timed = (flags & cuda::kEventDisableTiming) == 0;
   event->device = contexts().empty() ? 0 : contexts().back();
   *handle = reinterpret_cast<EventHandle>(new std::shared_ptr<FakeEvent>(std::move(event)));
   return cuda::kSuccess;
@@ -152,9 +155,10 @@ Code event_record(EventHandle handle, StreamHandle stream) {
   if (event->captured) return cuda::kSuccess;
   const int64_t number = ++event->recorded;
   event->stream = as_stream(stream);
-  push(as_stream(stream), [event, number] {
+  push(as_stream(stream), [event, number, at = as_stream(stream)] {
     const std::lock_guard inner(world().mutex);
     event->reached = number;
+    event->at_s = at->clock_s;
     world().changed.notify_all();
   });
   return cuda::kSuccess;
@@ -192,6 +196,14 @@ Code event_synchronize(EventHandle handle) {
   if (event->stream == nullptr || world().streams.count(event->stream) == 0) return cuda::kSuccess;
   return std::exchange(event->stream->error, cuda::kSuccess);
 }
+Code event_elapsed(float* milliseconds, EventHandle from, EventHandle to) {
+  const std::lock_guard lock(world().mutex);
+  const auto begin = shared_event(from), end = shared_event(to);
+  if (!begin->timed || !end->timed || begin->recorded == 0 || end->recorded == 0) return kInvalidValue;
+  if (begin->reached < begin->recorded || end->reached < end->recorded) return cuda::kErrorNotReady;
+  *milliseconds = static_cast<float>((end->at_s - begin->at_s) * 1e3);
+  return cuda::kSuccess;
+}
 Code event_destroy(EventHandle handle) {
   const std::lock_guard lock(world().mutex);
   delete reinterpret_cast<std::shared_ptr<FakeEvent>*>(handle);
@@ -226,6 +238,7 @@ Code find(const char* name, void** function, int version, uint64_t, int*) {
       FAKE_ENTRY("cuEventRecord", event_record),
       FAKE_ENTRY("cuEventQuery", event_query),
       FAKE_ENTRY("cuEventSynchronize", event_synchronize),
+      FAKE_ENTRY("cuEventElapsedTime", event_elapsed),
       FAKE_ENTRY("cuEventDestroy", event_destroy),
       FAKE_ENTRY("cuMemHostRegister", host_register),
       FAKE_ENTRY("cuMemHostUnregister", host_unregister),

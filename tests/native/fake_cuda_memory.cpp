@@ -1,6 +1,7 @@
 // Memory and what moves it: registration, copies, kernels.
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 #include <utility>
 
 #include "fake_cuda_device.h"
@@ -45,6 +46,16 @@ void enqueue_copy(FakeStream* stream, void* dst, const void* src, size_t bytes) 
     const std::lock_guard lock(world().mutex);
     if (breaks) stream->error = kIllegalAddress;
     --stream->moving;
+  });
+}
+
+// Precondition: the lock is held.
+void take_time(FakeStream* stream, cuda::Path path, int64_t copies, size_t bytes) {
+  if (!world().settings.seconds) return;
+  const double seconds = world().settings.seconds(path, copies, static_cast<int64_t>(bytes));
+  push(stream, [=] {
+    const std::lock_guard lock(world().mutex);
+    stream->clock_s += seconds;
   });
 }
 
@@ -141,6 +152,7 @@ Code copy_to_device(DeviceAddress dst, const void* src, size_t bytes, StreamHand
   if (fails_now() || !of_one_range(src, bytes)) return kInvalidValue;
   if (!of_one_range(reinterpret_cast<const void*>(dst), bytes)) return kInvalidValue;
   enqueue_copy(as_stream(stream), reinterpret_cast<void*>(dst), src, bytes);
+  take_time(as_stream(stream), cuda::Path::kSingle, 1, bytes);
   return cuda::kSuccess;
 }
 Code copy_to_host(void* dst, DeviceAddress src, size_t bytes, StreamHandle stream) {
@@ -189,6 +201,8 @@ Code copy_2d(const Copy2D* copy, StreamHandle stream) {
   for (size_t row = 0; row < copy->height; ++row) {
     enqueue_copy(as_stream(stream), dst + row * copy->dst_pitch, src + row * copy->src_pitch, copy->width);
   }
+  take_time(as_stream(stream), cuda::Path::kPitched, static_cast<int64_t>(copy->height),
+            copy->height * copy->width);
   return cuda::kSuccess;
 }
 Code batch(DeviceAddress* dsts, DeviceAddress* srcs, size_t* sizes, size_t count, BatchAttributes* attributes,
@@ -213,6 +227,8 @@ Code batch(DeviceAddress* dsts, DeviceAddress* srcs, size_t* sizes, size_t count
     enqueue_copy(as_stream(stream), reinterpret_cast<void*>(dsts[i]), reinterpret_cast<const void*>(srcs[i]),
                  sizes[i] - lost);
   }
+  take_time(as_stream(stream), cuda::Path::kBatch, static_cast<int64_t>(count),
+            std::accumulate(sizes, sizes + count, size_t{0}));
   return cuda::kSuccess;
 }
 Code batch_12080(DeviceAddress* dsts, DeviceAddress* srcs, size_t* sizes, size_t count,
@@ -246,6 +262,9 @@ std::string launch(const cuda::CopyJob& job, int multiprocessors, void* stream) 
     const std::lock_guard inner(world().mutex);
     --one->moving;
   });
+  int64_t bytes = 0;
+  for (int32_t i = 0; i < job.chunk_count; ++i) bytes += job.chunks[i].bytes;
+  take_time(one, cuda::Path::kKernel, cuda::item_count(job), static_cast<size_t>(bytes * job.page_count));
   return {};
 }
 

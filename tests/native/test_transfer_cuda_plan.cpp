@@ -5,26 +5,34 @@
 
 #include "cuda/copy_job.h"
 #include "cuda/copy_plan.h"
+#include "cuda/copy_ways.h"
 
 using namespace flexkv;
 using namespace flexkv::cuda;
 
 TEST_CASE("cuda plan: the path of a run follows from its own length and from what there is") {
   const Capabilities all{true, true, 1 << 20};
-  CHECK(longest_kernel_run(all) == 32 << 10);  // the common length itself is the kernel's
+  const auto longest = [](const Ways& ways) {
+    int64_t most = -1;
+    for (size_t i = 0; i < kRunLengths.size(); ++i) {
+      if (ways.kernel_from[i] == 1) most = kRunLengths[i];
+    }
+    return most;
+  };
+  CHECK(longest(usual_ways(all)) == 32 << 10);  // the common length itself is the kernel's
   CHECK(engine_path(all) == Path::kBatch);
   const Capabilities no_batch{true, false, 1 << 20};
-  CHECK(longest_kernel_run(no_batch) == 256 << 10);
+  CHECK(longest(usual_ways(no_batch)) == 256 << 10);
   CHECK(engine_path(no_batch) == Path::kPitched);
   CHECK(engine_path({false, false, 0}) == Path::kSingle);
 
   // MLA with an indexer: by the mean of 36 KiB the short runs went with the long ones.
   const Segment segments[] = {
       {1 << 20, 1, 32 << 10, 0, 0}, {1 << 21, 1, 72 << 10, 1, 0}, {1 << 22, 1, 4 << 10, 2, 1}};
-  const SplitRuns split = split_runs(segments, longest_kernel_run(all));
+  const SplitRuns split = split_runs(segments, 1, usual_ways(all));
   CHECK(split.by_kernel == std::vector<Segment>{segments[0], segments[2]});
   CHECK(split.by_engine == std::vector<Segment>{segments[1]});
-  CHECK(split_runs(segments, longest_kernel_run({false, true, 1 << 20})).by_kernel.empty());
+  CHECK(split_runs(segments, 1, usual_ways({false, true, 1 << 20})).by_kernel.empty());
 }
 
 TEST_CASE("cuda plan: copies that continue each other are one, empty ones none") {

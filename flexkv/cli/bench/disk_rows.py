@@ -232,7 +232,7 @@ class _DiskWays:
         run, stride = self._run, self._stripe if block_first else self._run
         step = run if block_first else self._pages * run
         segments = [[base + i * step, stride, run, i * run, i // KV] for i in range(PAGE_LAYERS * KV)]
-        engine = TransferEngine(lanes=[lane], device=self._device)
+        engine = TransferEngine(lanes=[lane], device=self._device, measure_copies=True)
         self._engines.append(engine)
         engine.attach_view(
             0, c_ext.KvView(np.array(segments, np.int64), self._pages, self._stripe), self._pool

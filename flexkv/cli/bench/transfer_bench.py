@@ -96,6 +96,11 @@ class TransferBench:
         self.limit_gbps = {name: self._limit(name) for name in DIRECTIONS}
 
     @property
+    def copies(self) -> dict[str, c_ext.CopyChoices]:
+        """What the GPU's lane measures at its start and goes by; empty without a GPU."""
+        return {} if self._device is None else c_ext.CudaLane(self._device, True, True, True).chosen
+
+    @property
     def multiprocessors(self) -> int:
         """Of the GPU; 0 without one."""
         return 0 if self._device_memory is None else self._device_memory.multiprocessors
@@ -143,7 +148,7 @@ class TransferBench:
         ]
         view = c_ext.KvView(np.array(segments, dtype=np.int64), blocks, page)
         pool = HostPool(page, blocks)
-        engine = TransferEngine(device=self._device)
+        engine = TransferEngine(device=self._device, measure_copies=True)
         try:
             if self._device is not None:
                 pool.pin(self._device)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from flexkv import c_ext
 from flexkv.errors import ConfigError, ContractError
-from flexkv.transfer.engine import TransferEngine
+from flexkv.transfer.engine import TransferEngine, log_choices
 from flexkv.transfer.graph import OpKind, TransferGraph
 from tests.unit.transfer.transfer_world import World
 
@@ -43,6 +44,20 @@ def test_the_thresholds_are_told() -> None:
     assert c_ext.CUDA_THRESHOLDS["most_batch_copies"] <= 4096
     assert c_ext.CUDA_THRESHOLDS["sub_batch_bytes"] <= 8 << 20
     assert c_ext.CUDA_THRESHOLDS["pieces_in_flight"] == 2
+
+
+def test_what_was_measured_of_copies_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "flexkv")
+    measured = {"link_bytes_per_s": 54.21e9, "piece_bytes": 5 << 20, "ways": "kernel for runs of 4 KiB"}
+    constant = {"link_bytes_per_s": 0.0, "piece_bytes": 8 << 20, "ways": "kernel for runs of no length"}
+    lane: Any = SimpleNamespace(
+        chosen={"h2d": measured, "d2h": constant}, notes="no copy kernel: switched off"
+    )
+    log_choices(1, lane)
+    assert [record.getMessage() for record in caplog.records] == [
+        "cuda:1 H2D: 54.2 GB/s; pieces of 5 MiB; kernel for runs of 4 KiB",
+        "cuda:1: no copy kernel: switched off",
+    ]
 
 
 def test_a_kernel_that_cannot_be_started_is_warned_of_once(
