@@ -78,12 +78,12 @@ class GroupLease:
         return self.pages > self.blocks
 
     @property
-    def is_prefix(self) -> bool:
-        """Whether these are whole blocks in host memory alone."""
-        return self.fetches is None and self.straight is None and not self.has_tail
+    def is_whole(self) -> bool:
+        """Whether these are whole blocks that are in place: in host memory, or where they are loaded from."""
+        return self.fetches is None and not self.has_tail
 
     def followed_by(self, held: HeldPages) -> GroupLease:
-        """Whole blocks in host memory alone, and those that follow."""
+        """Whole blocks in host memory, and those that follow there. Precondition: none is loaded from elsewhere."""
         return GroupLease(
             np.concatenate((self.entries, held.entries)),
             np.concatenate((self.slots, held.slots)),
@@ -130,12 +130,14 @@ def joined_shares(
     """Of each group, the whole blocks after `start_block` that a request's lease and what is held for it make up
     together; empty where something else is leased, or from another block on."""
     if lease is not None and (
-        lease.start_tokens != start_tokens or not all(share.is_prefix for share in lease.groups)
+        lease.start_tokens != start_tokens or not all(share.is_whole for share in lease.groups)
     ):
         return ()
     if not held:
         return () if lease is None else lease.groups
     if [pages.group for pages in held] != list(range(groups)):
+        return ()
+    if lease is not None and any(share.straight is not None for share in lease.groups):
         return ()
     if lease is None:
         return tuple(

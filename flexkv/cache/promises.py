@@ -15,7 +15,7 @@ from flexkv.cache.base import (
 )
 from flexkv.cache.failed_loads import FailedLoads
 from flexkv.cache.ids import HUB
-from flexkv.cache.leases import GroupLease, Lease, joined_shares
+from flexkv.cache.leases import GroupLease, Lease, StraightPages, joined_shares
 from flexkv.cache.lookup import Looked, Lookup
 from flexkv.cache.op_log import OpLog
 from flexkv.cache.ops import FetchOp
@@ -133,11 +133,19 @@ class Promises:
         if any(len(k) != len(keys[0]) for k in keys) or not self._has_room(former, groups):
             return None
         for group, share in enumerate(groups):
-            if not self._hub.holds(group, keys[group][start_block:], share.entries):
+            wanted, in_host = keys[group][start_block:], len(share.entries)
+            if not self._hub.holds(group, wanted[:in_host], share.entries):
+                return None
+            if share.straight is not None and not self._keeps(group, wanted[in_host:], share.straight):
                 return None
         requests.pop_lease(request_id)
         requests.take_held(request_id)
         return Lease(groups, self._clock(), start_tokens, blocks * self._block_tokens)
+
+    def _keeps(self, group: int, keys: Keys, pages: StraightPages) -> bool:
+        """Whether pages that are promised where they lie may still be loaded from there."""
+        route = self._tiers[pages.tier].straight
+        return route is not None and route.keeps(group, keys, pages)
 
     def _look(
         self,

@@ -135,6 +135,10 @@ class StraightLoads(LoadRoute):
         """What a load needs to know of pages that the lookup has leased."""
 
     @abstractmethod
+    def keeps(self, group: int, keys: Keys, pages: StraightPages) -> bool:
+        """Whether leased pages are still those of the keys, one each, and may go this way, whatever has expired."""
+
+    @abstractmethod
     def stop(self, reason: str) -> None:
         """A rank cannot: pages go through host memory from now on."""
 

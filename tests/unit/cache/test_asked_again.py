@@ -8,10 +8,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flexkv.cache.base import Keys, ManagerLimits, TailCandidates
+from flexkv.cache.base import Keys, ManagerLimits, OpRole, TailCandidates
 from flexkv.cache.manager import LocalCacheManager
+from flexkv.cache.tiers.disk.load_route import GdsUse
+from flexkv.transfer.graph import OpKind
 from tests.unit.cache.broken_disk_managers import TakesHeldPagesForReady
-from tests.unit.cache.disk_world import BLOCK_TOKENS, DiskWorld, blocks_by_tier, chain, two_groups, written
+from tests.unit.cache.disk_world import (
+    BLOCK_TOKENS,
+    DiskWorld,
+    blocks_by_tier,
+    chain,
+    traffic,
+    two_groups,
+    written,
+)
 
 KEYS = chain(6)
 
@@ -194,6 +204,54 @@ def test_a_tail_that_is_still_fetched_stays_leased() -> None:
     world.run()
     world.manager.end_request("r")
     world.manager.check_integrity()
+
+
+def promised_straight(in_host: int, ttl_s: int | None = None) -> tuple[DiskWorld, LookupCount]:
+    """A world in which r was promised KEYS: the first `in_host` in host memory, the others where they lie on disk."""
+    world = written(KEYS, limits=traffic(gds_loads=GdsUse.ALWAYS, ttl_s=ttl_s))
+    if in_host:
+        world.store(KEYS[:in_host], "before")
+    count = LookupCount(world)
+    assert world.look(KEYS).blocks == len(KEYS)
+    return world, count
+
+
+@pytest.mark.parametrize("in_host", [0, 2])
+def test_what_is_promised_where_it_lies_stays_so_whatever_expires_meanwhile(in_host: int) -> None:
+    world, count = promised_straight(in_host, ttl_s=60)
+    world.now_s += 61
+    result = world.look(KEYS)
+    assert (result.blocks, result.reads, count.lookups) == (6, 0, 1)
+    assert blocks_by_tier(result) == (in_host, 6 - in_host)
+    assert world.manager.leased_pages("r") == 6
+    *_, from_disk = world.begin(list(range(6))).ops
+    assert (from_disk.kind, len(from_disk.places)) == (OpKind.GDS_READ, 6 - in_host)
+    for op in world.manager._ops.of_request("r", OpRole.LOAD):
+        world.end_load(op.plan)
+    assert world.manager.leased_pages("r") == 0
+    # Control: who was promised nothing finds them expired.
+    assert world.look(KEYS, "other").blocks == in_host
+
+
+def test_what_is_promised_where_it_lies_is_looked_up_once_it_is_forgotten_or_the_way_rests() -> None:
+    world, count = promised_straight(2)
+    world.tier.forget(0, KEYS[4:5])
+    assert (world.look(KEYS).blocks, count.lookups) == (4, 2)
+    world.manager.check_integrity()
+    world, count = promised_straight(2)
+    route = world.tier.straight
+    assert route is not None
+    route.source_failed("a disk")
+    assert (world.look(KEYS).reads, count.lookups) == (1, 2)
+    assert world.manager.leased_pages("r") == 2
+
+
+@pytest.mark.parametrize("keys", [KEYS[:5], chain(8), np.concatenate((KEYS[:5], chain(1, seed=9)))])
+def test_another_question_than_what_is_promised_where_it_lies_is_looked_up(keys: Keys) -> None:
+    world, count = promised_straight(2)
+    result = world.look(keys)
+    world.manager.check_integrity()
+    assert (result.blocks, count.lookups) == (6 if len(keys) == 8 else 5, 2)
 
 
 @pytest.mark.parametrize("change", ["disable", "nothing"])

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from flexkv.cache.base import NO_BLOCK, OpRole
+from flexkv.cache.base import NO_BLOCK, Keys, OpRole
 from flexkv.cache.ids import EntryIds
 from flexkv.cache.leases import GroupLease, Lease, StraightPages
 from flexkv.cache.ops import RankOp
@@ -72,6 +72,11 @@ class GdsLoads(StraightLoads):
 
     def lease(self, group: int, entries: EntryIds, places: SlotIds) -> StraightPages:
         return StraightPages(self._context.tier, entries, places, self._disk.tags_of(group, places))
+
+    def keeps(self, group: int, keys: Keys, pages: StraightPages) -> bool:
+        if self._context.clock() < self._rests_until_s:
+            return False
+        return self._disk.presence.count_ready(group, keys, pages.entries) == len(pages)
 
     def release(self, group: GroupLease) -> None:
         if group.straight is not None:
