@@ -26,68 +26,78 @@ bool came(const std::future<Answer>& answer) {
   return answer.wait_for(to_duration(kGdsGenerousS)) == std::future_status::ready;
 }
 
+// A CufileWorld whose disks hold every read until `disk` is released, and a manager over it. After
+// reset_fake().
+struct SilentDisks {
+  explicit SilentDisks(double stuck_s) {
+    fill_files(world);
+    fake.before_move = [this] { disk.hold(); };
+    GdsOptions options;
+    options.max_staging_blocks = 3;
+    options.stuck_s = stuck_s;
+    manager = std::make_shared<GDSManager>(world.files, options, host_transform_device(), world.io);
+  }
+  ~SilentDisks() {
+    disk.release();
+    // The world's manager and its own: the read has let go.
+    const auto deadline = deadline_in(kGdsGenerousS);
+    while (world.io.use_count() > 1 + 1 && seconds_until(deadline) > 0) std::this_thread::yield();
+    CHECK(world.io.use_count() <= 1 + 1);
+    fake.before_move = nullptr;
+  }
+
+  CufileWorld world;
+  StallGate disk;
+  std::shared_ptr<GDSManager> manager;
+};
+
 }  // namespace
 
 TEST_CASE("cufile looks: a disk that does not answer holds up nobody, and is an error after its deadline") {
   reset_fake();
-  CufileWorld c;
-  fill_files(c);
-  StallGate disk;
-  fake.before_move = [&] { disk.hold(); };
-  GdsOptions options;
-  options.max_staging_blocks = 3;
-  options.stuck_s = 1;
-  const auto manager = std::make_shared<GDSManager>(c.files, options, host_transform_device(), c.io);
+  SilentDisks silent(1);
+  GDSManager& manager = *silent.manager;
   auto reserved = std::async(std::launch::async, [&] {
     try {
-      manager->reserve_staging(*c.world.map, GdsWorld::pages());
+      manager.reserve_staging(*silent.world.world.map, GdsWorld::pages());
     } catch (const DiskError& error) {
       return std::string(error.what());
     }
     return std::string("reserved");
   });
-  REQUIRE(disk.wait_held(1, kGdsGenerousS));
+  REQUIRE(silent.disk.wait_held(1, kGdsGenerousS));
   auto asked = std::async(std::launch::async, [&] {
-    manager->cancel();
-    return manager->describe() + manager->direct_refusal() + std::to_string(manager->totals().transfers) +
-           std::to_string(manager->staging_bytes() + manager->staging_slots().slots);
+    manager.cancel();
+    return manager.describe() + manager.direct_refusal() + std::to_string(manager.totals().transfers) +
+           std::to_string(manager.staging_bytes() + manager.staging_slots().slots);
   });
   CHECK(came(asked));
   CHECK(came(reserved));
-  auto closed = std::async(std::launch::async, [&] { manager->close(); });
+  auto closed = std::async(std::launch::async, [&] { manager.close(); });
   CHECK(came(closed));
-  disk.release();
-  CHECK(reserved.get().find(c.files->at(0, 0).path + " has not ended") != std::string::npos);
+  silent.disk.release();
+  CHECK(reserved.get().find(silent.world.files->at(0, 0).path + " has not ended") != std::string::npos);
   asked.get();
   closed.get();
-  while (c.io.use_count() > 1 + 1) std::this_thread::yield();  // c.manager's and its own: the read has let go
-  fake.before_move = nullptr;
 }
 
 TEST_CASE("cufile looks: a manager out of service for a disk takes no transfers") {
   reset_fake();
-  CufileWorld c;
-  fill_files(c);
-  StallGate disk;
-  fake.before_move = [&] { disk.hold(); };
-  GdsOptions options;
-  options.max_staging_blocks = 3;
-  options.stuck_s = 0.1;
-  GDSManager manager(c.files, options, host_transform_device(), c.io);
-  auto moved = std::async(std::launch::async,
-                          [&] { return manager.transfer(*c.world.map, GdsWorld::pages(), false); });
-  REQUIRE(disk.wait_held(1, kGdsGenerousS));
+  SilentDisks silent(0.1);
+  GDSManager& manager = *silent.manager;
+  auto moved = std::async(std::launch::async, [&] {
+    return manager.transfer(*silent.world.world.map, GdsWorld::pages(), false);
+  });
+  REQUIRE(silent.disk.wait_held(1, kGdsGenerousS));
   CHECK(came(moved));
   CHECK(manager.down_reason().find("has not ended") != std::string::npos);
   CHECK(manager.staging_bytes() == 0);
-  disk.release();
+  silent.disk.release();
   const TransferReport report = moved.get();
   REQUIRE(report.failures.size() == GdsWorld::kBlocks);
   CHECK(report.failures[0].status == Status::kLaneDown);
-  CHECK_THROWS_AS(manager.reserve_staging(*c.world.map, GdsWorld::pages()), DiskError);
+  CHECK_THROWS_AS(manager.reserve_staging(*silent.world.world.map, GdsWorld::pages()), DiskError);
   manager.close();
-  while (c.io.use_count() > 1 + 1) std::this_thread::yield();
-  fake.before_move = nullptr;
 }
 
 TEST_CASE("cufile looks: they are larger than what cuFile reads by POSIX calls for being small") {
