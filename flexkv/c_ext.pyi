@@ -214,9 +214,12 @@ class CopyChoices(TypedDict):
     """Which runs the kernel takes, in words."""
 
 class CudaLane(Lane):
-    """Copies between a GPU and the host pool. Raises ConfigError where there is no such device."""
+    """Copies between a GPU and the host pool. Raises ConfigError where there is no such device, and unless
+    1 <= digest_threads <= 16."""
 
-    def __init__(self, device: int, batch: bool, kernel: bool, measure: bool) -> None: ...
+    def __init__(
+        self, device: int, batch: bool, kernel: bool, measure: bool, digest_threads: int
+    ) -> None: ...
     @property
     def chosen(self) -> dict[str, CopyChoices]:
         """Of "h2d" and "d2h"."""

@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include <memory>
+#include <utility>
 
 #include "bindings/bindings.h"
 #include "bindings/interruptible.h"
@@ -16,10 +17,13 @@ namespace py = pybind11;
 namespace flexkv {
 namespace {
 
-std::shared_ptr<cuda::CudaLane> make_lane(int device, bool batch, bool kernel, bool measure) {
+std::shared_ptr<cuda::CudaLane> make_lane(int device, bool batch, bool kernel, bool measure,
+                                          int32_t digest_threads) {
   const py::gil_scoped_release release;
-  return released_without_gil(std::make_shared<cuda::CudaLane>(
-      cuda::Device::open(device), cuda::copy_kernel_launcher(), cuda::CopySwitches{batch, kernel, measure}));
+  auto digests = std::make_unique<DigestCrew>(digest_threads);  // first: it refuses a number by its name
+  return released_without_gil(
+      std::make_shared<cuda::CudaLane>(cuda::Device::open(device), cuda::copy_kernel_launcher(),
+                                       cuda::CopySwitches{batch, kernel, measure}, std::move(digests)));
 }
 
 // (path, pieces, bytes, driver calls) of each path.
@@ -47,7 +51,8 @@ py::dict chosen(const cuda::CudaLane& lane, cuda::Direction direction) {
 
 void bind_cuda(py::module_& m) {
   NativeBinding<cuda::CudaLane, Lane, std::shared_ptr<cuda::CudaLane>>(m, "CudaLane")
-      .def(py::init(&make_lane), py::arg("device"), py::arg("batch"), py::arg("kernel"), py::arg("measure"))
+      .def(py::init(&make_lane), py::arg("device"), py::arg("batch"), py::arg("kernel"), py::arg("measure"),
+           py::arg("digest_threads"))
       .def_property_readonly("notes", [](const cuda::CudaLane& lane) { return lane.copier().notes(); })
       .def_property_readonly("failed_launches",
                              [](const cuda::CudaLane& lane) { return lane.copier().failed_launches(); })

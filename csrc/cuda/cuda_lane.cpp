@@ -13,7 +13,6 @@
 #include "base/error.h"
 #include "base/nvtx.h"
 #include "cuda/event.h"
-#include "transfer/run_digests.h"
 
 namespace flexkv::cuda {
 namespace {
@@ -31,6 +30,7 @@ struct Issuing {
   std::shared_ptr<WorkItem> item;
   std::vector<MoveResult> results;
   std::vector<PageEnds> pages;  // that may be copied
+  std::vector<int32_t> slots;   // of all pages, where the view has digests
   bool registered = true;
   std::vector<std::vector<Segment>> portions;  // one enqueued after the other, each of at most a piece
   size_t next_portion = 0;
@@ -49,13 +49,15 @@ struct Issued {
 }  // namespace
 
 struct CudaLane::Shared {
-  Shared(std::shared_ptr<Device> the_device, KernelLauncher launcher, const CopySwitches& switches)
+  Shared(std::shared_ptr<Device> the_device, KernelLauncher launcher, const CopySwitches& switches,
+         std::unique_ptr<DigestCrew> the_digests)
       : device(std::move(the_device)),
         current(std::in_place, *device),
         copier(device, launcher, switches),
         most_bytes{cuda::piece_bytes(copier.link_rate(Direction::kToDevice), kSubBatchBytes),
                    cuda::piece_bytes(copier.link_rate(Direction::kToHost), kSubBatchBytes)},
-        streams{std::make_unique<Stream>(device), std::make_unique<Stream>(device)} {
+        streams{std::make_unique<Stream>(device), std::make_unique<Stream>(device)},
+        digests(std::move(the_digests)) {
     current.reset();
   }
 
@@ -74,6 +76,7 @@ struct CudaLane::Shared {
   // Unit: bytes. Of a piece, by direction.
   const std::array<int64_t, kDirections> most_bytes;
   const std::array<std::unique_ptr<Stream>, kDirections> streams;
+  const std::unique_ptr<DigestCrew> digests;
 
   std::mutex mutex;
   std::condition_variable to_issue;
@@ -162,12 +165,15 @@ std::string CudaLane::Shared::prepare(Issuing& issuing) {
   const WorkItem& item = *issuing.item;
   const Direction direction = direction_of(item.kind());
   const AttachedView& view = *item.page(0).view;
+  for (size_t i = 0; view.has_digests() && i < issuing.results.size(); ++i) {
+    issuing.slots.push_back(item.page(i).slot);
+  }
+  if (direction == Direction::kToDevice && view.has_digests()) {
+    digests->check(view, issuing.slots, item.layer_lo(), item.layer_hi(), issuing.results);
+  }
   for (size_t i = 0; i < issuing.results.size(); ++i) {
+    if (issuing.results[i].status != Status::kOk) continue;
     const PageMove page = item.page(i);
-    if (direction == Direction::kToDevice && view.has_digests()) {
-      issuing.results[i] = check_digests(view, page.slot, item.layer_lo(), item.layer_hi());
-      if (issuing.results[i].status != Status::kOk) continue;
-    }
     issuing.pages.push_back({page.block, view.stripe(page.slot), view.pool().pieces().piece_of(page.slot)});
     issuing.registered = issuing.registered && view.pool().registered(page.slot);
   }
@@ -247,17 +253,16 @@ void CudaLane::Shared::end_all(WorkSource& source, size_t direction) {
     }
     Issuing& issuing = *next.of;
     const WorkItem& item = *issuing.item;
-    for (size_t i = 0; i < issuing.results.size(); ++i) {
-      MoveResult& result = issuing.results[i];
-      if (result.status != Status::kOk) continue;
-      if (!next.error.empty()) {
+    bool fine = true;
+    for (MoveResult& result : issuing.results) {
+      if (result.status == Status::kOk && !next.error.empty()) {
         result = {Status::kFailed, next.error, {}, FailureCause::kTransport};
-      } else if (next.last && direction == static_cast<size_t>(Direction::kToHost)) {
-        const PageMove page = item.page(i);
-        if (page.view->has_digests()) {
-          write_digests_of_stripe(*page.view, page.slot, item.layer_lo(), item.layer_hi());
-        }
       }
+      fine = fine && result.status == Status::kOk;
+    }
+    // The pages of a store are fine together, or none is.
+    if (fine && next.last && direction == static_cast<size_t>(Direction::kToHost) && !issuing.slots.empty()) {
+      digests->write(*item.page(0).view, issuing.slots, item.layer_lo(), item.layer_hi());
     }
     issuing.item->touch();
     {
@@ -270,10 +275,11 @@ void CudaLane::Shared::end_all(WorkSource& source, size_t direction) {
   }
 }
 
-CudaLane::CudaLane(std::shared_ptr<Device> device, KernelLauncher launcher, const CopySwitches& switches)
+CudaLane::CudaLane(std::shared_ptr<Device> device, KernelLauncher launcher, const CopySwitches& switches,
+                   std::unique_ptr<DigestCrew> digests)
     : device_(std::move(device)),
       name_("cuda:" + std::to_string(device_->ordinal())),
-      shared_(std::make_shared<Shared>(device_, launcher, switches)) {}
+      shared_(std::make_shared<Shared>(device_, launcher, switches, std::move(digests))) {}
 
 CudaLane::~CudaLane() { abandon(); }
 
@@ -318,6 +324,7 @@ void CudaLane::join() {
   }
   for (std::thread& thread : threads_) thread.join();
   threads_.clear();
+  shared_->digests->join();
 }
 
 void CudaLane::abandon() {
@@ -329,6 +336,7 @@ void CudaLane::abandon() {
   }
   for (std::thread& thread : threads_) thread.detach();
   threads_.clear();
+  shared_->digests->abandon();
 }
 
 }  // namespace flexkv::cuda

@@ -12,6 +12,7 @@
 
 #include "cuda/copier.h"
 #include "cuda/device.h"
+#include "transfer/digest_crew.h"
 #include "transfer/lane.h"
 
 namespace flexkv::cuda {
@@ -23,8 +24,9 @@ inline constexpr int kItemsInFlight = Copier::kStagings;
 
 class CudaLane : public Lane {
  public:
-  // Makes streams and runs the self-tests. Throws CapacityError.
-  CudaLane(std::shared_ptr<Device> device, KernelLauncher launcher, const CopySwitches& switches);
+  // Makes streams and runs the self-tests. Both directions' digests are the crew's. Throws CapacityError.
+  CudaLane(std::shared_ptr<Device> device, KernelLauncher launcher, const CopySwitches& switches,
+           std::unique_ptr<DigestCrew> digests = std::make_unique<DigestCrew>());
   ~CudaLane() override;
 
   const char* name() const override { return name_.c_str(); }

@@ -38,16 +38,20 @@ void write_digests_of_stripe(const AttachedView& view, int32_t slot, int32_t lo,
   });
 }
 
+MoveResult digest_mismatch(const AttachedView& view, size_t run, int32_t slot) {
+  return {Status::kFailed,
+          "digest mismatch in run " + std::to_string(run) + " (layer " +
+              std::to_string(view.view().runs()[run].layer) + ") of slot " + std::to_string(slot),
+          {},
+          FailureCause::kContent};
+}
+
 MoveResult check_digests(const AttachedView& view, int32_t slot, int32_t lo, int32_t hi) {
   const uint64_t* digests = view.digests(slot);
   MoveResult result;
   each_run(view, lo, hi, [&](size_t number, const Segment& run) {
     if (digest_in(view.stripe(slot), run) == digests[number]) return true;
-    result = {Status::kFailed,
-              "digest mismatch in run " + std::to_string(number) + " (layer " + std::to_string(run.layer) +
-                  ") of slot " + std::to_string(slot),
-              {},
-              FailureCause::kContent};
+    result = digest_mismatch(view, number, slot);
     return false;
   });
   return result;

@@ -12,5 +12,7 @@ void write_digests_of_block(const AttachedView& view, int64_t block, int32_t slo
 void write_digests_of_stripe(const AttachedView& view, int32_t slot, int32_t lo, int32_t hi);
 // OK, or a failure that names the first run of layers [lo, hi) whose bytes in the slot are others.
 MoveResult check_digests(const AttachedView& view, int32_t slot, int32_t lo, int32_t hi);
+// The failure of a page whose run of this number has other bytes in the slot.
+MoveResult digest_mismatch(const AttachedView& view, size_t run, int32_t slot);
 
 }  // namespace flexkv

@@ -37,6 +37,8 @@ MIB = 1 << 20
 GIB = 1 << 30
 SMALL_MACHINE_CPUS = 4
 """Up to this many CPUs a second copy thread takes time from the engine's own threads."""
+MAX_VERIFY_THREADS = 16
+"""A piece of 8 MiB is not worth more; the native core takes no more."""
 MIN_PREFETCH_LAYERS, MAX_PREFETCH_LAYERS = 2, 16
 """With two, one layer is filled while another is emptied; more than sixteen hide no wait that sixteen do not."""
 
@@ -93,6 +95,13 @@ class HostConfig(Section):
         False,
         description="Make a digest of every stored page and check it at every load; a page that does not match is "
         "never used. Costs one more pass over the bytes; for machines whose memory is in doubt.",
+    )
+    verify_threads: Count = Field(
+        4,
+        le=MAX_VERIFY_THREADS,
+        description="Threads of each rank that make and check digests together where a GPU copies, so that a link is "
+        "not bound by what one core digests; loads first, then stores. `1`: those that move the pages, alone. Without "
+        "`verify` there are none.",
     )
 
 

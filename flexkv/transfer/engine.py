@@ -95,6 +95,7 @@ class TransferEngine(DataPlane):
         batch_copies: whether the copy engine may be given batches (it is tested at start in any case).
         copy_kernel: whether short runs may be copied by a kernel.
         measure_copies: whether copies are measured here, and ways and pieces chosen by that; else constants decide.
+        digest_threads: that make and check the digests of a CUDA device's pages together, 1 to 16.
         current_stream: what `submit` takes for the engine's stream when it is given none.
 
     Raises:
@@ -113,6 +114,7 @@ class TransferEngine(DataPlane):
         batch_copies: bool = True,
         copy_kernel: bool = True,
         measure_copies: bool = False,
+        digest_threads: int = 4,
         current_stream: Callable[[], StreamLike] | None = None,
     ) -> None:
         if device is not None and mover is not None:
@@ -121,7 +123,7 @@ class TransferEngine(DataPlane):
         self.device = device
         self.cuda_lane = None
         if device is not None:
-            self.cuda_lane = c_ext.CudaLane(device, batch_copies, copy_kernel, measure_copies)
+            self.cuda_lane = c_ext.CudaLane(device, batch_copies, copy_kernel, measure_copies, digest_threads)
             log_choices(device, self.cuda_lane)
         self.kernel_given_up = False
         """The copy kernel could not be started, and is not used any more."""

@@ -45,7 +45,7 @@ struct CudaWorld {
   static constexpr double kLongS = 60;
 
   CudaWorld(const CudaShape& shape, const fake_cuda::Settings& settings, const cuda::CopySwitches& switches,
-            int refused_piece = -1)
+            int refused_piece = -1, std::unique_ptr<DigestCrew> digests = std::make_unique<DigestCrew>())
       : shape_(shape), memory(static_cast<size_t>(shape.layers * shape.blocks * shape.run_bytes)) {
     fake_cuda::reset(settings);
     loaded = cuda::find_functions(fake_cuda::finder());
@@ -72,7 +72,8 @@ struct CudaWorld {
     REQUIRE(pool->wait_ready(shape.blocks, kLongS));
     const auto deadline = deadline_in(kLongS);
     while (pool->pinned_slots() < shape.blocks && seconds_until(deadline) > 0) std::this_thread::yield();
-    lane = std::make_shared<cuda::CudaLane>(device, fake_cuda::kernel_launcher(), switches);
+    lane =
+        std::make_shared<cuda::CudaLane>(device, fake_cuda::kernel_launcher(), switches, std::move(digests));
     make_engine(lane);
     stream = fake_cuda::make_stream(false);
   }

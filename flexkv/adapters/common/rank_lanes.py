@@ -87,6 +87,7 @@ def open_lanes(
             batch_copies=transfer.batch_copies,
             copy_kernel=transfer.copy_kernel,
             measure_copies=transfer.measure_copies,
+            digest_threads=config.host.verify_threads,
             current_stream=None if device is None else lambda: stream_of(device),
             queue_ops=transfer.queue_ops,
             copy_threads=transfer.copy_thread_count(),

@@ -98,7 +98,7 @@ class TransferBench:
     @property
     def copies(self) -> dict[str, c_ext.CopyChoices]:
         """What the GPU's lane measures at its start and goes by; empty without a GPU."""
-        return {} if self._device is None else c_ext.CudaLane(self._device, True, True, True).chosen
+        return {} if self._device is None else c_ext.CudaLane(self._device, True, True, True, 1).chosen
 
     @property
     def multiprocessors(self) -> int:

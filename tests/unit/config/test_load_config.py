@@ -76,6 +76,8 @@ def test_every_setting_says_why_it_exists() -> None:
         ({"host.bytes": 123}, "host.bytes", 123),
         ({"host": {"huge_pages": False}}, "host.huge_pages", "off"),
         ({"transfer.copy_threads": "3"}, "transfer.copy_threads", 3),
+        ({"host.verify_threads": "16"}, "host.verify_threads", 16),
+        ({"host": {"verify_threads": 1}}, "host.verify_threads", 1),
     ],
 )
 def test_extra_config_spellings(extra: Mapping[str, object], key: str, value: object) -> None:
@@ -116,6 +118,13 @@ def test_a_stronger_source_may_size_the_host_tier_in_the_other_way() -> None:
         ({"host.extent_bytes": "2GiB"}, ["'host.extent_bytes'", "expected at most 1073741824"]),
         ({"host.memory_share": "50%"}, ["'50%': expected a number, more than 0, at most 1"]),
         ({"host.verify": "maybe"}, ["'maybe': expected true or false"]),
+        (
+            {"host.verify_threads": 0},
+            ["'host.verify_threads'", "extra config", "value 0", "expected 1 or more"],
+        ),
+        ({"host.verify_threads": 17}, ["'host.verify_threads'", "value 17", "expected at most 16"]),
+        ({"host.verify_threads": "two"}, ["'two': expected a whole number, 1 or more, at most 16"]),
+        ({"host.verify_threads": True}, ["'host.verify_threads'", "True", "expected a number"]),
         ({"disk.ttl_s": "1 day"}, ["'1 day': expected a whole number of seconds"]),
         ({"load.deadline_s": -1}, ["value -1: expected more than 0"]),
         ({"load.prefetch_layers": "x"}, ["expected a whole number, 2 or more, at most 16"]),

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from flexkv import c_ext
-from flexkv.errors import ConfigError, ContractError
+from flexkv.adapters.common.rank_lanes import open_lanes
+from flexkv.config import load_config
+from flexkv.errors import CapacityError, ConfigError, ContractError
 from flexkv.transfer.engine import TransferEngine, log_choices
 from flexkv.transfer.graph import OpKind, TransferGraph
 from tests.unit.transfer.transfer_world import World
@@ -23,6 +25,28 @@ def test_a_device_that_is_not_there_is_refused_by_name() -> None:
         TransferEngine(device=-1)
     with pytest.raises(ConfigError, match=f"CUDA device {missing}: "):
         c_ext.DeviceMemory(missing, 4096)
+
+
+@pytest.mark.parametrize("threads", [-1, 0, 17])
+def test_a_number_of_digest_threads_out_of_range_is_named(threads: int) -> None:
+    """Also where there is no GPU: before the device is looked for."""
+    with pytest.raises(ConfigError, match=rf"digest_threads={threads}: must be in \[1, 16\]"):
+        TransferEngine(device=0, digest_threads=threads)
+
+
+def test_the_lane_of_a_gpu_is_made_by_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[tuple[object, ...]] = []
+
+    def make(*arguments: object) -> None:
+        given.append(arguments)
+        raise CapacityError("no GPU")
+
+    monkeypatch.setattr(c_ext, "CudaLane", make)
+    tensors = [SimpleNamespace(device=SimpleNamespace(type="cuda", index=3))]
+    for settings in ({}, {"host.verify_threads": 7, "transfer.copy_kernel": False}):
+        with pytest.raises(CapacityError, match="no GPU"):
+            open_lanes(load_config(settings, {}), [], tensors, None, [], stream_of=lambda device: 0)  # type: ignore[arg-type]
+    assert given == [(3, True, True, True, 4), (3, True, False, True, 7)]
 
 
 def test_plain_memory_has_no_stream(world: World) -> None:

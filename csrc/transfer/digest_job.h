@@ -1,0 +1,58 @@
+// The digests of some pages' stripes, cut into shares that threads may take in any order. It has neither
+// threads nor locks: digest_crew.h does.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "transfer/page_mover.h"
+
+namespace flexkv {
+
+// Unit: bytes. About what a thread takes at once: some 20 us of digesting, beside which a lock that is
+// taken twice is little, and so few that a piece of some MiB keeps several threads busy to its end.
+inline constexpr int64_t kDigestShareBytes = int64_t{256} << 10;
+
+enum class DigestWork { kCheck, kWrite };
+
+// Used again and again, so that what it remembers of a plan is allocated once.
+class DigestJob {
+ public:
+  // Cuts layers [lo, hi) of the page in each of `slots`, which live until finish() has returned.
+  // Precondition: view.has_digests(). Throws std::bad_alloc.
+  void plan(DigestWork work, const AttachedView& view, std::span<const int32_t> slots, int32_t lo,
+            int32_t hi);
+  DigestWork work() const { return work_; }
+  size_t shares() const { return shares_; }
+  // Several threads may do so at once, each with another share.
+  void digest(size_t share) noexcept;
+  // After the last share. A check gives one result a slot: that of check_digests(). A write has written all
+  // digests then; `results` is empty.
+  void finish(std::span<MoveResult> results) const;
+
+ private:
+  // Whole runs, or so many bytes of a long one. All pages are cut alike.
+  struct Portion {
+    size_t first = 0;  // into runs_
+    size_t end = 0;
+    int64_t offset = 0;
+    int64_t bytes = 0;  // 0: whole runs
+  };
+
+  int64_t bytes_of(size_t at) const { return view_->view().runs()[runs_[at]].run_bytes; }
+  // What is kept of a portion: of whole runs the first bad one, or kNone; of a part the sum of its terms.
+  uint64_t found_in(int32_t slot, const Portion& portion) const noexcept;
+  MoveResult finish_page(int32_t slot, const uint64_t* found) const;
+
+  DigestWork work_ = DigestWork::kCheck;
+  const AttachedView* view_ = nullptr;
+  std::span<const int32_t> slots_;
+  std::vector<size_t> runs_;  // numbers of the runs of layers [lo, hi), in the order they are checked in
+  std::vector<Portion> portions_;
+  std::vector<uint64_t> found_;  // of the first page's portions, then of the next page's, ...
+  size_t share_portions_ = 1;    // of found_ that are one share
+  size_t shares_ = 0;
+};
+
+}  // namespace flexkv
