@@ -38,7 +38,7 @@ ENGINES = {
     "TensorRT-LLM": ("TensorRT-LLM on the GPU", "test_tensorrt_llm.py"),
 }
 TORCH_MISSING = "torch is not installed: the tests hold pools in its tensors"
-SMOKE = "(every_byte and 4096 and not 80) or capture or digests"
+SMOKE = "(every_byte and 4096 and not 80) or capture or digests or measured"
 """Tests of the lanes that one minute is enough for: a few of every path."""
 SANITIZED = {
     "memcheck lanes": "memcheck and test_transfer_gpu",

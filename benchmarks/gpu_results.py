@@ -40,10 +40,10 @@ def waiting_rows(status: str) -> list[str]:
     return [row.split("|")[1].strip() for row in rows]
 
 
-def closing_words(status: str) -> str:
+def closing_words(page: Path, status: str) -> str:
     """What whoever has the GPU does now."""
     lines = [
-        f"{PAGE}: commit it, with a row in the README's table of pages. In docs/gpu.md say what has run; in README.md "
+        f"{page}: commit it, with a row in the README's table of pages. In docs/gpu.md say what has run; in README.md "
         "and docs/status.md, of these rows, those that have:"
     ]
     lines += [f'  "{row}"' for row in waiting_rows(status)]
@@ -93,7 +93,7 @@ def main() -> None:
             raise SystemExit(f"{out} has no stage's results: nothing is written")
         arguments.page.write_text(render(out))
         print(draw_page(out, arguments.page.with_suffix(".png")))
-        print(closing_words(status_text()))
+        print(closing_words(arguments.page, status_text()))
         return
     lacking = refusal() if arguments.stage in NEED_A_CORE else driver_refusal()
     if lacking:

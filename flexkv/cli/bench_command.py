@@ -20,6 +20,7 @@ from flexkv.cli.bench.result_file import ResultFile
 from flexkv.cli.bench.torch_baseline import index_select_rows, small_copy_rows
 from flexkv.cli.bench.transfer_bench import LAYERS, RUN_BYTES, TransferBench, TransferRow
 from flexkv.cli.bench.transform_rows import transform_rows
+from flexkv.config import load_config
 from flexkv.config.sizes import format_size
 
 PARTS = ("lanes", "torch", "small", "transform", "events", "disk")
@@ -29,6 +30,10 @@ A block of the engine's pool lies there in one run a layer; each row copies the 
 H2D: host memory to the pool, a load. D2H: pool to host memory, a store. Both: one beside the other, added up.
 of one copy: beside a single contiguous copy, more than 1 where the lane is faster than that.
 both / one way: beside the faster direction alone. a call a run: GB/s of a driver's call for each run."""
+
+
+MAX_DEVICE = (1 << 31) - 1
+"""What the native core takes for a number of a device."""
 
 
 @click.group()
@@ -51,12 +56,17 @@ def _writable(context: click.Context, parameter: click.Parameter, path: Path | N
         raise click.BadParameter(f"the folder {folder} does not exist")
     if not os.access(path if path.exists() else folder, os.W_OK):
         raise click.BadParameter(f"no permission to write {path}")
+    if parameter.name == "png_file" and path.suffix != ".png":
+        raise click.BadParameter(f"{path}: a picture's name ends in .png")
     return path
 
 
 @command.command("transfer", short_help="Copies between an engine's pool and a host pool.")
 @click.option(
-    "--device", type=int, default=None, help="CUDA device; the first one, or plain memory without any."
+    "--device",
+    type=click.IntRange(max=MAX_DEVICE),
+    default=None,
+    help="CUDA device; the first one, or plain memory without any.",
 )
 @click.option(
     "--megabytes", default=64, show_default=True, type=click.IntRange(1, 4096), help="Moved a measurement."
@@ -74,14 +84,15 @@ def _writable(context: click.Context, parameter: click.Parameter, path: Path | N
     "parts",
     multiple=True,
     type=click.Choice(PARTS),
-    help="Measure that alone; may be given several times. All of them by default.",
+    help="Measure that alone; may be given several times. All of them by default. lanes: copies between pool and host; "
+    "torch, small, transform: what they are compared with; events: loads by the GPU's clock; disk: needs --folder.",
 )
 @click.option(
     "--json",
     "json_file",
     type=click.Path(path_type=Path),
     callback=_writable,
-    help="Also write the rows there, as they are measured.",
+    help="Also write the rows there, as they are measured; a file that is there is replaced.",
 )
 @click.option(
     "--png",
@@ -99,9 +110,16 @@ def transfer(
     json_file: Path | None,
     png_file: Path | None,
 ) -> None:
-    """Copy blocks between an engine's pool and a host pool, beside what torch does and what the limit is."""
+    """Copy blocks between an engine's pool and a host pool, beside what torch does and what the limit is.
+
+    A GPU's lane goes by the settings transfer.batch_copies, transfer.copy_kernel and transfer.measure_copies. Runs
+    longer than what a measurement moves are left out.
+    """
     if "disk" in parts and folder is None:
         raise click.UsageError("--part disk needs --folder, on the disk to measure")
+    if folder is not None and parts and "disk" not in parts:
+        raise click.UsageError(f"--folder is for --part disk, which is not among {', '.join(parts)}")
+    settings = load_config().transfer
     console = Console(width=160)
     if png_file is not None:
         _need_matplotlib()
@@ -114,7 +132,7 @@ def transfer(
         )
     total_bytes = megabytes << 20
     wanted = parts or PARTS
-    bench = TransferBench(device, total_bytes, repeats)
+    bench = TransferBench(device, total_bytes, repeats, settings)
     copies = bench.copies
     facts = {
         "device": device,
@@ -146,8 +164,11 @@ def transfer(
                 results.compare(beside[part]())
                 results.part_ended(part)
     if folder is not None and "disk" in wanted:
-        with _doing(console, "reading from disk"):
-            results.compare(disk_rows(device, bench.multiprocessors, folder, total_bytes, repeats))
+        try:
+            with _doing(console, "reading from disk"):
+                results.compare(disk_rows(device, bench.multiprocessors, folder, total_bytes, repeats))
+        except OSError as error:
+            raise click.ClickException(f"--folder {folder}: {error}") from error
         results.part_ended("disk")
     if results.compared:
         console.print(_comparison_table(results.compared))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 from typing import Any
 
+from flexkv import c_ext
 from flexkv.cli.driver_calls import DriverRefused, done
 from flexkv.cli.package_facts import Facts
 
@@ -41,8 +42,12 @@ def gpu_facts() -> Facts:
         return facts | {"reason": f"cuda-bindings cannot be loaded: {error}"}
     try:
         return facts | {"devices": devices(driver)}
-    except (DriverRefused, RuntimeError) as error:  # RuntimeError: the bindings found no libcuda
-        return facts | {"reason": str(error).strip()}
+    except DriverRefused as error:
+        return facts | {"reason": str(error)}
+    except RuntimeError as error:  # the bindings found no libcuda, which they say at length
+        return facts | {
+            "reason": "no NVIDIA driver" if not c_ext.cuda_info()["driver"] else str(error).strip()
+        }
 
 
 def devices(driver: Any) -> list[Facts]:

@@ -16,9 +16,10 @@ from flexkv.cli.model_size import ModelSize
 from flexkv.cli.package_facts import Facts, package_facts
 from flexkv.config import DiskConfig, FlexKVConfig, MemoryState, read_memory, resolve_host_bytes
 from flexkv.config.memory import allowed_nodes
-from flexkv.errors import DiskError, FlexKVError
+from flexkv.errors import ConfigError, DiskError, FlexKVError
 from flexkv.storage.folder import held_bytes, unit_folders
 from flexkv.storage.folder_share import device_of, folder_faults, nearest_there, shared_file_systems
+from flexkv.transfer import nvtx
 from flexkv.transfer.cufile_library import find_cufile
 from flexkv.unit.start_check import start_faults
 
@@ -46,6 +47,10 @@ def collect(config: FlexKVConfig, model: Path | None) -> Facts:
         facts["problems"] += [
             f"the engine would start without the disk {folder}: {reason}" for folder, reason in lost.items()
         ]
+    try:
+        nvtx.enable(config.observe.nvtx)
+    except ConfigError as fault:
+        facts["problems"].append(str(fault))
     facts["hints"] = machine_hints(facts) + folder_hints(config.disk)
     facts["model"] = None
     if model is not None:

@@ -30,7 +30,7 @@ OTHER_VARIABLES: dict[str, str] = {
     CONFIG_FILE_VARIABLE: "path of the YAML file with settings: a regular file of at most 1 MiB, in UTF-8",
     "FLEXKV_CUDA": "build: `1` (a CUDA toolkit is required), `0` (none) or `auto` (if one works); default `auto`, for "
     "`make` on a machine without a GPU `0`",
-    "FLEXKV_CUDA_ARCHS": "build: GPU architectures, e.g. `80;90;100+PTX`",
+    "FLEXKV_CUDA_ARCHS": "build: GPU architectures; default `80;90;100+PTX`, A100 to B200 and later",
     "FLEXKV_NVCC": "build: the nvcc to use",
     "FLEXKV_SANITIZE": "build: `address`, `thread` or `undefined`",
     "FLEXKV_WERROR": "build: `1` makes compiler warnings errors",

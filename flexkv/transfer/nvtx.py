@@ -14,8 +14,12 @@ from types import TracebackType
 
 from flexkv import c_ext
 from flexkv.errors import ConfigError
+from flexkv.observe import get_logger
+
+logger = get_logger(__name__)
 
 OFF, ON = "off", "on"
+ALLOWED = "allowed are off, on, and the path of NVTX's library"
 LIBRARIES = ("libnvtx3interop.so.1", "libnvToolsExt.so.1")
 """Of NVTX 3, in the wheel `nvidia-nvtx` that torch's CUDA builds bring; and of CUDA toolkits before 12.9."""
 
@@ -61,8 +65,9 @@ def enable(setting: str) -> None:
             continue
         _library = ctypes.CDLL(path)
         _library.nvtxRangePushA.argtypes = [ctypes.c_char_p]
+        logger.info("observe.nvtx=%s: ranges go to %s", setting, path)
         return
-    hint = "; pip install nvidia-nvtx brings one, or name its path" if setting == ON else ""
+    hint = "; pip install nvidia-nvtx brings one, or name its path" if setting == ON else f"; {ALLOWED}"
     raise ConfigError(f"observe.nvtx={setting}: {'; '.join(refusals)}{hint}")
 
 

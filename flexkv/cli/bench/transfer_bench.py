@@ -14,6 +14,7 @@ import numpy as np
 
 from flexkv import c_ext
 from flexkv.cli.bench.event_clock import EventClock
+from flexkv.config import TransferConfig
 from flexkv.errors import ContractError
 from flexkv.transfer.engine import TransferEngine
 from flexkv.transfer.graph import OpId, OpKind, OpStatus, Priority, TransferGraph, TransferOp
@@ -82,13 +83,15 @@ class TransferBench:
 
     Args:
         device: CUDA device, or None for plain memory.
+        settings: which ways the device's lane may take.
 
     Raises:
         ConfigError: there is no such device. CapacityError: the memory is not there.
     """
 
-    def __init__(self, device: int | None, total_bytes: int, repeats: int) -> None:
+    def __init__(self, device: int | None, total_bytes: int, repeats: int, settings: TransferConfig) -> None:
         self._device, self._total, self._repeats = device, total_bytes, repeats
+        self._settings = settings
         self._memory = np.zeros(total_bytes, np.uint8) if device is None else None
         self._device_memory = None if device is None else c_ext.DeviceMemory(device, total_bytes)
         self._ids = itertools.count(1)
@@ -98,7 +101,12 @@ class TransferBench:
     @property
     def copies(self) -> dict[str, c_ext.CopyChoices]:
         """What the GPU's lane measures at its start and goes by; empty without a GPU."""
-        return {} if self._device is None else c_ext.CudaLane(self._device, True, True, True, 1).chosen
+        if self._device is None:
+            return {}
+        ways = self._settings
+        return c_ext.CudaLane(
+            self._device, ways.batch_copies, ways.copy_kernel, ways.measure_copies, 1
+        ).chosen
 
     @property
     def multiprocessors(self) -> int:
@@ -148,7 +156,12 @@ class TransferBench:
         ]
         view = c_ext.KvView(np.array(segments, dtype=np.int64), blocks, page)
         pool = HostPool(page, blocks)
-        engine = TransferEngine(device=self._device, measure_copies=True)
+        engine = TransferEngine(
+            device=self._device,
+            batch_copies=self._settings.batch_copies,
+            copy_kernel=self._settings.copy_kernel,
+            measure_copies=self._settings.measure_copies,
+        )
         try:
             if self._device is not None:
                 pool.pin(self._device)

@@ -135,7 +135,8 @@ def test_the_closing_words_name_the_rows_that_wait() -> None:
         if line.startswith("| ") and "not yet run on a GPU" in line and "2 virtual cores" not in line
     ]
     assert len(waiting) > 3
-    words = closing_words(status)
+    words = closing_words(Path("other.md"), status)
+    assert words.startswith("other.md: commit it")
     for line in waiting:
         assert f'"{line.split("|")[1].strip()}"' in words
 

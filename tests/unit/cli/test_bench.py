@@ -16,6 +16,8 @@ from flexkv.cli.bench.disk_rows import disk_rows
 from flexkv.cli.bench.result_file import ResultFile
 from flexkv.cli.bench.transfer_bench import TransferBench
 from flexkv.cli.bench_command import command
+from flexkv.config import TransferConfig
+from flexkv.errors import ConfigError
 
 
 @pytest.mark.skipif(c_ext.cuda_info()["device_count"] > 0, reason="measures the GPU instead")
@@ -68,6 +70,7 @@ def test_without_a_gpu_the_host_lanes_are_measured_and_said_to_be(tmp_path: Path
         "disk to pool, block-first: direct",
         "disk to host page to pool",
         "bare reads of 2 MiB",
+        "load, by CUDA events",
     }
     # 80 layers of K and V are 160 runs of a page: a call each and one for the trailer, or one for all.
     pages = {row["run_bytes"]: row["calls"] for row in compared if row["what"] == "disk to host page to pool"}
@@ -77,7 +80,8 @@ def test_without_a_gpu_the_host_lanes_are_measured_and_said_to_be(tmp_path: Path
         if row["what"] == "disk to pool, a call a run":
             assert row["calls"] == 161 * pages[row["run_bytes"]]
     assert list(tmp_path.iterdir()) == [out]
-    assert all(row["path"] and row["multiprocessors"] == 0 for row in compared)
+    assert all(row["path"] or row["note"] == "not measured: no GPU" for row in compared)
+    assert all(row["multiprocessors"] == 0 for row in compared)
     assert {row["path"] for row in compared if row["what"] == "disk to host page to pool"} <= {
         "io_uring, then cpu",
         "threads, then cpu",
@@ -167,8 +171,59 @@ def test_a_result_that_finds_no_place_is_refused_before_anything_is_measured(
         done = CliRunner().invoke(command, ["transfer", option, str(path)])
         assert done.exit_code == 2, (done.output, done.exception)
         assert reason in " ".join(done.output.split())
-    done = CliRunner().invoke(command, ["transfer", option, str(tmp_path / "rows")])
+    done = CliRunner().invoke(command, ["transfer", option, str(tmp_path / f"rows.{option[2:]}")])
     assert str(done.exception) == "measured"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--png", "rows.txt"], "rows.txt: a picture's name ends in .png"),
+        (["--device", "99999999999999999999"], "99999999999999999999 is not in the range x<=2147483647"),
+        (["--folder", ".", "--part", "lanes"], "--folder is for --part disk, which is not among lanes"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], words: str
+) -> None:
+    def measured(*_: object) -> None:
+        raise AssertionError("measured")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(bench_command, "TransferBench", measured)
+    done = CliRunner().invoke(command, ["transfer", *arguments])
+    assert done.exit_code == 2, (done.output, done.exception)
+    assert words in " ".join(done.output.split())
+
+
+def test_a_folder_that_takes_no_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise FileNotFoundError(2, "No such file or directory", "made")
+
+    monkeypatch.setattr(bench_command, "disk_rows", refuse)
+    arguments = ["--megabytes", "1", "--repeats", "1", "--part", "disk", "--folder", str(tmp_path)]
+    done = CliRunner().invoke(command, ["transfer", *arguments])
+    assert done.exit_code == 1
+    assert f"--folder {tmp_path}: [Errno 2] No such file or directory: 'made'" in " ".join(
+        done.output.split()
+    )
+
+
+def test_settings_of_the_lane_are_obeyed_and_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[TransferConfig] = []
+
+    def measured(device: object, total: int, repeats: int, settings: TransferConfig) -> None:
+        seen.append(settings)
+        raise AssertionError("measured")
+
+    monkeypatch.setattr(bench_command, "TransferBench", measured)
+    monkeypatch.setenv("FLEXKV_TRANSFER_COPY_KERNEL", "false")
+    CliRunner().invoke(command, ["transfer", "--part", "lanes"])
+    assert [(one.copy_kernel, one.batch_copies, one.measure_copies) for one in seen] == [(False, True, True)]
+    monkeypatch.setenv("FLEXKV_TRANSFER_COPY_KERNEL", "maybe")
+    refused = CliRunner().invoke(command, ["transfer", "--part", "lanes"]).exception
+    assert isinstance(refused, ConfigError)
+    assert "FLEXKV_TRANSFER_COPY_KERNEL" in str(refused)
 
 
 def test_the_rows_are_drawn(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from flexkv.cli.bench import event_rows
 from flexkv.cli.bench.event_clock import EventClock
 from flexkv.cli.bench.transfer_bench import TransferBench
 from flexkv.cli.driver_calls import DriverRefused, done
+from flexkv.config import TransferConfig
 
 NO_MEMORY = 2
 GIVEN = {
@@ -113,7 +114,7 @@ def test_a_load_lies_between_start_and_stop() -> None:
         stop=lambda: asked.append("stop"),
         seconds=lambda: 0.001,
     )
-    bench = TransferBench(None, 1 << 20, 2)
+    bench = TransferBench(None, 1 << 20, 2, TransferConfig())
     found = bench.loads_by_events(32 << 10, clock)
     assert found is not None
     assert found == ((1 << 20) / 0.001 / 1e9, "cpu", 0)
@@ -121,8 +122,9 @@ def test_a_load_lies_between_start_and_stop() -> None:
     assert bench.loads_by_events(1 << 20, clock) is None
 
 
-def test_plain_memory_has_no_events() -> None:
-    assert event_rows.event_rows(None, None) == []  # type: ignore[arg-type]
+def test_plain_memory_has_no_events_and_says_so() -> None:
+    (row,) = event_rows.event_rows(None, None)  # type: ignore[arg-type]
+    assert (row.gbps, row.note) == (None, "not measured: no GPU")
 
 
 def test_a_code_is_held_against_success() -> None:

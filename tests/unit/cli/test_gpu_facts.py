@@ -12,9 +12,12 @@ from typing import Any
 
 import pytest
 
+from flexkv import c_ext
 from flexkv.cli import gpu_facts
 from flexkv.cli.driver_calls import DriverRefused
 from flexkv.cli.gpu_facts import devices, words
+from flexkv.cli.info_facts import collect
+from flexkv.config import load_config
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -106,6 +109,27 @@ def test_what_the_driver_refuses_is_the_reason(monkeypatch: pytest.MonkeyPatch) 
     facts = gpu_facts.gpu_facts()
     assert facts["devices"] == []
     assert "cuInit" in facts["reason"]
+
+
+def test_without_a_driver_the_reason_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bindings name everywhere that they have looked."""
+
+    class Silent:
+        def cuInit(self, flags: int) -> None:
+            raise RuntimeError("libcuda.so.1: a long story")
+
+    give(monkeypatch, Silent())
+    for driver, said in ((0, "no NVIDIA driver"), (13000, "libcuda.so.1: a long story")):
+        monkeypatch.setattr(c_ext, "cuda_info", lambda driver=driver: {"driver": driver})
+        assert gpu_facts.gpu_facts()["reason"] == said
+
+
+def test_info_names_a_profiler_library_that_the_start_would_refuse() -> None:
+    config = load_config({"observe.nvtx": "/no/such.so", "host.bytes": "64MiB"}, {})
+    (problem,) = collect(config, None)["problems"]
+    assert problem.startswith("observe.nvtx=/no/such.so: ")
+    assert "allowed are off, on, and the path of NVTX's library" in problem
+    assert collect(load_config({"host.bytes": "64MiB"}, {}), None)["problems"] == []
 
 
 def test_without_the_extra_info_says_what_is_missing_and_how_to_get_it(
