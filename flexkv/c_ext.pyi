@@ -211,7 +211,7 @@ class CopyChoices(TypedDict):
     piece_bytes: int
     """What is enqueued as one."""
     ways: str
-    """Which runs the kernel takes, in words."""
+    """Which runs the kernel takes, and for which rows go before batches, in words."""
 
 class CudaLane(Lane):
     """Copies between a GPU and the host pool. Raises ConfigError where there is no such device, and unless

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <exception>
 #include <optional>
 #include <utility>
 
@@ -89,10 +90,12 @@ Copier::Copier(std::shared_ptr<Device> device, KernelLauncher launcher, const Co
 Copier::~Copier() = default;
 
 Mover Copier::mover_of(Path path) {
-  return [this, path](Direction direction, auto segments, auto pages, StreamHandle stream) -> std::string {
+  return [this, path, staging = 0](Direction direction, auto segments, auto pages,
+                                   StreamHandle stream) mutable -> std::string {
     if (path == Path::kKernel) {
       const std::vector<CopyChunk> chunks = cut_to_chunks(segments.data(), segments.size());
-      return by_kernel(direction, chunks, pages, tables_of(direction, 0), stream);
+      staging = (staging + 1) % kStagings;
+      return by_kernel(direction, chunks, pages, tables_of(direction, staging), stream);
     }
     const std::vector<Copy> copies = list_copies(segments, pages);
     int64_t calls = 0;
@@ -104,6 +107,12 @@ Mover Copier::mover_of(Path path) {
 
 // Whatever goes wrong: what was not measured goes by the constants.
 void Copier::measure() {
+  if (capabilities_.max_pitch_bytes > 0) {
+    if (const std::string failure = try_copies(device_, mover_of(Path::kPitched)); !failure.empty()) {
+      capabilities_.max_pitch_bytes = 0;
+      note("no copies of rows: self-test: " + failure);
+    }
+  }
   try {
     CopyClock clock(device_);
     for (const Direction direction : {Direction::kToDevice, Direction::kToHost}) {
@@ -121,7 +130,7 @@ void Copier::measure() {
              " could not be timed");
       }
     }
-  } catch (const CapacityError& error) {
+  } catch (const std::exception& error) {
     note(std::string("copies were not measured: ") + error.what());
   }
 }

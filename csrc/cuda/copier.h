@@ -32,7 +32,7 @@ struct PathCount {
 class Copier {
  public:
   // Runs the self-tests of batched copies and of the kernel; what fails its test is not used, and `notes()`
-  // says why. Then measures, if that is asked for, in some tens of milliseconds. Throws CapacityError.
+  // says why. Then measures, if that is asked for, in a few tenths of a second. Throws CapacityError.
   Copier(std::shared_ptr<Device> device, KernelLauncher launcher, const CopySwitches& switches);
   ~Copier();
   Copier(const Copier&) = delete;
@@ -74,7 +74,7 @@ class Copier {
     double link_rate = 0;
   };
 
-  // What `path` alone would do, without its counts.
+  // What `path` alone would do, without its counts. Two calls may be under way.
   Mover mover_of(Path path);
   void measure();
   void note(const std::string& text);

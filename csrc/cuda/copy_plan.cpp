@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "base/align.h"
+
 namespace flexkv::cuda {
 namespace {
 
@@ -40,6 +42,12 @@ std::vector<PitchedCopy> group_in_order(std::span<const Copy> copies, size_t max
 const char* to_string(Path path) {
   static constexpr const char* kNames[kPaths] = {"kernel", "batch", "pitched", "single"};
   return kNames[static_cast<int>(path)];
+}
+
+int64_t portion_bytes(int64_t bytes, int64_t most) {
+  constexpr int64_t kStep = 64 << 10;
+  const int64_t portions = std::max<int64_t>(1, (bytes + most - 1) / most);
+  return std::min(most, round_up((bytes + portions - 1) / portions, kStep));
 }
 
 std::vector<std::vector<Segment>> cut_to_portions(std::span<const Segment> segments, int64_t max_bytes) {

@@ -43,6 +43,10 @@ struct Capabilities {
   size_t max_pitch_bytes = 0;  // 0: no pitched copies
 };
 
+// Unit: bytes. Of the portions of `bytes`, so that each is at most `most` and none much shorter: one that is
+// would have ended before the next is there.
+int64_t portion_bytes(int64_t bytes, int64_t most);
+
 // The same runs in consecutive portions of at most `max_bytes` of one page; a run that is longer is cut.
 std::vector<std::vector<Segment>> cut_to_portions(std::span<const Segment> segments, int64_t max_bytes);
 

@@ -26,8 +26,9 @@ std::string await_end(const std::shared_ptr<Device>& device, StreamHandle stream
   std::string ended;
   try {
     ended = Event(device, stream).wait();
-  } catch (const CapacityError& error) {
+  } catch (const std::exception& error) {
     ended = error.what();
+    device->driver().stream_synchronize(stream);
   }
   return failure.empty() ? ended : failure;
 }
@@ -101,7 +102,8 @@ double CopyClock::once_s(Direction direction, const Segment& segment, std::span<
   const Driver& driver = device_->driver();
   const StreamHandle stream = stream_.handle();
   // A long copy first: while it moves the calls behind it are made, as those of a piece are while the one
-  // before it moves.
+  // before it moves. Then the same once that is not timed: a kernel behind a copy starts later than behind a
+  // kernel.
   const bool to_device = direction == Direction::kToDevice;
   const auto address = static_cast<DeviceAddress>(on_device_.address());
   const Code led = to_device ? driver.copy_to_device(address, host_.bytes(), kMostMeasuredBytes, stream)
@@ -109,12 +111,13 @@ double CopyClock::once_s(Direction direction, const Segment& segment, std::span<
   std::string failure = driver.failure(led, "copy");
   double seconds = 0;
   try {
+    if (failure.empty()) failure = move(direction, std::span(&segment, 1), pages, stream);
     const Event begin(device_, stream, true);
     if (failure.empty()) failure = move(direction, std::span(&segment, 1), pages, stream);
     Event end(device_, stream, true);
     if (const std::string ended = end.wait(); failure.empty()) failure = ended;
     if (failure.empty()) seconds = end.seconds_after(begin);
-  } catch (const CapacityError&) {
+  } catch (...) {
     await_end(device_, stream, failure);
     throw;
   }

@@ -8,6 +8,7 @@
 #include "cuda/copy_plan.h"
 #include "cuda/device_memory.h"
 #include "cuda/event.h"
+#include "cuda/pinned_memory.h"
 
 namespace flexkv::cuda {
 
@@ -27,8 +28,8 @@ class CopyClock {
   explicit CopyClock(std::shared_ptr<Device> device);
 
   // Unit: seconds of the device, the least of some tries. `runs` runs of `run_bytes`, kMostMeasuredBytes in
-  // all at most, with as much memory between them on the device. 0 where `move` refuses, and where the clock
-  // stands still. Throws CapacityError.
+  // all at most, with as much memory between them on the device; `move` is called twice before it is waited
+  // for. 0 where it refuses, and where the clock stands still. Throws CapacityError.
   double runs_s(Direction direction, int64_t run_bytes, int64_t runs, const Mover& move);
 
  private:

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "transfer/sub_batch.h"
+
 namespace flexkv::cuda {
 namespace {
 
@@ -30,11 +32,12 @@ std::optional<Cost> cost_of(Path path, int64_t run_bytes, int64_t many, const Ti
   return Cost{std::max(0.0, few_s - run * kFewRuns), run};
 }
 
-// The fewest runs for which the kernel takes at most kKernelShare of the engine's time.
-int64_t kernel_from(const Cost& kernel, const Cost& engine, int64_t many) {
+// The fewest runs for which the kernel takes at most kKernelShare of the engine's time. `most`: that a piece
+// may have.
+int64_t kernel_from(const Cost& kernel, const Cost& engine, int64_t most) {
   const double piece = kernel.piece - kKernelShare * engine.piece;
   const double run = kernel.run - kKernelShare * engine.run;
-  if (run >= 0) return piece + run * static_cast<double>(many) <= 0 ? 1 : kNever;
+  if (run >= 0) return piece + run * static_cast<double>(most) <= 0 ? 1 : kNever;
   const double least = std::ceil(-piece / run);
   return least <= 1 ? 1 : least < 1e9 ? static_cast<int64_t>(least) : kNever;
 }
@@ -78,21 +81,20 @@ SplitRuns split_runs(std::span<const Segment> segments, size_t pages, const Ways
 
 std::optional<Ways> measured_ways(const Capabilities& capabilities, const TimeRuns& time) {
   Ways ways = usual_ways(capabilities);
-  const Path usual = engine_path(capabilities);
-  const bool rows_too = usual == Path::kBatch && capabilities.max_pitch_bytes > 0;
+  const Path anywhere = capabilities.batch ? Path::kBatch : Path::kSingle;
+  const bool rows_too = capabilities.batch && capabilities.max_pitch_bytes > 0;
   for (size_t i = 0; i < kRunLengths.size(); ++i) {
     const int64_t length = kRunLengths[i];
     const int64_t many = std::min(kManyRuns, kMostMeasuredBytes / length);
-    std::optional<Cost> engine = cost_of(usual, length, many, time);
+    const std::optional<Cost> engine = cost_of(anywhere, length, many, time);
     if (!engine) return std::nullopt;
     if (const auto rows = rows_too ? cost_of(Path::kPitched, length, many, time) : std::nullopt; rows) {
       ways.rows_first[i] = rows->of(many) <= kRowsShare * engine->of(many);
-      if (ways.rows_first[i]) engine = rows;
     }
     if (!capabilities.kernel) continue;
     const auto kernel = cost_of(Path::kKernel, length, many, time);
     if (!kernel) return std::nullopt;
-    ways.kernel_from[i] = kernel_from(*kernel, *engine, many);
+    ways.kernel_from[i] = kernel_from(*kernel, *engine, kSubBatchBytes / length);
   }
   return ways;
 }

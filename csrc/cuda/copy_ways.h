@@ -24,7 +24,7 @@ struct Ways {
   // the copy engine's.
   std::array<int64_t, kRunLengths.size()> kernel_from{};
   // By length, the last also for longer runs: whether rows of equal distance go by cuMemcpy2DAsync where
-  // there are batches.
+  // there are batches. The kernel's place is beside those, as blocks that are in use lie anywhere.
   std::array<bool, kRunLengths.size()> rows_first{};
 
   friend bool operator==(const Ways&, const Ways&) = default;
@@ -50,7 +50,8 @@ SplitRuns split_runs(std::span<const Segment> segments, size_t pages, const Ways
 // known.
 using TimeRuns = std::function<double(Path, int64_t run_bytes, int64_t runs)>;
 // The fastest by what is measured, with few runs and with many of each length: a path costs so much a piece
-// and so much a run. None where the copy engine's own path gives no time.
+// and so much a run. Runs are taken to lie anywhere, so that the kernel is compared with batches, or with
+// single calls where there are none. None where a path that is needed gives no time.
 std::optional<Ways> measured_ways(const Capabilities& capabilities, const TimeRuns& time);
 
 // Unit: bytes. The most that a measurement copies at once.
@@ -63,7 +64,7 @@ int64_t piece_bytes(double bytes_per_s, int64_t most);
 // direction.
 inline constexpr double kPieceS = 100e-6;
 
-// "kernel up to 64 KiB (from 4 runs on)", in words.
+// "kernel for runs of 4 KiB from 8 runs on, 8 KiB; rows of 64 KiB", in words.
 std::string to_string(const Ways& ways);
 
 }  // namespace flexkv::cuda

@@ -181,8 +181,8 @@ std::string CudaLane::Shared::prepare(Issuing& issuing) {
   // Longer is a page alone, of which it is a single layer or no more than kSubBatchBytes, or all that is left
   // of an expedited one.
   const int64_t most = most_bytes[static_cast<size_t>(direction)];
-  if (view.layer_bytes(item.layer_lo(), item.layer_hi()) > most) {
-    issuing.portions = cut_to_portions(segments, most);
+  if (const int64_t bytes = view.layer_bytes(item.layer_lo(), item.layer_hi()); bytes > most) {
+    issuing.portions = cut_to_portions(segments, portion_bytes(bytes, most));
   } else {
     issuing.portions.emplace_back(segments.begin(), segments.end());
   }

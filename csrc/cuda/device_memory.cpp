@@ -4,15 +4,10 @@
 
 #include "base/error.h"
 #include "cuda/event.h"
+#include "cuda/pinned_memory.h"
 #include "transfer/deadline.h"
 
 namespace flexkv::cuda {
-PinnedMemory::PinnedMemory(const Driver& driver, size_t bytes) : driver_(driver) {
-  const Code code = driver_.host_alloc(&memory_, bytes, kHostAllocPortable | kHostAllocDeviceMap);
-  if (code != kSuccess) throw CapacityError(driver_.error_text(code, "cuMemHostAlloc"));
-}
-
-PinnedMemory::~PinnedMemory() { driver_.host_free(memory_); }
 
 DeviceMemory::DeviceMemory(std::shared_ptr<Device> device, size_t bytes)
     : device_(std::move(device)), bytes_(bytes) {

@@ -1,28 +1,11 @@
-// Memory for copies between a GPU and the host, owned, and how fast bare copies to and from it are: what
+// Memory of a GPU, owned, and how fast bare copies to and from it are: what
 // `flexkv bench transfer` compares with.
 #pragma once
-#include <cstddef>
 #include <memory>
 
 #include "cuda/device.h"
 
 namespace flexkv::cuda {
-
-// Of the host, known to all devices.
-class PinnedMemory {
- public:
-  // Precondition, here and at the end: a device is current. Throws CapacityError.
-  PinnedMemory(const Driver& driver, size_t bytes);
-  ~PinnedMemory();
-  PinnedMemory(const PinnedMemory&) = delete;
-  PinnedMemory& operator=(const PinnedMemory&) = delete;
-
-  std::byte* bytes() const { return static_cast<std::byte*>(memory_); }
-
- private:
-  const Driver& driver_;
-  void* memory_ = nullptr;
-};
 
 class DeviceMemory {
  public:

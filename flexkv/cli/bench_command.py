@@ -166,7 +166,8 @@ def transfer(
     if folder is not None and "disk" in wanted:
         try:
             with _doing(console, "reading from disk"):
-                results.compare(disk_rows(device, bench.multiprocessors, folder, total_bytes, repeats))
+                from_disk = disk_rows(device, bench.multiprocessors, folder, total_bytes, repeats, settings)
+                results.compare(from_disk)
         except OSError as error:
             raise click.ClickException(f"--folder {folder}: {error}") from error
         results.part_ended("disk")

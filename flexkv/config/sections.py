@@ -212,7 +212,7 @@ class TransferConfig(Section):
     )
     measure_copies: bool = Field(
         True,
-        description="Measure a GPU's copies at start, in some tens of milliseconds, and choose by that which runs the "
+        description="Measure a GPU's copies at start, in a few tenths of a second, and choose by that which runs the "
         "kernel takes, and pieces so short that the engine's own copies hardly wait for them. Off: constants decide.",
     )
     stuck_s: Seconds = Field(

@@ -23,6 +23,7 @@ struct Settings {
   int max_pitch = 1 << 30;
   bool batch_corrupts = false;   // a driver whose batched copies lose a byte
   bool kernel_corrupts = false;  // a kernel that changes one
+  bool rows_corrupt = false;     // pitched copies that lose the last byte of a row
   // Seconds that so many copies of so many bytes in all take by a path, on a clock of each stream that
   // nothing else moves. None: it stands still.
   std::function<double(cuda::Path, int64_t copies, int64_t bytes)> seconds = nullptr;

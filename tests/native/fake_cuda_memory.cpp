@@ -199,7 +199,8 @@ Code copy_2d(const Copy2D* copy, StreamHandle stream) {
                      of_one_range(dst, (copy->height - 1) * copy->dst_pitch + copy->width);
   if (!whole) return kInvalidValue;
   for (size_t row = 0; row < copy->height; ++row) {
-    enqueue_copy(as_stream(stream), dst + row * copy->dst_pitch, src + row * copy->src_pitch, copy->width);
+    enqueue_copy(as_stream(stream), dst + row * copy->dst_pitch, src + row * copy->src_pitch,
+                 copy->width - (world().settings.rows_corrupt ? 1 : 0));
   }
   take_time(as_stream(stream), cuda::Path::kPitched, static_cast<int64_t>(copy->height),
             copy->height * copy->width);

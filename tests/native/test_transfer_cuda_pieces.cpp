@@ -73,7 +73,8 @@ TEST_CASE("cuda lane: a page beyond 8 MiB moves in ranges of layers, and a layer
       for (int32_t block = 0; block < shape.blocks; ++block) world.fill(block, block + 1);
       // Two pages at once for a range of layers; one page gives a lane with several portions both places.
       const int64_t per_piece = kSubBatchBytes / shape.run_bytes * shape.run_bytes;
-      const int64_t most = layers == 1 ? 2 * kSubBatchBytes : 2 * per_piece;
+      const int64_t most =
+          2 * (layers == 1 ? cuda::portion_bytes(shape.run_bytes, kSubBatchBytes) : per_piece);
       CHECK(bytes_under_way(world, world.op(OpKind::kD2H, {0, 1}, {3, 0}), most) == most);
       CHECK(world.slot_holds(3, 1));
       CHECK(world.slot_holds(0, 2));

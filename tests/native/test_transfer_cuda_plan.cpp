@@ -1,6 +1,7 @@
 // Which path a view's runs take, and how copies are grouped. No driver, fake or real.
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <cstring>
 
 #include "cuda/copy_job.h"
@@ -131,6 +132,21 @@ TEST_CASE("cuda plan: the kernel's functor moves every byte of odd runs at odd p
       CHECK(base[-1] == std::byte{0xEE});
     }
   }
+}
+
+TEST_CASE("cuda plan: portions are as long as each other") {
+  constexpr int64_t kMiB = 1 << 20;
+  for (const int64_t most : {kMiB, 5 * kMiB, 8 * kMiB}) {
+    for (int64_t bytes = 1; bytes < 64 * kMiB; bytes += bytes / 3 + 4097) {
+      const int64_t portion = portion_bytes(bytes, most);
+      CHECK(portion <= most);
+      const int64_t portions = (bytes + portion - 1) / portion;
+      CHECK(portions == (bytes + most - 1) / most);  // no more than there must be
+      // What rounding takes from the last.
+      CHECK(bytes - (portions - 1) * portion >= std::min(bytes, portion) - portions * (64 << 10));
+    }
+  }
+  CHECK(portion_bytes(5 * kMiB + kMiB / 4, 5 * kMiB) == 2752512);
 }
 
 TEST_CASE("cuda plan: portions keep every byte in its place, and none is larger than it may be") {

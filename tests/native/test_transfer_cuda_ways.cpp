@@ -25,8 +25,12 @@ struct Machine {
 
 struct Machines {
   Machine kernel, batch, rows;
+  Machine single = {0, 2e-6, 55e9};
   double of(Path path, int64_t copies, int64_t bytes) const {
-    const Machine& machine = path == Path::kKernel ? kernel : path == Path::kBatch ? batch : rows;
+    const Machine& machine = path == Path::kKernel    ? kernel
+                             : path == Path::kBatch   ? batch
+                             : path == Path::kPitched ? rows
+                                                      : single;
     return machine.of(copies, bytes);
   }
   TimeRuns time() const {
@@ -34,21 +38,17 @@ struct Machines {
   }
 };
 
-Path chosen(const Ways& ways, size_t place, int64_t runs) {
-  if (runs >= ways.kernel_from[place]) return Path::kKernel;
-  return ways.rows_first[place] ? Path::kPitched : Path::kBatch;
-}
-
-// How much longer than by the fastest path the worst choice takes, of all lengths and numbers of runs.
-double worst(const Machines& machines, const Ways& ways) {
+// How much longer than by the faster of kernel and `other` the worst choice takes, of all lengths and numbers
+// of runs that a piece may have.
+double worst(const Machines& machines, const Ways& ways, Path other = Path::kBatch) {
   double most = 1;
   for (size_t place = 0; place < kRunLengths.size(); ++place) {
-    for (int64_t runs = 1; runs <= 1024; runs += 1 + runs / 8) {
+    for (int64_t runs = 1; runs * kRunLengths[place] <= kSubBatchBytes; runs += 1 + runs / 8) {
       const int64_t bytes = runs * kRunLengths[place];
-      const double best =
-          std::min({machines.of(Path::kKernel, runs, bytes), machines.of(Path::kBatch, runs, bytes),
-                    machines.of(Path::kPitched, runs, bytes)});
-      most = std::max(most, machines.of(chosen(ways, place, runs), runs, bytes) / best);
+      const double kernel = machines.of(Path::kKernel, runs, bytes);
+      const double engine = machines.of(other, runs, bytes);
+      const double taken = runs >= ways.kernel_from[place] ? kernel : engine;
+      most = std::max(most, taken / std::min(kernel, engine));
     }
   }
   return most;
@@ -68,7 +68,7 @@ const Machines kFastKernel{
     .kernel = {5e-6, 0, 50e9}, .batch = {2e-6, 3e-6, 55e9}, .rows = {2e-6, 4e-6, 55e9}};
 const Machines kFastBatches{
     .kernel = {5e-6, 0, 10e9}, .batch = {2e-6, 1e-8, 55e9}, .rows = {2e-6, 1e-7, 55e9}};
-const Machines kFastRows{.kernel = {5e-6, 0, 10e9}, .batch = {2e-6, 2e-6, 55e9}, .rows = {2e-6, 1e-8, 55e9}};
+const Machines kFastRows{.kernel = {5e-6, 0, 2e9}, .batch = {2e-6, 2e-6, 55e9}, .rows = {2e-6, 1e-8, 55e9}};
 
 }  // namespace
 
@@ -87,7 +87,18 @@ TEST_CASE("cuda ways: what is measured decides, with few runs and with many") {
     const auto by_those = measured_ways(kEverything, other.time());
     REQUIRE(by_those);
     CHECK(worst(other, *by_those) < 1.0 / 0.9 + 0.01);
+    CHECK(by_those->rows_first[0] == (other.rows.copy_s < other.batch.copy_s));
+    // Without batches the kernel is beside single calls, which blocks that lie anywhere need, and not beside
+    // rows.
+    const auto without = measured_ways({true, false, 1 << 20}, other.time());
+    REQUIRE(without);
+    CHECK(worst(other, *without, Path::kSingle) < 1.0 / 0.9 + 0.01);
   }
+  // Ahead with as many runs as are measured, and behind with as many as a piece may have.
+  const Machines late{.kernel = {0, 1.9e-7, 1e15}, .batch = {60e-6, 1e-7, 1e15}, .rows = {1, 1, 55e9}};
+  const auto by_late = measured_ways(kEverything, late.time());
+  REQUIRE(by_late);
+  CHECK(by_late->kernel_from[0] == kNever);
 }
 
 TEST_CASE("cuda ways: without a time of the copy engine, or of the kernel, nothing is chosen") {
@@ -96,6 +107,7 @@ TEST_CASE("cuda ways: without a time of the copy engine, or of the kernel, nothi
   };
   CHECK_FALSE(measured_ways(kEverything, silent(Path::kBatch)));
   CHECK_FALSE(measured_ways(kEverything, silent(Path::kKernel)));
+  CHECK_FALSE(measured_ways({true, false, 1 << 20}, silent(Path::kSingle)));
   CHECK(measured_ways(kEverything, silent(Path::kPitched)));
   CHECK(measured_ways({false, true, 0}, silent(Path::kKernel)));
 }
@@ -156,7 +168,7 @@ TEST_CASE("cuda ways: on a slower link less is under way at once") {
   for (const bool measure : {true, false}) {
     CAPTURE(measure);
     Machines slow = kFastBatches;
-    slow.batch.bytes_per_s = slow.rows.bytes_per_s = 25e9;
+    slow.single.bytes_per_s = 25e9;
     CudaShape shape;
     shape.layers = 4;
     shape.blocks = 24;
@@ -182,7 +194,7 @@ TEST_CASE("cuda ways: on a slower link less is under way at once") {
 
 TEST_CASE("cuda ways: a page longer than a piece goes in portions of one") {
   Machines slow = kFastBatches;
-  slow.batch.bytes_per_s = slow.rows.bytes_per_s = 12e9;
+  slow.single.bytes_per_s = 12e9;
   CudaShape shape;
   shape.layers = 3;
   shape.blocks = 3;
@@ -200,38 +212,54 @@ TEST_CASE("cuda ways: a page longer than a piece goes in portions of one") {
 }
 
 TEST_CASE("cuda ways: what cannot be measured is said, and goes by the constants") {
-  const auto by_constants = [](CudaWorld& world) {
-    for (const Direction direction : {Direction::kToDevice, Direction::kToHost}) {
-      CHECK(world.lane->copier().ways(direction) == usual_ways(world.lane->copier().capabilities()));
-    }
-    world.fill(0, 3);
-    CHECK(world.run(world.op(OpKind::kD2H, {0}, {1})).status == Status::kOk);
-    CHECK(world.slot_holds(1, 3));
+  // The kernel is ahead of all there is: what was measured would be other ways.
+  Machines fast = kFastKernel;
+  fast.kernel.piece_s = 0;
+  const auto by_constants = [](const CudaLane& lane) {
+    return lane.copier().ways(Direction::kToHost) == usual_ways(lane.copier().capabilities());
   };
   {
     CudaWorld world({}, {}, kMeasured);  // a clock that stands still
     CHECK(world.lane->copier().notes() ==
           "copies to the device could not be timed; copies to the host could not be timed");
-    by_constants(world);
+    CHECK(by_constants(*world.lane));
+    CHECK(world.lane->piece_bytes(OpKind::kH2D) == kSubBatchBytes);
+    world.fill(0, 3);
+    CHECK(world.run(world.op(OpKind::kD2H, {0}, {1})).status == Status::kOk);
+    CHECK(world.slot_holds(1, 3));
   }
-  {
-    CudaWorld world({}, settings_of(kFastKernel), {.batch = false, .kernel = false});
-    fake_cuda::refuse("cuMemHostAlloc", 1);  // of the memory to measure with
-    const CudaLane lane(world.device, fake_cuda::kernel_launcher(),
-                        {.batch = false, .kernel = false, .measure = true});
-    CHECK(lane.copier().notes().find("copies were not measured: cuMem") != std::string::npos);
-    CHECK(lane.piece_bytes(OpKind::kH2D) == kSubBatchBytes);
-    by_constants(world);
-  }
-  for (const int64_t nth : {0, 1, 5, 40}) {
+  CudaWorld world({}, settings_of(fast), kMeasured);
+  CHECK_FALSE(by_constants(*world.lane));  // control
+  CHECK(world.lane->piece_bytes(OpKind::kH2D) < kSubBatchBytes);
+  fake_cuda::refuse("cuMemHostAlloc", 2);  // to try rows with, and to measure with
+  const CudaLane lane(world.device, fake_cuda::kernel_launcher(),
+                      {.batch = false, .kernel = false, .measure = true});
+  CHECK(lane.copier().notes().find("no copies of rows: self-test: cuMem") != std::string::npos);
+  CHECK(lane.copier().notes().find("copies were not measured: cuMem") != std::string::npos);
+  CHECK(lane.piece_bytes(OpKind::kH2D) == kSubBatchBytes);
+}
+
+TEST_CASE("cuda ways: a copy that fails while it is tried leaves the constants, or the way aside") {
+  CudaWorld world({}, settings_of(kFastKernel), kMeasured);
+  int untimed = 0;
+  for (int64_t nth = 0; nth < 48; nth += 3) {
     CAPTURE(nth);
-    CudaWorld world({}, settings_of(kFastKernel), {.batch = false, .kernel = false});
     fake_cuda::fail_copy(nth);
-    const CudaLane lane(world.device, fake_cuda::kernel_launcher(),
-                        {.batch = false, .kernel = false, .measure = true});
-    CHECK(lane.copier().notes().find("could not be timed") != std::string::npos);
-    by_constants(world);
+    const CudaLane lane(world.device, fake_cuda::kernel_launcher(), kMeasured);
+    fake_cuda::fail_copy(-1);
+    CHECK_FALSE(lane.copier().notes().empty());
+    untimed += lane.copier().notes().find("could not be timed") != std::string::npos ? 1 : 0;
   }
+  CHECK(untimed > 10);
+}
+
+TEST_CASE("cuda ways: rows that bring other bytes are not used") {
+  fake_cuda::Settings settings = settings_of(kFastRows);
+  settings.rows_corrupt = true;
+  CudaWorld world({}, settings, kMeasured);
+  CHECK(world.lane->copier().notes() == "no copies of rows: self-test: other bytes came back");
+  CHECK(world.lane->copier().capabilities().max_pitch_bytes == 0);
+  CHECK_FALSE(world.lane->copier().ways(Direction::kToHost).rows_first[0]);
 }
 
 TEST_CASE("cuda ways: a graph that is captured meanwhile comes out whole") {

@@ -20,7 +20,7 @@ from flexkv.cli.bench.bare_reads import THREADS as BARE_THREADS
 from flexkv.cli.bench.bare_reads import BareReads
 from flexkv.cli.bench.base import PAGE_LAYERS, PAGE_RUN_BYTES, ComparisonRow
 from flexkv.cli.bench.transfer_bench import NULL_STREAM, WAIT_S, copy_path
-from flexkv.config import load_config
+from flexkv.config import TransferConfig, load_config
 from flexkv.errors import ContractError
 from flexkv.storage.base import DiskGroup, DiskIdentity, DiskOptions
 from flexkv.storage.group_tables import codec_of
@@ -49,7 +49,12 @@ Ids = NDArray[np.int32]
 
 
 def disk_rows(
-    device: int | None, multiprocessors: int, folder: Path, total_bytes: int, repeats: int
+    device: int | None,
+    multiprocessors: int,
+    folder: Path,
+    total_bytes: int,
+    repeats: int,
+    settings: TransferConfig,
 ) -> list[ComparisonRow]:
     """Reads of the same pages in turns, each into a pool of its own layout.
 
@@ -58,6 +63,7 @@ def disk_rows(
         multiprocessors: of the device; 0 for plain memory.
         folder: on the disk to be measured; what is made there is removed.
         total_bytes: moved a read; every geometry moves at least two pages.
+        settings: which ways the device's lane may take.
 
     Raises:
         ConfigError: the folder or the device cannot be used. CapacityError: the memory or the space is not there.
@@ -67,7 +73,7 @@ def disk_rows(
         # The layers of a pool of one block lie in a row: it would be block-first.
         pages = max(2, total_bytes // (PAGE_LAYERS * KV * run_bytes))
         with tempfile.TemporaryDirectory(dir=folder, prefix="flexkv-bench-") as made:
-            ways = _DiskWays(Path(made), device, multiprocessors, run_bytes, pages)
+            ways = _DiskWays(Path(made), device, multiprocessors, run_bytes, pages, settings)
             try:
                 rows += ways.measure(repeats)
             finally:
@@ -97,8 +103,15 @@ class _DiskWays:
     """A tier of `pages` pages that are written once, and an engine for each way to read them."""
 
     def __init__(
-        self, folder: Path, device: int | None, multiprocessors: int, run_bytes: int, pages: int
+        self,
+        folder: Path,
+        device: int | None,
+        multiprocessors: int,
+        run_bytes: int,
+        pages: int,
+        settings: TransferConfig,
     ) -> None:
+        self._settings = settings
         self._device, self._run, self._pages = device, run_bytes, pages
         self._multiprocessors = multiprocessors
         self._stripe = PAGE_LAYERS * KV * run_bytes
@@ -233,7 +246,13 @@ class _DiskWays:
         run, stride = self._run, self._stripe if block_first else self._run
         step = run if block_first else self._pages * run
         segments = [[base + i * step, stride, run, i * run, i // KV] for i in range(PAGE_LAYERS * KV)]
-        engine = TransferEngine(lanes=[lane], device=self._device, measure_copies=True)
+        engine = TransferEngine(
+            lanes=[lane],
+            device=self._device,
+            batch_copies=self._settings.batch_copies,
+            copy_kernel=self._settings.copy_kernel,
+            measure_copies=self._settings.measure_copies,
+        )
         self._engines.append(engine)
         engine.attach_view(
             0, c_ext.KvView(np.array(segments, np.int64), self._pages, self._stripe), self._pool

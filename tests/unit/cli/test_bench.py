@@ -128,7 +128,7 @@ def test_what_stands_behind_a_disks_rows_is_asked_after_their_calls(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(c_ext.GdsLane, "describe", lambda lane: f"after {lane.totals['io_calls'] > 0}")
-    rows = disk_rows(None, 0, tmp_path, 1 << 20, 1)
+    rows = disk_rows(None, 0, tmp_path, 1 << 20, 1, TransferConfig())
     notes = {row.note for row in rows if row.what.startswith("disk to pool")}
     assert notes == {"after True; share of the bare reads"}
 

@@ -111,11 +111,15 @@ class SlabWorld:
 
     def tags(self, places: Sequence[int], **change: int) -> NDArray[np.uint8]:
         given = SimpleNamespace(
-            **{"epoch": self.unit.epoch, "later": 0, "tokens": BLOCK_TOKENS, "key": 0, **change}
+            **{"epoch": self.unit.epoch, "later": 0, "tokens": BLOCK_TOKENS, "key": 0, "expiry": 0, **change}
         )
         generations = self.generations[list(places)] + np.uint64(given.later)
         return make_tags(
-            keys_of([place + given.key for place in places]), given.epoch, generations, given.tokens
+            keys_of([place + given.key for place in places]),
+            given.epoch,
+            generations,
+            given.tokens,
+            given.expiry,
         )
 
     def op(
@@ -150,14 +154,15 @@ class SlabWorld:
     def write_stripes(self, places: Sequence[int], blocks: Sequence[int]) -> list[OpResult]:
         return [self.run(e, self.op(OpKind.GDS_WRITE, places, blocks))[0] for e in self.engines]
 
-    def seal(self, places: Sequence[int], digests: RunDigests) -> OpResult:
-        return self.run(self.manager, self.op(OpKind.DISK_SEAL, places, digests=digests))[0]
+    def seal(self, places: Sequence[int], digests: RunDigests, **change: int) -> OpResult:
+        return self.run(self.manager, self.op(OpKind.DISK_SEAL, places, (), (), digests, **change))[0]
 
-    def store(self, places: Sequence[int], blocks: Sequence[int]) -> None:
+    def store(self, places: Sequence[int], blocks: Sequence[int], **change: int) -> None:
         """Every rank its stripe, then the trailer."""
         written = self.write_stripes(places, blocks)
         assert [result.reason for result in written] == [""] * len(written)
-        sealed = self.seal(places, np.concatenate([result.digests for result in written], axis=1))
+        digests = np.concatenate([result.digests for result in written], axis=1)
+        sealed = self.seal(places, digests, **change)
         assert sealed.reason == ""
 
     def load(self, rank: int, places: Sequence[int], blocks: Sequence[int], **change: int) -> OpResult:

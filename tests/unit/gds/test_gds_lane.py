@@ -224,6 +224,18 @@ def test_one_place_may_be_read_into_several_blocks(world: SlabWorld) -> None:
         np.testing.assert_array_equal(world.ranks[0].by_block[block], stored)
 
 
+def test_a_page_that_was_promised_is_loaded_though_it_has_expired_since(tmp_path: Path) -> None:
+    world = SlabWorld([tmp_path])
+    world.store([0, 1], [2, 3], expiry=1)
+    wanted = world.ranks[0].by_block[[2, 3]].copy()
+    assert world.load(0, [0, 1], [4, 5]).reason == ""
+    assert np.array_equal(world.ranks[0].by_block[[4, 5]], wanted)
+    # Control: it has expired, for a fetch that nobody was promised.
+    (fetched,) = world.run(world.manager, world.op(OpKind.DISK_READ, [0], (), [3]))
+    assert "expired" in fetched.reason
+    world.close()
+
+
 def test_staging_is_bounded_and_arguments_win(tmp_path: Path) -> None:
     world = SlabWorld([tmp_path], staging_blocks=2)
     world.store(list(range(10)), list(range(10)))
