@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 from typing import Any
 
-from flexkv import c_ext
 from flexkv.cli.driver_calls import DriverRefused, done
 from flexkv.cli.package_facts import Facts
 
@@ -45,6 +44,8 @@ def gpu_facts() -> Facts:
     except DriverRefused as error:
         return facts | {"reason": str(error)}
     except RuntimeError as error:  # the bindings found no libcuda, which they say at length
+        from flexkv import c_ext  # not before: these facts are given without a native core too
+
         return facts | {
             "reason": "no NVIDIA driver" if not c_ext.cuda_info()["driver"] else str(error).strip()
         }
