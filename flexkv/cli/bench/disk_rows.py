@@ -19,7 +19,7 @@ from flexkv.cli.bench.bare_reads import CALL_BYTES as BARE_CALL_BYTES
 from flexkv.cli.bench.bare_reads import THREADS as BARE_THREADS
 from flexkv.cli.bench.bare_reads import BareReads
 from flexkv.cli.bench.base import PAGE_LAYERS, PAGE_RUN_BYTES, ComparisonRow
-from flexkv.cli.bench.transfer_bench import NULL_STREAM, WAIT_S, copy_path
+from flexkv.cli.bench.transfer_bench import NULL_STREAM, WAIT_S, copy_path, engine_of
 from flexkv.config import TransferConfig, load_config
 from flexkv.errors import ContractError
 from flexkv.storage.base import DiskGroup, DiskIdentity, DiskOptions
@@ -246,13 +246,7 @@ class _DiskWays:
         run, stride = self._run, self._stripe if block_first else self._run
         step = run if block_first else self._pages * run
         segments = [[base + i * step, stride, run, i * run, i // KV] for i in range(PAGE_LAYERS * KV)]
-        engine = TransferEngine(
-            lanes=[lane],
-            device=self._device,
-            batch_copies=self._settings.batch_copies,
-            copy_kernel=self._settings.copy_kernel,
-            measure_copies=self._settings.measure_copies,
-        )
+        engine = engine_of(self._device, self._settings, [lane])
         self._engines.append(engine)
         engine.attach_view(
             0, c_ext.KvView(np.array(segments, np.int64), self._pages, self._stripe), self._pool

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -76,6 +76,19 @@ def chosen_path(moved: Mapping[str, int]) -> tuple[str, int]:
         return "cpu", 0
     path = max(moved, key=lambda name: moved[name])
     return path, c_ext.CUDA_THRESHOLDS["kernel_multiprocessors"] if path == "kernel" else 0
+
+
+def engine_of(
+    device: int | None, settings: TransferConfig, lanes: Sequence[c_ext.Lane] = ()
+) -> TransferEngine:
+    """One whose copies on a GPU go by the ways that the settings allow."""
+    return TransferEngine(
+        lanes=lanes,
+        device=device,
+        batch_copies=settings.batch_copies,
+        copy_kernel=settings.copy_kernel,
+        measure_copies=settings.measure_copies,
+    )
 
 
 class TransferBench:
@@ -156,12 +169,7 @@ class TransferBench:
         ]
         view = c_ext.KvView(np.array(segments, dtype=np.int64), blocks, page)
         pool = HostPool(page, blocks)
-        engine = TransferEngine(
-            device=self._device,
-            batch_copies=self._settings.batch_copies,
-            copy_kernel=self._settings.copy_kernel,
-            measure_copies=self._settings.measure_copies,
-        )
+        engine = engine_of(self._device, self._settings)
         try:
             if self._device is not None:
                 pool.pin(self._device)

@@ -60,9 +60,13 @@ class GdsLoads(StraightLoads):
 
     # --- promises ---
 
+    def _is_resting(self, now_s: float) -> bool:
+        """Whether nothing goes this way for now, after a failure."""
+        return now_s < self._rests_until_s
+
     def wants(self, pages: int, queued_fetches: int) -> bool:
         now_s = self._context.clock()
-        if now_s < self._rests_until_s:
+        if self._is_resting(now_s):
             return False
         if self._use is GdsUse.ALWAYS:
             return True
@@ -74,7 +78,7 @@ class GdsLoads(StraightLoads):
         return StraightPages(self._context.tier, entries, places, self._disk.tags_of(group, places))
 
     def keeps(self, group: int, keys: Keys, pages: StraightPages) -> bool:
-        if self._context.clock() < self._rests_until_s:
+        if self._is_resting(self._context.clock()):
             return False
         return self._disk.presence.count_ready(group, keys, pages.entries) == len(pages)
 
