@@ -209,8 +209,7 @@ std::string Copier::by_engine(Direction direction, std::span<const Segment> segm
   std::string error;
   int64_t calls = 0;
   std::vector<PitchedCopy> rows;
-  if (copies.size() > 1 &&
-      (path == Path::kPitched || (path == Path::kBatch && rows_first(direction, copies)))) {
+  if (copies.size() > 1 && (path != Path::kBatch || rows_first(direction, copies))) {
     rows = group_rows(copies, usable.max_pitch_bytes);
     if (path == Path::kBatch && rows.size() * kLeastRows <= copies.size()) path = Path::kPitched;
   }
@@ -220,13 +219,8 @@ std::string Copier::by_engine(Direction direction, std::span<const Segment> segm
     calls = 1;
   } else if (path == Path::kBatch) {
     error = by_batch(direction, copies, stream, calls);
-  } else if (path == Path::kPitched) {
-    error = by_rows(direction, rows, stream, calls);
   } else {
-    for (const Copy& copy : copies) {
-      ++calls;
-      if (error = single(direction, copy, stream); !error.empty()) break;
-    }
+    error = by_rows(direction, rows, stream, calls);  // without pitched copies a row each
   }
   if (error.empty()) {
     add(path, segments, pages.size(), calls);
