@@ -2,6 +2,7 @@
 
 #include <pthread.h>
 
+#include <algorithm>
 #include <array>
 #include <condition_variable>
 #include <deque>
@@ -32,18 +33,21 @@ struct Issuing {
   std::vector<PageEnds> pages;  // that may be copied
   std::vector<int32_t> slots;   // of all pages, where the view has digests
   bool registered = true;
+  int32_t cut_layers = 0;                      // layers before it are in `portions`
   std::vector<std::vector<Segment>> portions;  // one enqueued after the other, each of at most a piece
   size_t next_portion = 0;
-  bool ended = false;  // enqueued to its end, or failed
+  bool failed = false;  // a portion could not be enqueued
+  // Guarded by the lane's lock:
+  bool ended = false;  // enqueued to its end, or failed; the issuing thread changes it
+  int in_flight = 0;   // portions that have not ended
 };
 
 // A portion whose copies were enqueued.
 struct Issued {
   std::shared_ptr<Issuing> of;
   std::shared_ptr<Event>
-      event;  // null: it could not be recorded, and nothing was enqueued or the stream was waited for
+      event;  // null: nothing was enqueued, or the stream was waited for as it could not be recorded
   std::string error;
-  bool last = false;
 };
 
 }  // namespace
@@ -67,8 +71,11 @@ struct CudaLane::Shared {
   void end_all(WorkSource& source, size_t direction);
   bool issue_one(WorkSource& source, int32_t lane);
   bool issue_expedited(WorkSource& source, int32_t lane);
-  std::string prepare(Issuing& issuing);
+  std::shared_ptr<Issuing> extend_one(WorkSource& source);
+  void list_pages(Issuing& issuing);
+  std::string cut(Issuing& issuing);
   void issue(WorkSource& source, std::shared_ptr<Issuing> issuing, bool in_turn = true);
+  void push(Issued issued_now, size_t direction);
 
   const std::shared_ptr<Device> device;
   std::optional<Current> current;  // while the copier makes its self-test
@@ -83,6 +90,7 @@ struct CudaLane::Shared {
   std::array<std::condition_variable, kDirections> to_end;
   std::array<std::deque<Issued>, kDirections> issued;
   std::array<int, kDirections> in_flight{};
+  std::vector<std::shared_ptr<Issuing>> stores;  // that have begun and not ended
   // The issuing thread's. A work item here has portions left, which go on as those before them arrive.
   std::array<std::shared_ptr<Issuing>, kDirections> unfinished;
   std::array<int, kDirections> next_staging{};
@@ -116,14 +124,14 @@ void CudaLane::Shared::issue_all(WorkSource& source, int32_t lane) {
   }
 }
 
-// Enqueues all of one expedited item, however much is under way: what is may stand behind a forward that
-// runs. False: there is none.
+// Enqueues all that is left of one expedited item, however much is under way: what is may stand behind a
+// forward that runs. False: there is none.
 bool CudaLane::Shared::issue_expedited(WorkSource& source, int32_t lane) {
   const auto number = static_cast<size_t>(Direction::kToHost);
   std::shared_ptr<Issuing> now = unfinished[number];
   if (now && now->item->expedited()) {
     unfinished[number] = nullptr;  // the rest of one that began in its turn
-  } else {
+  } else if (now = extend_one(source); !now) {
     const std::shared_ptr<WorkItem> item = source.try_take_expedited(lane);
     if (!item) return false;
     now = std::make_shared<Issuing>();
@@ -132,6 +140,32 @@ bool CudaLane::Shared::issue_expedited(WorkSource& source, int32_t lane) {
   }
   while (!now->ended) issue(source, now, false);
   return true;
+}
+
+// A store of an expedited op that is enqueued to its end and has not ended, once the later layers of its
+// pages are added to it. Null: there is none.
+std::shared_ptr<Issuing> CudaLane::Shared::extend_one(WorkSource& source) {
+  constexpr auto kNumber = static_cast<size_t>(Direction::kToHost);
+  std::vector<std::shared_ptr<Issuing>> candidates;
+  {
+    const std::lock_guard lock(mutex);
+    for (const auto& one : stores) {
+      if (one->ended && !one->failed && one->item->expedited()) candidates.push_back(one);
+    }
+  }
+  for (const auto& one : candidates) {
+    {
+      const std::lock_guard lock(mutex);
+      if (one->in_flight == 0) continue;  // it is being ended
+      one->ended = false;                 // the thread that ends it leaves it open from here on
+    }
+    if (source.extend(one->item)) return one;
+    const std::lock_guard lock(mutex);
+    one->ended = true;
+    // The last of it arrived meanwhile.
+    if (one->in_flight == 0) push({one, nullptr, {}}, kNumber);
+  }
+  return nullptr;
 }
 
 // Enqueues one portion, of a work item that has begun or of another. False: there is none, or no room for it.
@@ -159,9 +193,8 @@ bool CudaLane::Shared::issue_one(WorkSource& source, int32_t lane) {
   return true;
 }
 
-// Lists what of the item may be copied, fills in what may not, and makes the stream wait for the engine's.
-// Empty, or why nothing may be enqueued.
-std::string CudaLane::Shared::prepare(Issuing& issuing) {
+// Lists what of the item may be copied, and fills in what may not.
+void CudaLane::Shared::list_pages(Issuing& issuing) {
   const WorkItem& item = *issuing.item;
   const Direction direction = direction_of(item.kind());
   const AttachedView& view = *item.page(0).view;
@@ -177,12 +210,26 @@ std::string CudaLane::Shared::prepare(Issuing& issuing) {
     issuing.pages.push_back({page.block, view.stripe(page.slot), view.pool().pieces().piece_of(page.slot)});
     issuing.registered = issuing.registered && view.pool().registered(page.slot);
   }
-  const std::span<const Segment> segments = view.segments(item.layer_lo(), item.layer_hi());
+}
+
+// Cuts the layers that the item has by now and had not before, and makes the stream wait for the engine's.
+// Empty, or why nothing of them may be enqueued.
+std::string CudaLane::Shared::cut(Issuing& issuing) {
+  const WorkItem& item = *issuing.item;
+  const Direction direction = direction_of(item.kind());
+  const AttachedView& view = *item.page(0).view;
+  if (issuing.cut_layers == 0) list_pages(issuing);
+  const int32_t lo = std::max(issuing.cut_layers, item.layer_lo());
+  issuing.cut_layers = item.layer_hi();
+  const std::span<const Segment> segments = view.segments(lo, item.layer_hi());
   // Longer is a page alone, of which it is a single layer or no more than kSubBatchBytes, or all that is left
-  // of an expedited one.
-  const int64_t most = most_bytes[static_cast<size_t>(direction)];
-  if (const int64_t bytes = view.layer_bytes(item.layer_lo(), item.layer_hi()); bytes > most) {
-    issuing.portions = cut_to_portions(segments, portion_bytes(bytes, most));
+  // of expedited ones.
+  const auto pages = static_cast<int64_t>(std::max<size_t>(1, issuing.pages.size()));
+  const int64_t most = std::max<int64_t>(1, most_bytes[static_cast<size_t>(direction)] / pages);
+  if (const int64_t bytes = view.layer_bytes(lo, item.layer_hi()); bytes > most) {
+    for (auto& portion : cut_to_portions(segments, portion_bytes(bytes, most))) {
+      issuing.portions.push_back(std::move(portion));
+    }
   } else {
     issuing.portions.emplace_back(segments.begin(), segments.end());
   }
@@ -203,9 +250,12 @@ void CudaLane::Shared::issue(WorkSource& source, std::shared_ptr<Issuing> issuin
   const int staging = in_turn ? next_staging[number] : Copier::kNoStaging;
   if (in_turn) next_staging[number] = (staging + 1) % Copier::kStagings;
   // All threads have started, so that this does not change any more.
-  Issued issued_now{issuing, nullptr, refused, false};
+  Issued issued_now{issuing, nullptr, refused};
+  const bool begins = issuing->cut_layers == 0;
   try {
-    if (issued_now.error.empty() && issuing->next_portion == 0) issued_now.error = prepare(*issuing);
+    if (issued_now.error.empty() && issuing->cut_layers < issuing->item->layer_hi()) {
+      issued_now.error = cut(*issuing);
+    }
     if (issued_now.error.empty()) {
       issued_now.error = copier.enqueue(direction, issuing->portions[issuing->next_portion++], issuing->pages,
                                         issuing->registered, staging, stream);
@@ -221,14 +271,22 @@ void CudaLane::Shared::issue(WorkSource& source, std::shared_ptr<Issuing> issuin
     // Without an event the stream itself is waited for; of a context that is broken nothing moves any more.
     device->driver().stream_synchronize(stream);
   }
-  issued_now.last = !issued_now.error.empty() || issuing->next_portion == issuing->portions.size();
-  issuing->ended = issued_now.last;
-  if (issued_now.last && in_turn) unfinished[number] = nullptr;
-  if (issued_now.last && issued_now.error.empty()) source.issued(issuing->item, issued_now.event);
+  issuing->failed = !issued_now.error.empty();
+  const bool last = issuing->failed || issuing->next_portion == issuing->portions.size();
+  if (last && in_turn) unfinished[number] = nullptr;
+  if (last && !issuing->failed) source.issued(issuing->item, issued_now.event);
   const std::lock_guard lock(mutex);
-  ++in_flight[number];
-  issued[number].push_back(std::move(issued_now));
-  to_end[number].notify_one();
+  issuing->ended = last;
+  if (begins && direction == Direction::kToHost) stores.push_back(issuing);
+  push(std::move(issued_now), number);
+}
+
+// For the thread that ends the items of that direction. Under the lock.
+void CudaLane::Shared::push(Issued issued_now, size_t direction) {
+  ++in_flight[direction];
+  ++issued_now.of->in_flight;
+  issued[direction].push_back(std::move(issued_now));
+  to_end[direction].notify_one();
 }
 
 // The thread that ends the items of one direction, in the order of its stream.
@@ -260,8 +318,14 @@ void CudaLane::Shared::end_all(WorkSource& source, size_t direction) {
       }
       fine = fine && result.status == Status::kOk;
     }
+    bool last = false;
+    {
+      const std::lock_guard lock(mutex);
+      last = --issuing.in_flight == 0 && issuing.ended;
+      if (last) std::erase(stores, next.of);  // from here on nothing is added to it
+    }
     // The pages of a store are fine together, or none is.
-    if (fine && next.last && direction == static_cast<size_t>(Direction::kToHost) && !issuing.slots.empty()) {
+    if (fine && last && direction == static_cast<size_t>(Direction::kToHost) && !issuing.slots.empty()) {
       digests->write(*item.page(0).view, issuing.slots, item.layer_lo(), item.layer_hi());
     }
     issuing.item->touch();
@@ -271,7 +335,7 @@ void CudaLane::Shared::end_all(WorkSource& source, size_t direction) {
       woken = true;
       to_issue.notify_one();
     }
-    if (next.last) source.finish(issuing.item, issuing.results);
+    if (last) source.finish(issuing.item, issuing.results);
   }
 }
 

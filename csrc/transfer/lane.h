@@ -65,8 +65,13 @@ class WorkSource {
   // A work item of an expedited op, or null. For a lane with streams, which enqueues it beyond what it
   // otherwise has under way: what is under way may itself wait for the engine.
   virtual std::shared_ptr<WorkItem> try_take_expedited(int32_t lane) = 0;
+  // Has an item of an expedited op cover the later layers of its pages too, which it was taken without: they
+  // would be ready only when its bytes have arrived, and these may wait for the engine. True: layer_hi() is
+  // the op's last now, and fence() is what those layers are copied after. By the lane, before finish(), and
+  // by one thread while no other asks for the item's layers.
+  virtual bool extend(const std::shared_ptr<WorkItem>& item) = 0;
   // The item's bytes are enqueued on a stream and `event` was recorded after them. Optional; before
-  // finish().
+  // finish(), once for what it was taken with and once for what extend() added.
   virtual void issued(const std::shared_ptr<WorkItem>& item, std::shared_ptr<StreamEvent> event) = 0;
   // Ends a work item, after its last byte has stopped moving: one result a position. Every item taken must be
   // finished.

@@ -59,7 +59,7 @@ void OpState::mark_issued(int32_t page) {
   const auto at = static_cast<size_t>(page);
   if (issued_here_[at]) return;
   issued_here_[at] = true;
-  --unissued_[static_cast<size_t>(stage_.empty() ? 0 : stage_[at])];
+  --unissued_[static_cast<size_t>(stage_at(page))];
 }
 
 bool OpState::stage_issued(int32_t stage) const { return unissued_[static_cast<size_t>(stage)] == 0; }
@@ -91,18 +91,17 @@ void OpState::arrive(int32_t page, int32_t layers) {
 
 bool OpState::has_arrived(int32_t page) const {
   if (arrived_.empty()) return true;
-  const auto at = static_cast<size_t>(page);
-  return arrived_[at] >= layers_of(stage_.empty() ? 0 : stage_[at]).second;
+  return arrived_[static_cast<size_t>(page)] >= layers_of(stage_at(page)).second;
 }
 
 int32_t OpState::layers_done(int32_t page) const {
   if (state(page) == PageState::kOk) return layers_;
-  return stage_.empty() ? 0 : layers_of(stage_[static_cast<size_t>(page)]).first;
+  return layers_of(stage_at(page)).first;
 }
 
 void OpState::make_ready(int32_t page) {
   const auto at = static_cast<size_t>(page);
-  const int32_t stage = stage_.empty() ? 0 : stage_[at];
+  const int32_t stage = stage_at(page);
   if (stage >= open_stages_) {
     states_[at] = PageState::kWaiting;
     at_gate_[static_cast<size_t>(stage)].push_back(page);
@@ -122,7 +121,7 @@ OpState::Taken OpState::take(int64_t max_bytes) {
   }
   ReadyList& list = ready_[static_cast<size_t>(stage)];
   // All that is left of a page: its next stage would be ready when this one has ended, which may be long.
-  const int32_t last = expedited_ && open_stages_ == stages() ? stages() - 1 : stage;
+  const int32_t last = takes_all() ? stages() - 1 : stage;
   const int32_t lo = layers_of(stage).first;
   const int32_t hi = layers_of(last).second;
   const int64_t page_bytes = stages() == 1 ? page_bytes_
@@ -136,16 +135,33 @@ OpState::Taken OpState::take(int64_t max_bytes) {
   if (list.empty()) list = {};
   for (const int32_t page : taken) {
     states_[static_cast<size_t>(page)] = PageState::kMoving;
-    if (last > stage) stage_[static_cast<size_t>(page)] = last;
-  }
-  for (auto passed = static_cast<size_t>(stage); passed < static_cast<size_t>(last); ++passed) {
-    left_[passed] -= static_cast<int32_t>(count);
-    unissued_[passed] -= static_cast<int32_t>(count);
+    pass_to(page, last);
   }
   ready_pages_ -= static_cast<int32_t>(count);
   moving_pages_ += static_cast<int32_t>(count);
   issued_ = true;
   return {stage, last, std::move(taken)};
+}
+
+bool OpState::extend(const std::vector<int32_t>& pages) {
+  const int32_t last = stages() - 1;
+  const bool may = takes_all() && std::all_of(pages.begin(), pages.end(), [&](int32_t page) {
+                     return state(page) == PageState::kMoving && stage_at(page) < last;
+                   });
+  if (!may) return false;
+  for (const int32_t page : pages) pass_to(page, last);
+  return true;
+}
+
+// The stages before `stage` are behind the page, or under way with it.
+void OpState::pass_to(int32_t page, int32_t stage) {
+  for (int32_t passed = stage_at(page); passed < stage; ++passed) {
+    const auto at = static_cast<size_t>(page);
+    mark_issued(page);
+    issued_here_[at] = false;
+    --left_[static_cast<size_t>(passed)];
+    stage_[at] = passed + 1;
+  }
 }
 
 bool OpState::advance(int32_t page) {
@@ -170,7 +186,7 @@ bool OpState::advance(int32_t page) {
 
 void OpState::fail(int32_t page, PageState end, const std::string& reason, FailureCause cause) {
   const auto at = static_cast<size_t>(page);
-  const int32_t stage = stage_.empty() ? 0 : stage_[at];
+  const int32_t stage = stage_at(page);
   if (states_[at] == PageState::kMoving) --moving_pages_;
   if (states_[at] == PageState::kReady) {
     std::vector<int32_t>& list = ready_[static_cast<size_t>(stage)].pages;

@@ -101,6 +101,10 @@ class OpState : public std::enable_shared_from_this<OpState> {
   // Precondition: all of a page is there, as of a store.
   void expedite() { expedited_ = true; }
   bool expedited() const { return expedited_; }
+  // Has these pages, all under way at one stage, move through all later ones as well, as take() would have
+  // done had the op been expedited by then. False, and nothing has changed: they are at their last stage, one
+  // is not under way, or stages are not open.
+  bool extend(const std::vector<int32_t>& pages);
   // Whether every page's last bytes are on their way, in place, or will never come.
   bool all_issued() const { return unissued_.back() == 0; }
 
@@ -135,7 +139,11 @@ class OpState : public std::enable_shared_from_this<OpState> {
     bool empty() const { return head == pages.size(); }
   };
 
+  int32_t stage_at(int32_t page) const { return stage_.empty() ? 0 : stage_[static_cast<size_t>(page)]; }
   FailureCause cause(int32_t page) const;
+  // Whether take() gives all that is left of a page.
+  bool takes_all() const { return expedited_ && open_stages_ == stages(); }
+  void pass_to(int32_t page, int32_t stage);
 
   OpSpec spec_;
   int64_t ticket_;

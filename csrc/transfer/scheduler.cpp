@@ -250,6 +250,8 @@ void Scheduler::open_layers(const std::vector<int64_t>& tickets, int32_t layers,
       if (op->ended) continue;
       op->open(layers, fence);
       update_runnable(*op);
+      // For what of it is under way, which has no page that is ready.
+      if (op->expedited()) lanes_[static_cast<size_t>(queue_of(*op).lane)]->lane->wake();
     }
   }
 }

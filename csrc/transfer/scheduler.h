@@ -111,6 +111,7 @@ class Scheduler : public WorkSource {
   std::shared_ptr<WorkItem> take(int32_t lane) override;
   std::shared_ptr<WorkItem> try_take(int32_t lane, KindSet allowed) override;
   std::shared_ptr<WorkItem> try_take_expedited(int32_t lane) override;
+  bool extend(const std::shared_ptr<WorkItem>& item) override;
   void issued(const std::shared_ptr<WorkItem>& item, std::shared_ptr<StreamEvent> event) override;
   void finish(const std::shared_ptr<WorkItem>& item, const std::vector<MoveResult>& results) override;
   void finish_pages(const std::shared_ptr<WorkItem>& item, const std::vector<size_t>& indices,

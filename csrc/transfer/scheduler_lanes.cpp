@@ -145,6 +145,15 @@ std::shared_ptr<WorkItem> Scheduler::take(int32_t lane) {
   }
 }
 
+bool Scheduler::extend(const std::shared_ptr<WorkItem>& item) {
+  const std::lock_guard lock(mutex_);
+  OpState& op = *item->op_;
+  if (closing_ || !queue_of(op).up || !op.extend(item->positions_)) return false;
+  item->stage_ = op.stages() - 1;
+  item->layer_hi_ = op.layers();
+  return true;
+}
+
 void Scheduler::issued(const std::shared_ptr<WorkItem>& item, std::shared_ptr<StreamEvent> event) {
   // What it replaces: the last reference to an event calls the driver, so not under the lock.
   std::shared_ptr<StreamEvent> last, of_stage;

@@ -4,12 +4,9 @@
 
 #include <algorithm>
 #include <array>
-#include <chrono>
-#include <condition_variable>
-#include <mutex>
 
 #include "base/error.h"
-#include "cuda_world.h"
+#include "cuda_forward.h"
 #include "transfer/host_mover.h"
 
 using namespace flexkv;
@@ -17,33 +14,6 @@ using namespace flexkv;
 namespace {
 
 constexpr double kAWhileS = 0.2;  // for what must not happen; the controls show that it is enough
-
-// A forward of the engine: stands still on its stream until it is let go, then does its work.
-class Forward {
- public:
-  Forward(CudaWorld& world, std::function<void()> work) : stream_(world.stream) {
-    fake_cuda::enqueue(stream_, [this, work = std::move(work)] {
-      std::unique_lock lock(mutex_);
-      changed_.wait(lock, [this] { return may_run_; });
-      work();
-    });
-  }
-  ~Forward() {
-    let_go();
-    fake_cuda::drain(stream_);
-  }
-  void let_go() {
-    const std::lock_guard lock(mutex_);
-    may_run_ = true;
-    changed_.notify_all();
-  }
-
- private:
-  const uintptr_t stream_;
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  bool may_run_ = false;
-};
 
 std::unique_ptr<CudaWorld> make_world(const CudaShape& shape = {}) {
   return std::make_unique<CudaWorld>(shape, fake_cuda::Settings{}, cuda::CopySwitches{});

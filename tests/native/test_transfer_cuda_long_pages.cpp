@@ -1,0 +1,198 @@
+// Pages that go to the host in several stages, of which one is under way behind a forward when the engine's
+// stream is to go on: over a fake driver whose streams stand still on request.
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "cuda_forward.h"
+
+using namespace flexkv;
+
+namespace {
+
+constexpr double kAWhileS = 0.1;  // for what must not happen
+// A layer is more than half of a piece, so that each is a stage.
+constexpr CudaShape kLong{
+    .layers = 2, .blocks = 4, .run_bytes = kSubBatchBytes / 2 + 4096, .digests = true, .extent_slots = 1};
+
+std::unique_ptr<CudaWorld> make_world(const CudaShape& shape) {
+  return std::make_unique<CudaWorld>(shape, fake_cuda::Settings{}, cuda::CopySwitches{});
+}
+
+OpResult result_of(CudaWorld& world, int64_t ticket) {
+  REQUIRE(world.engine->wait(ticket, CudaWorld::kLongS));
+  for (OpResult& result : world.engine->poll(64)) {
+    if (result.ticket == ticket) return result;
+  }
+  FAIL("no result of ticket " << ticket);
+  return {};
+}
+
+// Stores `blocks` behind a forward that writes them; the next forward, which comes before their copies unless
+// the stream is `ordered` behind these, writes into all of them again. The store's result.
+OpResult store_behind_forward(CudaWorld& world, const std::vector<int32_t>& blocks, bool layerwise,
+                              bool ordered) {
+  GraphSpec graph;
+  graph.ops.push_back(world.op(OpKind::kD2H, blocks, blocks, layerwise));
+  std::optional<int64_t> ticket;
+  {
+    Forward forward(world, [&] {
+      for (const int32_t block : blocks) world.fill(block, 10 + block);
+    });
+    ticket = world.engine->submit(std::move(graph), world.stream);
+    REQUIRE(ticket);
+    CHECK_FALSE(world.engine->wait(*ticket, kAWhileS));  // what a direction has under way stands still
+    if (ordered) {
+      REQUIRE(world.engine->order_after(*ticket, CudaWorld::kLongS, world.stream));
+      CHECK_FALSE(world.engine->wait(*ticket, 0));  // as does the forward
+    } else {
+      fake_cuda::hold_all(true);
+      fake_cuda::release_stream(world.stream);
+    }
+    fake_cuda::enqueue(world.stream, [&] {
+      for (const int32_t block : blocks) world.fill(block, 90);
+    });
+  }
+  fake_cuda::hold_all(false);
+  return result_of(world, *ticket);
+}
+
+bool slots_are_whole(CudaWorld& world, const std::vector<int32_t>& blocks) {
+  return std::all_of(blocks.begin(), blocks.end(),
+                     [&](int32_t block) { return world.slot_holds(block, 10 + block); });
+}
+
+// Whether the digests of the page in `slot` are those of its bytes.
+bool loads(CudaWorld& world, int32_t slot) {
+  return world.run(world.op(OpKind::kH2D, {slot}, {slot})).status == Status::kOk;
+}
+
+}  // namespace
+
+TEST_CASE("cuda long pages: the later ranges of one under way behind a forward are enqueued before it ends") {
+  auto world = make_world(kLong);
+  CHECK(store_behind_forward(*world, {2}, false, true).status == Status::kOk);
+  CHECK(slots_are_whole(*world, {2}));
+  CHECK(loads(*world, 2));
+}
+
+TEST_CASE("cuda long pages: control: without the order the later ranges have the next forward's bytes") {
+  auto world = make_world(kLong);
+  CHECK(store_behind_forward(*world, {2}, false, false).status == Status::kOk);
+  CHECK_FALSE(slots_are_whole(*world, {2}));
+}
+
+TEST_CASE("cuda long pages: control: a byte of a later range that is not what was digested fails a load") {
+  auto world = make_world(kLong);
+  CHECK(store_behind_forward(*world, {2}, false, true).status == Status::kOk);
+  world->pool->slot_address(2)[kLong.run_bytes * kLong.layers - 1] ^= std::byte{1};
+  CHECK_FALSE(loads(*world, 2));
+}
+
+TEST_CASE("cuda long pages: several are extended, with those that have not begun") {
+  auto world = make_world(kLong);
+  CHECK(store_behind_forward(*world, {0, 1, 2, 3}, false, true).status == Status::kOk);
+  CHECK(slots_are_whole(*world, {0, 1, 2, 3}));
+  for (int32_t slot = 0; slot < 4; ++slot) CHECK(loads(*world, slot));
+}
+
+TEST_CASE("cuda long pages: one whose stage itself is cut is extended after its rest") {
+  auto world = make_world(
+      {.layers = 2, .blocks = 3, .run_bytes = kSubBatchBytes + 4096, .digests = true, .extent_slots = 1});
+  CHECK(store_behind_forward(*world, {1}, false, true).status == Status::kOk);
+  CHECK(slots_are_whole(*world, {1}));
+  CHECK(loads(*world, 1));
+}
+
+TEST_CASE("cuda long pages: pages that go layer by layer are extended together") {
+  auto world = make_world({.layers = 5, .blocks = 12, .run_bytes = 4096, .digests = true});
+  CHECK(store_behind_forward(*world, {3, 4, 5}, true, true).status == Status::kOk);
+  CHECK(slots_are_whole(*world, {3, 4, 5}));
+  for (const int32_t slot : {3, 4, 5}) CHECK(loads(*world, slot));
+}
+
+TEST_CASE("cuda long pages: layers that are opened after the order was asked for are enqueued then") {
+  auto world = make_world({.layers = 4, .blocks = 6, .run_bytes = 4096, .digests = true});
+  GraphSpec graph;
+  graph.ops.push_back(world->op(OpKind::kD2H, {2}, {2}, true));
+  graph.gated = true;
+  const auto ticket = world->engine->submit(std::move(graph), world->stream);
+  REQUIRE(ticket);
+  {
+    Forward forward(*world, [&] { world->fill(2, 12); });
+    world->engine->open_layers({*ticket}, 1, world->stream);
+    CHECK_FALSE(world->engine->order_after(*ticket, kAWhileS, world->stream));  // the others are closed
+    std::thread later([&] { world->engine->open_layers({*ticket}, 4, world->stream); });
+    CHECK(world->engine->order_after(*ticket, CudaWorld::kLongS, world->stream));
+    later.join();
+    fake_cuda::enqueue(world->stream, [&] { world->fill(2, 90); });
+  }
+  CHECK(result_of(*world, *ticket).status == Status::kOk);
+  CHECK(world->slot_holds(2, 12));
+  CHECK(loads(*world, 2));
+}
+
+TEST_CASE("cuda long pages: a store that was cancelled with one under way is ordered all the same") {
+  auto world = make_world(kLong);
+  const int64_t ticket = world->submit(world->op(OpKind::kD2H, {0, 1, 2, 3}, {0, 1, 2, 3}));
+  REQUIRE(world->engine->wait(ticket, CudaWorld::kLongS));
+  std::optional<int64_t> second;
+  {
+    Forward forward(*world, [] {});
+    second = world->submit(world->op(OpKind::kD2H, {0, 1, 2, 3}, {0, 1, 2, 3}));
+    CHECK_FALSE(world->engine->wait(*second, kAWhileS));
+    CHECK(world->engine->cancel(*second) == 2);  // two are under way
+    CHECK(world->engine->order_after(*second, CudaWorld::kLongS, world->stream));
+  }
+  REQUIRE(world->engine->wait(*second, CudaWorld::kLongS));
+  const auto results = world->engine->poll(2);
+  CHECK(results.back().failed == std::vector<int32_t>{2, 3});
+}
+
+TEST_CASE("cuda long pages: a later range that the driver refuses fails the page by name") {
+  auto world = make_world(kLong);
+  std::optional<int64_t> ticket;
+  {
+    Forward forward(*world, [&] { world->fill(2, 12); });
+    ticket = world->submit(world->op(OpKind::kD2H, {2}, {2}));
+    CHECK_FALSE(world->engine->wait(*ticket, kAWhileS));
+    fake_cuda::fail_copy(0);
+    // What was enqueued of it moves yet: only its end says that it does not.
+    CHECK_FALSE(world->engine->order_after(*ticket, kAWhileS, world->stream));
+    forward.let_go();
+    CHECK(world->engine->order_after(*ticket, CudaWorld::kLongS, world->stream));
+  }
+  const OpResult result = result_of(*world, *ticket);
+  CHECK(result.failed == std::vector<int32_t>{0});
+  CHECK(result.causes == std::vector{FailureCause::kTransport});
+}
+
+TEST_CASE("cuda long pages: whenever the order comes, each page is whole or named") {
+  auto world = make_world({.layers = 12, .blocks = 4, .run_bytes = 16384, .digests = true});
+  for (int32_t block = 0; block < 4; ++block) world->fill(block, 10 + block);
+  for (int round = 0; round < 40; ++round) {
+    for (int32_t slot = 0; slot < 4; ++slot) {
+      std::fill_n(world->pool->slot_address(slot), world->pool->geometry().slot_bytes, std::byte{0});
+    }
+    const int64_t ticket = world->submit(world->op(OpKind::kD2H, {0, 1, 2, 3}, {0, 1, 2, 3}, true));
+    // Somewhere between its first stage and its end.
+    const auto until = deadline_in(0.00002 * round);
+    while (seconds_until(until) > 0) std::this_thread::yield();
+    REQUIRE(world->engine->order_after(ticket, CudaWorld::kLongS, world->stream));
+    CHECK(result_of(*world, ticket).status == Status::kOk);
+    CHECK(slots_are_whole(*world, {0, 1, 2, 3}));
+    for (int32_t slot = 0; slot < 4; ++slot) CHECK(loads(*world, slot));
+  }
+}
+
+TEST_CASE("cuda long pages: what ends while it is looked at has nothing added, and ends all the same") {
+  auto world = make_world({.layers = 1, .blocks = 2, .run_bytes = 4096});
+  for (int round = 0; round < 3000; ++round) {
+    const int64_t ticket = world->submit(world->op(OpKind::kD2H, {round % 2}, {round % 2}));
+    REQUIRE(world->engine->order_after(ticket, CudaWorld::kLongS, world->stream));
+    REQUIRE(result_of(*world, ticket).status == Status::kOk);
+  }
+}
