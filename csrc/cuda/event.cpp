@@ -38,6 +38,11 @@ std::string Event::make_wait(StreamId stream) {
   return code == kSuccess ? std::string() : driver.error_text(code, "cuStreamWaitEvent");
 }
 
+bool Event::reached() {
+  const QuietCurrent here(*device_);
+  return device_->driver().event_query(handle_) != kErrorNotReady;
+}
+
 std::string Event::wait() {
   const Driver& driver = device_->driver();
   const Code code = driver.event_synchronize(handle_);

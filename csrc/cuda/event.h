@@ -35,6 +35,7 @@ class Event : public StreamEvent {
   Event& operator=(const Event&) = delete;
 
   std::string make_wait(StreamId stream) override;
+  bool reached() override;
   // Sleeps until what was enqueued before the event has ended. Empty, or how that failed: then nothing moves
   // either.
   std::string wait();

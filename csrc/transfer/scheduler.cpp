@@ -217,6 +217,13 @@ Scheduler::Enqueued Scheduler::enqueue_all(int64_t ticket, double deadline_s, bo
     lanes_[static_cast<size_t>(queue_of(*op).lane)]->lane->wake();
   }
   Enqueued answer;
+  lock.unlock();  // for the driver
+  const bool behind_forward =
+      on_streams && std::any_of(stores.begin(), stores.end(), [](const auto& op) {
+        return op->spec().kind == OpKind::kGdsWrite && op->fence && !op->fence->reached();
+      });
+  lock.lock();
+  if (behind_forward) deadline_s = 0;
   // Of an op on a lane without streams nothing is issued before it has ended.
   answer.in_time = progress_.wait_until(lock, deadline_in(deadline_s), [&] {
     return std::all_of(stores.begin(), stores.end(),

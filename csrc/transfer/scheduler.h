@@ -80,7 +80,8 @@ class Scheduler : public WorkSource {
     std::vector<std::pair<OpKind, std::shared_ptr<StreamEvent>>> events = {};
   };
   // Waits until all that the graph's stores read of the engine's blocks has been read; with `on_streams`
-  // until it is enqueued, which is then done at once. Throws ContractError for a ticket that was never given.
+  // until it is enqueued, which is then done at once. A store to disk cannot be: while what its fence stands
+  // for runs it is not waited for. Throws ContractError for a ticket that was never given.
   Enqueued enqueue_all(int64_t ticket, double deadline_s, bool on_streams);
   // Layers [0, layers) of these gated graphs may be copied, after `fence` if there is one. Nothing to do for
   // graphs that have ended, and for layers that are open. Opens none and throws BlockRangeError if a graph

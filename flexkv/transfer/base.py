@@ -107,10 +107,11 @@ class DataPlane(ABC):
         """What the engine's stream is given from now on starts after all that the graph's stores read of its blocks.
 
         Returns when that much is enqueued, and so does not wait for a forward that runs; on plain memory, which has no
-        stream, when the stores have ended. A page of more than 8 MiB of which a part is under way is waited for too.
+        stream, when the stores have ended. Stores without a page of host memory (GDS_WRITE) must have ended too.
 
         Returns:
-            False when `deadline_s` seconds were over first: the stores go on, and nothing waits for them.
+            False when `deadline_s` seconds were over first, and at once where a GDS_WRITE stands behind a forward that
+            runs: the stores go on, and nothing waits for them.
 
         Raises:
             ContractError: the ticket was never given, or the stream is captured into a graph.

@@ -4,8 +4,10 @@
 
 #include <algorithm>
 #include <array>
+#include <future>
 
 #include "base/error.h"
+#include "cuda/event.h"
 #include "cuda_forward.h"
 #include "transfer/host_mover.h"
 
@@ -77,6 +79,39 @@ bool load_ends_beside(CudaWorld& world, bool recorded_before, std::function<void
   result = world.engine->poll(1).front();
   return ended;
 }
+
+// Stores to disk that end when they may.
+class DiskStores : public Lane {
+ public:
+  explicit DiskStores(std::shared_ptr<cuda::Device> device) : device_(std::move(device)) {}
+  ~DiskStores() override { join(); }
+  const char* name() const override { return "disk stores"; }
+  KindSet kinds() const override { return kind_bit(OpKind::kGdsWrite); }
+  int32_t concurrency() const override { return 1; }
+  PageSizes check(const OpSpec&) const override { return {}; }
+  void start(std::shared_ptr<WorkSource> source, int32_t lane) override {
+    thread_ = std::thread([source = std::move(source), lane, may_end = may_end_.get_future()] {
+      while (const auto item = source->take(lane)) {
+        may_end.wait();
+        source->finish(item, std::vector<MoveResult>(item->positions().size()));
+      }
+    });
+  }
+  bool needs_stream() const override { return true; }
+  std::shared_ptr<StreamEvent> record(StreamId stream) override {
+    return cuda::record_engine(device_, stream);
+  }
+  void join() override {
+    if (thread_.joinable()) thread_.join();
+  }
+  void abandon() override { join(); }
+  void let_end() { may_end_.set_value(); }
+
+ private:
+  const std::shared_ptr<cuda::Device> device_;
+  std::promise<void> may_end_;
+  std::thread thread_;
+};
 
 }  // namespace
 
@@ -250,4 +285,35 @@ TEST_CASE("cuda order: a lane without streams waits for the end of a store, and 
   CHECK_THROWS_AS(plain.record(world->stream), ContractError);
   CHECK_THROWS_AS(plain.order_after(*ticket, 0, world->stream), ContractError);
   CHECK(plain.close(CudaWorld::kLongS));
+}
+
+TEST_CASE(
+    "cuda order: a store to disk is waited for beside no forward, and not at all behind one that runs") {
+  auto world = make_world();
+  const auto disk = std::make_shared<DiskStores>(world->device);
+  TransferEngine engine(
+      nullptr, {},
+      {std::make_shared<cuda::CudaLane>(world->device, fake_cuda::kernel_launcher(), cuda::CopySwitches{}),
+       disk});
+  engine.attach_view(0, world->view, world->pool, 0);
+  std::optional<int64_t> ticket;
+  const auto took = [&](double deadline_s) {
+    const auto begin = Clock::now();
+    CHECK_FALSE(engine.order_after(*ticket, deadline_s, world->stream));
+    return seconds_since(begin);
+  };
+  {
+    Forward forward(*world, [] {});
+    GraphSpec graph;
+    graph.ops.push_back(world->op(OpKind::kGdsWrite, {2}, {}));
+    graph.ops.back().places = {0};
+    graph.ops.back().tags.resize(kTagBytes);
+    ticket = engine.submit(std::move(graph), world->stream);
+    REQUIRE(ticket);
+    CHECK(took(CudaWorld::kLongS) < CudaWorld::kLongS / 2);
+  }
+  CHECK(took(kAWhileS) >= kAWhileS);
+  disk->let_end();
+  CHECK(engine.order_after(*ticket, CudaWorld::kLongS, world->stream));
+  CHECK(engine.close(CudaWorld::kLongS));
 }

@@ -43,6 +43,7 @@ class LookingEvent : public StreamEvent {
     seen_.locked += answer.wait_for(std::chrono::seconds(5)) != std::future_status::ready;
   }
   std::string make_wait(StreamId) override { return {}; }
+  bool reached() override { return true; }
 
  private:
   const Scheduler& scheduler_;
