@@ -30,7 +30,10 @@ def off_is_a_word(value: object) -> object:
 
 
 def on_and_off_are_words(value: object) -> object:
-    """YAML 1.1 reads a bare `on` as true and a bare `off` as false."""
+    """YAML 1.1 reads a bare `on` as true and a bare `off` as false. So `true` says the same as a word, and in an
+    environment variable too."""
+    if isinstance(value, str):
+        return {"true": "on", "false": "off"}.get(value.strip().lower(), value)
     return "on" if value is True else off_is_a_word(value)
 
 

@@ -305,6 +305,12 @@ def test_bare_on_and_off_in_yaml_are_words(tmp_path: Path) -> None:
         load_config({"disk.gds": "sometimes"}, {})
 
 
+@pytest.mark.parametrize(("word", "value"), [("true", "on"), ("False", "off"), ("on", "on"), ("off", "off")])
+def test_true_and_false_say_the_same_in_yaml_and_environment(tmp_path: Path, word: str, value: str) -> None:
+    assert load_config(None, write(tmp_path, f"disk:\n  gds: {word}\n")).disk.gds == value
+    assert load_config(None, {"FLEXKV_DISK_GDS": word}).disk.gds == value
+
+
 def test_a_bare_off_in_yaml_is_the_word(tmp_path: Path) -> None:
     assert load_config(None, write(tmp_path, "host:\n  huge_pages: off\n")).host.huge_pages == "off"
 
