@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from tests.apart import Apart
 from tests.beside import Beside, Ended
 from tests.soak import soak_factor
 
 BESIDE = pytest.StashKey[Beside]()
+APART = pytest.StashKey[Apart]()
 
 
 def pytest_configure() -> None:
@@ -17,16 +19,46 @@ def pytest_configure() -> None:
         raise pytest.UsageError(str(error)) from None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that wait for a program beside them come last."""
-    items.sort(key=lambda item: item.get_closest_marker("beside") is not None)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests that wait for a program beside them come last, and before them those of a session of their own. Those that are
+    `long` run where they are asked for: by a marker, or by their file or folder."""
+    option = config.option
+    if config.args_source is pytest.Config.ArgsSource.ARGS or option.markexpr or option.keyword:
+        apart = None
+    else:
+        left_out = [item for item in items if item.get_closest_marker("long")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
+        apart = config.stash[APART] = Apart(config)
+    items.sort(
+        key=lambda item: (
+            item.get_closest_marker("beside") is not None,
+            apart is not None and apart.has(item),
+        )
+    )
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     marks = [mark for item in session.items if (mark := item.get_closest_marker("beside")) is not None]
-    if marks and not session.config.option.collectonly:
+    commands = [mark.args for mark in marks]
+    apart = session.config.stash.get(APART, None)
+    if apart is not None and any(apart.has(item) for item in session.items):
+        commands.insert(0, apart.command)
+    if commands and not session.config.option.collectonly:
         alone = len(marks) == len(session.items)
-        session.config.stash[BESIDE] = Beside([mark.args for mark in marks], alone)
+        session.config.stash[BESIDE] = Beside(commands, alone)
+
+
+def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
+    """Reports a test of another session."""
+    apart = item.config.stash.get(APART, None)
+    if apart is None or not apart.has(item):
+        return None
+    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    for report in apart.reports(item, item.config.stash[BESIDE]):
+        item.ihook.pytest_runtest_logreport(report=report)
+    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    return True
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

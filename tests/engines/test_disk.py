@@ -291,6 +291,7 @@ def test_stores_go_straight_from_the_engines_pool_to_disk(
     assert (session.metric(STRAIGHT), session.metric(FAILED_READS)) == (0, pages)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_two_ranks_load_their_stripes_straight_from_disk(engines: Engines, stream: int, folder: Path) -> None:
     deployed: dict[str, Any] = {

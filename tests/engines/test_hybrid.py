@@ -125,6 +125,7 @@ def test_damaged_pages_of_any_group_are_found(hybrid: Any, stream: int) -> None:
     assert session.check_one(prompt).cached == prompt.whole_blocks
 
 
+@pytest.mark.long
 def test_pages_of_all_groups_on_disk_serve_the_next_engine(
     engines: Engines, gemma_3: Path, gemma_3_alone: Reference, tmp_path: Path, stream: int
 ) -> None:

@@ -373,6 +373,7 @@ def test_a_tail_comes_from_the_store(engines: Engines, redis: RedisServer, strea
     assert session.check_one(prompt).cached == 169
 
 
+@pytest.mark.long
 def test_two_ranks_read_what_two_ranks_have_written(
     engines: Engines, redis: RedisServer, stream: int
 ) -> None:

@@ -259,6 +259,7 @@ def test_evicted_states_are_missed_and_no_byte_is_wrong(states: Any, alone: Alon
     assert answer.tokens != alone.answer(prompts[0]).tokens, "control: wrong bytes would go unnoticed"
 
 
+@pytest.mark.long
 def test_two_ranks_serve_states_from_disk_after_a_restart(
     engines: Engines, qwen: Path, tmp_path: Path, stream: int
 ) -> None:

@@ -28,6 +28,7 @@ def test_fp8_pages_come_back_after_a_flush(model: Path, tmp_path: Path, judge_fp
         seen_to_be_damaged(judge_fp8, "a", spied.ask_one("a"))
 
 
+@pytest.mark.long
 def test_fp8_pages_come_back_from_hicaches_storage(model: Path, tmp_path: Path, judge_fp8: Judge) -> None:
     stored = Stored(model, tmp_path / "stored", tmp_path / "disk", FP8)
     with stored.engine:

@@ -77,6 +77,7 @@ def test_an_aborted_request_leaves_both_ranks_alike(spied: Spied, judge_two: Jud
     assert_alike(spied, "load", "offload", "stored")
 
 
+@pytest.mark.long
 def test_both_ranks_serve_from_their_own_folders_after_a_restart(
     spied: Spied, model: Path, disk: Path, judge_two: Judge
 ) -> None:
@@ -94,6 +95,7 @@ def test_both_ranks_serve_from_their_own_folders_after_a_restart(
         assert_alike(again, "lookup", "load", "landed")
 
 
+@pytest.mark.long
 def test_two_ranks_of_hicache_and_a_page_that_is_damaged_on_one(
     model: Path, tmp_path: Path, judge_two: Judge
 ) -> None:

@@ -53,7 +53,37 @@ def test_every_kind_of_long_run_is_selected_and_grows() -> None:
 def test_the_makefile_asks_for_it() -> None:
     done = subprocess.run(["make", "-n", "soak"], capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert "FLEXKV_SOAK=${FLEXKV_SOAK:-20}" in done.stdout
-    assert "-m soak" in done.stdout
+    assert '-m "soak or long"' in done.stdout
+
+
+LEFT_OUT = """
+import pytest
+@pytest.mark.long
+def test_long(): pass
+def test_short(): pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("asked", "run"),
+    [([], {"short"}), (["-m", "soak or long"], {"long"}), (["tests/test_one.py"], {"short", "long"})],
+)
+def test_long_tests_run_where_they_are_asked_for(asked: list[str], run: set[str], tmp_path: Path) -> None:
+    folder = tmp_path / "tests"
+    folder.mkdir()
+    (folder / "test_one.py").write_text(LEFT_OUT)
+    (tmp_path / "pytest.ini").write_text("[pytest]\ntestpaths = tests\nmarkers =\n    long: x\n    soak: x\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-v", "-p", "tests.conftest", "-p", "no:cacheprovider", *asked],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        timeout=120,
+    )
+    passed = {name for name in ("short", "long") if f"test_{name} PASSED" in done.stdout}
+    assert passed == run, done.stdout + done.stderr
+    assert ("1 deselected" in done.stdout) == (len(run) == 1)
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "many", "", "1.5", "²"])
