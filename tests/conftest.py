@@ -20,7 +20,7 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests that wait for a program beside them come last, and before them those of a session of their own. Those that are
+    """What waits for a program beside it comes last, and before that what has a session of its own. Tests marked
     `long` run where they are asked for: by a marker, or by their file or folder."""
     option = config.option
     if config.args_source is pytest.Config.ArgsSource.ARGS or option.markexpr or option.keyword:
