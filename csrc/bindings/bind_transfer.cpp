@@ -155,8 +155,12 @@ void bind_transfer(py::module_& m) {
       .def(
           "order_after",
           [](TransferEngine& engine, int64_t ticket, double deadline_s, std::optional<StreamId> stream) {
-            return wait_interruptibly(
-                deadline_s, [&](double slice_s) { return engine.order_after(ticket, slice_s, stream); });
+            TransferEngine::Ordered ordered;
+            wait_interruptibly(deadline_s, [&](double slice_s) {
+              ordered = engine.order_after(ticket, slice_s, stream);
+              return ordered || ordered.behind_forward;
+            });
+            return ordered.in_time;
           },
           py::arg("ticket"), py::arg("deadline_s"), py::arg("stream") = py::none())
       .def(

@@ -46,6 +46,7 @@ const char* to_string(Path path) {
 
 int64_t portion_bytes(int64_t bytes, int64_t most) {
   constexpr int64_t kStep = 64 << 10;
+  most = std::max(kStep, most / kStep * kStep);
   const int64_t portions = std::max<int64_t>(1, (bytes + most - 1) / most);
   return std::min(most, round_up((bytes + portions - 1) / portions, kStep));
 }

@@ -43,8 +43,8 @@ struct Capabilities {
   size_t max_pitch_bytes = 0;  // 0: no pitched copies
 };
 
-// Unit: bytes. Of the portions of `bytes`, so that each is at most `most` and none much shorter: one that is
-// would have ended before the next is there.
+// Unit: bytes. Of the portions of `bytes`, so that each is at most `most` (or 64 KiB, of which it is a
+// multiple) and none much shorter: one that is would have ended before the next is there.
 int64_t portion_bytes(int64_t bytes, int64_t most);
 
 // The same runs in consecutive portions of at most `max_bytes` of one page; a run that is longer is cut.

@@ -33,6 +33,7 @@ struct Issuing {
   std::vector<PageEnds> pages;  // that may be copied
   std::vector<int32_t> slots;   // of all pages, where the view has digests
   bool registered = true;
+  int32_t layers = 0;                          // of a page
   int32_t cut_layers = 0;                      // layers before it are in `portions`
   std::vector<std::vector<Segment>> portions;  // one enqueued after the other, each of at most a piece
   size_t next_portion = 0;
@@ -98,6 +99,7 @@ struct CudaLane::Shared {
   std::string refused;  // why one was
   bool woken = false;
   bool ending = false;
+  bool issuing = false;  // the issuing thread runs, or is about to
 };
 
 // Empty is `refusal`, or why the calling thread does not have the device current.
@@ -117,7 +119,11 @@ void CudaLane::Shared::issue_all(WorkSource& source, int32_t lane) {
       std::unique_lock lock(mutex);
       // Nothing is enqueued before it is known that its end can be waited for.
       to_issue.wait(lock, [&] { return (woken && started == kThreads) || ending; });
-      if (ending) return;
+      if (ending) {
+        issuing = false;
+        for (auto& condition : to_end) condition.notify_all();
+        return;
+      }
       woken = false;
     }
     while (issue_expedited(source, lane) || issue_one(source, lane)) continue;
@@ -146,18 +152,19 @@ bool CudaLane::Shared::issue_expedited(WorkSource& source, int32_t lane) {
 // pages are added to it. Null: there is none.
 std::shared_ptr<Issuing> CudaLane::Shared::extend_one(WorkSource& source) {
   constexpr auto kNumber = static_cast<size_t>(Direction::kToHost);
-  std::vector<std::shared_ptr<Issuing>> candidates;
-  {
-    const std::lock_guard lock(mutex);
-    for (const auto& one : stores) {
-      if (one->ended && !one->failed && one->item->expedited()) candidates.push_back(one);
-    }
-  }
-  for (const auto& one : candidates) {
+  const auto may_grow = [](const Issuing& one) {
+    return one.ended && !one.failed && one.cut_layers < one.layers && one.item->expedited();
+  };
+  for (size_t refused = 0;; ++refused) {
+    std::shared_ptr<Issuing> one;
     {
       const std::lock_guard lock(mutex);
-      if (one->in_flight == 0) continue;  // it is being ended
-      one->ended = false;                 // the thread that ends it leaves it open from here on
+      size_t passed = 0;
+      const auto found = std::ranges::find_if(
+          stores, [&](const auto& store) { return may_grow(*store) && passed++ == refused; });
+      if (found == stores.end()) return nullptr;
+      one = *found;
+      one->ended = false;  // from here on the thread that ends it leaves it open
     }
     if (source.extend(one->item)) return one;
     const std::lock_guard lock(mutex);
@@ -165,7 +172,6 @@ std::shared_ptr<Issuing> CudaLane::Shared::extend_one(WorkSource& source) {
     // The last of it arrived meanwhile.
     if (one->in_flight == 0) push({one, nullptr, {}}, kNumber);
   }
-  return nullptr;
 }
 
 // Enqueues one portion, of a work item that has begun or of another. False: there is none, or no room for it.
@@ -220,14 +226,15 @@ std::string CudaLane::Shared::cut(Issuing& issuing) {
   const AttachedView& view = *item.page(0).view;
   if (issuing.cut_layers == 0) list_pages(issuing);
   const int32_t lo = std::max(issuing.cut_layers, item.layer_lo());
+  issuing.layers = view.view().num_layers();
   issuing.cut_layers = item.layer_hi();
   const std::span<const Segment> segments = view.segments(lo, item.layer_hi());
   // Longer is a page alone, of which it is a single layer or no more than kSubBatchBytes, or all that is left
   // of expedited ones.
   const auto pages = static_cast<int64_t>(std::max<size_t>(1, issuing.pages.size()));
-  const int64_t most = std::max<int64_t>(1, most_bytes[static_cast<size_t>(direction)] / pages);
-  if (const int64_t bytes = view.layer_bytes(lo, item.layer_hi()); bytes > most) {
-    for (auto& portion : cut_to_portions(segments, portion_bytes(bytes, most))) {
+  const int64_t most = most_bytes[static_cast<size_t>(direction)];
+  if (const int64_t bytes = view.layer_bytes(lo, item.layer_hi()); bytes * pages > most) {
+    for (auto& portion : cut_to_portions(segments, portion_bytes(bytes, most / pages))) {
       issuing.portions.push_back(std::move(portion));
     }
   } else {
@@ -297,7 +304,8 @@ void CudaLane::Shared::end_all(WorkSource& source, size_t direction) {
     Issued next;
     {
       std::unique_lock lock(mutex);
-      to_end[direction].wait(lock, [&] { return !issued[direction].empty() || ending; });
+      // Until nothing can be added any more.
+      to_end[direction].wait(lock, [&] { return !issued[direction].empty() || (ending && !issuing); });
       if (issued[direction].empty()) return;
       next = std::move(issued[direction].front());
       issued[direction].pop_front();
@@ -359,8 +367,18 @@ void CudaLane::start(std::shared_ptr<WorkSource> source, int32_t lane) {
   // One after the other, so that a start which ran out of threads can be tried again.
   if (threads_.empty()) run([shared = shared_, source] { shared->end_all(*source, 0); }, "flexkv-h2d");
   if (threads_.size() == 1) run([shared = shared_, source] { shared->end_all(*source, 1); }, "flexkv-d2h");
-  if (threads_.size() == 2)
+  if (threads_.size() > 2) return;
+  const auto set_issuing = [&](bool issuing) {
+    const std::lock_guard lock(shared_->mutex);
+    shared_->issuing = issuing;
+  };
+  set_issuing(true);
+  try {
     run([shared = shared_, source, lane] { shared->issue_all(*source, lane); }, "flexkv-cuda");
+  } catch (...) {
+    set_issuing(false);
+    throw;
+  }
 }
 
 void CudaLane::wake() {

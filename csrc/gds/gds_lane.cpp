@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <functional>
 #include <unordered_set>
 #include <utility>
 
@@ -91,7 +92,7 @@ struct GdsLane::Shared {
   void run(WorkSource& source, int32_t lane);
   std::vector<std::shared_ptr<WorkItem>> take(WorkSource& source, int32_t lane) const;
   void move(const std::vector<std::shared_ptr<WorkItem>>& items,
-            std::vector<std::vector<MoveResult>>& results);
+            std::vector<std::vector<MoveResult>>& results, const std::function<void(size_t)>& finish_before);
   void move_group(const std::vector<std::shared_ptr<WorkItem>>& items, const std::vector<Task>& tasks,
                   std::vector<std::vector<MoveResult>>& results);
   MoveResult failed(const PageMove& page, const PageFailure& failure, PageMiss at_gate);
@@ -120,8 +121,12 @@ void GdsLane::Shared::run(WorkSource& source, int32_t lane) {
       results.emplace_back(item->positions().size(),
                            MoveResult{Status::kFailed, "was not moved", {}, FailureCause::kTransport});
     }
+    size_t finished = 0;
+    const auto finish_before = [&](size_t end) {
+      for (; finished < end; ++finished) source.finish(items[finished], results[finished]);
+    };
     try {
-      move(items, results);
+      move(items, results, finish_before);
     } catch (const std::exception& error) {
       for (auto& of_piece : results) {
         for (MoveResult& result : of_piece) {
@@ -129,14 +134,15 @@ void GdsLane::Shared::run(WorkSource& source, int32_t lane) {
         }
       }
     }
-    for (size_t i = 0; i < items.size(); ++i) source.finish(items[i], results[i]);
+    finish_before(items.size());
   }
 }
 
 // Pages of one view and fence go together, up to one whose target another op of this take has: the later
-// op's bytes stay.
+// op's bytes stay. What has moved is finished before anything waits for another fence.
 void GdsLane::Shared::move(const std::vector<std::shared_ptr<WorkItem>>& items,
-                           std::vector<std::vector<MoveResult>>& results) {
+                           std::vector<std::vector<MoveResult>>& results,
+                           const std::function<void(size_t)>& finish_before) {
   std::vector<Task> tasks;
   std::unordered_set<int32_t> targets;  // blocks of a read, places of a write
   const auto flush = [&] {
@@ -157,7 +163,10 @@ void GdsLane::Shared::move(const std::vector<std::shared_ptr<WorkItem>>& items,
   for (size_t p = 0; p < items.size(); ++p) {
     for (size_t i = 0; i < items[p]->positions().size(); ++i) {
       const PageMove page = items[p]->page(i);
-      if (!tasks.empty() && differs(tasks.front(), page, *items[p])) flush();
+      if (!tasks.empty() && differs(tasks.front(), page, *items[p])) {
+        flush();
+        finish_before(p);
+      }
       const GdsGroup& group = groups[static_cast<size_t>(page.group)];
       const int32_t disk = striped_slot(page.place, disks()).disk;
       if (group.slabs[static_cast<size_t>(disk)].device < 0) {

@@ -160,15 +160,18 @@ LayerWait TransferEngine::wait_layer_on(int64_t ticket, int32_t layer, double de
   return answer;
 }
 
-bool TransferEngine::order_after(int64_t ticket, double deadline_s, std::optional<StreamId> stream) {
+TransferEngine::Ordered TransferEngine::order_after(int64_t ticket, double deadline_s,
+                                                    std::optional<StreamId> stream) {
   require_home("order_after");
   Lane* lane = lane_of(OpKind::kD2H);
   if (lane == nullptr) throw ContractError("order_after: this engine has no lane for D2H");
   check_stream("order_after", *lane, stream);
-  const auto [in_time, events] = scheduler_->enqueue_all(ticket, deadline_s, stream.has_value());
-  if (!in_time) return false;
-  for (const auto& [kind, event] : events) lane_of(kind)->make_wait(*event, *stream);
-  return true;
+  const auto [in_time, behind_forward, events] =
+      scheduler_->enqueue_all(ticket, deadline_s, stream.has_value());
+  if (in_time) {
+    for (const auto& [kind, event] : events) lane_of(kind)->make_wait(*event, *stream);
+  }
+  return {in_time, behind_forward};
 }
 
 std::shared_ptr<StreamEvent> TransferEngine::record(StreamId stream) {

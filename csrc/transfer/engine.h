@@ -67,12 +67,17 @@ class TransferEngine {
   // if pages failed, it names them and adds no wait. Throws ContractError for a lane without streams, and for
   // a stream that is captured into a graph.
   LayerWait wait_layer_on(int64_t ticket, int32_t layer, double deadline_s, StreamId stream);
+  struct Ordered {
+    bool in_time = false;
+    bool behind_forward = false;  // asking again is of no use before the engine's stream has gone on
+    explicit operator bool() const { return in_time; }
+  };
   // What `stream` is given from now on starts after all that the graph's stores read of the engine's blocks:
   // returns when that is enqueued, not when it has ended. Without a stream (a lane that has none): when it
-  // has ended. False: the deadline passed, and no wait was added; at once where a store to disk, which must
-  // end, stands behind a forward that runs. Throws ContractError for a ticket that was never given and for a
-  // stream that is captured into a graph, and as submit does for the stream.
-  bool order_after(int64_t ticket, double deadline_s, std::optional<StreamId> stream = std::nullopt);
+  // has ended. Not in time: the deadline passed, and no wait was added; at once where a store to disk, which
+  // must end, stands behind a forward that runs. Throws ContractError for a ticket that was never given and
+  // for a stream that is captured into a graph, and as submit does for the stream.
+  Ordered order_after(int64_t ticket, double deadline_s, std::optional<StreamId> stream = std::nullopt);
   // A point after all that `stream` has been given so far, for the fence of a graph that is submitted later.
   // Throws ContractError for an engine whose lanes have no streams.
   std::shared_ptr<StreamEvent> record(StreamId stream);

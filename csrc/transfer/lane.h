@@ -66,7 +66,8 @@ class WorkSource {
   // otherwise has under way: what is under way may itself wait for the engine.
   virtual std::shared_ptr<WorkItem> try_take_expedited(int32_t lane) = 0;
   // Has an item of an expedited op cover the later layers of its pages too, which it was taken without: they
-  // would be ready only when its bytes have arrived, and these may wait for the engine. True: layer_hi() is
+  // would be ready only when its bytes have arrived, and these may wait for the engine. Also where the op was
+  // cancelled since: the pages then end as whole ones. True: layer_hi() is
   // the op's last now, and fence() is what those layers are copied after. By the lane, before finish(), and
   // by one thread while no other asks for the item's layers.
   virtual bool extend(const std::shared_ptr<WorkItem>& item) = 0;

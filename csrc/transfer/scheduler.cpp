@@ -6,7 +6,10 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
+#include <iterator>
+#include <thread>
 
 #include "base/error.h"
 
@@ -15,6 +18,18 @@ namespace {
 
 // What reads the engine's blocks.
 constexpr KindSet kStoreKinds = kind_bit(OpKind::kD2H) | kind_bit(OpKind::kGdsWrite);
+
+// Unit: seconds. An event that was recorded this moment on an idle stream is reached some microseconds later.
+constexpr double kIdleStreamS = 0.001;
+
+bool is_reached(StreamEvent& event) {
+  const auto deadline = deadline_in(kIdleStreamS);
+  while (!event.reached()) {
+    if (seconds_until(deadline) <= 0) return false;
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+  return true;
+}
 
 int open_event_fd() {
   const int fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
@@ -201,8 +216,21 @@ LayerWait Scheduler::wait_layer(int64_t ticket, int32_t layer, double deadline_s
   return answer;
 }
 
+// What an op's lane, which moves one thing after the other, waits for before the op ends.
+std::vector<std::shared_ptr<StreamEvent>> Scheduler::fences_before(const OpState& op) const {
+  std::vector<std::shared_ptr<StreamEvent>> fences;
+  if (op.fence) fences.push_back(op.fence);
+  for (const auto& item : moving_) {
+    if (item->lane_ == queues_[static_cast<size_t>(op.spec().kind)].lane && item->fence()) {
+      fences.push_back(item->fence());
+    }
+  }
+  return fences;
+}
+
 Scheduler::Enqueued Scheduler::enqueue_all(int64_t ticket, double deadline_s, bool on_streams) {
   std::vector<std::shared_ptr<OpState>> stores;  // held: the graph may be forgotten while this waits
+  std::vector<std::shared_ptr<StreamEvent>> fences;
   std::unique_lock lock(mutex_);
   require_given(ticket, "order_after");
   const auto found = graphs_.find(ticket);
@@ -217,13 +245,17 @@ Scheduler::Enqueued Scheduler::enqueue_all(int64_t ticket, double deadline_s, bo
     lanes_[static_cast<size_t>(queue_of(*op).lane)]->lane->wake();
   }
   Enqueued answer;
-  lock.unlock();  // for the driver
-  const bool behind_forward =
-      on_streams && std::any_of(stores.begin(), stores.end(), [](const auto& op) {
-        return op->spec().kind == OpKind::kGdsWrite && op->fence && !op->fence->reached();
-      });
-  lock.lock();
-  if (behind_forward) deadline_s = 0;
+  for (const auto& op : stores) {
+    if (!on_streams || op->spec().kind != OpKind::kGdsWrite || deadline_s <= 0) continue;
+    std::ranges::move(fences_before(*op), std::back_inserter(fences));
+  }
+  if (!fences.empty()) {
+    lock.unlock();  // for the driver
+    answer.behind_forward =
+        !std::all_of(fences.begin(), fences.end(), [](const auto& fence) { return is_reached(*fence); });
+    lock.lock();
+    if (answer.behind_forward) deadline_s = 0;
+  }
   // Of an op on a lane without streams nothing is issued before it has ended.
   answer.in_time = progress_.wait_until(lock, deadline_in(deadline_s), [&] {
     return std::all_of(stores.begin(), stores.end(),

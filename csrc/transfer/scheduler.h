@@ -75,13 +75,14 @@ class Scheduler : public WorkSource {
   // `issued`: the layer need not be in place, only on its way with an event behind it.
   LayerWait wait_layer(int64_t ticket, int32_t layer, double deadline_s, bool issued = false);
   struct Enqueued {
-    bool in_time = false;  // false: the deadline passed, the ops go on
+    bool in_time = false;         // false: the deadline passed, the ops go on
+    bool behind_forward = false;  // a store to disk, which must end, stands behind what the engine runs yet
     // After these, no byte of the engine's blocks is read any more. Kinds of the ops that gave them.
     std::vector<std::pair<OpKind, std::shared_ptr<StreamEvent>>> events = {};
   };
   // Waits until all that the graph's stores read of the engine's blocks has been read; with `on_streams`
-  // until it is enqueued, which is then done at once. A store to disk cannot be: while what its fence stands
-  // for runs it is not waited for. Throws ContractError for a ticket that was never given.
+  // until it is enqueued, which is then done at once. A store to disk cannot be; it is not waited for while
+  // it stands behind a forward that runs. Throws ContractError for a ticket that was never given.
   Enqueued enqueue_all(int64_t ticket, double deadline_s, bool on_streams);
   // Layers [0, layers) of these gated graphs may be copied, after `fence` if there is one. Nothing to do for
   // graphs that have ended, and for layers that are open. Opens none and throws BlockRangeError if a graph
@@ -158,6 +159,7 @@ class Scheduler : public WorkSource {
   // Keeps an ended graph for wait_layer(), and moves the oldest such to `forgotten`, which is to end without
   // the lock: the last reference to an event calls the driver.
   void remember(int64_t ticket, std::vector<Graph>& forgotten);
+  std::vector<std::shared_ptr<StreamEvent>> fences_before(const OpState& op) const;
   void require_given(int64_t ticket, const char* what) const;
   bool places_free(const GraphSpec& graph) const;
   void start_if_free(OpState& op);

@@ -237,6 +237,33 @@ TEST_CASE("ops of one take that name the same blocks or places all move, and the
   both(world.op(OpKind::kGdsWrite, 2), world.op(OpKind::kGdsWrite, 2));
 }
 
+TEST_CASE("what one take has of two fences is finished fence by fence") {
+  struct Passed : StreamEvent {
+    std::string make_wait(StreamId) override { return {}; }
+    bool reached() override { return true; }
+  };
+  const auto rule = [](IoFault fault, int32_t place) {
+    return FileFaultRule{.fault = fault, .write = true, .offset = kHeader + place * 16384, .times = 1};
+  };
+  FileFaultRule slow = rule(IoFault::kDelay, 0);
+  slow.delay_s = 0.5;  // the two others come meanwhile
+  LaneWorld world({slow, rule(IoFault::kStall, 2)});
+  REQUIRE(world.codec->image_bytes() == 16384);
+  std::vector<int64_t> tickets;
+  for (int32_t place = 0; place < 3; ++place) {
+    GraphSpec graph;
+    graph.ops.push_back(world.op(OpKind::kGdsWrite, 1));
+    graph.ops.back().places = {place};
+    if (place == 2) graph.fence = std::make_shared<Passed>();
+    tickets.push_back(*world.engine->submit(std::move(graph)));
+  }
+  REQUIRE(world.io->wait_stalled(1, kGdsGenerousS));
+  CHECK(world.engine->wait(tickets[1], kGdsGenerousS));
+  CHECK_FALSE(world.engine->wait(tickets[2], 0));
+  world.io->release();
+  CHECK(world.engine->wait(tickets[2], kGdsGenerousS));
+}
+
 TEST_CASE("a gds write that fails reports no digests for its page") {
   LaneWorld world({{.fault = IoFault::kFail, .write = true, .offset = kHeader + 2 * 16384, .times = 1}});
   const OpResult written = world.run(OpKind::kGdsWrite, 4);

@@ -135,6 +135,45 @@ TEST_CASE("cuda long pages: layers that are opened after the order was asked for
   CHECK(loads(*world, 2));
 }
 
+TEST_CASE("cuda long pages: later layers are copied after what had been enqueued when they were opened") {
+  auto world = make_world({.layers = 4, .blocks = 6, .run_bytes = 4096, .digests = true});
+  GraphSpec graph;
+  graph.ops.push_back(world->op(OpKind::kD2H, {2}, {2}, true));
+  graph.gated = true;
+  const auto ticket = world->engine->submit(std::move(graph), world->stream);
+  REQUIRE(ticket);
+  {
+    Forward first(*world, [&] { world->fill_layer(0, 2, 12); });
+    world->engine->open_layers({*ticket}, 1, world->stream);
+    CHECK_FALSE(world->engine->order_after(*ticket, kAWhileS, world->stream));
+    Forward second(*world, [&] {
+      for (int32_t layer = 1; layer < 4; ++layer) world->fill_layer(layer, 2, 12);
+    });
+    world->engine->open_layers({*ticket}, 4, world->stream);
+    CHECK(world->engine->order_after(*ticket, CudaWorld::kLongS, world->stream));
+    first.let_go();
+    CHECK_FALSE(world->engine->wait(*ticket, kAWhileS));
+  }
+  CHECK(result_of(*world, *ticket).status == Status::kOk);
+  CHECK(world->slot_holds(2, 12));
+}
+
+TEST_CASE("cuda long pages: the lane keeps nothing of stores that have ended") {
+  auto world = make_world({.layers = 2, .blocks = 2, .run_bytes = 4096});
+  std::weak_ptr<StreamEvent> kept;
+  for (size_t i = 0; i <= kRememberedGraphs; ++i) {
+    GraphSpec graph;
+    graph.ops.push_back(world->op(OpKind::kD2H, {0}, {0}, true));
+    graph.fence = world->engine->record(world->stream);
+    if (i == 0) kept = graph.fence;
+    const auto ticket = world->engine->submit(std::move(graph), world->stream);
+    REQUIRE(ticket);
+    REQUIRE(world->engine->order_after(*ticket, CudaWorld::kLongS, world->stream));
+    REQUIRE(result_of(*world, *ticket).status == Status::kOk);
+  }
+  CHECK(kept.expired());
+}
+
 TEST_CASE("cuda long pages: a store that was cancelled with one under way is ordered all the same") {
   auto world = make_world(kLong);
   const int64_t ticket = world->submit(world->op(OpKind::kD2H, {0, 1, 2, 3}, {0, 1, 2, 3}));
