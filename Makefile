@@ -82,7 +82,7 @@ test-sglang: build-test env-sglang  ## tests with the real SGLang engine
 steady: build-test  ## repeats test files under load, an hour a call: make steady FILES="tests/unit/storage"
 	@$(PY) -m tests.steady $(FILES)
 
-soak: build-test env-sglang  ## simulation, stress, fuzz, flipped bits, kills and power cuts, 20 times as long (or FLEXKV_SOAK), and long tests
+soak: build-test env-sglang  ## simulation, stress, fuzz, flipped bits, engine pressure, kills, power cuts, 20 times as long (or FLEXKV_SOAK); long tests
 	@FLEXKV_SOAK=$${FLEXKV_SOAK:-20} $(PYTEST) -m "soak or long" --timeout 14400
 
 # Every program in benchmarks/ takes --json, but for gpu_results, which writes a page and wants a GPU, and those that want

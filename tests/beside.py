@@ -1,4 +1,4 @@
-"""Programs that run beside the tests: minutes of compiling and of running under sanitizers, for a core left idle.
+"""Programs that run beside the tests, for a core left idle: compilers, sanitizers and SGLang's engines (`apart.py`).
 
 A test marked `beside(*arguments)` takes the fixture `beside`: how `python *arguments` ended. These programs start
 once the tests are collected, and tests that wait for them come last. While other tests run it is one program at a time,
@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future
@@ -26,6 +27,9 @@ Command = tuple[str, ...]
 
 NICENESS = "10"
 MOST_AT_ONCE = 2
+
+TO_END_S = 30.0
+"""Of a program that was asked to end: what it started goes with it, engines in sessions of their own too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +52,11 @@ class Beside:
         self._waiting = deque(self._futures)
         self._lock = threading.Lock()
         self._closed = False
-        self._running: set[subprocess.Popen[str]] = set()
+        self._running: dict[Command, subprocess.Popen[str]] = {}
         self._threads: list[threading.Thread] = []
         jobs = max(1, len(os.sched_getaffinity(0)) // MOST_AT_ONCE)
         self._environ = {"MAX_JOBS": str(jobs), **os.environ}
+        self._environ.pop("PYTEST_ADDOPTS", None)  # meant for the session that was started by hand
         for _ in range(MOST_AT_ONCE if alone else 1):
             self._start_thread()
 
@@ -61,13 +66,19 @@ class Beside:
             self._start_thread()
         return self._futures[command].result()
 
+    def end(self, command: Command) -> None:
+        """Ends a program if it runs, with its compilers and tests."""
+        with self._lock:
+            process = self._running.get(command)
+        if process is not None:
+            _end([process])
+
     def close(self) -> None:
         """Ends what runs and starts nothing more."""
         with self._lock:
             self._closed = True
-            for process in self._running:
-                with suppress(ProcessLookupError):  # it has just ended
-                    os.killpg(process.pid, signal.SIGTERM)  # its compilers and tests too
+            running = list(self._running.values())
+        _end(running)
         for thread in self._threads:
             thread.join()
 
@@ -77,28 +88,50 @@ class Beside:
         thread.start()
 
     def _work(self) -> None:
-        while (process_of := self._next()) is not None:
-            process, future = process_of
+        while (command := self._next()) is not None:
+            future = self._futures[command]
+            process = self._running.get(command)
+            if process is None:
+                continue  # it could not be started
             output, _ = process.communicate()
             with self._lock:
-                self._running.remove(process)
+                del self._running[command]
             future.set_result(Ended(process.returncode, output))
 
-    def _next(self) -> tuple[subprocess.Popen[str], Future[Ended]] | None:
+    def _next(self) -> Command | None:
+        """The next command, which has been started, or of which the future says why not."""
         with self._lock:
             if self._closed or not self._waiting:
                 return None
             command = self._waiting.popleft()
-            process = subprocess.Popen(
-                ["nice", "-n", NICENESS, sys.executable, *command],
-                cwd=ROOT,
-                env=self._environ,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-                start_new_session=True,
-            )
-            self._running.add(process)
-            return process, self._futures[command]
+            try:
+                self._running[command] = self._start(command)
+            except OSError as error:
+                self._futures[command].set_exception(error)
+            return command
+
+    def _start(self, command: Command) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            ["nice", "-n", NICENESS, sys.executable, *command],
+            cwd=ROOT,
+            env=self._environ,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+
+
+def _end(processes: Iterable[subprocess.Popen[str]]) -> None:
+    """Asks groups of processes to end as Ctrl-C does, so that they end what they have started; then ends them."""
+    for sent, wait_s in ((signal.SIGINT, TO_END_S), (signal.SIGTERM, TO_END_S), (signal.SIGKILL, TO_END_S)):
+        ends_s = time.monotonic() + wait_s
+        left = [process for process in processes if process.poll() is None]
+        for process in left:
+            with suppress(ProcessLookupError):  # it has just ended
+                os.killpg(process.pid, sent)
+        for process in left:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, ends_s - time.monotonic()))

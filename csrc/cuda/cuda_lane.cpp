@@ -39,15 +39,15 @@ struct Issuing {
   size_t next_portion = 0;
   bool failed = false;  // a portion could not be enqueued
   // Guarded by the lane's lock:
-  bool ended = false;  // enqueued to its end, or failed; the issuing thread changes it
-  int in_flight = 0;   // portions that have not ended
+  bool all_enqueued = false;  // nothing is left to enqueue, or it failed; the issuing thread changes it
+  int in_flight = 0;          // portions that have not ended
 };
 
 // A portion whose copies were enqueued.
 struct Issued {
   std::shared_ptr<Issuing> of;
-  std::shared_ptr<Event>
-      event;  // null: nothing was enqueued, or the stream was waited for as it could not be recorded
+  std::shared_ptr<Event> event;  // null: nothing was enqueued, as where extend_one() has an item ended; or
+                                 // the stream was waited for
   std::string error;
 };
 
@@ -144,7 +144,7 @@ bool CudaLane::Shared::issue_expedited(WorkSource& source, int32_t lane) {
     now->item = item;
     now->results.resize(item->positions().size());
   }
-  while (!now->ended) issue(source, now, false);
+  while (!now->all_enqueued) issue(source, now, false);
   return true;
 }
 
@@ -153,7 +153,7 @@ bool CudaLane::Shared::issue_expedited(WorkSource& source, int32_t lane) {
 std::shared_ptr<Issuing> CudaLane::Shared::extend_one(WorkSource& source) {
   constexpr auto kNumber = static_cast<size_t>(Direction::kToHost);
   const auto may_grow = [](const Issuing& one) {
-    return one.ended && !one.failed && one.cut_layers < one.layers && one.item->expedited();
+    return one.all_enqueued && !one.failed && one.cut_layers < one.layers && one.item->expedited();
   };
   for (size_t refused = 0;; ++refused) {
     std::shared_ptr<Issuing> one;
@@ -164,11 +164,11 @@ std::shared_ptr<Issuing> CudaLane::Shared::extend_one(WorkSource& source) {
           stores, [&](const auto& store) { return may_grow(*store) && passed++ == refused; });
       if (found == stores.end()) return nullptr;
       one = *found;
-      one->ended = false;  // from here on the thread that ends it leaves it open
+      one->all_enqueued = false;  // from here on the thread that ends it leaves it open
     }
     if (source.extend(one->item)) return one;
     const std::lock_guard lock(mutex);
-    one->ended = true;
+    one->all_enqueued = true;
     // The last of it arrived meanwhile.
     if (one->in_flight == 0) push({one, nullptr, {}}, kNumber);
   }
@@ -283,7 +283,7 @@ void CudaLane::Shared::issue(WorkSource& source, std::shared_ptr<Issuing> issuin
   if (last && in_turn) unfinished[number] = nullptr;
   if (last && !issuing->failed) source.issued(issuing->item, issued_now.event);
   const std::lock_guard lock(mutex);
-  issuing->ended = last;
+  issuing->all_enqueued = last;
   if (begins && direction == Direction::kToHost) stores.push_back(issuing);
   push(std::move(issued_now), number);
 }
@@ -329,7 +329,7 @@ void CudaLane::Shared::end_all(WorkSource& source, size_t direction) {
     bool last = false;
     {
       const std::lock_guard lock(mutex);
-      last = --issuing.in_flight == 0 && issuing.ended;
+      last = --issuing.in_flight == 0 && issuing.all_enqueued;
       if (last) std::erase(stores, next.of);  // from here on nothing is added to it
     }
     // The pages of a store are fine together, or none is.

@@ -69,7 +69,9 @@ class TransferEngine {
   LayerWait wait_layer_on(int64_t ticket, int32_t layer, double deadline_s, StreamId stream);
   struct Ordered {
     bool in_time = false;
-    bool behind_forward = false;  // asking again is of no use before the engine's stream has gone on
+    // Asking again is of no use before the engine's stream has gone on. Not looked at with a deadline of 0;
+    // may be set though it was in time.
+    bool behind_forward = false;
     explicit operator bool() const { return in_time; }
   };
   // What `stream` is given from now on starts after all that the graph's stores read of the engine's blocks:

@@ -18,8 +18,9 @@
 
 namespace flexkv {
 
-// Pages of one op at one stage, under way. The lane touches `touch()` whenever a page is done; the op's
-// memory stays mapped until finish().
+// Pages of one op, under way through one stage or, where the op is expedited, through all that are left:
+// extend() moves layer_hi() and fence(), and nothing else changes. The lane touches `touch()` whenever a page
+// is done; the op's memory stays mapped until finish().
 class WorkItem {
  public:
   OpKind kind() const { return kind_; }
@@ -72,7 +73,7 @@ class WorkSource {
   // by one thread while no other asks for the item's layers.
   virtual bool extend(const std::shared_ptr<WorkItem>& item) = 0;
   // The item's bytes are enqueued on a stream and `event` was recorded after them. Optional; before
-  // finish(), once for what it was taken with and once for what extend() added.
+  // finish(), once for what it was taken with, and then once for what extend() added.
   virtual void issued(const std::shared_ptr<WorkItem>& item, std::shared_ptr<StreamEvent> event) = 0;
   // Ends a work item, after its last byte has stopped moving: one result a position. Every item taken must be
   // finished.
@@ -108,7 +109,8 @@ class Lane {
   // Called once, when the first op of these kinds is submitted: threads are started here, not before. What
   // they use they must own (`source` too): they may outlive the lane object when a device hangs for good.
   virtual void start(std::shared_ptr<WorkSource> source, int32_t lane) = 0;
-  // There may be a work item to try_take(). Called under the scheduler's lock: only signal.
+  // There may be a work item to try_take() or try_take_expedited(), or one under way to extend(). Called
+  // under the scheduler's lock: only signal.
   virtual void wake() {}
   // A page of a kDiskRead has ended, also one that no lane took. Under the scheduler's lock: only signal.
   virtual void read_ended(const OpSpec&, int32_t /*page*/, bool /*verified*/) {}

@@ -97,8 +97,8 @@ class OpState : public std::enable_shared_from_this<OpState> {
   void fail(int32_t page, PageState end, const std::string& reason,
             FailureCause cause = FailureCause::kUnknown);
 
-  // From now on take() gives a page's remaining stages as one. No stage of it may have a gate that is closed.
-  // Precondition: all of a page is there, as of a store.
+  // From now on take() gives a page's remaining stages as one, once all stages are open. Precondition: all of
+  // a page is there, as of a store.
   void expedite() { expedited_ = true; }
   bool expedited() const { return expedited_; }
   // Has these pages, all under way at one stage, move through all later ones as well, as take() would have

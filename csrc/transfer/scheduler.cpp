@@ -216,7 +216,8 @@ LayerWait Scheduler::wait_layer(int64_t ticket, int32_t layer, double deadline_s
   return answer;
 }
 
-// What an op's lane, which moves one thing after the other, waits for before the op ends.
+// The op's own fence and those of what its lane has taken, which it may wait for before the op ends. Not
+// those of older ops that are still queued.
 std::vector<std::shared_ptr<StreamEvent>> Scheduler::fences_before(const OpState& op) const {
   std::vector<std::shared_ptr<StreamEvent>> fences;
   if (op.fence) fences.push_back(op.fence);

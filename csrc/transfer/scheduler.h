@@ -75,8 +75,10 @@ class Scheduler : public WorkSource {
   // `issued`: the layer need not be in place, only on its way with an event behind it.
   LayerWait wait_layer(int64_t ticket, int32_t layer, double deadline_s, bool issued = false);
   struct Enqueued {
-    bool in_time = false;         // false: the deadline passed, the ops go on
-    bool behind_forward = false;  // a store to disk, which must end, stands behind what the engine runs yet
+    bool in_time = false;  // false: the deadline passed, the ops go on
+    // A store to disk, which must end, stands behind what the engine runs yet. Not looked at with a deadline
+    // of 0; may be set though it was in time.
+    bool behind_forward = false;
     // After these, no byte of the engine's blocks is read any more. Kinds of the ops that gave them.
     std::vector<std::pair<OpKind, std::shared_ptr<StreamEvent>>> events = {};
   };

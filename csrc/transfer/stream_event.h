@@ -16,7 +16,7 @@ class StreamEvent {
   // Work enqueued on `stream` from now on starts after this point was reached. Empty, or why that could not
   // be said.
   virtual std::string make_wait(StreamId stream) = 0;
-  // Whether this point has been, without waiting; also where that cannot be told.
+  // Whether this point has been reached, without waiting. True also where that cannot be told.
   virtual bool reached() = 0;
 };
 
