@@ -60,6 +60,16 @@ OpResult store_behind_forward(CudaWorld& world, const std::vector<int32_t>& bloc
   return result_of(world, *ticket);
 }
 
+// A store of block 2 by layers, none of which is open.
+int64_t submit_gated(CudaWorld& world) {
+  GraphSpec graph;
+  graph.ops.push_back(world.op(OpKind::kD2H, {2}, {2}, true));
+  graph.gated = true;
+  const auto ticket = world.engine->submit(std::move(graph), world.stream);
+  REQUIRE(ticket);
+  return *ticket;
+}
+
 bool slots_are_whole(CudaWorld& world, const std::vector<int32_t>& blocks) {
   return std::all_of(blocks.begin(), blocks.end(),
                      [&](int32_t block) { return world.slot_holds(block, 10 + block); });
@@ -116,45 +126,37 @@ TEST_CASE("cuda long pages: pages that go layer by layer are extended together")
 
 TEST_CASE("cuda long pages: layers that are opened after the order was asked for are enqueued then") {
   auto world = make_world({.layers = 4, .blocks = 6, .run_bytes = 4096, .digests = true});
-  GraphSpec graph;
-  graph.ops.push_back(world->op(OpKind::kD2H, {2}, {2}, true));
-  graph.gated = true;
-  const auto ticket = world->engine->submit(std::move(graph), world->stream);
-  REQUIRE(ticket);
+  const int64_t ticket = submit_gated(*world);
   {
     Forward forward(*world, [&] { world->fill(2, 12); });
-    world->engine->open_layers({*ticket}, 1, world->stream);
-    CHECK_FALSE(world->engine->order_after(*ticket, kAWhileS, world->stream));  // the others are closed
-    std::thread later([&] { world->engine->open_layers({*ticket}, 4, world->stream); });
-    CHECK(world->engine->order_after(*ticket, CudaWorld::kLongS, world->stream));
+    world->engine->open_layers({ticket}, 1, world->stream);
+    CHECK_FALSE(world->engine->order_after(ticket, kAWhileS, world->stream));  // the others are closed
+    std::thread later([&] { world->engine->open_layers({ticket}, 4, world->stream); });
+    CHECK(world->engine->order_after(ticket, CudaWorld::kLongS, world->stream));
     later.join();
     fake_cuda::enqueue(world->stream, [&] { world->fill(2, 90); });
   }
-  CHECK(result_of(*world, *ticket).status == Status::kOk);
+  CHECK(result_of(*world, ticket).status == Status::kOk);
   CHECK(world->slot_holds(2, 12));
   CHECK(loads(*world, 2));
 }
 
 TEST_CASE("cuda long pages: later layers are copied after what had been enqueued when they were opened") {
   auto world = make_world({.layers = 4, .blocks = 6, .run_bytes = 4096, .digests = true});
-  GraphSpec graph;
-  graph.ops.push_back(world->op(OpKind::kD2H, {2}, {2}, true));
-  graph.gated = true;
-  const auto ticket = world->engine->submit(std::move(graph), world->stream);
-  REQUIRE(ticket);
+  const int64_t ticket = submit_gated(*world);
   {
     Forward first(*world, [&] { world->fill_layer(0, 2, 12); });
-    world->engine->open_layers({*ticket}, 1, world->stream);
-    CHECK_FALSE(world->engine->order_after(*ticket, kAWhileS, world->stream));
+    world->engine->open_layers({ticket}, 1, world->stream);
+    CHECK_FALSE(world->engine->order_after(ticket, kAWhileS, world->stream));
     Forward second(*world, [&] {
       for (int32_t layer = 1; layer < 4; ++layer) world->fill_layer(layer, 2, 12);
     });
-    world->engine->open_layers({*ticket}, 4, world->stream);
-    CHECK(world->engine->order_after(*ticket, CudaWorld::kLongS, world->stream));
+    world->engine->open_layers({ticket}, 4, world->stream);
+    CHECK(world->engine->order_after(ticket, CudaWorld::kLongS, world->stream));
     first.let_go();
-    CHECK_FALSE(world->engine->wait(*ticket, kAWhileS));
+    CHECK_FALSE(world->engine->wait(ticket, kAWhileS));
   }
-  CHECK(result_of(*world, *ticket).status == Status::kOk);
+  CHECK(result_of(*world, ticket).status == Status::kOk);
   CHECK(world->slot_holds(2, 12));
 }
 

@@ -299,49 +299,43 @@ TEST_CASE(
        disk});
   engine.attach_view(0, world->view, world->pool, 0);
   const auto before = engine.record(world->stream);
-  std::optional<int64_t> ticket, later;
+  const auto store = [&](int32_t block, std::shared_ptr<StreamEvent> fence = nullptr) {
+    GraphSpec graph;
+    graph.ops.push_back(world->op(OpKind::kGdsWrite, {block}, {}));
+    graph.ops.back().places = {block};
+    graph.ops.back().tags.resize(kTagBytes);
+    graph.fence = std::move(fence);
+    const auto given = engine.submit(std::move(graph), world->stream);
+    REQUIRE(given);
+    return *given;
+  };
+  int64_t ticket = 0;
   const auto took = [&](double deadline_s, bool behind_forward) {
     const auto begin = Clock::now();
-    const auto ordered = engine.order_after(*ticket, deadline_s, world->stream);
+    const auto ordered = engine.order_after(ticket, deadline_s, world->stream);
     CHECK_FALSE(ordered.in_time);
     CHECK(ordered.behind_forward == behind_forward);
     return seconds_since(begin);
   };
   {
     Forward forward(*world, [] {});
-    GraphSpec graph;
-    graph.ops.push_back(world->op(OpKind::kGdsWrite, {2}, {}));
-    graph.ops.back().places = {0};
-    graph.ops.back().tags.resize(kTagBytes);
-    ticket = engine.submit(std::move(graph), world->stream);
-    REQUIRE(ticket);
+    ticket = store(2);
     CHECK(took(CudaWorld::kLongS, true) < CudaWorld::kLongS / 2);
   }
   CHECK(took(kAWhileS, false) >= kAWhileS);
   {
     // A later store stands behind a forward: this one's bytes have its lane to themselves all the same.
     Forward forward(*world, [] {});
-    GraphSpec graph;
-    graph.ops.push_back(world->op(OpKind::kGdsWrite, {3}, {}));
-    graph.ops.back().places = {1};
-    graph.ops.back().tags.resize(kTagBytes);
-    later = engine.submit(std::move(graph), world->stream);
-    REQUIRE(later);
+    const int64_t later = store(3);
     CHECK(took(kAWhileS, false) >= kAWhileS);
     disk->let_end();
-    CHECK(engine.order_after(*ticket, CudaWorld::kLongS, world->stream));
-    std::swap(ticket, later);
+    CHECK(engine.order_after(ticket, CudaWorld::kLongS, world->stream));
+    ticket = later;
     CHECK(took(CudaWorld::kLongS, true) < CudaWorld::kLongS / 2);
     // One that could run, but for the lane, which has that later one.
-    graph = {};
-    graph.ops.push_back(world->op(OpKind::kGdsWrite, {4}, {}));
-    graph.ops.back().places = {2};
-    graph.ops.back().tags.resize(kTagBytes);
-    graph.fence = before;
-    ticket = engine.submit(std::move(graph), world->stream);
-    REQUIRE(ticket);
+    ticket = store(4, before);
     CHECK(took(CudaWorld::kLongS, true) < CudaWorld::kLongS / 2);
   }
-  CHECK(engine.order_after(*ticket, CudaWorld::kLongS, world->stream));
+  CHECK(engine.order_after(ticket, CudaWorld::kLongS, world->stream));
   CHECK(engine.close(CudaWorld::kLongS));
 }
