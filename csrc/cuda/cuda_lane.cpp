@@ -43,6 +43,13 @@ struct Issuing {
   int in_flight = 0;          // portions that have not ended
 };
 
+std::shared_ptr<Issuing> begin_issuing(const std::shared_ptr<WorkItem>& item) {
+  auto issuing = std::make_shared<Issuing>();
+  issuing->item = item;
+  issuing->results.resize(item->positions().size());
+  return issuing;
+}
+
 // A portion whose copies were enqueued.
 struct Issued {
   std::shared_ptr<Issuing> of;
@@ -140,9 +147,7 @@ bool CudaLane::Shared::issue_expedited(WorkSource& source, int32_t lane) {
   } else if (now = extend_one(source); !now) {
     const std::shared_ptr<WorkItem> item = source.try_take_expedited(lane);
     if (!item) return false;
-    now = std::make_shared<Issuing>();
-    now->item = item;
-    now->results.resize(item->positions().size());
+    now = begin_issuing(item);
   }
   while (!now->all_enqueued) issue(source, now, false);
   return true;
@@ -191,9 +196,7 @@ bool CudaLane::Shared::issue_one(WorkSource& source, int32_t lane) {
   }
   const std::shared_ptr<WorkItem> item = allowed != 0 ? source.try_take(lane, allowed) : nullptr;
   if (!item) return false;
-  const auto now = std::make_shared<Issuing>();
-  now->item = item;
-  now->results.resize(item->positions().size());
+  const auto now = begin_issuing(item);
   unfinished[static_cast<size_t>(direction_of(item->kind()))] = now;
   issue(source, now);
   return true;
