@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV ?= .venv
 PY = $(VENV)/bin/python
 PYTEST = $(PY) -m pytest
+# Tests at once: each of the two takes a core and up to 3 GB.
+WORKERS ?= 2
+PARALLEL = -n $(WORKERS) --dist loadscope
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test preflight preflight-test env env-test env-sglang build build-test lint format check test-unit \
@@ -17,7 +20,7 @@ demo: build  ## the real vLLM engine with flexkv: a table, a PNG, and a check of
 # Without SGLang's wheels its tests fail and say why; the others are run all the same.
 test: build-test  ## the whole suite; the last line is pytest's summary
 	@$(PYTHON) -m build_support.sglang_environment || true
-	@$(PYTEST)
+	@$(PYTEST) $(PARALLEL)
 
 preflight:
 	@$(PYTHON) -m build_support.preflight build
@@ -71,7 +74,7 @@ else
 endif
 
 test-sanitizers: build-test  ## C++ and Python tests under ASan+UBSan and TSan
-	@$(PYTEST) tests/sanitizers
+	@$(PYTEST) -m "" tests/sanitizers
 
 test-engines: build-test  ## tests with the real vLLM engine
 	@$(PYTEST) tests/engines
@@ -83,7 +86,7 @@ steady: build-test  ## repeats test files under load, an hour a call: make stead
 	@$(PY) -m tests.steady $(FILES)
 
 soak: build-test env-sglang  ## simulation, stress, fuzz, flipped bits, engine pressure, kills, power cuts, 20 times as long (or FLEXKV_SOAK); long tests
-	@FLEXKV_SOAK=$${FLEXKV_SOAK:-20} $(PYTEST) -m "soak or long" --timeout 14400
+	@FLEXKV_SOAK=$${FLEXKV_SOAK:-20} $(PYTEST) $(PARALLEL) -m "soak or long" --timeout 14400
 
 # Every program in benchmarks/ takes --json, but for gpu_results, which writes a page and wants a GPU, and those that want
 # a trace.

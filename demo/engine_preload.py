@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 import os
+from functools import partial
 
 QUIET_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -22,4 +25,24 @@ for _name, _value in QUIET_ENVIRONMENT.items():
 if " " in os.environ.get("CXX", ""):
     os.environ["CXX"] = os.environ["CXX"].split()[-1]
 
-import vllm.entrypoints.llm  # noqa: E402, F401 (after the environment, some of it is read at import)
+# After the environment, some of it is read at import.
+import vllm.utils.system_utils  # noqa: E402
+from vllm.platforms import current_platform  # noqa: E402
+
+if current_platform.is_cpu():
+    # vLLM forks its processes unless something forbids it. On a CPU it always spawns them, and each imports all again.
+    vllm.utils.system_utils.get_mp_context = partial(multiprocessing.get_context, "fork")
+
+import vllm.entrypoints.llm  # noqa: E402
+
+if current_platform.is_cpu():
+    # What an engine imports as it starts. A GPU's worker must not be imported before the fork.
+    import vllm.model_executor.models.llama
+    import vllm.v1.attention.backends.cpu_attn
+    import vllm.v1.core.sched.scheduler
+    import vllm.v1.worker.cpu_worker
+
+# An engine collects garbage several times as it starts and ends, which takes half a second where a million objects of
+# these modules are looked at each time.
+gc.collect()
+gc.freeze()

@@ -1,16 +1,19 @@
 """The engine's side: SGLang in its own environment, steered by lines of JSON on two descriptors.
 
-python -m demo.sglang_child ORDERS_FD ANSWERS_FD '{"model_path": ..., ...}'
+python -m demo.sglang_child ORDERS_FD ANSWERS_FD '{"model_path": ..., ...}' spawn|fork
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
 import os
 import sys
 import time
 import uuid
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 
@@ -133,10 +136,18 @@ def _answer(last: dict[str, Any], ttft_s: float | None) -> dict[str, Any]:
     }
 
 
+def _set_start_method(call: Callable[..., None], method: str, *_asked: Any, **_options: Any) -> None:
+    call(method, force=True)
+
+
 def main() -> None:
     orders, answers = (os.fdopen(int(fd), mode) for fd, mode in zip(sys.argv[1:3], ("r", "w"), strict=True))
     import sglang
 
+    # SGLang asks for "spawn" as it starts, whatever it was told.
+    multiprocessing.set_start_method = partial(
+        _set_start_method, multiprocessing.set_start_method, sys.argv[4]
+    )
     engine = sglang.Engine(**json.loads(sys.argv[3]))
     operations = Operations(engine)
     print(json.dumps({"value": os.getpid()}), file=answers, flush=True)

@@ -1,16 +1,19 @@
-"""What all tests share: a clean environment, a checked length of the long-running ones, and programs beside them."""
+"""What all tests share: a clean environment, a checked length of the long-running ones, and how workers split them."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from tests.apart import WAIT_S, Apart, runs_apart
-from tests.beside import Beside, Ended
 from tests.soak import soak_factor
 
-BESIDE = pytest.StashKey[Beside]()
-APART = pytest.StashKey[Apart]()
-IDS_APART = pytest.StashKey[frozenset[str]]()
+LONGEST_FIRST = ("sanitizers", "engines_sglang", "native", "engines", "faults", "gpu", "unit")
+"""Folders in the order in which `make test` hands them to its workers, so that no worker is left with minutes of work
+at the end."""
+
+TOGETHER = ("sanitizers", "engines_sglang", "native")
+"""Folders that stay on one worker: their files share a build, or an engine that is started once."""
 
 
 def pytest_configure() -> None:
@@ -20,61 +23,32 @@ def pytest_configure() -> None:
         raise pytest.UsageError(str(error)) from None
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests that wait for a program beside them come last.
-
-    A run of everything (no path, `-m`, `-k` or `--lf`, from the root) leaves out tests marked `long`, and has some in a
-    session of their own, which come before those.
-    """
-    option = config.option
-    chosen = option.markexpr or option.keyword or getattr(option, "lf", False)
-    everything = config.args_source is pytest.Config.ArgsSource.TESTPATHS and not chosen
-    apart = {item for item in items if everything and runs_apart(item)}
-    if everything:
-        left_out = [item for item in items if item.get_closest_marker("long")]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in left_out]
-    for item in apart:
-        item.add_marker(pytest.mark.timeout(WAIT_S), append=False)
-    items.sort(key=lambda item: (item.get_closest_marker("beside") is not None, item in apart))
-    config.stash[IDS_APART] = frozenset(item.nodeid for item in apart)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: _rank(_folder(item.nodeid)))
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    marks = [mark for item in session.items if (mark := item.get_closest_marker("beside")) is not None]
-    commands = [mark.args for mark in marks]
-    config = session.config
-    if config.option.collectonly:
-        return
-    if any(item.nodeid in config.stash[IDS_APART] for item in session.items):
-        config.stash[APART] = Apart(config)
-        commands.insert(0, config.stash[APART].command)
-    if commands:
-        config.stash[BESIDE] = Beside(commands, alone=len(marks) == len(session.items))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """pytest-xdist's scheduler (`-n`): a file, or a folder of `TOGETHER`, goes to one worker as a whole."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduler(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            folder = _folder(nodeid)
+            return folder if folder in TOGETHER else nodeid.partition("::")[0]
+
+    config.option.loadscopereorder = False  # the order is `LONGEST_FIRST`
+    return Scheduler(config, log)
 
 
-def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
-    """Reports a test of another session."""
-    if item.nodeid not in item.config.stash[IDS_APART]:
-        return None
-    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-    for report in item.config.stash[APART].reports(item, item.config.stash[BESIDE]):
-        item.ihook.pytest_runtest_logreport(report=report)
-    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
-    return True
+def _folder(nodeid: str) -> str:
+    """The folder in `tests` that a test is in; empty for one that is elsewhere."""
+    parts = nodeid.partition("::")[0].split("/")
+    return parts[1] if len(parts) > 2 and parts[0] == "tests" else ""
 
 
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    if (running := session.config.stash.get(BESIDE, None)) is not None:
-        running.close()
-    if (apart := session.config.stash.get(APART, None)) is not None:
-        apart.close()
-
-
-@pytest.fixture
-def beside(request: pytest.FixtureRequest) -> Ended:
-    """How the program of this test's `beside` mark ended."""
-    return request.config.stash[BESIDE].ended(request.node.get_closest_marker("beside").args)
+def _rank(folder: str) -> int:
+    return LONGEST_FIRST.index(folder) if folder in LONGEST_FIRST else len(LONGEST_FIRST)
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.engine)
             # Engine starts alone may take most of the usual limit on a busy machine.
             item.add_marker(pytest.mark.timeout(2400))
+
+
+SPAWNED = ("test_linker", "test_hicache")
+"""Files whose engines start their processes as deployed; others fork them from one that has imported SGLang."""
+
+
+@contextmanager
+def starting_by(method: str) -> Iterator[None]:
+    """SGLang engines that start meanwhile start their processes so."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SglangProcess, "start_method", method)
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _start_method(request: pytest.FixtureRequest) -> Iterator[None]:
+    with starting_by("spawn" if request.path.stem in SPAWNED else "fork"):
+        yield
 
 
 def request(name: str, **more: Any) -> dict[str, Any]:
@@ -89,7 +108,7 @@ def judge_by(
 ) -> Judge:
     """Asks an engine without flexkv and without a cache of its own, and ends it."""
     given = {"disable_radix_cache": True, **(arguments or {})}
-    with SglangProcess(model, log, given, **environment) as engine:
+    with starting_by("fork"), SglangProcess(model, log, given, **environment) as engine:
         return judge_of({name: engine.call("generate", requests=[request(name)])[0] for name in names})
 
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.beside import Ended
+from tests.programs import run_module
 from tests.soak import soak_factor
 
 BUILD_AND_RUN_S = 1800 * soak_factor()
@@ -14,21 +14,21 @@ BUILD_AND_RUN_S = 1800 * soak_factor()
 
 @pytest.mark.soak
 @pytest.mark.timeout(BUILD_AND_RUN_S)
-@pytest.mark.beside("-m", "tests.native.run")
-def test_native(beside: Ended) -> None:
-    assert beside.code == 0, beside.output[-20_000:]
-    assert "0 failed" in beside.output
+def test_native() -> None:
+    done = run_module("tests.native.run")
+    assert done.returncode == 0, done.stdout[-20_000:]
+    assert "0 failed" in done.stdout
 
 
 @pytest.mark.timeout(BUILD_AND_RUN_S)
-@pytest.mark.beside("-m", "tests.native.run", "--case", "runs that share bytes of the pool*")
-def test_one_case_runs_alone(beside: Ended) -> None:
-    assert beside.code == 0, beside.output[-20_000:]
-    assert re.search(r"test cases:\s+1 \|\s+1 passed", beside.output), beside.output[-20_000:]
+def test_one_case_runs_alone() -> None:
+    done = run_module("tests.native.run", "--case", "runs that share bytes of the pool*")
+    assert done.returncode == 0, done.stdout[-20_000:]
+    assert re.search(r"test cases:\s+1 \|\s+1 passed", done.stdout), done.stdout[-20_000:]
 
 
 @pytest.mark.timeout(BUILD_AND_RUN_S)
-@pytest.mark.beside("-m", "tests.native.run", "--case", "no such case")
-def test_a_pattern_that_fits_no_case_is_an_error(beside: Ended) -> None:
-    assert beside.code == 1
-    assert "--case no such case: no test case has such a name" in beside.output
+def test_a_pattern_that_fits_no_case_is_an_error() -> None:
+    done = run_module("tests.native.run", "--case", "no such case")
+    assert done.returncode == 1
+    assert "--case no such case: no test case has such a name" in done.stdout

@@ -1,18 +1,18 @@
 """The Python tests of the native core again, on an extension built with a sanitizer.
 
-`python -m tests.sanitizers.run SANITIZER`
+`python -m tests.sanitizers.run SANITIZER [--short]`
 """
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from argparse import ArgumentParser
 from pathlib import Path
 
 from build_support.ninja_file import ROOT, Variant
 from build_support.variant_package import make_tree, sanitizer_environment
 
-# What calls into the native core; torch and the engines stay out, they are not built for a sanitizer.
 FOLDERS = {
     "address": (
         "tests/unit/layout",
@@ -35,10 +35,28 @@ FOLDERS = {
         "tests/unit/native_border/test_fuzz_threads.py",
     ),
 }
+"""What calls into the native core; torch and the engines stay out, they are not built for a sanitizer."""
+
+SHORT = {
+    "address": ("tests/unit/native_border", "tests/unit/transfer/test_engine_submit.py"),
+    "thread": (
+        "tests/unit/native_border/test_fuzz_threads.py",
+        "tests/unit/transfer/test_engine_submit.py",
+        "tests/unit/transfer/test_engine_waits.py",
+    ),
+}
+"""What is left of it in `make test`: every binding with wrong and with random arguments, and the engine's threads. What
+is behind the bindings runs in the native tests, under both sanitizers each time."""
 
 
 def main() -> None:
-    (sanitizer,) = sys.argv[1:]
+    parser = ArgumentParser(description="Runs Python tests of the native core on one built with a sanitizer.")
+    parser.add_argument("sanitizer", choices=FOLDERS)
+    parser.add_argument(
+        "--short", action="store_true", help="those of `make test`; all of them in `make soak`"
+    )
+    asked = parser.parse_args()
+    sanitizer, paths = asked.sanitizer, (SHORT if asked.short else FOLDERS)[asked.sanitizer]
     tree = make_tree(Variant(None, sanitizer))
     environ = sanitizer_environment(sanitizer)
     which = "import flexkv.c_ext as c; print(c.__variant__, c.__file__)"
@@ -50,8 +68,8 @@ def main() -> None:
     assert variant == f"cpu-{sanitizer}"
     assert Path(path).is_relative_to(tree)
 
-    assert all((ROOT / folder).exists() for folder in FOLDERS[sanitizer])
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *FOLDERS[sanitizer]]
+    assert all((ROOT / path).exists() for path in paths)
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *paths]
     raise SystemExit(subprocess.run(command, cwd=tree, env=environ).returncode)
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from build_support.ninja_file import ROOT
 from build_support.preflight import compiler
-from tests.beside import Ended
 from tests.native.run import OPTIONS
+from tests.programs import run_module
 from tests.soak import soak_factor
 
 RUN_S = 3600 * soak_factor()
@@ -36,16 +36,11 @@ CONTROLS = {
 
 @pytest.mark.soak
 @pytest.mark.timeout(RUN_S)
-@pytest.mark.parametrize(
-    "sanitizer",
-    [
-        pytest.param(name, marks=pytest.mark.beside("-m", "tests.native.run", name))
-        for name in ("address", "thread")
-    ],
-)
-def test_native_tests_are_clean(sanitizer: str, beside: Ended) -> None:
-    assert beside.code == 0, beside.output[-20_000:]
-    assert "0 failed" in beside.output
+@pytest.mark.parametrize("sanitizer", ["address", "thread"])
+def test_native_tests_are_clean(sanitizer: str) -> None:
+    done = run_module("tests.native.run", sanitizer)
+    assert done.returncode == 0, done.stdout[-20_000:]
+    assert "0 failed" in done.stdout
 
 
 @pytest.mark.parametrize("sanitizer", list(CONTROLS))

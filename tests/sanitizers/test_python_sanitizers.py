@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from tests.beside import Ended
+from tests.programs import run_module
 from tests.sanitizers.run import FOLDERS
 
 RUN_S = 3600
 
 
 @pytest.mark.timeout(RUN_S)
+@pytest.mark.parametrize("sanitizer", list(FOLDERS))
 @pytest.mark.parametrize(
-    "sanitizer",
-    [pytest.param(name, marks=pytest.mark.beside("-m", "tests.sanitizers.run", name)) for name in FOLDERS],
+    "options", [("--short",), pytest.param((), marks=pytest.mark.long)], ids=["short", "all"]
 )
-def test_python_tests_are_clean(sanitizer: str, beside: Ended) -> None:
-    assert beside.code == 0, beside.output[-20_000:]
-    assert " passed" in beside.output
+def test_python_tests_are_clean(sanitizer: str, options: tuple[str, ...]) -> None:
+    done = run_module("tests.sanitizers.run", sanitizer, *options)
+    assert done.returncode == 0, done.stdout[-20_000:]
+    assert " passed" in done.stdout

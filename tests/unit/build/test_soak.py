@@ -66,19 +66,21 @@ def test_short(): pass
 
 @pytest.mark.parametrize(
     ("asked", "run"),
-    [([], {"short"}), (["-m", "soak or long"], {"long"}), (["tests/test_one.py"], {"short", "long"})],
+    [
+        ([], {"short"}),
+        (["test_one.py"], {"short"}),
+        (["-m", "soak or long"], {"long"}),
+        (["-m", ""], {"short", "long"}),
+    ],
 )
 def test_long_tests_run_where_they_are_asked_for(asked: list[str], run: set[str], tmp_path: Path) -> None:
-    folder = tmp_path / "tests"
-    folder.mkdir()
-    (folder / "test_one.py").write_text(LEFT_OUT)
-    (tmp_path / "pytest.ini").write_text("[pytest]\ntestpaths = tests\nmarkers =\n    long: x\n    soak: x\n")
+    (tmp_path / "test_one.py").write_text(LEFT_OUT)
+    settings = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(tmp_path), "-p", "no:cacheprovider"]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-v", "-p", "tests.conftest", "-p", "no:cacheprovider", *asked],
+        [sys.executable, "-m", "pytest", "-v", *settings, *(asked or ["."])],
         capture_output=True,
         text=True,
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
         timeout=120,
     )
     passed = {name for name in ("short", "long") if f"test_{name} PASSED" in done.stdout}

@@ -71,7 +71,7 @@ TAKEN = [
 ]
 
 
-@pytest.mark.parametrize(("stream", "address"), TAKEN, ids=str)
+@pytest.mark.parametrize(("stream", "address"), TAKEN, ids=lambda value: type(value).__name__)
 def test_a_stream_of_any_library_is_its_address(stream: StreamLike, address: int) -> None:
     assert stream_address(stream) == address
     assert optional_stream(stream) == address
