@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from tests.servers.namespace import Namespace
+from tests.servers.stopping import stop_all_threads
 
 PORT = 50051
 """Of the first master; the namespace has no other user. The next port is its metrics'."""
@@ -66,7 +67,7 @@ class Server:
         return self._process
 
     def pause(self) -> None:
-        os.kill(self.pid, signal.SIGSTOP)
+        stop_all_threads(self.pid)
 
     def resume(self) -> None:
         os.kill(self.pid, signal.SIGCONT)

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from demo.engine_child import die_with_parent
+from tests.servers.stopping import stop_all_threads
 
 START_DEADLINE_S = 30.0
 MOST_BYTES = 512 << 20
@@ -87,7 +88,7 @@ class RedisServer:
     def freeze(self) -> None:
         """It keeps its connections, and the system takes new ones for it; nobody is answered."""
         assert self._process is not None
-        self._process.send_signal(signal.SIGSTOP)
+        stop_all_threads(self._process.pid)
 
     def thaw(self) -> None:
         assert self._process is not None

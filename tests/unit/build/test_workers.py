@@ -1,10 +1,9 @@
-"""`make test` shares files among workers: the longest folders first, and what shares a build or an engine stays together."""
+"""`make test` shares files among workers: longest folders first; what shares a build or an engine stays together."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 

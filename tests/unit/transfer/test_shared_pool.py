@@ -17,6 +17,7 @@ from flexkv.errors import BlockRangeError, ClosedError, ContractError, GeometryE
 from flexkv.transfer.engine import TransferEngine
 from flexkv.transfer.graph import OpId, OpKind, Priority, TransferGraph, TransferOp
 from flexkv.transfer.host_pool import HostPool, PoolDescriptor
+from tests.servers.stopping import stop_all_threads
 from tests.unit.transfer.transfer_world import GENEROUS_S, ids
 
 SLOT_BYTES, SLOTS = 128 * 1024, 64
@@ -150,7 +151,7 @@ def test_a_creator_that_dies_during_bring_up_ends_the_wait_of_those_attached() -
     descriptor = receive(here)
     assert isinstance(descriptor, PoolDescriptor)
     assert creator.pid is not None
-    os.kill(creator.pid, signal.SIGSTOP)
+    stop_all_threads(creator.pid)
     pool = HostPool.attach(descriptor)
     assert not pool.creator_gone
     assert not pool.wait_ready(slots, 0.05)

@@ -1,0 +1,66 @@
+"""Where the time of a run went: `make test` with PYTEST_ADDOPTS=--junitxml=FILE, then `python -m tests.durations FILE`.
+
+Writes `tests/durations.md`: seconds per folder, of the slowest files and of the slowest tests, each with set-up and
+tear-down. An engine that several tests share counts for the first.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections import Counter
+from collections.abc import Iterable
+from datetime import date
+from pathlib import Path
+from xml.etree import ElementTree
+
+PAGE = Path(__file__).with_name("durations.md")
+ROWS = 40
+
+
+def read(report: Path) -> Counter[str]:
+    """Seconds per test, `folder/file.py::test`, as in JUnit's XML that pytest writes."""
+    seconds: Counter[str] = Counter()
+    for case in ElementTree.parse(report).getroot().iter("testcase"):
+        file = case.attrib["classname"].removeprefix("tests.").replace(".", "/") + ".py"
+        seconds[f"{file}::{case.attrib['name']}"] += float(case.attrib["time"])
+    return seconds
+
+
+def page(seconds: Counter[str]) -> str:
+    """The Markdown page."""
+    folders: Counter[str] = Counter()
+    files: Counter[str] = Counter()
+    for test, took in seconds.items():
+        file = test.partition("::")[0]
+        parts = file.split("/")
+        folders["/".join(parts[: 2 if parts[0] == "unit" else 1])] += took
+        files[file] += took
+    machine = f"{os.cpu_count()} cores, Python {platform.python_version()}"
+    head = f"{len(seconds)} tests, {sum(seconds.values()) / 60:.0f} minutes in all, shared by the workers of `make test`."
+    return (
+        "\n\n".join(
+            [
+                "# Durations",
+                f"{head} {machine}, {date.today()}, by `tests/durations.py`.",
+                _table("folder", folders.most_common()),
+                _table("file", files.most_common(ROWS)),
+                _table("test", seconds.most_common(ROWS)),
+            ]
+        )
+        + "\n"
+    )
+
+
+def _table(what: str, rows: Iterable[tuple[str, float]]) -> str:
+    lines = [f"| {what} | seconds |", "|---|---:|"]
+    return "\n".join([*lines, *(f"| `{name}` | {took:.1f} |" for name, took in rows)])
+
+
+def main() -> None:
+    PAGE.write_text(page(read(Path(sys.argv[1]))))
+
+
+if __name__ == "__main__":
+    main()

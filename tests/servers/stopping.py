@@ -1,0 +1,24 @@
+"""Stops a process that a test has started, so that nothing of it runs on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+STOPPED_WITHIN_S = 30.0
+
+
+def stop_all_threads(pid: int) -> None:
+    """Stops a child of this process, and returns once none of its threads runs any more.
+
+    On a busy machine that comes later than the signal: until the thread that takes it has its turn, the others go on,
+    and a server answers.
+    """
+    os.kill(pid, signal.SIGSTOP)
+    ends_s = time.monotonic() + STOPPED_WITHIN_S
+    how = os.WSTOPPED | os.WEXITED | os.WNOHANG | os.WNOWAIT
+    while (found := os.waitid(os.P_PID, pid, how)) is None:
+        assert time.monotonic() < ends_s, f"process {pid} does not stop"
+        time.sleep(0.001)
+    assert found.si_code == os.CLD_STOPPED, f"process {pid} has ended"
