@@ -37,20 +37,17 @@ def page(seconds: Counter[str]) -> str:
         parts = file.split("/")
         folders["/".join(parts[: 2 if parts[0] == "unit" else 1])] += took
         files[file] += took
+    minutes = sum(seconds.values()) / 60
     machine = f"{os.cpu_count()} cores, Python {platform.python_version()}"
-    head = f"{len(seconds)} tests, {sum(seconds.values()) / 60:.0f} minutes in all, shared by the workers of `make test`."
-    return (
-        "\n\n".join(
-            [
-                "# Durations",
-                f"{head} {machine}, {date.today()}, by `tests/durations.py`.",
-                _table("folder", folders.most_common()),
-                _table("file", files.most_common(ROWS)),
-                _table("test", seconds.most_common(ROWS)),
-            ]
-        )
-        + "\n"
-    )
+    parts_of_page = [
+        "# Durations",
+        f"{len(seconds)} tests, {minutes:.0f} minutes in all, shared by the workers of `make test`. "
+        f"{machine}, {date.today()}, by `tests/durations.py`.",
+        _table("folder", folders.most_common()),
+        _table("file", files.most_common(ROWS)),
+        _table("test", seconds.most_common(ROWS)),
+    ]
+    return "\n\n".join(parts_of_page) + "\n"
 
 
 def _table(what: str, rows: Iterable[tuple[str, float]]) -> str:
