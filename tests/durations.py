@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from collections import Counter
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Mapping
 from datetime import date
 from pathlib import Path
 from xml.etree import ElementTree
@@ -19,19 +19,19 @@ PAGE = Path(__file__).with_name("durations.md")
 ROWS = 40
 
 
-def read(report: Path) -> Counter[str]:
+def read(report: Path) -> dict[str, float]:
     """Seconds per test, `folder/file.py::test`, as in JUnit's XML that pytest writes."""
-    seconds: Counter[str] = Counter()
+    seconds: dict[str, float] = defaultdict(float)
     for case in ElementTree.parse(report).getroot().iter("testcase"):
         file = case.attrib["classname"].removeprefix("tests.").replace(".", "/") + ".py"
         seconds[f"{file}::{case.attrib['name']}"] += float(case.attrib["time"])
     return seconds
 
 
-def page(seconds: Counter[str]) -> str:
+def page(seconds: Mapping[str, float]) -> str:
     """The Markdown page."""
-    folders: Counter[str] = Counter()
-    files: Counter[str] = Counter()
+    folders: dict[str, float] = defaultdict(float)
+    files: dict[str, float] = defaultdict(float)
     for test, took in seconds.items():
         file = test.partition("::")[0]
         parts = file.split("/")
@@ -43,16 +43,18 @@ def page(seconds: Counter[str]) -> str:
         "# Durations",
         f"{len(seconds)} tests, {minutes:.0f} minutes in all, shared by the workers of `make test`. "
         f"{machine}, {date.today()}, by `tests/durations.py`.",
-        _table("folder", folders.most_common()),
-        _table("file", files.most_common(ROWS)),
-        _table("test", seconds.most_common(ROWS)),
+        _table("folder", folders, len(folders)),
+        _table("file", files),
+        _table("test", seconds),
     ]
     return "\n\n".join(parts_of_page) + "\n"
 
 
-def _table(what: str, rows: Iterable[tuple[str, float]]) -> str:
+def _table(what: str, seconds: Mapping[str, float], rows: int = ROWS) -> str:
+    """The rows that took longest."""
+    longest = sorted(seconds.items(), key=lambda row: -row[1])[:rows]
     lines = [f"| {what} | seconds |", "|---|---:|"]
-    return "\n".join([*lines, *(f"| `{name}` | {took:.1f} |" for name, took in rows)])
+    return "\n".join([*lines, *(f"| `{name}` | {took:.1f} |" for name, took in longest)])
 
 
 def main() -> None:
