@@ -17,7 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiCo
 from flexkv.adapters.common.refusals import log_refusal
 from flexkv.adapters.vllm import local_engines
 from flexkv.adapters.vllm.engine_checks import check_batch_invariance, check_engine, warn_of_policy
-from flexkv.adapters.vllm.engine_spec import SYNC_LOADS_NEED, EngineRole, EngineSpec
+from flexkv.adapters.vllm.engine_spec import EngineRole, EngineSpec, step_load_needs
 from flexkv.adapters.vllm.geometry import config_of_tensors
 from flexkv.adapters.vllm.identity import check_hash
 from flexkv.adapters.vllm.local_engines import OwnPools, check_agent, end_registration, register_only
@@ -68,10 +68,11 @@ class FlexKVConnectorV1Impl:
                 f"tensor_parallel_size is {ranks}: vLLM's built-in FlexKVConnectorV1 carries nothing from worker to "
                 f"scheduler, so it works with 1; set {FULL_CONNECTOR}"
             )
-        if vllm_config.scheduler_config.async_scheduling and transfer.kv_load_failure_policy == "recompute":
+        needs = step_load_needs(vllm_config)
+        if needs.because and transfer.kv_load_failure_policy == "recompute":
             raise ConfigError(
-                f'kv_load_failure_policy is "recompute" and loads run inside the step: {SYNC_LOADS_NEED}, or set '
-                f"{FULL_CONNECTOR}"
+                f'kv_load_failure_policy is "recompute" and loads run inside the step: set {needs.settings}, or '
+                f"{FULL_CONNECTOR}, because {needs.because}"
             )
         self._vllm_config = vllm_config
         self._settings = _reduced(asked)
@@ -211,7 +212,11 @@ class FlexKVConnectorV1Impl:
         geometry = one_group_geometry(worker.kv_config)
         events = self._vllm_config.kv_events_config
         policy = self._vllm_config.kv_transfer_config.kv_load_failure_policy
-        role = EngineRole(recomputes=policy == "recompute", stores_end_in_step=True)
+        role = EngineRole(
+            recomputes=policy == "recompute",
+            stores_end_in_step=True,
+            keeps_computed=self._vllm_config.use_v2_model_runner,
+        )
         spec = EngineSpec.of(self._vllm_config, geometry, self._settings, role)
         side = SchedulerSide(spec, events is not None and events.enable_kv_cache_events)
         side.bind_watch(NoWatch())

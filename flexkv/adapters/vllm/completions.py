@@ -6,7 +6,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
+from vllm.v1.request import RequestStatus
 
+from flexkv.adapters.vllm.engine_spec import RUNNER_V2, EngineSpec
 from flexkv.adapters.vllm.events import EventLog
 from flexkv.adapters.vllm.loads import Loads
 from flexkv.adapters.vllm.metadata import WorkerMetadata
@@ -15,10 +17,12 @@ from flexkv.adapters.vllm.store_watch import StoreWatch
 from flexkv.adapters.vllm.stores import StoreMode
 from flexkv.adapters.vllm.worker import WorkerSide
 from flexkv.cache.base import Completion, OpRole
-from flexkv.observe import Counters
+from flexkv.observe import Counters, get_logger, warn_once
 from flexkv.transfer.graph import OpResult
 from flexkv.unit.base import EngineUnit
 from flexkv.unit.ranks import NO_UNIT
+
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +62,11 @@ class CompletionHandler:
         watch: StoreWatch,
         counters: Counters,
         events: EventLog | None,
-        block_tokens: int,
+        spec: EngineSpec,
     ) -> None:
         self._unit = unit
-        self._block_tokens = block_tokens
+        self._block_tokens = spec.geometry.groups[0].block_tokens
+        self._keeps_computed = spec.role.keeps_computed
         self._workers = workers
         self._requests = requests
         self._loads = loads
@@ -96,7 +101,8 @@ class CompletionHandler:
             self._retired = [table for table in self._retired if table.step > report.step]
 
     def take_failed_blocks(self, failed: set[int]) -> None:
-        """Nothing that was computed from these blocks is published; the engine computes them again."""
+        """Nothing that was computed from these blocks is published; the engine computes them again, unless the request
+        runs on Model Runner V2."""
         for tracker in self._requests.live.values():
             first = first_failed(tracker.block_ids, failed)
             if first is None:
@@ -105,6 +111,8 @@ class CompletionHandler:
             tracker.tables[0].cursor = min(tracker.tables[0].cursor, first)
             tracker.retry_step = 0
             tracker.suspect_from = first if tracker.suspect_from is None else min(first, tracker.suspect_from)
+            if self._keeps_computed and tracker.request.status != RequestStatus.WAITING_FOR_REMOTE_KVS:
+                self._keep_out(tracker, first)
         bad = set(failed)
         for table in self._retired:
             first = first_failed(table.block_ids, failed)
@@ -112,6 +120,16 @@ class CompletionHandler:
                 self._unit.manager.discard_from(table.request_id, first * self._block_tokens)
                 bad.update(table.block_ids[first:])
         self._stores.load_failed(bad)
+
+    def _keep_out(self, tracker: RequestTracker, first_block: int) -> None:
+        self._stores.load_kept(tracker, first_block)
+        warn_once(
+            logger,
+            "runner-v2-load-failed",
+            "a load failed within a step, ours or another connector's, and %s. flexkv stores nothing more of such a "
+            "request. Set %s, or load between steps",
+            *RUNNER_V2,
+        )
 
     def retire(self, tracker: RequestTracker, step: int) -> None:
         """The request loses its blocks. Its stores may still be under way, and `step` not reported."""

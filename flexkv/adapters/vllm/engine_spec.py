@@ -33,11 +33,14 @@ class EngineRole(CacheRole):
         ends_copies: a reset ends every copy before it returns: the engine may take its KV memory away after it and
             tells no worker (sleep in vLLM 0.32).
         stores_end_in_step: see `EagerStores`.
+        keeps_computed: what a running request has computed from a failed load stays in its KV, although the scheduler
+            takes it back: see `RUNNER_V2`.
     """
 
     drop_last_block: bool = False
     ends_copies: bool = False
     stores_end_in_step: bool = False
+    keeps_computed: bool = False
 
     @classmethod
     def of(cls, vllm_config: VllmConfig) -> EngineRole:
@@ -50,6 +53,7 @@ class EngineRole(CacheRole):
             recomputes=transfer.kv_load_failure_policy == "recompute",
             drop_last_block=speculative is not None and speculative.use_eagle_block_drop(),
             ends_copies=sleeps_without_hooks(vllm_config),
+            keeps_computed=vllm_config.use_v2_model_runner,
         )
 
 
@@ -149,10 +153,17 @@ def _shares(settings: FlexKVConfig) -> tuple[tuple[str, bool], ...]:
     )
 
 
-SYNC_LOADS_NEED = (
+ASYNC_SCHEDULING = (
     "with async scheduling the next step is under way before a failed load is reported, and vLLM would keep the token "
-    "which that step sampled; sync loads need --no-async-scheduling"
+    "which that step sampled",
+    "--no-async-scheduling",
 )
+RUNNER_V2 = (
+    "vLLM's Model Runner V2 goes on at the position that a request had reached when its load failed, although vLLM's "
+    "scheduler takes the request back, and would compute wrong tokens",
+    "VLLM_USE_V2_MODEL_RUNNER=0",
+)
+"""Why a load within a step cannot be recovered from, and what to set against it."""
 
 GROUPS_NEED_ASYNC = "with several KV groups vLLM takes back a failed load only while the request waits for it"
 
@@ -175,13 +186,50 @@ LAZY_STORES_NEED_HASHES = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class StepLoadNeeds:
+    """What an engine lacks to load within a step.
+
+    Attributes:
+        because: the reasons, for a sentence; empty where nothing is lacking.
+        settings: to set against them, for a sentence.
+    """
+
+    because: str
+    settings: str
+
+    @classmethod
+    def of(cls, async_scheduling: bool, runner_v2: bool) -> StepLoadNeeds:
+        """
+        Args:
+            runner_v2: the engine runs Model Runner V2 and computes again what a load did not bring.
+        """
+        lacks = [ASYNC_SCHEDULING] * async_scheduling + [RUNNER_V2] * runner_v2
+        return cls("; ".join(why for why, _ in lacks), " and ".join(setting for _, setting in lacks))
+
+
+def step_load_needs(vllm_config: VllmConfig) -> StepLoadNeeds:
+    """What this engine lacks to take back what it computed from a load that failed within a step."""
+    transfer = vllm_config.kv_transfer_config
+    recomputes = transfer is not None and transfer.kv_load_failure_policy == "recompute"
+    return StepLoadNeeds.of(
+        vllm_config.scheduler_config.async_scheduling, recomputes and vllm_config.use_v2_model_runner
+    )
+
+
 def possible_load_mode(asked: str, vllm_config: VllmConfig, is_hybrid: bool = False) -> str:
     """`load.mode` as this engine can have it; says so where that is another than `asked`."""
     if asked != "async" and is_hybrid:
         logger.warning("load.mode=%s: %s; loads are async here", asked, GROUPS_NEED_ASYNC)
         return "async"
-    if asked != "async" and vllm_config.scheduler_config.async_scheduling:
-        logger.warning("load.mode=%s: %s; loads are async here", asked, SYNC_LOADS_NEED)
+    if asked != "async" and (needs := step_load_needs(vllm_config)).because:
+        logger.warning(
+            "load.mode=%s: loads are async here; for %s loads set %s, because %s",
+            asked,
+            asked,
+            needs.settings,
+            needs.because,
+        )
         return "async"
     if asked == "layerwise" and vllm_config.speculative_config is not None:
         logger.warning("load.mode=layerwise: %s; loads are sync here", LAYERWISE_NEEDS)

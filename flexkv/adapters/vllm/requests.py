@@ -63,7 +63,8 @@ class RequestTracker:
         tables: one per KV group, in the order of `PoolGeometry.groups`.
         retry_step: after an offer was dropped, not to be repeated before this step.
         loading: op of the async load in flight, if any.
-        stale: the KV held was computed with weights that have been replaced; nothing of it may be stored.
+        stale: the KV held was computed with weights that have been replaced, or from a failed load that the engine did
+            not take back; nothing of it may be stored.
         suspect_from: number of the first group's first block computed from a failed load and not computed again yet.
         own_from: number of the first group's first block that the engine's own prefix cache did not give.
         certain: tokens whose KV was certain after the last step; kept for lazy stores.

@@ -146,7 +146,7 @@ class SchedulerSide:
             self._watch,
             self.counters,
             self.events,
-            self._spec.geometry.groups[0].block_tokens,
+            self._spec,
         )
         self._steps = (
             StepTimes(unit.manager.cost.compute) if isinstance(unit, LiveUnit) and unit.has_tiers else None

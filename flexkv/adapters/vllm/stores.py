@@ -54,6 +54,11 @@ class StoreMode(ABC):
         those. Of live requests their `cursor` and `suspect_from` tell."""
 
     @abstractmethod
+    def load_kept(self, tracker: RequestTracker, first_block: int) -> None:
+        """From this block of the first group on the request has wrong KV that the engine does not compute again:
+        nothing of it is stored, nor what others compute from these blocks."""
+
+    @abstractmethod
     def unpublished(self, blocks: BlockIds) -> None:
         """A store of these engine blocks ended without being published."""
 
@@ -82,6 +87,9 @@ class NoStores(StoreMode):
     def load_failed(self, blocks: Iterable[int]) -> None:
         """Nothing is stored."""
 
+    def load_kept(self, tracker: RequestTracker, first_block: int) -> None:
+        """Nothing is stored."""
+
     def unpublished(self, blocks: BlockIds) -> None:
         """Nothing is stored."""
 
@@ -103,7 +111,7 @@ class StoreTables:
 
 class RequestStores(StoreMode):
     """What the modes that store know of requests: which tokens are certain, and which blocks hold KV of replaced
-    weights."""
+    weights, or from a failed load."""
 
     def __init__(self, tables: StoreTables) -> None:
         spec = tables.spec
@@ -138,8 +146,12 @@ class RequestStores(StoreMode):
         certain = min(max(0, request.num_computed_tokens - request.num_in_flight_tokens), request.num_tokens)
         return int(min(certain, request.num_prompt_tokens) if self._prompt_only else certain)
 
+    def load_kept(self, tracker: RequestTracker, first_block: int) -> None:
+        tracker.stale = True
+        self._taint(tracker, tracker.block_ids[first_block:])
+
     def started(self, tracker: RequestTracker) -> None:
-        """Notes whether the request took blocks that still hold KV of replaced weights from the engine's own cache."""
+        """Notes whether the request took blocks whose KV must not be stored from the engine's own cache."""
         if self._stale_hashes and not tracker.stale:
             blocks = self._watch.pool.blocks
             tracker.stale = any(
@@ -149,7 +161,8 @@ class RequestStores(StoreMode):
             )
 
     def _taint(self, tracker: RequestTracker, block_ids: Iterable[int]) -> None:
-        """What was computed from KV of replaced weights is as bad, also for those who find it in the engine's cache."""
+        """What was computed from KV that must not be stored is as bad, also for those who find it in the engine's
+        cache."""
         if tracker.stale:
             blocks = self._watch.pool.blocks
             for block in block_ids:

@@ -12,7 +12,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from flexkv.adapters.vllm import local_engines
 from flexkv.adapters.vllm.engine_spec import EngineRole, EngineSpec
@@ -43,6 +43,8 @@ class MiniEngine:
 
     Attributes:
         failed_by_another: blocks that another connector beside ours failed to load, named in the next report.
+        takes_back: the model runner takes a running request's computed tokens back where the scheduler does, as V1 does
+            and V2 does not.
         after_layer: called in the forward with the number of each layer that it has written, where the step's stores
             go by layer.
     """
@@ -89,6 +91,7 @@ class MiniEngine:
         self.finished_loads: list[str] = []
         self.invalid: set[int] = set()
         self.failed_by_another: set[int] = set()
+        self.takes_back = True
         self.after_layer: Callable[[int], None] = lambda layer: None
         self.counters = Counters()
         self._pending: dict[str, int] = {}
@@ -111,6 +114,7 @@ class MiniEngine:
         self.side.allocated(request, SimpleNamespace(get_block_ids=lambda: (ids,)), tokens)
         request.num_computed_tokens = tokens
         live.waiting_for_load = is_async
+        request.status = RequestStatus.WAITING_FOR_REMOTE_KVS if is_async else RequestStatus.RUNNING
         if not is_async:
             self._cache_blocks(live, request.num_tokens)
         return tokens
@@ -135,6 +139,7 @@ class MiniEngine:
         ids = [block.block_id for block in live.blocks]
         self.side.allocated(request, SimpleNamespace(get_block_ids=lambda: (ids,)), 0)
         request.num_computed_tokens = tokens
+        request.status = RequestStatus.RUNNING
 
     def step(
         self, scheduled: dict[str, int] | None = None, before_forward: Callable[[], None] | None = None
@@ -329,8 +334,10 @@ class MiniEngine:
         """Each request of the step, with the first position that it computes and the one past the last."""
         parts = []
         for name, tokens in scheduled.items():
-            end = self.live[name].request.num_computed_tokens
-            parts.append((self.live[name], end - tokens, end))
+            live = self.live[name]
+            end = live.request.num_computed_tokens + live.ahead
+            # What a runner writes past its request's blocks is not ours to look at.
+            parts.append((live, end - tokens, min(end, len(live.blocks) * BLOCK_TOKENS)))
         return parts
 
     def _take(self, reports: list[tuple[set[str], set[int], WorkerMetadata | None]]) -> None:
@@ -349,6 +356,8 @@ class MiniEngine:
                 if block.block_id in invalid:
                     computed = live.request.num_computed_tokens
                     live.request.num_computed_tokens = min(computed, number * BLOCK_TOKENS)
+                    if not self.takes_back and not live.waiting_for_load:
+                        live.ahead += computed - live.request.num_computed_tokens
                     break
         done = {name for name, count in self._pending.items() if count == len(self.workers)}
         self.side.update(
@@ -363,6 +372,7 @@ class MiniEngine:
             self.finished_loads.append(name)
             if (waiting := self.live.get(name)) is not None:
                 waiting.waiting_for_load = False
+                waiting.request.status = RequestStatus.RUNNING
                 computed = min(waiting.request.num_computed_tokens, waiting.request.num_tokens - 1)
                 waiting.request.num_computed_tokens = computed
                 self._cache_blocks(waiting, computed)

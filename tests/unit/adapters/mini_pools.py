@@ -55,12 +55,17 @@ def make_caches(config: KVCacheConfig) -> dict[str, torch.Tensor]:
 
 @dataclass(eq=False)
 class Live:
-    """A request in the engine: its blocks, and how many tokens it has computed."""
+    """A request in the engine: its blocks, and how many tokens it has computed.
+
+    Attributes:
+        ahead: tokens that the model runner counts as computed beyond those that the scheduler has taken back.
+    """
 
     request: Request
     blocks: list[KVCacheBlock] = field(default_factory=list)
     waiting_for_load: bool = False
     scheduled: bool = False
+    ahead: int = 0
 
 
 Part = tuple[Live, int, int]

@@ -44,7 +44,7 @@ def engine(**changes: Any) -> Any:
         section, _, field = name.partition("__")
         sections[section][field] = value
     fields = {name: SimpleNamespace(**values) for name, values in sections.items()}
-    return SimpleNamespace(**fields, speculative_config=None)
+    return SimpleNamespace(**fields, speculative_config=None, use_v2_model_runner=False)
 
 
 @pytest.fixture
@@ -73,6 +73,18 @@ def test_what_it_cannot_do_safely_is_refused(
 ) -> None:
     with pytest.raises(error, match=message):
         FlexKVConnectorV1Impl(engine(**changes), KVConnectorRole.SCHEDULER)
+
+
+@pytest.mark.parametrize(("policy", "refused"), [("recompute", True), ("fail", False)])
+def test_model_runner_v2_is_refused_where_failed_loads_are_computed(policy: str, refused: bool) -> None:
+    """Loads are within the step here, and V2 does not take one back. With "fail", the control, the request ends."""
+    asked = engine(kv_transfer_config__kv_load_failure_policy=policy)
+    asked.use_v2_model_runner = True
+    if refused:
+        with pytest.raises(ConfigError, match="set VLLM_USE_V2_MODEL_RUNNER=0, or"):
+            FlexKVConnectorV1Impl(asked, KVConnectorRole.SCHEDULER)
+    else:
+        FlexKVConnectorV1Impl(asked, KVConnectorRole.SCHEDULER).shutdown()
 
 
 def test_a_refused_connector_leaves_its_engine_a_place(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,178 @@
+"""A load that fails within a step, on a model runner that goes on where its request was (vLLM's Model Runner V2):
+nothing that is computed from there on is stored, whoever began the load."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import pytest
+
+from flexkv.adapters.vllm.engine_spec import EngineRole, possible_load_mode
+from flexkv.observe import log
+from tests import testing_ext
+from tests.unit.adapters.faulty_worker import faulty_worker
+from tests.unit.adapters.mini_engine import MiniEngine, stored_engine
+from tests.unit.adapters.test_builtin import engine as described
+from tests.unit.adapters.vllm_objects import make_request
+from tests.unit.transfer.transfer_world import FAIL
+
+Make = Callable[..., MiniEngine]
+PROMPT = list(range(100, 123))
+H2D = 0
+MODES = ["eager", "layerwise", "lazy"]
+
+
+def settle(engine: MiniEngine) -> None:
+    """Lazy stores are planned with a step, and all that was planned ends."""
+    for _ in range(4):
+        engine.step({})
+        engine.drain()
+
+
+def failed_within_a_step(
+    make_engine: Make, keeps_computed: bool, store_mode: str, goes_on: bool = True
+) -> MiniEngine:
+    """An engine on V2 after a sync load of "two" whose block 2 failed; with `goes_on` it has computed the rest."""
+    engine = make_engine(
+        blocks=8 if store_mode == "lazy" else 32,  # lazy stores look at the head of the free queue only
+        worker_class=faulty_worker(testing_ext.FaultRule(FAIL, kind=H2D, page=2, times=1)),
+        role=EngineRole(recomputes=True, keeps_computed=keeps_computed),
+        **{"load.mode": "sync", "store.mode": store_mode, "store.max_reference_share": 1.0},
+    )
+    engine.run(make_request(PROMPT[:16], "one"))
+    settle(engine)
+    engine.forget()
+    engine.takes_back = False
+    assert engine.add(make_request(PROMPT, "two")) == 16
+    engine.step()
+    assert len(engine.invalid) == 1
+    if goes_on:
+        engine.step()
+        assert engine.wrong("two"), "the runner went on where it was"
+    return engine
+
+
+def serves_wrong_kv(engine: MiniEngine) -> bool:
+    """Whether another request with the same tokens gets KV that does not belong there."""
+    settle(engine)
+    engine.forget()
+    engine.add(make_request(PROMPT, "three"))
+    engine.takes_back = True
+    engine.step()
+    return engine.wrong("three") != []
+
+
+@pytest.mark.parametrize("store_mode", MODES)
+def test_a_request_that_lost_blocks_in_a_step_stores_nothing_more(
+    make_engine: Make, store_mode: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("flexkv"), "propagate", True)
+    monkeypatch.setattr(log, "_warned", set())
+    engine = failed_within_a_step(make_engine, True, store_mode)
+    before = engine.stored_pages
+    engine.finish("two")
+    settle(engine)
+    assert engine.stored_pages == before
+    assert not serves_wrong_kv(engine)
+    assert caplog.text.count("VLLM_USE_V2_MODEL_RUNNER=0") == 1
+
+
+@pytest.mark.parametrize("store_mode", MODES)
+def test_control_without_knowing_the_runner_wrong_kv_is_served(make_engine: Make, store_mode: str) -> None:
+    engine = failed_within_a_step(make_engine, False, store_mode)
+    engine.finish("two")
+    assert serves_wrong_kv(engine)
+
+
+@pytest.mark.parametrize("store_mode", ["eager", "layerwise"])
+@pytest.mark.parametrize("keeps_computed", [True, False])
+def test_what_others_compute_from_the_engines_own_copy_of_it_is_not_stored(
+    make_engine: Make, store_mode: str, keeps_computed: bool
+) -> None:
+    """vLLM's own prefix cache keeps the wrong blocks under their hashes. Without `keeps_computed`: the control."""
+    engine = failed_within_a_step(make_engine, keeps_computed, store_mode, goes_on=False)
+    blocks = engine.live["two"].blocks
+    sharing = make_request([*PROMPT[:20], *range(9)], "sharing")
+    engine.adopt(sharing, blocks[:5])  # before the engine plans another step for "two"
+    engine.step()
+    engine.finish("two")
+    engine.finish("sharing")
+    settle(engine)
+    engine.forget()
+    assert engine.add(make_request([*PROMPT[:20], *range(9)], "again")) <= (8 if keeps_computed else 28)
+    engine.step()
+    assert (engine.wrong("again") == []) == keeps_computed
+
+
+@pytest.mark.parametrize("keeps_computed", [True, False])
+def test_nor_is_what_follows_another_connectors_failed_load(make_engine: Make, keeps_computed: bool) -> None:
+    """Without `keeps_computed`: the control."""
+    engine = make_engine(role=EngineRole(recomputes=True, keeps_computed=keeps_computed))
+    engine.takes_back = False
+    request = make_request(PROMPT, "one")
+    engine.add(request)
+    request.num_computed_tokens = 8  # the other connector's tokens
+    engine.failed_by_another = {engine.live["one"].blocks[1].block_id}
+    engine.step()
+    engine.step()
+    engine.finish("one")
+    engine.drain()
+    engine.forget()
+    assert engine.add(make_request(PROMPT, "two")) == (4 if keeps_computed else 20)
+
+
+def test_a_request_that_waited_for_its_load_is_stored_when_it_is_computed(make_engine: Make) -> None:
+    """Its runner first sees it after the failure was known."""
+    engine = stored_engine(
+        make_engine,
+        PROMPT,
+        worker_class=faulty_worker(testing_ext.FaultRule(FAIL, kind=H2D, page=2, times=1)),
+        role=EngineRole(recomputes=True, keeps_computed=True),
+    )
+    engine.takes_back = False
+    assert engine.run(make_request(PROMPT, "two")) == 20
+    assert len(engine.invalid) == 1
+    engine.forget()
+    assert engine.run(make_request(PROMPT, "three")) == 20
+
+
+def test_a_request_that_starts_again_after_it_stores_again(make_engine: Make) -> None:
+    """Preemption gives it other blocks, and its runner forgets it."""
+    engine = failed_within_a_step(make_engine, True, "eager")
+    request = engine.live["two"].request
+    engine.preempt("two")
+    engine.takes_back = True
+    assert engine.run(request) == 8
+    engine.forget()
+    assert engine.run(make_request(PROMPT, "three")) == 20
+
+
+@pytest.mark.parametrize("asked", ["sync", "layerwise"])
+@pytest.mark.parametrize(
+    ("v2", "overlap", "policy", "settings"),
+    [
+        (True, False, "recompute", "set VLLM_USE_V2_MODEL_RUNNER=0,"),
+        (True, True, "recompute", "set --no-async-scheduling and VLLM_USE_V2_MODEL_RUNNER=0,"),
+        (False, True, "recompute", "set --no-async-scheduling,"),
+        (True, False, "fail", ""),
+        (False, False, "recompute", ""),
+    ],
+)
+def test_loads_within_the_step_are_for_engines_that_recover_from_their_failure(
+    asked: str,
+    v2: bool,
+    overlap: bool,
+    policy: str,
+    settings: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(logging.getLogger("flexkv"), "propagate", True)
+    config = described(
+        scheduler_config__async_scheduling=overlap, kv_transfer_config__kv_load_failure_policy=policy
+    )
+    config.use_v2_model_runner = v2
+    assert possible_load_mode(asked, config) == ("async" if settings else asked)
+    assert len(caplog.records) == bool(settings)
+    assert settings in caplog.text
