@@ -110,7 +110,23 @@ _TABLE = (
         MetricKind.COUNTER,
         "pages",
         "Pages that did not arrive: moved wrongly, never issued, behind a failed one, on a dead lane, or too late.",
-        (_DIRECTION, ("reason", ("failed", "cancelled", "skipped", "lane_down", "deadline"))),
+        (_DIRECTION, ("reason", ("failed", "skipped", "lane_down", "deadline"))),
+    ),
+    Metric(
+        "flexkv_cancelled_pages_total",
+        MetricKind.COUNTER,
+        "pages",
+        "Pages of loads and stores that were called off: a client hung up while its load ran, a reset or a sleep came, "
+        "a queue was full, the engine ended. No failure; of a load past its deadline see `flexkv_failed_pages_total`.",
+        (_DIRECTION,),
+    ),
+    Metric(
+        "flexkv_unread_request_fields_total",
+        MetricKind.COUNTER,
+        "fields",
+        "Fields of requests that flexkv could not read: a name that it does not know, a value or a type that is not "
+        "allowed. The request is served; where `skip_save` has such a value, it is not stored.",
+        (("reason", ("name", "value", "type")),),
     ),
     Metric(
         "flexkv_failed_kernel_launches_total",

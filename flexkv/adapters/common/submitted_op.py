@@ -19,7 +19,6 @@ PAST_DEADLINE = "past load.deadline_s"
 FAILURE_LABELS = {
     OpStatus.OK: "failed",
     OpStatus.FAILED: "failed",
-    OpStatus.CANCELLED: "cancelled",
     OpStatus.SKIPPED: "skipped",
     OpStatus.LANE_DOWN: "lane_down",
 }
@@ -49,9 +48,14 @@ def count_ended(
     counters.add("flexkv_moved_bytes_total", (pages - failed) * page_bytes, direction=direction)
     if started_s is not None:
         counters.observe("flexkv_transfer_seconds", time.monotonic() - started_s, direction=direction)
-    if failed:
-        why = reason or FAILURE_LABELS[result.status]
-        counters.add("flexkv_failed_pages_total", failed, direction=direction, reason=why)
+    if not failed:
+        return
+    if reason is None and result.status is OpStatus.CANCELLED:
+        # Nothing went wrong: a client has hung up, say.
+        counters.add("flexkv_cancelled_pages_total", failed, direction=direction)
+        return
+    why = reason or FAILURE_LABELS[result.status]
+    counters.add("flexkv_failed_pages_total", failed, direction=direction, reason=why)
 
 
 @dataclass(slots=True)

@@ -92,20 +92,39 @@ class EagerStores(RequestStores):
         """Stores of whole blocks of full attention that have not been offered yet."""
         if step < tracker.retry_step:
             return []
-        graphs = [self._plan_group(tracker, group, certain_tokens, step) for group in self._full]
+        graphs = [
+            graph for group in self._full for graph in self._plan_runs(tracker, group, certain_tokens, step)
+        ]
         return [graph for graph in graphs if graph is not None]
+
+    def _plan_runs(
+        self, tracker: RequestTracker, group: int, certain_tokens: int, step: int
+    ) -> Iterator[TransferGraph | None]:
+        """Of a request without tokens that its caller keeps out, one run of blocks."""
+        before = -1
+        while tracker.tables[group].cursor > before:
+            before = tracker.tables[group].cursor
+            yield self._plan_group(tracker, group, certain_tokens, step)
+            if not tracker.kept_out.spans:
+                return
 
     def _plan_group(
         self, tracker: RequestTracker, group: int, certain_tokens: int, step: int
     ) -> TransferGraph | None:
         table = tracker.tables[group]
-        first, end = table.cursor, min(certain_tokens // self._groups[group].block_tokens, len(table.ids))
+        block = self._groups[group].block_tokens
+        first, end = table.cursor, min(certain_tokens // block, len(table.ids))
         if end <= first:
             return None
-        if tracker.skip_save or tracker.stale:
+        if tracker.stale:
             self._taint(tracker, table.ids[first:end])
             table.cursor = end
             return None
+        if kept := tracker.kept_out.within(first * block, end * block):
+            if kept[0] < (first + 1) * block:
+                table.cursor = min(end, -(-kept[1] // block))
+                return None
+            end = kept[0] // block
         keys = table.keys.keys()
         end = min(end, len(keys))
         room = self._watch.room
@@ -205,11 +224,15 @@ class EagerStores(RequestStores):
     ) -> list[TransferGraph]:
         """Stores of all windows, chunks and states that a hit of `boundary` tokens needs. None of them is stored where
         the engine has given away a page that one needs: without it no hit could end there."""
-        if tracker.skip_save or tracker.stale or not boundary:
+        if tracker.stale or not boundary:
             return []
         pages: dict[int, tuple[int, list[int]]] = {}
         for at, group in self._boundaries.groups.items():
             first, end = pages_at(group, boundary)
+            # A state is made of all tokens before it.
+            oldest = 0 if group.rule is Rule.STATE else first * group.block_tokens
+            if tracker.kept_out.within(oldest, boundary):
+                return []
             ids = list(blocks[group.number][first:end])
             if group.number in states:
                 ids = [states[group.number]]
@@ -236,7 +259,7 @@ class EagerStores(RequestStores):
     def _plan_tail(self, tracker: RequestTracker, certain_tokens: int) -> TransferGraph | None:
         """The store of the tokens after the last whole block, at the request's end."""
         block, tokens = divmod(certain_tokens, self._block_tokens)
-        if tracker.skip_save or tracker.stale:
+        if tracker.stale or tracker.kept_out.within(certain_tokens - tokens, certain_tokens):
             return None
         if tokens == 0 or block >= len(tracker.block_ids) or self._watch.room < 1:
             return None

@@ -115,8 +115,11 @@ class LazyStores(RequestStores, CacheListener):
                 self.suspects.pop(block, None)  # it was computed again
         if tracker.namespace != self._namespace:
             self._note_namespace(tracker)
-        # Nor may be stored what the caller or `store.tokens` keeps out.
-        first = min(good, tracker.own_from) if tracker.skip_save else good
+        # Nor may be stored what the caller or `store.tokens` keeps out. From a page on that the caller keeps out none
+        # can be reached by a lookup, but for those that the engine's own cache gave.
+        first = good
+        if kept := tracker.kept_out.within(0, len(tracker.block_ids) * self._block_tokens):
+            first = min(good, max(tracker.own_from, kept[0] // self._block_tokens))
         self._suspect(tracker.block_ids[first:])
 
     def _note_namespace(self, tracker: RequestTracker) -> None:

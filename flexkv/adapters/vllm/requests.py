@@ -3,19 +3,21 @@ tables, which it keeps from what the engine schedules in each step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from flexkv.adapters.common.common_keys import COMMON
 from flexkv.adapters.vllm.block_keys import BlockKeys, EngineBlockKeys, RequestNamespaces, TokenBlockKeys
 from flexkv.adapters.vllm.pool_geometry import PoolGeometry
+from flexkv.adapters.vllm.request_fields import KeptOut, RequestFields
 from flexkv.cache.base import Keys, MatchResult
 from flexkv.transfer.graph import BlockIds, OpId
 
 if TYPE_CHECKING:
+    from vllm import SamplingParams
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
@@ -61,6 +63,9 @@ class RequestTracker:
     Attributes:
         namespace: of all its keys, 32 bytes.
         tables: one per KV group, in the order of `PoolGeometry.groups`.
+        kept_out: tokens that its caller keeps out of the cache.
+        sampling: parameters of the piece of a streaming session that `kept_out` knows; vLLM replaces them.
+        reached: tokens that its steps have computed so far, those that are not accepted among them.
         retry_step: after an offer was dropped, not to be repeated before this step.
         loading: op of the async load in flight, if any.
         stale: the KV held was computed with weights that have been replaced, or from a failed load that the engine did
@@ -82,7 +87,9 @@ class RequestTracker:
     request: Request
     namespace: bytes
     tables: tuple[BlockTable, ...]
-    skip_save: bool
+    kept_out: KeptOut
+    sampling: SamplingParams | None
+    reached: int = 0
     retry_step: int = 0
     promise: Promise | None = None
     loading: OpId | None = None
@@ -127,17 +134,6 @@ class RequestTracker:
         self.counted = False
 
 
-def wants_no_store(request: Request) -> bool:
-    """Whether the caller asked that nothing of this request be stored.
-
-    `kv_transfer_params={"skip_save": true}`, or `flexkv.skip_save` in the sampling parameters' extra_args.
-    """
-    params: Mapping[str, Any] = request.kv_transfer_params or {}
-    sampling = request.sampling_params
-    extra: Mapping[str, Any] = (sampling.extra_args if sampling is not None else None) or {}
-    return bool(params.get("skip_save") or extra.get("flexkv.skip_save"))
-
-
 class RequestTable:
     """Every request from its first lookup to its end.
 
@@ -148,10 +144,11 @@ class RequestTable:
         live: the trackers by request id.
     """
 
-    def __init__(self, namespace: bytes, geometry: PoolGeometry, scheme: str) -> None:
+    def __init__(self, namespace: bytes, geometry: PoolGeometry, scheme: str, fields: RequestFields) -> None:
         self._namespaces = RequestNamespaces(namespace)
         self._groups = geometry.groups
         self._signatures = [group.signature for group in geometry.kv_groups()]
+        self._fields = fields
         self._keys = TokenBlockKeys if scheme == COMMON else EngineBlockKeys
         self.live: dict[str, RequestTracker] = {}
 
@@ -167,8 +164,9 @@ class RequestTable:
                 )
             )
             tracker = RequestTracker(
-                str(request.request_id), request, namespace, tables, wants_no_store(request)
+                str(request.request_id), request, namespace, tables, KeptOut(), request.sampling_params
             )
+            tracker.kept_out.ask(bool(self._fields.skip_save(request)), 0, 0)
             self.live[request.request_id] = tracker
         return tracker
 
@@ -210,6 +208,21 @@ class RequestTable:
                     self._start(tracker, blocks, stores)
                 else:
                     self._extend(tracker, blocks)
+        for request_id, tokens in output.num_scheduled_tokens.items():
+            if tracker := self.live.get(request_id):
+                self._reach(tracker, tokens)
+
+    def _reach(self, tracker: RequestTracker, scheduled_tokens: int) -> None:
+        """Notes what the step computes of the request, and what a piece of a session asks that begins with it. A piece
+        that says nothing goes on as the one before."""
+        request = tracker.request
+        computed = request.num_computed_tokens
+        if request.sampling_params is not tracker.sampling:
+            tracker.sampling = request.sampling_params
+            asked = self._fields.skip_save(request)
+            if asked is not None:
+                tracker.kept_out.ask(asked, computed, max(computed, tracker.reached))
+        tracker.reached = max(tracker.reached, computed + scheduled_tokens)
 
     def _start(self, tracker: RequestTracker, blocks: Sequence[Sequence[int]], stores: StoreMode) -> None:
         """The request begins, or begins again, with these blocks."""

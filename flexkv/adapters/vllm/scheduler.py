@@ -15,6 +15,7 @@ from flexkv.adapters.vllm.handshakes import Handshakes
 from flexkv.adapters.vllm.lazy_stores import LazyStores
 from flexkv.adapters.vllm.loads import Loads, forward_spares_loads
 from flexkv.adapters.vllm.metadata import ConnectorMetadata, Handshake, WorkerMetadata
+from flexkv.adapters.vllm.request_fields import RequestFields
 from flexkv.adapters.vllm.requests import RequestTable, RequestTracker
 from flexkv.adapters.vllm.step_times import StepTimes
 from flexkv.adapters.vllm.store_watch import BlockWatch, NoWatch, StoreWatch
@@ -60,13 +61,15 @@ class SchedulerSide:
 
     def __init__(self, spec: EngineSpec, with_events: bool = False) -> None:
         self._spec = spec
-        self.requests = RequestTable(spec.namespace, spec.geometry, spec.config.keys.scheme)
+        self.counters = Counters()
+        self.requests = RequestTable(
+            spec.namespace, spec.geometry, spec.config.keys.scheme, RequestFields(self.counters, logger)
+        )
         self.orders = ConnectorMetadata()
         self._watch: StoreWatch = NoWatch()
         self._watch_bound = False
         self._step = 0
         self._forward_step = 0
-        self.counters = Counters()
         self.handshakes = Handshakes(spec.ranks, self.counters)
         self.events = EventLog(spec.geometry) if with_events else None
         self._old_kv = False

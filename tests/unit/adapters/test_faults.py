@@ -188,6 +188,26 @@ def test_a_load_that_finds_no_place_before_its_deadline_is_given_up(make_engine:
         engine.check(name)
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_client_that_hangs_up_while_its_load_runs_is_no_failure(make_engine: Make, fails: bool) -> None:
+    """With `fails`, the control: its copies fail, and nobody hangs up."""
+    slow = faulty_worker(testing_ext.FaultRule(FAIL if fails else STALL, kind=H2D, times=1))
+    engine = stored_engine(make_engine, PROMPT, worker_class=slow)
+    engine.add(make_request(PROMPT, "two"))
+    engine.step({})
+    if fails:
+        engine.end_load("two")
+    else:
+        assert slow.movers[0].wait_stalled(1, 10.0)
+        engine.finish("two")
+        engine.step({})
+        slow.movers[0].release()
+        engine.drain()
+    counters = Counters(engine.workers[0].counters.take())
+    assert counters.value("flexkv_cancelled_pages_total", direction="load") == (0 if fails else 5)
+    assert sum(counters.data.get("flexkv_failed_pages_total", {}).values()) == fails
+
+
 def test_the_engine_comes_to_rest(make_engine: Make) -> None:
     engine = make_engine(**{"store.partial_blocks": True})
     engine.run(make_request(PROMPT, "one"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from flexkv.adapters.vllm.eager_stores import EagerStores
 from flexkv.adapters.vllm.engine_spec import EngineSpec
 from flexkv.adapters.vllm.metadata import ConnectorMetadata
 from flexkv.adapters.vllm.pool_geometry import BlockGeometry, PoolGeometry
+from flexkv.adapters.vllm.request_fields import RequestFields
 from flexkv.adapters.vllm.requests import RequestTable
 from flexkv.adapters.vllm.store_watch import NoWatch
 from flexkv.adapters.vllm.stores import StoreTables
@@ -64,7 +66,7 @@ class Steps:
         self.request = make_request(range(prompt))
         if output:
             self.request.append_output_token_ids(list(range(1000, 1000 + output)))
-        requests = RequestTable(bytes(32), geometry, "engine")
+        requests = RequestTable(bytes(32), geometry, "engine", RequestFields(Counters(), logging.getLogger()))
         self.tracker = requests.of(self.request)
         self.offers = Offers()
         unit: Any = SimpleNamespace(manager=self.offers)
