@@ -10,6 +10,7 @@ from rich.table import Table
 
 from flexkv.cli.tables import print_table
 from flexkv.config import FlexKVConfig, SettingRow, load_config
+from flexkv.config.engines import markdown_engines
 from flexkv.config.names import ALIASES
 from flexkv.config.samples import SAMPLES, sample_text
 from flexkv.config.sizes import format_size
@@ -86,6 +87,12 @@ def markdown_reference() -> str:
     lines = ["| setting | environment | default | meaning |", "|---|---|---|---|"]
     for row in FlexKVConfig().rows():
         lines.append(f"| `{row.key}` | `{row.environment_name}` | {show_value(row)} | {row.description} |")
+    lines += [
+        "",
+        "Settings that an engine has no use for; it warns of each that was given. All others work in every engine:",
+        "",
+    ]
+    lines += [markdown_engines()]
     lines += ["", "Names that other systems use, accepted in every source:", ""]
     lines += ["| name | setting | value |", "|---|---|---|"]
     lines += [f"| `{name}` | `{alias.key}` | {alias.meaning} |" for name, alias in ALIASES.items()]

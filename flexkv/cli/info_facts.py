@@ -14,7 +14,14 @@ from flexkv.cli.gpu_facts import gpu_facts
 from flexkv.cli.hints import Machine, gpu_driver_is_loaded, hints
 from flexkv.cli.model_size import ModelSize
 from flexkv.cli.package_facts import Facts, package_facts
-from flexkv.config import DiskConfig, FlexKVConfig, MemoryState, read_memory, resolve_host_bytes
+from flexkv.config import (
+    STEP_LOADS_NEED,
+    DiskConfig,
+    FlexKVConfig,
+    MemoryState,
+    read_memory,
+    resolve_host_bytes,
+)
 from flexkv.config.memory import allowed_nodes
 from flexkv.errors import ConfigError, DiskError, FlexKVError
 from flexkv.storage.folder import held_bytes, unit_folders
@@ -51,7 +58,7 @@ def collect(config: FlexKVConfig, model: Path | None) -> Facts:
         nvtx.enable(config.observe.nvtx)
     except ConfigError as fault:
         facts["problems"].append(str(fault))
-    facts["hints"] = machine_hints(facts) + folder_hints(config.disk)
+    facts["hints"] = machine_hints(facts) + folder_hints(config.disk) + mode_hints(config)
     facts["model"] = None
     if model is not None:
         size, host_bytes = ModelSize.of(model), facts["host_tier"]["bytes"] or 0
@@ -160,6 +167,12 @@ def folder_hints(disk: DiskConfig) -> list[str]:
                     f"{folder} is not there and would lie on the root file system: is its disk mounted?"
                 )
     return found
+
+
+def mode_hints(config: FlexKVConfig) -> list[str]:
+    """What a mode needs of an engine, of which nothing is known here."""
+    mode = config.load.mode
+    return [] if mode == "async" else [f"load.mode={mode}: {STEP_LOADS_NEED}"]
 
 
 def _mode(path: str) -> str:

@@ -4,6 +4,7 @@ Defaults < YAML file (FLEXKV_CONFIG) < FLEXKV_* environment < the engine's extra
 Read once, in one place, and passed in; nothing else in flexkv reads settings from the environment.
 """
 
+from flexkv.config.engines import STEP_LOADS_NEED, without_effect
 from flexkv.config.load import load_config
 from flexkv.config.memory import MemoryState, read_memory, resolve_host_bytes
 from flexkv.config.model import FlexKVConfig, SettingRow
@@ -22,6 +23,7 @@ from flexkv.config.sections import (
 )
 
 __all__ = [
+    "STEP_LOADS_NEED",
     "DiskConfig",
     "FlexKVConfig",
     "GdsConfig",
@@ -39,4 +41,5 @@ __all__ = [
     "load_config",
     "read_memory",
     "resolve_host_bytes",
+    "without_effect",
 ]

@@ -150,7 +150,8 @@ class LoadConfig(Section):
         "async",
         description="`async` lets the engine run other requests while a hit loads; `sync` loads within the step, "
         "before its forward, and `layerwise` during it: each layer is waited for when the forward comes to it. These "
-        "two have the lowest latency with one request at a time.",
+        "two have the lowest latency with one request at a time. vLLM has them with `--no-async-scheduling` and, on "
+        "GPUs, `VLLM_USE_V2_MODEL_RUNNER=0` only; else its loads are async, and one warning says so.",
     )
     layer_hooks: Literal["auto", "trust"] = Field(
         "auto",

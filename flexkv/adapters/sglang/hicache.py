@@ -19,7 +19,7 @@ from flexkv.adapters.sglang.page_batches import PageBatches
 from flexkv.adapters.sglang.pages import pages_of
 from flexkv.adapters.sglang.pools import view_of_host_pool
 from flexkv.adapters.sglang.rank_cache import RankCache
-from flexkv.config import load_config
+from flexkv.config import load_config, without_effect
 from flexkv.errors import ContractError, GeometryError
 from flexkv.observe import configure_logging, get_logger, log_package
 from flexkv.unit.build import share_of_node
@@ -47,6 +47,8 @@ class FlexKVHiCache(HiCacheStorage):
         self._config = share_of_node(load_config(settings), self._place.units_on_node)
         configure_logging(self._config.observe.log_level)
         log_package(logger)
+        for words in without_effect(self._config, "sglang"):
+            logger.warning("%s", words)
         self._batches: PageBatches | None = None
 
     # --- set up ---

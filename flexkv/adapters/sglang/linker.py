@@ -18,7 +18,7 @@ from flexkv.adapters.sglang.offloads import Offloads
 from flexkv.adapters.sglang.pages import pages_of
 from flexkv.adapters.sglang.pools import view_of
 from flexkv.adapters.sglang.rank_cache import RankCache
-from flexkv.config import FlexKVConfig, load_config
+from flexkv.config import FlexKVConfig, load_config, without_effect
 from flexkv.errors import ClosedError, GeometryError
 from flexkv.observe import configure_logging, get_logger, log_package
 from flexkv.transfer.stream import stream_address
@@ -60,6 +60,8 @@ class FlexKVLinker(UnifiedCacheLinker):
         config = share_of_node(load_config(extra_config), place.units_on_node)
         configure_logging(config.observe.log_level)
         log_package(logger)
+        for words in without_effect(config, "sglang"):
+            logger.warning("%s", words)
         self.forward_stream = forward_stream
         self.pools = {PoolName.KV: kv_pool}
         self._page_size = params.page_size

@@ -13,7 +13,7 @@ from flexkv.adapters.tensorrt_llm.geometry import geometry_of_layout, geometry_o
 from flexkv.adapters.tensorrt_llm.messages import StepMetadata
 from flexkv.adapters.tensorrt_llm.scheduler import SchedulerSide
 from flexkv.adapters.tensorrt_llm.worker import WorkerSide
-from flexkv.config import load_config
+from flexkv.config import load_config, without_effect
 from flexkv.errors import GeometryError
 from flexkv.observe import configure_logging, get_logger, log_package
 
@@ -110,6 +110,8 @@ class FlexKVScheduler(SchedulerBase):
         settings = load_config()
         configure_logging(settings.observe.log_level)
         log_package(logger)
+        for words in without_effect(settings, "tensorrt_llm"):
+            logger.warning("%s", words)
         self.side = SchedulerSide(settings, EngineArguments.of(llm_args))
         _schedulers[self.side.address] = self.side
         _close_at_exit(self.shutdown)

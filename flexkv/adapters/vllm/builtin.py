@@ -26,7 +26,7 @@ from flexkv.adapters.vllm.pool_geometry import one_group_geometry
 from flexkv.adapters.vllm.scheduler import SchedulerSide
 from flexkv.adapters.vllm.store_watch import NoWatch
 from flexkv.adapters.vllm.worker import MAY_SLEEP, WorkerSide
-from flexkv.config import FlexKVConfig, load_config
+from flexkv.config import FlexKVConfig, load_config, without_effect
 from flexkv.errors import ConfigError
 from flexkv.observe import configure_logging, get_logger, log_package, warn_once
 
@@ -92,6 +92,8 @@ class FlexKVConnectorV1Impl:
             # vLLM's class imports whichever `flexkv` comes first on Python's path.
             log_package(logger)
             warn_of_policy(transfer)
+            for words in without_effect(asked, "vllm"):
+                logger.warning("%s", words)
             logger.warning(
                 "vLLM's built-in FlexKVConnectorV1 does not forward cache resets: after new weights were loaded into a "
                 "running engine, KV of the old ones would be served. It also stores prompts only, within each step. "

@@ -33,7 +33,7 @@ from flexkv.adapters.vllm.pool_geometry import pool_geometry
 from flexkv.adapters.vllm.scheduler import SchedulerSide
 from flexkv.adapters.vllm.stats import FlexKVPromMetrics, FlexKVStats
 from flexkv.adapters.vllm.worker import WorkerSide
-from flexkv.config import load_config
+from flexkv.config import load_config, without_effect
 from flexkv.observe import Counters, configure_logging, get_logger, log_package
 from flexkv.unit.build import share_of_node
 
@@ -103,6 +103,8 @@ class FlexKVConnector(KVConnectorBase_V1, SupportsHMA):
         log_package(logger)
         warn_of_policy(self._kv_transfer_config)
         warn_of_sudden_end(settings, vllm_config)
+        for words in without_effect(settings, "vllm"):
+            logger.warning("%s", words)
         events = vllm_config.kv_events_config
         settings = with_possible_modes(settings, vllm_config, geometry.is_hybrid)
         spec = EngineSpec.of(

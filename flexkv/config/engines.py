@@ -1,0 +1,158 @@
+"""Which engine uses which setting. A setting that an engine has no use for is named at its start where somebody gave
+it, because a setting without effect and without a word is taken for one that works."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flexkv.config.model import DEFAULT_ORIGIN, FlexKVConfig
+from flexkv.config.names import shown
+
+ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "tensorrt_llm": "TensorRT-LLM"}
+
+STEP_LOADS_NEED = (
+    "vLLM loads within the step only with --no-async-scheduling and, where it runs Model Runner V2 (its default on "
+    "GPUs) with kv_load_failure_policy recompute, VLLM_USE_V2_MODEL_RUNNER=0; else its loads are async"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class NoEffect:
+    """Why an engine has no use for a setting.
+
+    Attributes:
+        acts_as: the value that says what the engine does all the same, if one does: whoever gave it has what they want.
+    """
+
+    because: str
+    acts_as: object = None
+
+
+_ONE_WAY_OF_STORES = NoEffect("a page is stored once the engine offers it", "eager")
+_WHOLE_PAGES = NoEffect("the engine offers whole pages only", False)
+_NO_LOST_BLOCKS = NoEffect("the engine keeps a page until its store has ended")
+_ONE_GROUP = NoEffect("only engines with one KV group are served")
+_NO_STEP_TIMES = NoEffect(
+    "the engine's steps are not timed, so what is on disk is always read before it is computed", False
+)
+_NO_RECOMPUTE = NoEffect("the engine cannot compute what a load did not bring", False)
+_FOR_TENSORRT = NoEffect("hooks of layers are TensorRT-LLM's", "auto")
+_FOR_BLENDING = NoEffect("only blending (flexkv.blend) works layer by layer ahead")
+
+PARTLY: dict[str, dict[str, NoEffect]] = {
+    "store.mode": {"sglang": _ONE_WAY_OF_STORES, "tensorrt_llm": _ONE_WAY_OF_STORES},
+    "store.tokens": {"sglang": NoEffect("SGLang offers a node of its tree whoever made its tokens", "all")},
+    "store.partial_blocks": {"sglang": _WHOLE_PAGES, "tensorrt_llm": _WHOLE_PAGES},
+    "store.max_reference_share": {"sglang": _NO_LOST_BLOCKS, "tensorrt_llm": _NO_LOST_BLOCKS},
+    "store.checkpoint_tokens": {"sglang": _ONE_GROUP, "tensorrt_llm": _ONE_GROUP},
+    "load.mode": {
+        "sglang": NoEffect(
+            "a load always starts with its forward, and each layer waits for its own pages", "layerwise"
+        )
+    },
+    "load.layer_hooks": {"vllm": _FOR_TENSORRT, "sglang": _FOR_TENSORRT},
+    "load.lookup_wait_s": {
+        "vllm": NoEffect("vLLM asks again while pages are read; disk.wait_s and remote.wait_s bound that")
+    },
+    "load.prefetch_layers": dict.fromkeys(ENGINES, _FOR_BLENDING),
+    "disk.prefetch_requests": {
+        "tensorrt_llm": NoEffect("TensorRT-LLM does not say when a request enters its queue", 0)
+    },
+    "disk.compute_if_faster": {"sglang": _NO_STEP_TIMES, "tensorrt_llm": _NO_STEP_TIMES},
+    "disk.stream": {"sglang": _NO_RECOMPUTE, "tensorrt_llm": _NO_RECOMPUTE},
+    "observe.metrics_log_s": {"vllm": NoEffect("vLLM logs with its own statistics what was counted")},
+}
+"""Setting -> the engines that have no use for it, and why."""
+
+EVERYWHERE = frozenset(
+    [
+        "host.bytes",
+        "host.bytes_per_rank",
+        "host.memory_share",
+        "host.units_per_node",
+        "host.extent_bytes",
+        "host.huge_pages",
+        "host.numa_node",
+        "host.verify",
+        "host.verify_threads",
+        "store.inflight_pages",
+        "load.deadline_s",
+        "load.lease_s",
+        "load.inflight_pages",
+        "transfer.queue_ops",
+        "transfer.copy_threads",
+        "transfer.batch_copies",
+        "transfer.copy_kernel",
+        "transfer.measure_copies",
+        "transfer.stuck_s",
+        "transfer.close_s",
+        "disk.folders",
+        "disk.bytes_per_folder",
+        "disk.space_share",
+        "disk.mode",
+        "disk.ttl_s",
+        "disk.wait_s",
+        "disk.gds",
+        "disk.gds_may_fail_requests",
+        "disk.gds_stores",
+        "disk.write_pages",
+        "disk.io",
+        "disk.depth",
+        "disk.register_buffers",
+        "disk.stuck_s",
+        "remote.urls",
+        "remote.user",
+        "remote.password_file",
+        "remote.ca_file",
+        "remote.trusted_network",
+        "remote.tenant",
+        "remote.write",
+        "remote.wait_s",
+        "remote.probe_s",
+        "remote.get_s",
+        "remote.stuck_s",
+        "remote.batch_pages",
+        "remote.inflight_pages",
+        "remote.put_bytes_per_s",
+        "remote.ttl_s",
+        "remote.rdma_devices",
+        "gds.use_staged_transfer",
+        "gds.max_staging_blocks",
+        "gds.max_staging_bytes",
+        "gds.threads_per_disk",
+        "index.policy",
+        "keys.scheme",
+        "identity.model",
+        "identity.namespace",
+        "observe.log_level",
+        "observe.nvtx",
+    ]
+)
+"""Settings that every engine uses."""
+
+
+def without_effect(config: FlexKVConfig, engine: str) -> list[str]:
+    """A sentence for each setting that somebody gave and that the engine has no use for.
+
+    Args:
+        engine: a key of `ENGINES`.
+    """
+    found = []
+    for key, engines in PARTLY.items():
+        origin = config.origin(key)
+        if engine not in engines or origin == DEFAULT_ORIGIN:
+            continue
+        section, name = key.split(".")
+        value, why = getattr(getattr(config, section), name), engines[engine]
+        if why.acts_as is None or value != why.acts_as:
+            found.append(f"{key}={shown(value)} ({origin}) has no effect in {ENGINES[engine]}: {why.because}")
+    return found
+
+
+def markdown_engines() -> str:
+    """The table of settings that not every engine uses."""
+    lines = [f"| setting | {' | '.join(ENGINES.values())} |", "|---" * (1 + len(ENGINES)) + "|"]
+    for key, engines in PARTLY.items():
+        cells = [f"no effect: {engines[name].because}" if name in engines else "works" for name in ENGINES]
+        lines.append(f"| `{key}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
