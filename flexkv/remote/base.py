@@ -44,7 +44,8 @@ class Outcome(IntEnum):
     ABSENT = 1
     """A get: the store has no such name."""
     OTHER_SIZE = 2
-    """A get: the store has another number of bytes under the name. What was read of it is of no use."""
+    """A get: the store has another number of bytes under the name, or something that is no value of bytes. What was
+    read of it is of no use."""
     FULL = 3
     """A put: the store has no room, or lets nothing in now. It is of no use to try again at once."""
     FAILED = 4

@@ -23,9 +23,6 @@ from flexkv.transfer.graph import FailureCause, OpId, OpKind, OpResult, OpStatus
 
 logger = get_logger(__name__)
 
-NO_FAULT = frozenset({"ok", "absent", "expired", "away"})
-"""Outcomes of a get that a store in good order has too."""
-
 MOST_REMOVALS = 256
 """Messages that wait for a store that is away. Of more the oldest are given up: the page is a miss, or damaged as it
 was, to whoever reads it next."""
@@ -282,9 +279,9 @@ class RemotePlane:
             self.totals.bytes_put += done.bytes
         if not moving.waiting:
             self._end(moving)
-        good = done.outcomes["ok"]
-        # What was evicted or has expired since the store was asked says nothing of the store.
-        failed = sum(pages for outcome, pages in done.outcomes.items() if outcome not in NO_FAULT)
+        # What was evicted, has expired, or is not the page that was asked for is a miss of its key, and says nothing of
+        # the store; whoever has read a wrong value removes it.
+        good, failed = done.outcomes["ok"], done.outcomes["failed"]
         if done.lost:
             self.link.lost(done.lost)
         elif is_get and (why := self.link.breaker.judge(good, failed)):

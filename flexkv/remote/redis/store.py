@@ -30,6 +30,9 @@ OK = frozenset((b"+OK",))
 RETRY_S = 0.25
 """A call waits at most so long for a server that has rested to say that it is there."""
 
+WRONG_TYPE = "WRONGTYPE"
+"""Code of a server whose key is a list, a set or another thing that somebody else has put there."""
+
 AWAY = Refusal("its server is left alone for now")
 
 PRESENCE: dict[Reply, Presence] = {0: Presence.NO, 1: Presence.YES}
@@ -183,7 +186,8 @@ def _got(reply: Reply, size: int) -> Outcome:
         return Outcome.ABSENT
     if isinstance(reply, Bulk):
         return Outcome.OK if reply.size == size else Outcome.OTHER_SIZE
-    return Outcome.FAILED
+    foreign = isinstance(reply, Refusal) and reply.code == WRONG_TYPE
+    return Outcome.OTHER_SIZE if foreign else Outcome.FAILED
 
 
 def _size(reply: Reply) -> int:

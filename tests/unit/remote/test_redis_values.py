@@ -51,6 +51,28 @@ def test_value_of_another_size_is_never_written_beyond_the_parts(redis_store: St
     after.check()
 
 
+@pytest.mark.parametrize(
+    "kind", [("LPUSH", "foreign", "1"), ("HSET", "foreign", "a", "b"), ("SADD", "foreign", "1")]
+)
+def test_a_key_of_another_type_is_not_our_value_and_can_be_removed(
+    redis: RedisServer, redis_store: Store, kind: tuple[str, ...]
+) -> None:
+    """The control: a server's refusal of another kind is a failure."""
+    right = drawn(100, 3)
+    redis_store.put(["right"], [[right]], DEADLINE_S)
+    redis.ask(*kind)
+    memory = Guarded([100])
+    names, parts = ["foreign", "right"], [memory.parts, memory.parts]
+    assert redis_store.get(names, parts, DEADLINE_S) == [Outcome.OTHER_SIZE, Outcome.OK]
+    assert redis_store.remove(["foreign"], DEADLINE_S) == [True]
+    assert redis_store.get(names, parts, DEADLINE_S) == [Outcome.ABSENT, Outcome.OK]
+    redis.ask("ACL", "SETUSER", "default", "-get")
+    try:
+        assert redis_store.get(["right"], [memory.parts], DEADLINE_S) == [Outcome.FAILED]
+    finally:
+        redis.ask("ACL", "SETUSER", "default", "+get")
+
+
 def test_absent_names_are_told_from_present_ones(redis_store: Store) -> None:
     value = drawn(10, 5)
     redis_store.put(["here", "ünïcode \r\n name"], [[value], [value]], DEADLINE_S)

@@ -310,14 +310,16 @@ def test_process_that_dies_with_each_first_call_is_started_ever_less_often(playe
 
 def test_values_that_cannot_be_read_open_the_breaker(played: PlayedPlane) -> None:
     for number in range(4):
-        played.done(played.get(number)[0], [0, 1, 2])
+        played.done(played.get(number)[0], [0, 1, 2], outcome="failed")
         assert len(played.plane.poll()) == 1
     assert played.link.breaker.state is BreakerState.OPEN
     assert "12" in played.plane.down_reason
 
 
-@pytest.mark.parametrize("outcome", ["absent", "expired"])
-def test_values_evicted_or_expired_leave_the_breaker_alone(played: PlayedPlane, outcome: str) -> None:
+@pytest.mark.parametrize("outcome", ["absent", "expired", "other_size", "content", "key", "data"])
+def test_values_that_are_misses_of_their_keys_leave_the_breaker_alone(
+    played: PlayedPlane, outcome: str
+) -> None:
     for number in range(12):
         played.done(played.get(number)[0], [0, 1, 2], outcome=outcome)
         assert len(played.plane.poll()) == 1

@@ -10,6 +10,7 @@ import pytest
 
 from flexkv.cache.tiers.remote.tier import RemoteTier
 from flexkv.remote.base import Store
+from flexkv.remote.breaker import WATCHED
 from flexkv.remote.values import ValueFormat
 from tests.servers.redis import RedisServer
 from tests.unit.remote.helper_faults import leased
@@ -319,6 +320,32 @@ def test_short_long_and_exchanged_values_are_misses(build: Build, redis_store: S
     assert second.load(keys) == 4
     totals = second.plane.totals.gets
     assert (totals["ok"], totals["other_size"], totals["key"]) == (3, 2, 1)
+
+
+@pytest.mark.parametrize("kind", ["another type", "another size", "damaged"])
+def test_many_foreign_values_are_misses_and_leave_the_store_in_use(
+    build: Build, redis: RedisServer, redis_store: Store, kind: str
+) -> None:
+    """More of them than the breaker watches: the tier heals by what is computed and written again."""
+    keys = chain("prompt", WATCHED + 10)
+    first = build()
+    written(first, keys)
+    spoiler = Spoiler(redis_store, first)
+    for key in keys:
+        if kind == "another type":
+            redis.ask("DEL", spoiler.name(key))
+            redis.ask("LPUSH", spoiler.name(key), "somebody else's")
+        else:
+            value = spoiler.read(key)
+            value[5] ^= 1
+            spoiler.write(key, value[:-1] if kind == "another size" else value)
+    second = build()
+    assert second.load(keys) == 0
+    assert second.plane.totals.gets["failed"] == 0
+    assert second.plane.link.usable
+    assert redis_store.exists([spoiler.name(keys[0])], 5.0)[0].name == "NO"
+    written(second, keys)
+    assert build().load(keys) == 4 * len(keys)
 
 
 def test_control_without_a_check_another_pages_bytes_are_loaded(
