@@ -20,7 +20,13 @@ from flexkv.adapters.vllm.engine_checks import check_batch_invariance, check_eng
 from flexkv.adapters.vllm.engine_spec import EngineRole, EngineSpec, step_load_needs
 from flexkv.adapters.vllm.geometry import config_of_tensors
 from flexkv.adapters.vllm.identity import check_hash
-from flexkv.adapters.vllm.local_engines import OwnPools, check_agent, end_registration, register_only
+from flexkv.adapters.vllm.local_engines import (
+    OwnPools,
+    check_agent,
+    end_registration,
+    ending_failed_start,
+    register_only,
+)
 from flexkv.adapters.vllm.metadata import ConnectorMetadata
 from flexkv.adapters.vllm.pool_geometry import one_group_geometry
 from flexkv.adapters.vllm.scheduler import SchedulerSide
@@ -119,12 +125,13 @@ class FlexKVConnectorV1Impl:
             GeometryError: the tensors are not what flexkv stores.
         """
         assert self._worker is not None
-        check_alone(get_kv_transfer_group())
-        check_batch_invariance(self._vllm_config)
         self._own_pools.check()
-        config = config_of_tensors(kv_caches, self._vllm_config)
-        one_group_geometry(config)  # refuses others
-        self._worker.register_kv_caches(kv_caches, config)
+        with ending_failed_start(self._vllm_config):
+            check_alone(get_kv_transfer_group())
+            check_batch_invariance(self._vllm_config)
+            config = config_of_tensors(kv_caches, self._vllm_config)
+            one_group_geometry(config)  # refuses others
+            self._worker.register_kv_caches(kv_caches, config)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         assert self._worker is not None

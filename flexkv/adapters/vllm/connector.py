@@ -27,13 +27,19 @@ from flexkv.adapters.vllm.engine_checks import (
 )
 from flexkv.adapters.vllm.engine_spec import EngineRole, EngineSpec, units_on_node, with_possible_modes
 from flexkv.adapters.vllm.geometry import head_replicas, required_layout
-from flexkv.adapters.vllm.local_engines import OwnPools, check_agent, end_registration, register_only
+from flexkv.adapters.vllm.local_engines import (
+    OwnPools,
+    check_agent,
+    end_registration,
+    ending_failed_start,
+    register_only,
+)
 from flexkv.adapters.vllm.metadata import ConnectorMetadata, Handshake, WorkerMetadata
-from flexkv.adapters.vllm.pool_geometry import pool_geometry
+from flexkv.adapters.vllm.pool_geometry import PoolGeometry, pool_geometry
 from flexkv.adapters.vllm.scheduler import SchedulerSide
 from flexkv.adapters.vllm.stats import FlexKVPromMetrics, FlexKVStats
 from flexkv.adapters.vllm.worker import WorkerSide
-from flexkv.config import load_config, without_effect
+from flexkv.config import FlexKVConfig, load_config, without_effect
 from flexkv.observe import Counters, configure_logging, get_logger, log_package
 from flexkv.unit.build import share_of_node
 
@@ -100,6 +106,12 @@ class FlexKVConnector(KVConnectorBase_V1, SupportsHMA):
             local_engines.announce(self.worker, vllm_config.cache_config)
             return
         check_agent(vllm_config)
+        with ending_failed_start(vllm_config):
+            self._start_scheduler(vllm_config, settings, geometry)
+
+    def _start_scheduler(
+        self, vllm_config: VllmConfig, settings: FlexKVConfig, geometry: PoolGeometry
+    ) -> None:
         log_package(logger)
         warn_of_policy(self._kv_transfer_config)
         warn_of_sudden_end(settings, vllm_config)
@@ -115,7 +127,7 @@ class FlexKVConnector(KVConnectorBase_V1, SupportsHMA):
         )
         self.scheduler = SchedulerSide(spec, events is not None and events.enable_kv_cache_events)
         # Last: what is refused is not its engine's connector.
-        self._registration = register_only(vllm_config, role, type(self).__name__)
+        self._registration = register_only(vllm_config, self.role, type(self).__name__)
 
     # --- both sides ---
 
@@ -165,9 +177,11 @@ class FlexKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @log_refusal(logger)
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        check_batch_invariance(self._vllm_config)
+        # First: where another engine has made this connector, it stays.
         self._own_pools.check()
-        self.worker.register_kv_caches(kv_caches, self._kv_cache_config)
+        with ending_failed_start(self._vllm_config):
+            check_batch_invariance(self._vllm_config)
+            self.worker.register_kv_caches(kv_caches, self._kv_cache_config)
 
     def unregister_kv_caches(self) -> None:
         """vLLM 0.33 and later: before a sleep takes the KV memory away."""
@@ -239,7 +253,8 @@ class FlexKVConnector(KVConnectorBase_V1, SupportsHMA):
     @log_refusal(logger)
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         ours = {rank: item for rank, item in metadata.items() if isinstance(item, Handshake)}
-        self.scheduler.take_handshake(ours)
+        with ending_failed_start(self._vllm_config):
+            self.scheduler.take_handshake(ours)
 
     def on_new_request(self, request: Request) -> None:
         """The request enters the engine's queue."""

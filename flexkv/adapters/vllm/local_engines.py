@@ -12,14 +12,15 @@ have its blocks loaded and stored by the first one's worker, in the first one's 
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
 from vllm.config import get_current_vllm_config_or_none
-from vllm.distributed.kv_transfer import has_kv_transfer_group
+from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown, has_kv_transfer_group
 
 from flexkv.errors import ConfigError
 from flexkv.unit.ranks import PoolId
@@ -108,6 +109,18 @@ def check_agent(vllm_config: VllmConfig) -> None:
             "another engine in this process has a KV connector, and vLLM keeps one a process: it would be handed this "
             f"engine's loads and stores. {WHAT_TO_DO}"
         )
+
+
+@contextlib.contextmanager
+def ending_failed_start(config: VllmConfig) -> Iterator[None]:
+    """Part of an engine's start. Where it fails, the worker's connector that it has made in this process ends:
+    vLLM would keep it, and every later engine would be refused beside one that there is not."""
+    try:
+        yield
+    except BaseException:
+        if has_kv_transfer_group() and worker_of_engine(config.cache_config) is not None:
+            ensure_kv_transfer_shutdown()
+        raise
 
 
 @dataclass(eq=False)
