@@ -299,6 +299,7 @@ void bind_index(py::module_& m) {
       .def("__len__", &BlockIndex::size)
       .def("free_slots", &BlockIndex::free_slots, py::arg("group"))
       .def("up_slots", &BlockIndex::up_slots, py::arg("group"))
+      .def("idle_slots", &BlockIndex::idle_slots, py::arg("group"))
       .def_property_readonly("evictions", &BlockIndex::evictions)
       .def(
           "keep_leases",

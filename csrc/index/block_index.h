@@ -6,6 +6,7 @@
 // it. Entries are named by EntryId, which stays valid while it is pinned. Not thread-safe. Every call costs
 // O(blocks given); an eviction costs O(1).
 #pragma once
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -102,7 +103,7 @@ class BlockIndex {
 
   // Takes back leases that nothing has happened since: unlike `unpin` it leaves the order of use as it is.
   void take_back(std::span<const EntryId> entries) {
-    for (const EntryId id : entries) --table_[id].meta;
+    for (const EntryId id : entries) end_pin(id);
   }
 
   // Entry of every key, ready or pending, or kNoEntry. Returns how many were found.
@@ -202,6 +203,12 @@ class BlockIndex {
   size_t size() const { return map_.size(); }
   size_t free_slots(uint32_t group) const { return class_at(group).pool.free(); }
   size_t up_slots(uint32_t group) const { return class_at(group).pool.up(); }
+  // Slots that are free or hold a block that nobody leases: an `insert` of so many unknown keys finds room
+  // for each. In a pool with retired slots it may find more.
+  size_t idle_slots(uint32_t group) const {
+    const SizeClass& owner = class_at(group);
+    return owner.pool.usable() - std::min<size_t>(owner.pool.usable(), owner.pinned);
+  }
   uint64_t evictions() const { return evictions_; }
 
   // Checks every link, count, map place and slot owner, and that each entry's pins are the number of times it
@@ -215,6 +222,7 @@ class BlockIndex {
     EntryId leased;     // head of the list of pinned entries that the policy has let go
     EntryId spare;      // head of the list of spare blocks; the policy's heads follow
     size_t spares = 0;  // spare blocks, pinned or not
+    size_t pinned = 0;  // entries with a pin
     std::unique_ptr<EvictionPolicy> policy = nullptr;
   };
 
@@ -256,6 +264,15 @@ class BlockIndex {
   // Throws what `finish` would throw half way; changes nothing.
   void check_finish(std::span<const EntryId> entries, const uint8_t* ok, uint32_t leases);
   void evict(SizeClass& owner, size_t count, std::vector<BlockKey>& evicted);
+  // One pin more on an entry, or one less.
+  void add_pin(EntryId id) {
+    if (table_[id].pins() == 0) ++class_of(table_[id]).pinned;
+    ++table_[id].meta;
+  }
+  void end_pin(EntryId id) {
+    --table_[id].meta;
+    if (table_[id].pins() == 0) --class_of(table_[id]).pinned;
+  }
   // Unlinks the block to evict next, where so many are spare. kNoEntry where there is none.
   EntryId take_victim(SizeClass& owner, size_t spares);
   // An unlinked chain, all of it spare or none, becomes evictable.

@@ -29,8 +29,10 @@ void BlockIndex::check_integrity(std::span<const EntryId> pinned) const {
     ++leases[id];
   }
   size_t in_map = 0;
+  std::vector<size_t> pinned_entries(classes_.size(), 0);
   for (EntryId id = table_.first(); id < table_.end(); ++id) {
     const Entry& entry = table_[id];
+    if (leases[id] > 0) ++pinned_entries[class_of_[entry.group()]];
     if (entry.state() == EntryState::kFree) {
       require(leases[id] == 0, named(id) + " is free and leased");
       continue;
@@ -45,6 +47,11 @@ void BlockIndex::check_integrity(std::span<const EntryId> pinned) const {
     require(entry.state() == EntryState::kReady || entry.pins() > 0, named(id) + " is pending and unleased");
     require(lookup(entry.group(), entry.key, map_.hash(entry.key)) == id,
             named(id) + " is not found by its key");
+  }
+  for (size_t number = 0; number < classes_.size(); ++number) {
+    require(classes_[number].pinned == pinned_entries[number],
+            "class " + std::to_string(number) + " counts " + std::to_string(classes_[number].pinned) +
+                " entries with pins of " + std::to_string(pinned_entries[number]));
   }
   require(map_.size() == in_map,
           "the map counts " + std::to_string(map_.size()) + " blocks of " + std::to_string(in_map));

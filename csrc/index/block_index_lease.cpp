@@ -25,7 +25,7 @@ void BlockIndex::pin(std::span<const EntryId> entries, int32_t* slots) {
       throw ContractError("pin: entry " + std::to_string(id) +
                           " is not a ready block of its group, or has too many leases");
     }
-    ++table_[id].meta;
+    add_pin(id);
     slots[i] = static_cast<int32_t>(table_[id].slot);
   }
 }
@@ -42,7 +42,7 @@ void BlockIndex::pin_found(uint32_t group, std::span<const BlockKey> keys, const
                           " is not the ready block of key number " + std::to_string(i) +
                           ", or has too many leases");
     }
-    ++table_[id].meta;
+    add_pin(id);
     slots[i] = static_cast<int32_t>(table_[id].slot);
   }
 }
@@ -58,7 +58,7 @@ void BlockIndex::pin_coming(std::span<const EntryId> entries, int32_t* slots) {
       throw ContractError("pin_coming: entry " + std::to_string(id) +
                           " is neither a block nor on its way to be one, or has too many leases");
     }
-    ++table_[id].meta;
+    add_pin(id);
     slots[i] = static_cast<int32_t>(table_[id].slot);
   }
 }
@@ -68,7 +68,7 @@ int32_t BlockIndex::pin_one(EntryId entry) {
     throw ContractError("entry " + std::to_string(entry) + " has " + std::to_string(Entry::kMaxPins) +
                         " leases; it cannot have more");
   }
-  ++table_[entry].meta;
+  add_pin(entry);
   return static_cast<int32_t>(table_[entry].slot);
 }
 
@@ -89,7 +89,7 @@ void BlockIndex::unpin(std::span<const EntryId> entries, const Use& use) {
     const EntryId last = entries[--i];
     check_pinned(last);
     Entry& entry = table_[last];
-    --entry.meta;
+    end_pin(last);
     if (entry.pins() > 0) continue;
     if (entry.state() != EntryState::kReady) {
       table_.unlink(last, last);
@@ -101,7 +101,7 @@ void BlockIndex::unpin(std::span<const EntryId> entries, const Use& use) {
     while (i > 0 && table_[first].newer == entries[i - 1] && table_[entries[i - 1]].meta == pinned_once &&
            is_spare(entries[i - 1]) == is_spare(last)) {
       first = entries[--i];
-      --table_[first].meta;
+      end_pin(first);
     }
     table_.unlink(first, last);
     admit(first, last, use);

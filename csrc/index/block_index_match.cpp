@@ -103,14 +103,18 @@ template <EntryState kState, class Passes>
 size_t BlockIndex::match_and_pin(uint32_t group, std::span<const BlockKey> keys, EntryId* entries,
                                  int32_t* slots, Passes passes) {
   bool overflow = false;
+  size_t fresh = 0;  // without a pin before
   const size_t found = match<kState>(group, keys, entries, [&](size_t i, EntryId id) {
     if (!passes(id)) return false;
     Entry& entry = table_[id];
     entries[i] = id;
     slots[i] = static_cast<int32_t>(entry.slot);
-    overflow |= (++entry.meta & Entry::kMaxPins) == 0;
+    const uint32_t pins = ++entry.meta & Entry::kMaxPins;
+    overflow |= pins == 0;
+    fresh += pins == 1;
     return true;
   });
+  if (fresh > 0) class_at(group).pinned += fresh;
   if (overflow) {
     take_back({entries, found});
     throw ContractError("match_and_pin: a block has " + std::to_string(Entry::kMaxPins) +

@@ -71,7 +71,7 @@ std::vector<EntryId> BlockIndex::take_coldest(uint32_t group, size_t count) {
     if (victim == kNoEntry) break;
     table_.link_after(owner.leased, victim, victim);
     if (table_[victim].pins() > 0) continue;
-    ++table_[victim].meta;
+    add_pin(victim);
     taken.push_back(victim);
     spares -= is_spare(victim);
   }

@@ -105,6 +105,7 @@ Inserted BlockIndex::insert(uint32_t group, std::span<const BlockKey> keys, size
     entry.newer = at;
     entry.older = after;
     entry.meta = Entry::pack(EntryState::kPending, group, 1 + leases);
+    ++owner.pinned;
     if (noted) clear_notes(id, filler);
     if (spare) {
       (*spare_)[id] = 1;

@@ -66,6 +66,11 @@ class ModelIndex:
     def free(self) -> int:
         return self.slots - len(self.blocks)
 
+    @property
+    def idle(self) -> int:
+        """Slots without a block that somebody leases."""
+        return self.slots - sum(block.pins > 0 for block in self.blocks.values())
+
     def ready(self, key: bytes) -> bool:
         return key in self.blocks and self.blocks[key].ready
 

@@ -164,6 +164,7 @@ class Pair:
     def check(self) -> None:
         pinned = [key for lease in [*self.leases, *self.writes] for key in lease]
         self.index.check_integrity(self.entries(pinned))
+        assert self.index.idle_slots(0) == self.model.idle
 
 
 def rows(of: list[bytes]) -> np.ndarray:
