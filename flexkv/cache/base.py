@@ -77,6 +77,8 @@ class ManagerLimits:
             long, but to those that have a promise already. For an engine that ends a request whose load fails; 0 for
             one that computes what did not come.
         prefetch_requests: requests that are prefetched and not looked up yet, at most; 0 for none.
+        asks_again: the engine asks again for a request whose lookup `awaits_room`, or ends it. False: no lookup says
+            so, and what finds no room at once is left to the engine.
     """
 
     ranks: int = 1
@@ -85,6 +87,7 @@ class ManagerLimits:
     lease_s: float = 60.0
     rest_s: float = 0.0
     prefetch_requests: int = 16
+    asks_again: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +141,9 @@ class MatchResult:
         shared_tokens: where groups need other pages each, tokens from the request's start up to which those of full
             attention have all of theirs: so far other requests were the same. A hit could end there if the other groups
             had what it needs. 0 where every group restores whole prefixes.
+        awaits_room: nothing is promised or kept, because fetches that would make the match longer find no room in host
+            memory until others have ended. The caller asks again with its next step, by `still_waits` first; only with
+            `ManagerLimits.asks_again`.
     """
 
     request_id: str
@@ -148,6 +154,7 @@ class MatchResult:
     reads: int = 0
     by_tier: tuple[int, ...] = ()
     shared_tokens: int = 0
+    awaits_room: bool = False
 
     @property
     def blocks(self) -> int:
@@ -252,7 +259,9 @@ class CacheManager(ABC):
         Asking again replaces the former lease. A hit is only what is in host memory, published and verified. What other
         tiers have besides is being fetched when this returns, and the answer says so (`reads`). Of tiers that stream
         (`TierFacts.streams`) whole blocks on their way are promised too: their load waits for each page, and fails
-        those that do not come or do not verify. Of tiers with straight loads they are promised where they lie.
+        those that do not come or do not verify. Of tiers with straight loads they are promised where they lie. Where
+        host memory has no room for all that would be fetched, the request may have to wait for it (`awaits_room`); what
+        is larger than host memory is fetched as far as there is room.
 
         What a load of the request did not bring is not promised to it again by the same way, and after two failed loads
         nothing is, until `end_request`. With `ManagerLimits.rest_s` others are promised nothing either for a while.
@@ -302,6 +311,15 @@ class CacheManager(ABC):
     @abstractmethod
     def waits(self, request_id: str) -> bool:
         """Whether the request's last match began reads that have not ended, and not for too long. O(1)."""
+
+    @abstractmethod
+    def still_waits(self, request_id: str) -> bool:
+        """Notes that the engine asks for a request again; whether `match` would find that it has to wait yet: for
+        reads, as `waits` says, or for room. O(1).
+
+        Room for fetches goes to whole prompts, in the order in which they first asked, and a request that waits for it
+        has none. It waits `TierFacts.wait_s` at most, as far as the engine asks for it meanwhile, then goes on without.
+        """
 
     @abstractmethod
     def begin_store(

@@ -144,6 +144,14 @@ class FetchChoice:
         # Of what is there it may be less; that is weighed when it is known.
         return self._cost.worth({tier: np.array([pages])}, queued, np.array([True]), np.array([tokens])) > 0
 
+    def room_wait_s(self, tier: TierId, tokens: int) -> float:
+        """Seconds that a request waits for room at most, to have `tokens` of a tier fetched: no longer than computing
+        them takes, where that is known. Then it loses no more than as much again by having waited in vain."""
+        wait_s = self._tiers[tier].facts.wait_s
+        if not self._enabled or not self._cost.compute.reliable(self._clock()):
+            return wait_s
+        return min(wait_s, self._cost.compute_s(tokens))
+
     def _fetch_s(self, tier: TierId, pages: int) -> float:
         queued = self._ops.pages(OpRole.FETCH, tier)
         return self._cost.fetch(tier).seconds(queued + pages) + self._cost.load_s(pages)

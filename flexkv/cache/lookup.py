@@ -8,14 +8,16 @@ from dataclasses import dataclass
 from flexkv.c_ext import BoundaryLookup, Found, FoundLengths, GroupRule, TierLookup
 from flexkv.cache.base import GroupSpec, Keys, OpRole, Rule, TailCandidates
 from flexkv.cache.fetch_choice import FetchChoice
-from flexkv.cache.ids import HUB, TierId
+from flexkv.cache.ids import HUB, NO_ENTRIES, TierId
 from flexkv.cache.leases import GroupLease, Lease
 from flexkv.cache.page_walk import PageRun, PageWalk, runs_of, split_runs
-from flexkv.cache.promotions import Promotions, WantedPages, extend_lease, wanted_pages
+from flexkv.cache.promotions import Fetched, Promotions, WantedPages, extend_lease, wanted_pages
 from flexkv.cache.questions import Questions
+from flexkv.cache.room_line import Need, RoomLine, Turn
 from flexkv.cache.tables import CacheTables
 from flexkv.cache.tails import common_tail, lease_tail, tail_key_of
 from flexkv.cache.waits import FetchWaits
+from flexkv.transfer.graph import NO_PLACES, OpId
 
 MAX_TOKENS = 2**62
 """More than any request has."""
@@ -28,10 +30,12 @@ class Looked:
     Attributes:
         lease: what is promised.
         fetches: that the request now waits for.
+        awaited: the pages for which it has to wait for room, in line, and without the lease.
     """
 
     lease: Lease
     fetches: int = 0
+    awaited: Sequence[WantedPages] = ()
 
 
 class Lookup:
@@ -56,6 +60,7 @@ class Lookup:
         waits: FetchWaits,
         walk: PageWalk,
         promotions: Promotions,
+        line: RoomLine,
         choice: FetchChoice,
         alignment_tokens: int,
         unix_s: Callable[[], float],
@@ -73,6 +78,7 @@ class Lookup:
         self._waits = waits
         self._walk = walk
         self._promotions = promotions
+        self._line = line
         self._choice = choice
         self._clock = tables.clock
         self._epoch = epoch
@@ -223,7 +229,7 @@ class Lookup:
             return self._take_rest(request_id, lease, rest, keys, usable, not lease.tail_tokens, straight)
         if tail is None or lease.cut or not usable:
             return Looked(lease)
-        return Looked(lease, self._fetch_tail(request_id, tail, end, lease.tail_tokens, usable))
+        return Looked(lease, self._fetch_tail(request_id, lease, tail, usable))
 
     def _find_prefix(
         self, keys: Sequence[Keys], start: int, room_pages: int, usable: Sequence[TierId]
@@ -279,6 +285,12 @@ class Lookup:
         size = self._block_tokens
         return Lease(shares, self._clock(), start * size, blocks * size, cut=cut)
 
+    def lease_of_nothing(self, start_tokens: int) -> Lease:
+        shares = [
+            GroupLease(NO_ENTRIES, NO_PLACES, start_tokens // spec.block_tokens, 0) for spec in self.specs
+        ]
+        return Lease(tuple(shares), self._clock(), start_tokens)
+
     def _end_of(self, lease: Lease) -> int:
         """Number of the block behind a lease."""
         return (lease.start_tokens + lease.tokens) // self._block_tokens
@@ -309,13 +321,48 @@ class Lookup:
         if not any(rest):
             return Looked(lease)
         wanted = wanted_pages(rest, keys, first)
+        need, turn = self._take_turn(request_id, lease, wanted, len(wanted[0].keys) * self._block_tokens)
+        if turn is Turn.WAIT or turn is Turn.GO_ON:
+            return self._leave_there(request_id, lease, wanted, need, turn)
         streamed, layerwise = self._streams(rest)
         streamed, layerwise = promise and streamed, promise and layerwise
+        last = self._ops.last_id
         fetched = self._promotions.fetch(wanted, layerwise, self._epoch())
+        if turn is Turn.FETCH_SOME and (streamed or not fetched.ops):
+            self._note_without(request_id, need, fetched, last)
         if streamed:
             extend_lease(lease, fetched.pages, self._block_tokens)
             return Looked(lease)
         return Looked(lease, self._waits.join(request_id, wanted, fetched.pages, fetched.ops))
+
+    def _take_turn(
+        self, request_id: str, lease: Lease, wanted: Sequence[WantedPages], tokens: int
+    ) -> tuple[Need, Turn]:
+        """What a fetch of the wanted pages, which hold `tokens`, would take, and whether it may begin."""
+        need = self._line.need_of(wanted, lease.groups)
+        wait_s = max((self._choice.room_wait_s(tier, tokens) for tier in need.fetches), default=0.0)
+        return need, self._line.take_turn(request_id, need, wait_s)
+
+    def _leave_there(
+        self, request_id: str, lease: Lease, wanted: Sequence[WantedPages], need: Need, turn: Turn
+    ) -> Looked:
+        """Fetches nothing: the request waits for room, or goes on without."""
+        for part in wanted:
+            self._walk.release(part.runs)
+        if turn is Turn.WAIT:
+            return Looked(lease, awaited=wanted)
+        self._line.note_without(request_id, need.pages)
+        self._requests.skip(request_id, self.behind)
+        return Looked(lease)
+
+    def _note_without(self, request_id: str, need: Need, fetched: Fetched, last: OpId) -> None:
+        """Counts what found no room in the fetches after op `last`."""
+        pages = dict(need.pages)
+        for op_id, tier in fetched.ops.items():
+            op = self._ops.fetch(op_id)
+            if op_id > last and op is not None:
+                pages[tier] -= op.pages
+        self._line.note_without(request_id, {tier: max(0, count) for tier, count in pages.items()})
 
     def _streams(self, rest: Sequence[Sequence[PageRun]]) -> tuple[bool, bool]:
         """Whether all tiers that the pages come from stream them, and by layers."""
@@ -366,12 +413,12 @@ class Lookup:
     def _fetch_tail(
         self,
         request_id: str,
+        lease: Lease,
         tail: Sequence[TailCandidates | None],
-        end_block: int,
-        tail_tokens: int,
         usable: Sequence[TierId],
     ) -> int:
-        """Fetches the longest tail, if it is longer than `tail_tokens`; the fetches to wait for."""
+        """Fetches the longest tail, if it is longer than the leased one; the fetches to wait for."""
+        end_block, tail_tokens = self._end_of(lease), lease.tail_tokens
         found = common_tail(tail, end_block, lambda group, keys: self._walk.present(group, keys, usable))
         if found <= tail_tokens:
             return self._questions.for_tail(request_id, tail, end_block, usable)
@@ -380,7 +427,7 @@ class Lookup:
             assert candidates is not None
             keys = tail_key_of(candidates, found)
             wanted.append(WantedPages(group, keys, self._walk.locate(group, keys, usable)))
-        return self._fetch_all(request_id, wanted, found - tail_tokens)
+        return self._fetch_all(request_id, lease, wanted, found - tail_tokens, in_line=False).fetches
 
     # --- groups that need other pages each ---
 
@@ -402,7 +449,9 @@ class Lookup:
         lease = self._lease_found(self._find_boundary(keys, start_tokens, room_pages, ()))
         lease.shared_tokens = found.shared_tokens
         tokens -= start_tokens + lease.tokens
-        return Looked(lease, self._fetch_all(request_id, wanted, tokens) + asked)
+        looked = self._fetch_all(request_id, lease, wanted, tokens)
+        looked.fetches += asked
+        return looked
 
     def _find_boundary(
         self, keys: Sequence[Keys], start_tokens: int, room_pages: int, usable: Sequence[TierId]
@@ -460,16 +509,37 @@ class Lookup:
         end = self._end_of(lease) + (sum(map(len, rest[0])) if rest else 0)
         return self._questions.for_blocks(request_id, keys, start_tokens, end, usable)
 
-    def _fetch_all(self, request_id: str, wanted: list[WantedPages], tokens: int) -> int:
-        """Fetches pages that are of use together or not at all; the fetches to wait for."""
+    def _fetch_all(
+        self,
+        request_id: str,
+        lease: Lease,
+        wanted: list[WantedPages],
+        tokens: int,
+        in_line: bool = True,
+    ) -> Looked:
+        """Fetches pages that are of use together or not at all.
+
+        Args:
+            in_line: the request waits for room. A tail takes a slot if there is one: for less than a block nobody
+                gives up what is promised.
+        """
         runs = [part.runs for part in wanted]
         if not self._choice.all_worth(runs, tokens):
             for part in wanted:
                 self._walk.release(part.runs)
             self._requests.skip(request_id, self.behind)
-            return 0
+            return Looked(lease)
+        turn, last = Turn.FETCH_SOME, self._ops.last_id
+        if in_line:
+            need, turn = self._take_turn(request_id, lease, wanted, tokens)
+        else:
+            need = self._line.need_of(wanted, lease.groups)
+        if turn is Turn.WAIT or turn is Turn.GO_ON:
+            return self._leave_there(request_id, lease, wanted, need, turn)
         fetched = self._promotions.fetch(wanted, layerwise=False, epoch=self._epoch(), aligned=False)
-        return self._waits.join(request_id, wanted, fetched.pages, fetched.ops)
+        if turn is Turn.FETCH_SOME and not fetched.ops:
+            self._note_without(request_id, need, fetched, last)
+        return Looked(lease, self._waits.join(request_id, wanted, fetched.pages, fetched.ops))
 
 
 def _mask(usable: Sequence[TierId]) -> int:

@@ -48,6 +48,7 @@ from flexkv.cache.promises import Promises
 from flexkv.cache.promotions import Promotions
 from flexkv.cache.requests import RequestTable
 from flexkv.cache.reserve import REFILL_PAGES
+from flexkv.cache.room_line import RoomLine
 from flexkv.cache.routes import LoadRoute, StoreOffer, StoreRoute
 from flexkv.cache.stats import ManagerStats
 from flexkv.cache.tables import CacheTables
@@ -157,12 +158,14 @@ class LocalCacheManager(CacheManager):
         )
         tables = CacheTables(self.tiers, self.hub, self._ops, self._requests, clock)
         waits = FetchWaits(tables)
+        self._line = RoomLine(self._specs, tables, self._promotions, limits.asks_again)
         self._lookup = Lookup(
             self._specs,
             tables,
             waits,
             walk,
             self._promotions,
+            self._line,
             self.choice,
             alignment,
             unix_s,
@@ -174,6 +177,7 @@ class LocalCacheManager(CacheManager):
             self._access_orders,
             self._lookup,
             self._promotions,
+            self._line,
             self.failed_loads,
             limits,
             self.counts,
@@ -234,6 +238,10 @@ class LocalCacheManager(CacheManager):
         lease = self._requests.lease(request_id)
         return 0 if lease is None else lease.pages
 
+    def held_pages(self, request_id: str) -> int:
+        """Pages in host memory, or on their way there, that are kept for the request until it asks again."""
+        return self._requests.held_pages(request_id)
+
     def held_slots(self, group: int) -> set[int]:
         """Host slots that are kept for requests which wait, besides those that are being filled."""
         return self._promises.held_slots(group)
@@ -258,6 +266,9 @@ class LocalCacheManager(CacheManager):
 
     def waits(self, request_id: str) -> bool:
         return request_id in self._requests.waits and self._requests.is_waiting(request_id, self._clock())
+
+    def still_waits(self, request_id: str) -> bool:
+        return self._line.still_waits(request_id, self.waits(request_id))
 
     def release(self, request_id: str) -> None:
         with self._broken_plans:
@@ -476,5 +487,8 @@ class LocalCacheManager(CacheManager):
         self._requests.check_integrity()
         if (room := self._promises.room_for_loads()) < 0:
             raise ContractError(f"{-room} more load pages are promised than allowed")
+        for request_id in self._line:
+            if self.leased_pages(request_id) or self.held_pages(request_id):
+                raise ContractError(f"request {request_id!r} waits for room and holds some")
         for tier, entries in zip(self.tiers, self._broken_plans.leased(), strict=True):
             tier.check_integrity(entries)

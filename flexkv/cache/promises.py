@@ -15,11 +15,12 @@ from flexkv.cache.base import (
 )
 from flexkv.cache.failed_loads import FailedLoads
 from flexkv.cache.ids import HUB
-from flexkv.cache.leases import GroupLease, Lease, StraightPages, joined_shares
+from flexkv.cache.leases import GroupLease, HeldPages, Lease, StraightPages, joined_shares
 from flexkv.cache.lookup import Looked, Lookup
 from flexkv.cache.op_log import OpLog
 from flexkv.cache.ops import FetchOp
 from flexkv.cache.promotions import Promotions
+from flexkv.cache.room_line import RoomLine
 from flexkv.cache.stats import ManagerStats
 from flexkv.cache.tables import CacheTables
 from flexkv.cache.waits import FetchWaits
@@ -51,6 +52,7 @@ class Promises:
         access_orders: AccessOrders,
         lookup: Lookup,
         promotions: Promotions,
+        line: RoomLine,
         failed_loads: FailedLoads,
         limits: ManagerLimits,
         counts: ManagerStats,
@@ -64,6 +66,7 @@ class Promises:
         self._access_orders = access_orders
         self._lookup = lookup
         self._promotions = promotions
+        self._line = line
         self._failed_loads = failed_loads
         self._limits = limits
         self._counts = counts
@@ -92,12 +95,12 @@ class Promises:
     ) -> MatchResult:
         """As of `CacheManager`; the arguments are checked."""
         asked = self._lookup.asked_tokens(keys, start_tokens)
-        lease, fetches = None, 0
+        lease, fetches, awaits_room = None, 0, False
         if tail is None and self._requests.knows(request_id):
             lease = self._lease_again(request_id, keys, start_tokens)
         if lease is None:
             looked = self._look(request_id, keys, start_tokens, tail)
-            lease, fetches = looked.lease, looked.fetches
+            lease, fetches, awaits_room = looked.lease, looked.fetches, bool(looked.awaited)
         if lease.pages:
             self._requests.add_lease(request_id, lease)
         self._note_use(request_id, keys, lease)
@@ -106,7 +109,7 @@ class Promises:
         if fetches:
             self._requests.begins_to_wait(request_id, (start_tokens + lease.tokens) // size)
         lease.by_tier = self._by_tier(request_id, lease)
-        result = self._answer(request_id, lease, fetches)
+        result = self._answer(request_id, lease, fetches, awaits_room)
         self._log.looked_up(result, asked)
         return result
 
@@ -170,9 +173,22 @@ class Promises:
         # Taken before the lookup, which may hold other pages; unpinned after it, so that what it finds is still there.
         held = self._requests.take_held(request_id) if self._requests.waits else ()
         looked = self._lookup.look(request_id, keys, start_tokens, tail, self.room_for_loads(), straight)
+        if looked.awaited:
+            self._give_up(request_id, looked, held)
+            return looked
+        self._line.leave(request_id)
         for pages in held:
             self._hub.index.unpin(pages.entries)
         return looked
+
+    def _give_up(self, request_id: str, looked: Looked, held: Sequence[HeldPages]) -> None:
+        """Nothing is kept for a request that waits for room: two that each kept a part would wait for each other."""
+        lease = looked.lease
+        self._end_shares(lease)
+        for pages in held:
+            self._hub.index.unpin(pages.entries)
+        self._line.note_released(request_id, lease.groups, looked.awaited)
+        looked.lease = self._lookup.lease_of_nothing(lease.start_tokens)
 
     def _note_use(self, request_id: str, keys: Sequence[Keys], lease: Lease) -> None:
         """What the engine has itself, and what it was promised, counts as used together."""
@@ -220,7 +236,7 @@ class Promises:
         taken = self._requests.reserved_pages + self._ops.pages(OpRole.LOAD)
         return self._limits.inflight_load_pages - taken
 
-    def _answer(self, request_id: str, lease: Lease, fetches: int) -> MatchResult:
+    def _answer(self, request_id: str, lease: Lease, fetches: int, awaits_room: bool) -> MatchResult:
         matches = tuple(
             GroupMatch(
                 blocks=lease.tokens // block_tokens,
@@ -240,6 +256,7 @@ class Promises:
             fetches,
             lease.by_tier,
             lease.shared_tokens,
+            awaits_room,
         )
 
     # --- loads ---
@@ -266,6 +283,7 @@ class Promises:
             tier.counts.hits += tokens // self._block_tokens
         self._requests.pop_lease(request_id)
         self._waits.end(request_id)
+        self._line.forget(request_id)
         ops = [op for route in self._routes for op in route.begin(request_id, lease, targets, epoch)]
         begun = [op for op in self._ops.of_request(request_id, OpRole.LOAD) if op.load is None]
         for op in begun:
@@ -284,7 +302,7 @@ class Promises:
             return 0
         if requests.lease(request_id) is not None or request_id in requests.waits:
             return 0
-        if len(requests.prefetched) >= self._limits.prefetch_requests:
+        if len(requests.prefetched) >= self._limits.prefetch_requests or len(self._line):
             return 0
         pages = self._room_for_prefetch(len(keys))
         return self._lookup.prefetch(request_id, keys, start_tokens, self.room_for_loads(), pages)
@@ -292,6 +310,8 @@ class Promises:
     def resume_prefetch(self, request_id: str, keys: Sequence[Keys], start_tokens: int) -> None:
         """A tier has said what it has of a request: what of it is there is fetched, if no lookup has asked yet."""
         if request_id not in self._requests.prefetched or self._silent or self._failed_loads.rests:
+            return
+        if len(self._line):
             return
         pages = self._room_for_prefetch(len(keys))
         self._lookup.prefetch(request_id, keys, start_tokens, self.room_for_loads(), pages)
@@ -325,15 +345,22 @@ class Promises:
         lease = self._requests.pop_lease(request_id)
         if lease is None:
             return False
+        self._end_shares(lease)
+        return True
+
+    def _end_shares(self, lease: Lease) -> None:
+        """Ends the leases of all pages of a promise."""
         for route in self._routes:
             for group in lease.groups:
                 route.release(group)
-        return True
 
     def release(self, request_id: str) -> None:
         """As of `CacheManager`."""
         self.end_lease(request_id)
         self._waits.end(request_id)
+        self._line.leave(request_id)
+        if not self._limits.asks_again:
+            self._line.forget(request_id)
         for order in self._access_orders.pop(request_id):
             # Here and not with each lookup or load, so that a request hits a block once.
             self._hub.index.touch(order.entries(), order.found)
@@ -346,6 +373,7 @@ class Promises:
     def end_request(self, request_id: str) -> None:
         """As of `CacheManager`."""
         self.release(request_id)
+        self._line.forget(request_id)
         self._failed_loads.end(request_id)
         self.abandon_loads(request_id)
 
@@ -367,6 +395,7 @@ class Promises:
             self.end_lease(request_id)
         for request_id in list(self._requests.waits):
             self._waits.end(request_id)
+        self._line.clear()
 
 
 def _of_first(by_tier: tuple[int, ...], tokens: int) -> list[int]:

@@ -163,6 +163,13 @@ class Promotions:
             return 0
         return max(0, facts.fetch_pages - self._ops.pages(OpRole.FETCH, tier))
 
+    def has_room(self, tier: TierId, pages: int, fetches: int) -> bool:
+        """Whether a tier may be asked for so many pages in so many fetches besides those in flight."""
+        facts = self._tiers[tier].facts
+        if self._ops.count(OpRole.FETCH, tier) + fetches > facts.fetch_ops:
+            return False
+        return self._ops.pages(OpRole.FETCH, tier) + pages <= facts.fetch_pages
+
     def fetch(
         self, wanted: Sequence[WantedPages], layerwise: bool, epoch: int, aligned: bool = True
     ) -> Fetched:

@@ -135,6 +135,10 @@ class RequestTable:
             return ()
         return None if wait.ops or request_id in self.prefetched else wait.held
 
+    def held_pages(self, request_id: str) -> int:
+        wait = self.waits.get(request_id)
+        return 0 if wait is None else sum(len(held.entries) for held in wait.held)
+
     def take_held(self, request_id: str) -> Sequence[HeldPages]:
         """What was held; the pins are the caller's to end."""
         wait = self.waits.get(request_id)

@@ -124,6 +124,9 @@ class TierCounts:
         late: lookups that went on without it, because it took too long.
         left: lookups of which a part was left to the engine, because it computes that sooner.
         left_pages: pages of those.
+        no_room: lookups that went on without some of the tier's pages, because no host slot, or place among the reads
+            in flight, was there for them in time.
+        no_room_pages: pages of those.
         gds_read: pages loaded and verified without a page of host memory.
         gds_written: pages written without one; they are among `written`.
         hits: blocks that an engine took of what the tier had supplied.
@@ -144,6 +147,8 @@ class TierCounts:
     late: int = 0
     left: int = 0
     left_pages: int = 0
+    no_room: int = 0
+    no_room_pages: int = 0
     gds_read: int = 0
     gds_written: int = 0
     hits: int = 0

@@ -265,7 +265,8 @@ class DiskConfig(Section):
     wait_s: Seconds = Field(
         30.0,
         description="A request waits so long for its blocks to be read from disk, then computes them: a slow disk must "
-        "not hold a request for good.",
+        "not hold a request for good. With vLLM it waits as long before that for room in host memory, where other "
+        "requests hold the slots that the read needs.",
     )
     prefetch_requests: CountOrNone = Field(
         16,
@@ -365,7 +366,9 @@ class RemoteConfig(Section):
         "from there once, which writes a fraction; `off` never: others fill the store.",
     )
     wait_s: Seconds = Field(
-        2.0, description="A request waits so long for its blocks to come from the store, then computes them."
+        2.0,
+        description="A request waits so long for its blocks to come from the store, then computes them; with vLLM as "
+        "long before that for room in host memory.",
     )
     probe_s: Seconds = Field(
         0.05,

@@ -88,6 +88,14 @@ _TABLE = (
         (("tier", ("host", "disk", "peers", "remote")),),
     ),
     Metric(
+        "flexkv_no_room_pages_total",
+        MetricKind.COUNTER,
+        "pages",
+        "Pages of a tier that a request went on without, because host memory had no slot for them, or too many were "
+        "being read, for as long as it waits: larger prompts than host memory, and what waited in vain for room.",
+        (("tier", ("disk", "peers", "remote")),),
+    ),
+    Metric(
         "flexkv_moved_bytes_total", MetricKind.COUNTER, "bytes", "Bytes of pages that arrived.", (_DIRECTION,)
     ),
     Metric(
@@ -212,8 +220,9 @@ _TABLE = (
         MetricKind.COUNTER,
         "lookups",
         "Lookups that waited for blocks from disk; `late` are those that went on without them. `computed`: lookups of "
-        "which the engine was left what it computes sooner.",
-        (("outcome", ("waited", "late", "computed")),),
+        "which the engine was left what it computes sooner. `no_room`: lookups that went on without blocks for which "
+        "host memory had no slot in time.",
+        (("outcome", ("waited", "late", "computed", "no_room")),),
     ),
     Metric(
         "flexkv_disk_prefetched_pages_total",
@@ -296,8 +305,9 @@ _TABLE = (
         "lookups",
         "What the store answered when a request's pages were asked for; `unknown`: not in time. `waited`: lookups that "
         "waited for pages from it, `late` those that went on without them, `computed` those that left them to the "
-        "engine, which computes them sooner.",
-        (("outcome", ("hit", "miss", "unknown", "waited", "late", "computed")),),
+        "engine, which computes them sooner, `no_room` those that went on without pages for which host memory had no "
+        "slot in time.",
+        (("outcome", ("hit", "miss", "unknown", "waited", "late", "computed", "no_room")),),
     ),
     Metric(
         "flexkv_remote_page_seconds",

@@ -70,6 +70,8 @@ class SimulationConfig:
         integrity_every: steps between calls of `check_integrity`; 0 for none but the last.
         store_queue_pages: `ManagerLimits.inflight_store_pages`.
         load_queue_pages: `ManagerLimits.inflight_load_pages`.
+        asks_again: `ManagerLimits.asks_again`.
+        wait_s: `TierFacts.wait_s` of the disk tier.
         policy: which pages leave every tier first.
         disk_places: disk slots of each group; 0 for no disk tier.
         disk_mode: when pages are written to disk.
@@ -94,6 +96,8 @@ class SimulationConfig:
     integrity_every: int = 10
     store_queue_pages: int = 24
     load_queue_pages: int = 32
+    asks_again: bool = False
+    wait_s: float = 30.0
     policy: str = "lru"
     disk_places: int = 0
     disk_mode: WriteMode = WriteMode.THROUGH
@@ -137,6 +141,8 @@ class SimulationReport:
         failed_pages: pages loaded that were named as failed.
         streamed_pages: pages promised while they were on their way up from disk.
         gds_pages: pages loaded from disk without a slot of host memory.
+        room_waits: lookups that were told to wait for room in host memory.
+        room_given: those that were given room after they had waited for it.
         lookups_after_failures: lookups of requests that a load has failed.
         stored_while_read: pages stored while they were on their way up from disk.
         actions: how often each action was taken, by its name.
@@ -148,6 +154,8 @@ class SimulationReport:
     failed_pages: int = 0
     streamed_pages: int = 0
     gds_pages: int = 0
+    room_waits: int = 0
+    room_given: int = 0
     lookups_after_failures: int = 0
     stored_while_read: int = 0
     actions: dict[str, int] = field(default_factory=dict)

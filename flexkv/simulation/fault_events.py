@@ -71,6 +71,7 @@ class FaultEvents:
         world = self.world
         epoch = world.manager.reset()
         world.model.reset()
+        world.line.clear()
         require(
             epoch == world.model.epoch and world.recorder.resets[-1] == epoch,
             "reset did not begin a new epoch",

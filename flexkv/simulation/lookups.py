@@ -9,6 +9,7 @@ import numpy as np
 from flexkv.cache.base import OpRole, Rule, TailCandidates
 from flexkv.simulation.base import NO_SLOT, Key, require
 from flexkv.simulation.request import SimRequest
+from flexkv.simulation.room_judge import RoomJudge
 from flexkv.simulation.world import World
 from flexkv.transfer.graph import OpKind
 
@@ -52,10 +53,15 @@ class Lookups:
         step_tokens = world.config.step_tokens
         failure = world.model.failures.get(request.request_id)
         world.report.lookups_after_failures += failure is not None
+        judge = RoomJudge(world, request, tails is not None)
         result = world.manager.match(request.request_id, request.arrays, start * step_tokens, tails)
         promised = result.tokens // step_tokens
-        world.model.evict_for_lookup(world.recorder.take_evicted(), request.keys, start, model_steps)
+        evicted = world.recorder.take_evicted()
+        world.model.evict_for_lookup(evicted, request.keys, start, model_steps)
         self.orders_planned()
+        judge.judge(result, evicted)
+        if result.awaits_room:
+            model_steps, tails = 0, None
         streamed = (world.config.stream or world.config.gds_loads) and promised > model_steps
         require(result.tokens % step_tokens == 0, "match promised a part of a step")
         require(
@@ -93,7 +99,7 @@ class Lookups:
         world.model.lease(request.request_id, pages, streamed)
         request.promised, request.promised_tail = promised, result.tail_tokens
         request.state = "matched"
-        if result.reads and world.random.random() < 0.8:
+        if (result.reads or result.awaits_room) and world.random.random() < 0.8:
             # An engine gives no block to a request that waits for a lookup, and looks into its own cache again.
             request.state = "waiting"
             world.free_blocks(request)

@@ -61,6 +61,7 @@ class Requests:
         require(not world.manager.waits(request.request_id), "a request waits that nobody has asked for")
         begun = [op for op_id, op in world.disk_lane.ops.items() if op_id not in under_way]
         if begun:
+            require(not len(world.line), "a prefetch takes room that somebody waits for")
             reads = [op for op in world.disk_lane.ops.values() if op.kind is OpKind.DISK_READ]
             require(
                 sum(op.pages for op in reads) <= FETCH_PAGES // 2, "a prefetch leaves no room for other reads"
@@ -79,12 +80,20 @@ class Requests:
         if request.state == "new":
             self.lookups.look_up(request)
         elif request.state == "waiting":
-            if not world.manager.waits(request.request_id) or world.random.random() < 0.1:
-                self.lookups.look_up(request)
+            self._ask_again(request)
         elif request.state == "matched":
             self._after_lookup(request)
         elif request.state == "running":
             self._run_some(request)
+
+    def _ask_again(self, request: SimRequest) -> None:
+        """The engine asks for a request that was told to wait; now and then although it still has to."""
+        world = self.world
+        waits = world.manager.still_waits(request.request_id)
+        if waits and request.request_id in world.line:
+            world.line.ask(request.request_id)
+        if not waits or world.random.random() < 0.1:
+            self.lookups.look_up(request)
 
     def _after_lookup(self, request: SimRequest) -> None:
         world = self.world

@@ -16,6 +16,7 @@ from flexkv.cache.tiers.remote.tier import RemoteTier
 from flexkv.simulation.base import NO_SLOT, Key, ManagerFactory, SimulationConfig, SimulationReport, require
 from flexkv.simulation.disk_lane import SimDiskLane
 from flexkv.simulation.engine import SimEngine
+from flexkv.simulation.line_model import LineModel
 from flexkv.simulation.model import Model
 from flexkv.simulation.model_ops import ModelOp
 from flexkv.simulation.recorder import Recorder
@@ -31,6 +32,9 @@ RETIRED = 64
 
 FETCH_PAGES = 12
 """Pages that are read from disk at once at most."""
+
+FETCH_OPS = 4
+"""Reads from disk at once at most."""
 
 BEGUN_S = 1_000_000
 """The wall clock when a run begins, Unix seconds."""
@@ -63,17 +67,19 @@ class World:
             inflight_load_pages=config.load_queue_pages,
             lease_s=30.0,
             prefetch_requests=3,
+            asks_again=config.asks_again,
         )
         self.store = SymbolicStore()
         self.disk = SymbolicVolumes([config.disk_places] * len(config.groups), config.disks)
         gds_use = GdsUse.WHERE_FASTER if config.measured_steps else GdsUse.ALWAYS
         facts = TierFacts(
             "disk",
+            wait_s=config.wait_s,
             write=config.disk_mode,
             write_pages=6,
             fetch_pages=FETCH_PAGES,
             waiting_pages=8,
-            fetch_ops=4,
+            fetch_ops=FETCH_OPS,
             streams=config.stream,
         )
         traffic = DiskTraffic(
@@ -95,6 +101,7 @@ class World:
             unix_s=lambda: BEGUN_S + self.now_s,
         )
         self.model = Model(config.groups, config.step_tokens, limits)
+        self.line = LineModel(self.model)
         if config.has_tiers:
             self.model.waiting_slots = self._waiting_slots
         slots = [spec.slots for spec in config.groups]
@@ -184,12 +191,14 @@ class World:
     def release(self, request: SimRequest) -> None:
         self.manager.release(request.request_id)
         self.model.release(request.request_id)
+        self.line.leave(request.request_id)
         if self.random.random() < 0.2:
             self.manager.release(request.request_id)
 
     def end_request(self, request: SimRequest) -> None:
         self.manager.end_request(request.request_id)
         self.model.end_request(request.request_id)
+        self.line.leave(request.request_id)
 
     def submit(
         self,

@@ -45,6 +45,7 @@ class CacheRole:
         fails_requests: the engine ends a request whose load fails or is late; not one that recomputes.
         shared: workers live in processes of their own and map the host pool.
         compute_if_faster: the engine's steps are measured, so that a tier may be left to it where it computes sooner.
+        asks_again: the engine asks again with its next step for a request that has to wait.
     """
 
     loads: bool = True
@@ -53,6 +54,7 @@ class CacheRole:
     fails_requests: bool = True
     shared: bool = False
     compute_if_faster: bool = True
+    asks_again: bool = False
 
 
 class EngineUnit(ABC):

@@ -89,6 +89,7 @@ def build_unit(
                 lease_s=config.load.lease_s,
                 prefetch_requests=config.disk.prefetch_requests,
                 rest_s=FAILED_LOAD_REST_S if role.fails_requests and not role.recomputes else 0.0,
+                asks_again=role.asks_again,
             ),
             policy=config.index.policy,
             listener=listener,

@@ -50,6 +50,9 @@ class NullManager(CacheManager):
     def waits(self, request_id: str) -> bool:
         return False
 
+    def still_waits(self, request_id: str) -> bool:
+        return False
+
     def begin_store(
         self,
         request_id: str,

@@ -34,6 +34,7 @@ class TierMetrics:
         self._counted_evictions = 0
         self._counted_totals: list[dict[Series, int]] = [{} for _ in manager.tiers]
         self._counted_hits = [0 for _ in manager.tiers]
+        self._counted_no_room = [0 for _ in manager.tiers]
         self._counted_down = self._down
 
     @property
@@ -61,6 +62,11 @@ class TierMetrics:
             if hits != self._counted_hits[number]:
                 counters.add("flexkv_hit_blocks_total", hits - self._counted_hits[number], tier=label)
                 self._counted_hits[number] = hits
+            no_room = tier.counts.no_room_pages
+            if no_room != self._counted_no_room[number]:
+                new_pages = no_room - self._counted_no_room[number]
+                counters.add("flexkv_no_room_pages_total", new_pages, tier=label)
+                self._counted_no_room[number] = no_room
         for tier, counted in zip(self._manager.tiers, self._counted_totals, strict=True):
             for name, value in tier.gauges().items():
                 counters.set(name, value)
@@ -95,6 +101,7 @@ class TierMetrics:
         counters.add("flexkv_disk_lookups_total", new["waits"], outcome="waited")
         counters.add("flexkv_disk_lookups_total", new["late"], outcome="late")
         counters.add("flexkv_disk_lookups_total", new["left"], outcome="computed")
+        counters.add("flexkv_disk_lookups_total", new["no_room"], outcome="no_room")
         counters.add("flexkv_disk_left_pages_total", new["left_pages"])
         counters.add("flexkv_disk_prefetched_pages_total", new["prefetched"])
         counters.add("flexkv_disk_gds_pages_total", new["gds_read"], direction="read")

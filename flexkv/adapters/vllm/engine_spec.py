@@ -37,6 +37,7 @@ class EngineRole(CacheRole):
             takes it back: see `RUNNER_V2`.
     """
 
+    asks_again: bool = True
     drop_last_block: bool = False
     ends_copies: bool = False
     stores_end_in_step: bool = False

@@ -75,10 +75,11 @@ class Loads:
     def match(self, tracker: RequestTracker, computed_tokens: int) -> int | None:
         """Tokens that can be loaded beyond `computed_tokens`; they are leased until they are loaded or released.
 
-        None while more is being read from disk: the engine asks again with the next step.
+        None while more is being read from disk, or waits for room in host memory: the engine asks again with the next
+        step.
         """
         manager, request_id = self._manager, tracker.request_id
-        if manager.waits(request_id):
+        if manager.still_waits(request_id):
             return None
         request = tracker.request
         # The engine has to compute at least one token to sample from.
@@ -98,13 +99,13 @@ class Loads:
             keys = self._cut(keys, wanted_end)
         match = manager.match(request_id, keys, computed_tokens)
         tracker.shared_tokens = match.shared_tokens
-        if match.reads:
+        if match.reads or match.awaits_room:
             return None
         end_block = (computed_tokens + match.tokens) // self._block_tokens
         tail = self._tail_candidates(tracker, end_block) if self._with_tails else None
         if tail is not None:
             match = manager.match(request_id, [keys[0][: tail.base_block]], computed_tokens, [tail])
-            if match.reads:
+            if match.reads or match.awaits_room:
                 return None
         tokens = min(match.tokens + match.tail_tokens, wanted_end - computed_tokens)
         if self._drop_last_block:

@@ -52,5 +52,6 @@ def remote_series(counts: TierCounts, totals: RemoteTotals) -> Mapping[Series, i
     add("flexkv_remote_lookups_total", counts.waits, "outcome", "waited")
     add("flexkv_remote_lookups_total", counts.late, "outcome", "late")
     add("flexkv_remote_lookups_total", counts.left, "outcome", "computed")
+    add("flexkv_remote_lookups_total", counts.no_room, "outcome", "no_room")
     add("flexkv_remote_restarts_total", totals.restarts)
     return found

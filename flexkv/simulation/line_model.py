@@ -1,0 +1,110 @@
+"""Who may be given room for reads, and who has to wait for it: the rules of a line, written a second time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from flexkv.cache.base import OpRole
+from flexkv.simulation.base import Key, require
+from flexkv.simulation.model import Model
+
+
+@dataclass
+class ReadRoom:
+    """How much may be read from disk at once.
+
+    Attributes:
+        pages, ops: at most.
+    """
+
+    pages: int
+    ops: int
+
+
+class LineModel:
+    """Requests that were told to wait for room, with the numbers of all questions about each."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self._asked: dict[str, list[int]] = {}
+        self._questions = 0
+
+    def __len__(self) -> int:
+        return len(self._asked)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._asked
+
+    def leave(self, request_id: str) -> None:
+        self._asked.pop(request_id, None)
+
+    def clear(self) -> None:
+        self._asked.clear()
+
+    def ask(self, request_id: str) -> None:
+        """The engine asked for the request, which has to wait."""
+        self._questions += 1
+        self._asked.setdefault(request_id, []).append(self._questions)
+
+    def first(self, request_id: str) -> bool:
+        """Whether nobody who came before the request was asked about since its own last question but one."""
+        mine = self._asked.get(request_id, [])
+        for other, asked in self._asked.items():
+            if other == request_id:
+                break
+            if len(mine) < 2 or asked[-1] > mine[-2]:
+                return False
+        return True
+
+    def reads_begun(self, before: set[int], keys: Sequence[Sequence[bytes]]) -> list[Key]:
+        """The pages of reads that have begun since the ops `before`, as far as they are of these keys."""
+        blocks = {(group, key) for group, of_group in enumerate(keys) for key in of_group}
+        ops = [op for op_id, op in self.model.disk_ops.items() if op_id not in before]
+        return [key for op in ops if op.role is OpRole.LOAD for key in op.keys if key in blocks]
+
+    def check_given(self, was_first: bool, wanted: Iterable[Key], most: ReadRoom) -> None:
+        """A lookup was given room: it was its turn, and all of `wanted` is there or on its way, or is too much for an
+        empty host memory."""
+        require(was_first, "room was given past one who waits for it")
+        wanted = list(wanted)
+        lacking = [key for key in wanted if key not in self.model.visible and not self._coming(key)]
+        if lacking:
+            require(not self._fits(wanted, most), "room was given to a part of a prompt")
+
+    def check_told_to_wait(self, was_first: bool, wanted: Iterable[Key], most: ReadRoom) -> None:
+        """A lookup was told to wait: it was not its turn, or host memory has no room for `wanted`."""
+        wanted = list(wanted)
+        lacking = [key for key in wanted if key not in self.model.visible and not self._coming(key)]
+        reads = [op for op in self.model.disk_ops.values() if op.role is OpRole.LOAD]
+        in_flight = sum(len(op.keys) for op in reads)
+        ops = len({group for group, _ in lacking})
+        room = len(lacking) + in_flight <= most.pages and len(reads) + ops <= most.ops
+        for group in {group for group, _ in wanted}:
+            room = room and self._unheld(group, wanted) <= self._idle(group)
+        require(not (was_first and room), "a lookup was told to wait with room for all of it")
+
+    def _coming(self, key: Key) -> bool:
+        return self.model.pending.get(key) in self.model.disk_ops
+
+    def _idle(self, group: int) -> int:
+        return self.model.up[group] - len(self.model.held_slots(group))
+
+    def _unheld(self, group: int, wanted: Sequence[Key]) -> int:
+        """Of what is wanted in the slots that a group uses, the pages whose slots nobody holds."""
+        held = self.model.held_slots(group)
+        mine = [key for key in wanted if key[0] in self.model.shares(group)]
+        return sum(self.model.visible.get(key) not in held and not self._coming(key) for key in mine)
+
+    def _fits(self, wanted: Sequence[Key], most: ReadRoom) -> bool:
+        """Whether all of it could be there at once, and be read at once, as far as it is not there."""
+        lacking = [key for key in wanted if key not in self.model.visible]
+        if len(lacking) > most.pages or len({group for group, _ in lacking}) > most.ops:
+            return False
+        for group in {group for group, _ in wanted}:
+            if (
+                len([key for key in wanted if key[0] in self.model.shares(group)])
+                > self.model.specs[group].slots
+            ):
+                return False
+        return True

@@ -1,0 +1,93 @@
+"""Managers that give room for fetches against the rules of the line. The simulation must catch every one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from flexkv.cache.leases import HeldPages
+from flexkv.cache.lookup import Looked
+from flexkv.cache.manager import LocalCacheManager
+from flexkv.cache.room_line import Turn
+
+
+class GivesRoomToHalves(LocalCacheManager):
+    """Whose turn it is takes what room there is, and waits for the rest."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        line, take_turn = self._line, self._line.take_turn
+
+        def taken(request_id: str, need: Any, wait_s: float) -> Turn:
+            first = line._is_first(line._places.get(request_id))
+            turn = take_turn(request_id, need, wait_s)
+            if turn is not Turn.WAIT or not first:
+                return turn
+            line.leave(request_id)
+            return Turn.FETCH_SOME
+
+        line.take_turn = taken  # type: ignore[method-assign]
+
+
+class KeepsWhatItHasWhileItWaits(LocalCacheManager):
+    """A request that waits for room keeps what it found in host memory."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+
+        def keep(request_id: str, looked: Looked, held: Sequence[HeldPages]) -> None:
+            for pages in held:
+                self.hub.index.unpin(pages.entries)
+
+        self._promises._give_up = keep  # type: ignore[method-assign]
+
+
+class LetsOthersPass(LocalCacheManager):
+    """Who finds room for itself takes it, whoever waits for more."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._line._is_first = lambda place: True  # type: ignore[method-assign]
+
+
+class PassesNobody(LocalCacheManager):
+    """A request that its engine has no use for keeps all others waiting."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        line = self._line
+        line._is_first = (  # type: ignore[method-assign]
+            lambda place: next(iter(line._places.values()), None) is place
+        )
+
+
+class SeesNoRoom(LocalCacheManager):
+    """What holds blocks that nobody leases counts as taken."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        index = self.hub.index
+        self._line._has_room = (  # type: ignore[method-assign]
+            lambda need: all(slots <= index.free_slots(owner) for owner, slots in need.slots.items())
+        )
+
+
+class PrefetchesPastTheLine(LocalCacheManager):
+    """Prefetches take the room that requests wait for."""
+
+    def prefetch(self, *args: Any, **kwargs: Any) -> int:
+        places, self._line._places = self._line._places, {}
+        try:
+            return super().prefetch(*args, **kwargs)
+        finally:
+            self._line._places = places
+
+
+BROKEN_LINES: list[type[LocalCacheManager]] = [
+    GivesRoomToHalves,
+    KeepsWhatItHasWhileItWaits,
+    LetsOthersPass,
+    PassesNobody,
+    SeesNoRoom,
+    PrefetchesPastTheLine,
+]
