@@ -17,6 +17,8 @@ from flexkv.cache.keys import EngineKeyChain, TokenChain, chain_seed, namespace_
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
+    from flexkv.adapters.vllm.input_names import InputNames
+
 
 GROUP = 0
 """In all keys: what tells groups apart is in the namespace."""
@@ -63,11 +65,21 @@ class BlockKeys(ABC):
     Args:
         namespace: of the request, 32 bytes.
         hashes_per_block: of the engine's hashes.
+        names: of images and other inputs.
     """
 
-    def __init__(self, request: Request, namespace: bytes, block_tokens: int, hashes_per_block: int) -> None:
+    def __init__(
+        self,
+        request: Request,
+        namespace: bytes,
+        block_tokens: int,
+        hashes_per_block: int,
+        names: InputNames,
+    ) -> None:
         self.request = request
         self.namespace = namespace
+        self.block_tokens = block_tokens
+        self.names = names
         self._ratio = hashes_per_block
         self._chain = EngineKeyChain(namespace, GROUP)
         self._last_hash = b""
@@ -98,26 +110,50 @@ class BlockKeys(ABC):
     def parent(self, block: int) -> bytes | None:
         """What the key of whole block `block - 1` was made from; None for the first. To be called after `keys`."""
 
+    def first_of_run(self) -> int | None:
+        """The first block whose hash stands for its content in this run alone; None without one."""
+        if not self.request.mm_features:
+            return None
+        first = self.names.first_of_run(self.request)
+        return None if first is None else first // self.block_tokens
+
 
 class EngineBlockKeys(BlockKeys):
-    """From `request.block_hashes`, which hold all that vLLM keeps requests apart by."""
+    """From `request.block_hashes`, which hold all that vLLM keeps requests apart by.
+
+    From the first block on into which an input reaches whose name holds for this run alone, the run's own name is in
+    the keys. Blocks before it are served after a restart as those of any other prompt.
+    """
 
     def _extend(self, known: int, blocks: int) -> None:
         ratio = self._ratio
-        self._chain.extend(
-            self.request.block_hashes[(known + 1) * ratio - 1 : blocks * ratio : ratio], start=known
-        )
+        hashes = self.request.block_hashes[(known + 1) * ratio - 1 : blocks * ratio : ratio]
+        # Asked each time: a streaming session may take an image later.
+        if (first := self.first_of_run()) is not None and first < blocks:
+            plain = max(0, first - known)
+            hashes = [*hashes[:plain], *(self.names.run + block_hash for block_hash in hashes[plain:])]
+        self._chain.extend(hashes, start=known)
 
     def parent(self, block: int) -> bytes | None:
-        return bytes(self.request.block_hashes[block * self._ratio - 1]) if block else None
+        if not block:
+            return None
+        block_hash = bytes(self.request.block_hashes[block * self._ratio - 1])
+        first = self.first_of_run()
+        return block_hash if first is None or block - 1 < first else self.names.run + block_hash
 
 
 class TokenBlockKeys(BlockKeys):
     """From the tokens and the caller's salt. Blocks have no keys once the request's content is not in its tokens."""
 
-    def __init__(self, request: Request, namespace: bytes, block_tokens: int, hashes_per_block: int) -> None:
-        super().__init__(request, namespace, block_tokens, hashes_per_block)
-        self._block_tokens = block_tokens
+    def __init__(
+        self,
+        request: Request,
+        namespace: bytes,
+        block_tokens: int,
+        hashes_per_block: int,
+        names: InputNames,
+    ) -> None:
+        super().__init__(request, namespace, block_tokens, hashes_per_block, names)
         self._tokens = TokenChain(block_tokens, chain_seed(None, request.cache_salt or None))
 
     def _forget(self) -> None:
@@ -127,7 +163,7 @@ class TokenBlockKeys(BlockKeys):
     def _extend(self, known: int, blocks: int) -> None:
         # Asked each time: a streaming session may take an image later.
         if self.request.prompt_embeds is None and not self.request.mm_features:
-            first, end = known * self._block_tokens, blocks * self._block_tokens
+            first, end = known * self.block_tokens, blocks * self.block_tokens
             self._tokens.extend(self.request.all_token_ids[first:end], start=first)
             self._chain.extend(self._tokens.digests[known:], start=known)
 

@@ -3,12 +3,13 @@ have. All of it is read off vLLM's configuration once, at the engine's start."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from flexkv.adapters.vllm.identity import engine_namespace
+from flexkv.adapters.vllm.input_names import InputNames
 from flexkv.adapters.vllm.pool_geometry import PoolGeometry
 from flexkv.config import FlexKVConfig
 from flexkv.errors import ConfigError
@@ -71,6 +72,7 @@ class EngineSpec:
     Attributes:
         ranks: workers.
         step_tokens: that the engine computes in one step at most.
+        names: of its images and other inputs.
     """
 
     config: FlexKVConfig
@@ -80,6 +82,7 @@ class EngineSpec:
     step_tokens: int
     role: EngineRole = EngineRole()
     prompt_limit: PromptLimit | None = None
+    names: InputNames = field(default_factory=InputNames)
 
     @classmethod
     def of(
@@ -99,6 +102,7 @@ class EngineSpec:
             vllm_config.scheduler_config.max_num_batched_tokens,
             role,
             PromptLimit(model.max_model_len, "max_model_len"),
+            InputNames.of(vllm_config),
         )
 
     @property

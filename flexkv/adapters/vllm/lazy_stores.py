@@ -51,8 +51,9 @@ class LazyStores(RequestStores, CacheListener):
         self._offered: dict[int, tuple[bytes, bytes]] = {}
         self._block_of_key: dict[bytes, int] = {}
         self.suspects: dict[int, bytes] = {}
-        self._namespaces: dict[int, tuple[bytes, bytes]] = {}
-        """Of a block of a request with an adapter its hash, and the namespace of that request."""
+        self._key_parts: dict[int, tuple[bytes, bytes, bytes]] = {}
+        """Of a block whose hash does not tell its content: the hash, the namespace of the request that left it, and
+        what stands for the hash in its key."""
         self._passed_over: dict[int, bytes] = {}
 
     def plan_step(self, output: SchedulerOutput, step: int, orders: ConnectorMetadata) -> None:
@@ -113,8 +114,8 @@ class LazyStores(RequestStores, CacheListener):
         if tracker.suspect_from is not None:
             for block in tracker.block_ids[tracker.suspect_from : good]:
                 self.suspects.pop(block, None)  # it was computed again
-        if tracker.namespace != self._namespace:
-            self._note_namespace(tracker)
+        if tracker.namespace != self._namespace or tracker.block_keys.first_of_run() is not None:
+            self._note_key_parts(tracker)
         # Nor may be stored what the caller or `store.tokens` keeps out. From a page on that the caller keeps out none
         # can be reached by a lookup, but for those that the engine's own cache gave.
         first = good
@@ -122,24 +123,33 @@ class LazyStores(RequestStores, CacheListener):
             first = min(good, max(tracker.own_from, kept[0] // self._block_tokens))
         self._suspect(tracker.block_ids[first:])
 
-    def _note_namespace(self, tracker: RequestTracker) -> None:
-        """A block's hash does not tell the content of an adapter."""
-        blocks = self._watch.pool.blocks
-        for block_id in tracker.block_ids:
+    def _note_key_parts(self, tracker: RequestTracker) -> None:
+        """A block's hash does not tell the content of an adapter, nor that of an input which somebody else named."""
+        blocks, keys = self._watch.pool.blocks, tracker.block_keys
+        first = keys.first_of_run()
+        for number, block_id in enumerate(tracker.block_ids):
             if (block_hash := blocks[block_id].block_hash) is not None:
-                self._namespaces[block_id] = (block_hash, tracker.namespace)
+                engine_key = bytes(get_block_hash(block_hash))
+                if first is not None and number >= first:
+                    engine_key = keys.names.run + engine_key
+                self._key_parts[block_id] = (block_hash, tracker.namespace, engine_key)
 
     def _keys(self, blocks: list[KVCacheBlock]) -> Keys:
         """Keys of free blocks, each in the namespace of the request that left it. Shape [blocks, KEY_BYTES]."""
         positions: dict[bytes, list[int]] = {}
+        engine_keys: list[bytes] = []
         for position, block in enumerate(blocks):
-            noted = self._namespaces.get(block.block_id) if self._namespaces else None
-            known = noted is not None and noted[0] == block.block_hash
-            positions.setdefault(noted[1] if noted and known else self._namespace, []).append(position)
+            noted = self._key_parts.get(block.block_id) if self._key_parts else None
+            if noted is not None and noted[0] == block.block_hash:
+                _, namespace, engine_key = noted
+            else:
+                namespace, engine_key = self._namespace, get_block_hash(block.block_hash)
+            positions.setdefault(namespace, []).append(position)
+            engine_keys.append(engine_key)
         keys = np.empty((len(blocks), KEY_BYTES), np.uint8)
         for namespace, those in positions.items():
             chain = EngineKeyChain(namespace, GROUP)
-            chain.extend([get_block_hash(blocks[position].block_hash) for position in those])
+            chain.extend([engine_keys[position] for position in those])
             keys[those] = chain.keys
         return keys
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from flexkv.adapters.common.common_keys import COMMON
 from flexkv.adapters.vllm.block_keys import BlockKeys, EngineBlockKeys, RequestNamespaces, TokenBlockKeys
+from flexkv.adapters.vllm.input_names import InputNames
 from flexkv.adapters.vllm.pool_geometry import PoolGeometry
 from flexkv.adapters.vllm.request_fields import KeptOut, RequestFields
 from flexkv.cache.base import Keys, MatchResult
@@ -139,12 +140,21 @@ class RequestTable:
 
     Args:
         scheme: `keys.scheme`.
+        names: of the engine's images and other inputs.
 
     Attributes:
         live: the trackers by request id.
     """
 
-    def __init__(self, namespace: bytes, geometry: PoolGeometry, scheme: str, fields: RequestFields) -> None:
+    def __init__(
+        self,
+        namespace: bytes,
+        geometry: PoolGeometry,
+        scheme: str,
+        names: InputNames,
+        fields: RequestFields,
+    ) -> None:
+        self._names = names
         self._namespaces = RequestNamespaces(namespace)
         self._groups = geometry.groups
         self._signatures = [group.signature for group in geometry.kv_groups()]
@@ -158,7 +168,9 @@ class RequestTable:
         if tracker is None:
             namespace = self._namespaces.of(request)
             tables = tuple(
-                BlockTable(self._keys(request, of_group, group.block_tokens, group.hashes_per_block))
+                BlockTable(
+                    self._keys(request, of_group, group.block_tokens, group.hashes_per_block, self._names)
+                )
                 for group, of_group in zip(
                     self._groups, self._namespaces.of_groups(namespace, self._signatures), strict=True
                 )

@@ -62,8 +62,9 @@ class SchedulerSide:
     def __init__(self, spec: EngineSpec, with_events: bool = False) -> None:
         self._spec = spec
         self.counters = Counters()
+        fields = RequestFields(self.counters, logger)
         self.requests = RequestTable(
-            spec.namespace, spec.geometry, spec.config.keys.scheme, RequestFields(self.counters, logger)
+            spec.namespace, spec.geometry, spec.config.keys.scheme, spec.names, fields
         )
         self.orders = ConnectorMetadata()
         self._watch: StoreWatch = NoWatch()

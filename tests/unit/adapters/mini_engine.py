@@ -16,6 +16,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from flexkv.adapters.vllm import local_engines
 from flexkv.adapters.vllm.engine_spec import EngineRole, EngineSpec
+from flexkv.adapters.vllm.input_names import InputNames
 from flexkv.adapters.vllm.metadata import ConnectorMetadata, WorkerMetadata
 from flexkv.adapters.vllm.pool_geometry import pool_geometry
 from flexkv.adapters.vllm.scheduler import SchedulerSide
@@ -40,6 +41,7 @@ class MiniEngine:
     Args:
         head_replicas: ranks in a row that have the same KV head.
         early_handshake: False leaves the handshakes to the report of the first step, as a MultiConnector does.
+        names: of images and other inputs; names that are digests hold for good, without it too.
 
     Attributes:
         failed_by_another: blocks that another connector beside ours failed to load, named in the next report.
@@ -61,6 +63,7 @@ class MiniEngine:
         head_replicas: int = 1,
         early_handshake: bool = True,
         prompt_limit: PromptLimit | None = None,
+        names: InputNames | None = None,
         **settings: Any,
     ) -> None:
         config = load_config(
@@ -82,6 +85,7 @@ class MiniEngine:
             step_tokens=16,
             role=role,
             prompt_limit=prompt_limit,
+            names=names or InputNames(),
         )
         self.side = SchedulerSide(spec, with_events)
         self.side.bind_block_pool(self.pool)

@@ -66,7 +66,8 @@ class Steps:
         self.request = make_request(range(prompt))
         if output:
             self.request.append_output_token_ids(list(range(1000, 1000 + output)))
-        requests = RequestTable(bytes(32), geometry, "engine", RequestFields(Counters(), logging.getLogger()))
+        fields = RequestFields(Counters(), logging.getLogger())
+        requests = RequestTable(bytes(32), geometry, "engine", spec.names, fields)
         self.tracker = requests.of(self.request)
         self.offers = Offers()
         unit: Any = SimpleNamespace(manager=self.offers)

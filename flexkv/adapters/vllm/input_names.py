@@ -1,0 +1,90 @@
+"""What vLLM's names of images and other inputs stand for: the content, or nothing beyond this run.
+
+vLLM puts the name of an input into the hashes of the blocks that it reaches into. The name is one of three:
+
+- a digest of the content, which holds for good;
+- a number that its front end counts up, where nothing of vLLM's own needs a digest: another run counts from 1 again;
+- what a client calls the input (`multi_modal_uuids`, `uuid` over HTTP): vLLM asks for names that are unique among those
+  it has cached, so that the next run's clients may give the same name to another image.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from flexkv.observe import get_logger
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.request import Request
+
+logger = get_logger(__name__)
+
+RUN_NAME_BYTES = 16
+"""Random bytes that tell one run from all others."""
+
+DIGEST = re.compile(r"[0-9a-f]{64}|[0-9a-f]{128}")
+"""A name by `mm_hasher_algorithm`: blake3 and sha256 have 32 bytes, sha512 has 64."""
+
+COUNTED = (
+    "--no-enable-prefix-caching with --mm-processor-cache-gb 0: vLLM then numbers images and other inputs instead of "
+    "hashing them, and the next run begins at 1 again. What is stored of a prompt from its first such input on serves "
+    "this run alone. Leave out one of the two flags to have it served after a restart and to other engines"
+)
+
+CLIENTS_NAMES = (
+    "a client names an input itself (%r): another run's clients may give the same name to another input, so what is "
+    "stored of a prompt from such an input on serves this run alone. Inputs without a client's name, and those whose "
+    "name is a digest (64 or 128 hexadecimal digits), are served after a restart too"
+)
+
+
+@dataclass(slots=True)
+class InputNames:
+    """How far the names of one engine's inputs hold.
+
+    Args:
+        counted: vLLM's front end numbers the inputs, so that no name stands for content.
+
+    Attributes:
+        run: random bytes that no other run has.
+    """
+
+    counted: bool = False
+    run: bytes = field(default_factory=lambda: os.urandom(RUN_NAME_BYTES))
+    _has_warned: bool = False
+
+    @classmethod
+    def of(cls, config: VllmConfig) -> InputNames:
+        """The names of this engine's inputs. Warns where they hold for this run alone."""
+        inputs = getattr(config.model_config, "multimodal_config", None)
+        # The condition of `BaseRenderer._process_mm_uuids`.
+        counted = (
+            inputs is not None
+            and inputs.mm_processor_cache_gb == 0
+            and not config.cache_config.enable_prefix_caching
+        )
+        if counted:
+            logger.warning(COUNTED)
+        return cls(counted)
+
+    def first_of_run(self, request: Request) -> int | None:
+        """The first token of an input whose name stands for its content in this run alone; None without one."""
+        first: int | None = None
+        for feature in request.mm_features:
+            # The identifier may have an adapter's name before the input's.
+            name = str(feature.mm_hash or feature.identifier)
+            if self.counted or not DIGEST.fullmatch(name):
+                self._warn(name)
+                offset = int(feature.mm_position.offset)
+                first = offset if first is None else min(first, offset)
+        return first
+
+    def _warn(self, name: str) -> None:
+        """Says once that clients name inputs; counted names were said at the start."""
+        if not self.counted and not self._has_warned:
+            self._has_warned = True
+            logger.warning(CLIENTS_NAMES, name)
