@@ -5,12 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from flexkv.adapters.sglang.identity_fields import ARGUMENTS as SGLANG_ARGUMENTS
+from flexkv.adapters.vllm.identity_fields import markdown as vllm_fields
 from flexkv.cli.config_command import markdown_reference
 from flexkv.observe.metrics import markdown_table
 
+
+def markdown_identity() -> str:
+    """The fields of every engine's configuration, each with its list."""
+    return f"## vLLM\n\n{vllm_fields()}\n\n## SGLang\n\n{SGLANG_ARGUMENTS.markdown()}"
+
+
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 MARKER = "<!-- what follows is written by `make docs` -->\n"
-TABLES: dict[str, Callable[[], str]] = {"configuration.md": markdown_reference, "metrics.md": markdown_table}
+TABLES: dict[str, Callable[[], str]] = {
+    "configuration.md": markdown_reference,
+    "identity.md": markdown_identity,
+    "metrics.md": markdown_table,
+}
 
 
 def with_table(page: str, table: str) -> str:

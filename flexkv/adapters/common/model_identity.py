@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
 from typing import Any
 
 VOLATILE_FIELDS = {
@@ -22,13 +24,27 @@ FIRST_LENGTH = "original_max_position_embeddings"
 
 
 def plain_config(value: Any) -> Any:
-    """A model's configuration as plain values, without what does not change its KV."""
-    if isinstance(value, dict):
+    """A configuration as plain values, alike in every process, without what does not change a model's KV."""
+    if isinstance(value, Mapping):
         return {str(key): plain_config(item) for key, item in value.items() if key not in VOLATILE_FIELDS}
     if isinstance(value, (list, tuple)):
         return [plain_config(item) for item in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted(str(item) for item in value)
+    if isinstance(value, Enum):
+        return value.name
     if value is None or isinstance(value, (bool, int, float, str, bytes)):
         return value
+    if is_dataclass(value) and not isinstance(value, type):
+        return {item.name: plain_config(getattr(value, item.name)) for item in fields(value)}
+    # An engine's plugin may have settings of a class of its own, which can say what they are.
+    if not isinstance(value, type) and callable(digest := getattr(value, "compute_hash", None)):
+        return str(digest())
+    # Python writes an address into the name of a function, and another one in every process.
+    if callable(value):
+        return (
+            f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
+        )
     return str(value)
 
 

@@ -4,8 +4,8 @@ from besides its tokens."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
@@ -30,10 +30,12 @@ class RequestNamespaces:
 
     Args:
         engine: 32 bytes; see `engine_namespace`.
+        adapters: what decides the KV of requests with an adapter beside its content; plain values.
     """
 
-    def __init__(self, engine: bytes) -> None:
+    def __init__(self, engine: bytes, adapters: Mapping[str, Any]) -> None:
         self._engine = engine
+        self._adapters = framed(dict(adapters))
         self._loras = LoraNames()
         self._made: dict[str, bytes] = {}
         self._of_groups: dict[bytes, tuple[bytes, ...]] = {}
@@ -45,7 +47,9 @@ class RequestNamespaces:
             return self._engine
         name = self._loras.name(adapter.lora_path)
         if (made := self._made.get(name)) is None:
-            made = self._made[name] = namespace_digest({"engine": self._engine, "adapter": name})
+            made = self._made[name] = namespace_digest(
+                {"engine": self._engine, "adapter": name, "settings": self._adapters}
+            )
         return made
 
     def of_groups(self, namespace: bytes, signatures: Sequence[bytes]) -> tuple[bytes, ...]:

@@ -3,12 +3,13 @@ have. All of it is read off vLLM's configuration once, at the engine's start."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
-from flexkv.adapters.vllm.identity import engine_namespace
+from flexkv.adapters.vllm.identity import adapter_settings, engine_namespace
 from flexkv.adapters.vllm.input_names import InputNames
 from flexkv.adapters.vllm.pool_geometry import PoolGeometry
 from flexkv.config import FlexKVConfig
@@ -73,6 +74,7 @@ class EngineSpec:
         ranks: workers.
         step_tokens: that the engine computes in one step at most.
         names: of its images and other inputs.
+        adapters: what decides the KV of requests with an adapter beside the adapter's content; plain values.
     """
 
     config: FlexKVConfig
@@ -83,6 +85,7 @@ class EngineSpec:
     role: EngineRole = EngineRole()
     prompt_limit: PromptLimit | None = None
     names: InputNames = field(default_factory=InputNames)
+    adapters: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -103,6 +106,7 @@ class EngineSpec:
             role,
             PromptLimit(model.max_model_len, "max_model_len"),
             InputNames.of(vllm_config),
+            adapter_settings(vllm_config),
         )
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from vllm import __version__ as vllm_version
 from vllm import envs
 
 from flexkv.adapters.common.common_keys import (
@@ -15,8 +16,16 @@ from flexkv.adapters.common.common_keys import (
     other_config_refusal,
 )
 from flexkv.adapters.common.framed import plain_namespace
+from flexkv.adapters.common.model_files import (
+    code_files,
+    file_digest,
+    processor_files,
+    quantization_files,
+)
 from flexkv.adapters.common.model_identity import long_rope_choice, plain_config
 from flexkv.adapters.common.weights import resolved_commit, weights_identity
+from flexkv.adapters.vllm.identity_fields import LORA, MODEL, SPECULATIVE, settings_of, unusual_settings
+from flexkv.adapters.vllm.input_names import RUN_NAME_BYTES
 from flexkv.adapters.vllm.pool_geometry import PoolGeometry
 from flexkv.config import FlexKVConfig
 from flexkv.errors import ConfigError, KeySchemeError
@@ -27,8 +36,8 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-RUN_NAME_BYTES = 16
-"""Random bytes that tell one run from all others."""
+QUANTIZATION_FILE = "quantization_config_file"
+"""The entry of `hf_overrides` that names a file."""
 
 CRYPTOGRAPHIC_HASHES = ("sha256", "sha256_cbor")
 
@@ -113,42 +122,85 @@ def _shared_model(config: VllmConfig, geometry: PoolGeometry, settings: FlexKVCo
 
 def _apart(config: VllmConfig) -> Any:
     """What else this engine's KV depends on; None where nothing does."""
-    seed = config.model_config.seed if str(config.load_config.load_format) == "dummy" else None
+    seed = _seed_of_weights(config)
+    if more := unusual_settings(config) | _files(config.model_config, inputs=False):
+        return {"vllm": more, "random_weights": seed, "batch_invariant": bool(envs.VLLM_BATCH_INVARIANT)}
     # No other engine has vLLM's kernels, and who asks for this mode asks for the same bits each time.
     return {"batch_invariant": "vllm", "random_weights": seed} if envs.VLLM_BATCH_INVARIANT else seed
+
+
+def _seed_of_weights(config: VllmConfig) -> int | None:
+    """Random weights are the same only for the same seed; None where the weights are read."""
+    return config.model_config.seed if str(config.load_config.load_format) == "dummy" else None
 
 
 def _fields(config: VllmConfig, geometry: PoolGeometry, settings: FlexKVConfig) -> dict[str, Any]:
     model, cache = config.model_config, config.cache_config
     speculative = config.speculative_config
-    weights = settings.identity.model or _weights_of(model)
     # Other kernels give other bits.
     mode: dict[str, Any] = {"batch_invariant": True} if envs.VLLM_BATCH_INVARIANT else {}
     if geometry.is_hybrid:
         mode["groups"] = [group.signature.hex() for group in geometry.groups]
-    first, model_dtype = geometry.groups[0], str(model.dtype)
-    if cache.cache_dtype == "auto" and first.kv_dtype not in ("", model_dtype.removeprefix("torch.")):
+    first = geometry.groups[0]
+    if cache.cache_dtype == "auto" and first.kv_dtype not in ("", str(model.dtype).removeprefix("torch.")):
         # The model says it, or has layers beside its attention, such as an indexer, with a type of their own.
         mode["pool_dtype"] = first.kv_dtype
     return mode | {
         "engine": "vllm",
-        "weights": weights,
-        # Random weights are the same only for the same seed.
-        "random_weights": model.seed if str(config.load_config.load_format) == "dummy" else None,
-        "architecture": plain_config(model.hf_text_config.to_dict()),
+        # Another version may compute other KV of the same model, and arrange a page's bytes otherwise.
+        "version": vllm_version.partition("+")[0],
+        "weights": settings.identity.model or _weights_of(model),
+        "random_weights": _seed_of_weights(config),
+        "architecture": _architecture(model),
+        "files": _files(model, inputs=_takes_inputs(model)),
         "long_rope": long_rope_choice(model.hf_text_config.to_dict(), model.max_model_len),
-        "model_dtype": model_dtype,
-        "quantization": str(model.quantization),
-        "kv_dtype": str(cache.cache_dtype),
-        "kv_dtype_skipped": [str(layer) for layer in cache.kv_cache_dtype_skip_layers],
+        "settings": settings_of(config),
         "run": os.urandom(RUN_NAME_BYTES) if _scales_of_the_run(config) else None,
         "layers": list(first.layer_names),
         "block_tokens": first.block_tokens,
-        "hash": cache.prefix_caching_hash_algo,
         # A draft model's layers have KV in the same blocks.
-        "draft": _draft(speculative) if speculative is not None else None,
+        "draft": _draft(speculative, model.seed) if speculative is not None else None,
         "namespace": settings.identity.namespace,
     }
+
+
+def adapter_settings(config: VllmConfig) -> dict[str, Any]:
+    """What decides the KV of requests with an adapter beside the adapter's content; plain values."""
+    lora = getattr(config, "lora_config", None)
+    return LORA.values(lora) if lora is not None else {}
+
+
+def _takes_inputs(model: ModelConfig) -> bool:
+    """Whether requests may have images or other inputs beside their tokens."""
+    return getattr(model, "multimodal_config", None) is not None
+
+
+def _architecture(model: ModelConfig) -> Any:
+    """The model's configuration as vLLM has it, overrides and all. The whole of it decides what an image becomes."""
+    whole = model.hf_config if _takes_inputs(model) else model.hf_text_config
+    return plain_config(whole.to_dict())
+
+
+def _files(model: ModelConfig, inputs: bool) -> dict[str, Any]:
+    """What files beside the weights decide, by what they are read for; nothing where none counts.
+
+    Args:
+        inputs: requests may have images or other inputs.
+    """
+    path, revision = str(model.model), resolved_commit(model) or model.revision
+    overrides = model.hf_overrides if isinstance(model.hf_overrides, dict) else {}
+    found: dict[str, Any] = {}
+    if getattr(model, "quantization", None) is not None:
+        found["quantization"] = quantization_files(path, revision)
+    if named := overrides.get(QUANTIZATION_FILE):
+        found["quantization of hf_overrides"] = file_digest(str(named))
+    if getattr(model, "trust_remote_code", False):
+        found["code"] = code_files(path)
+    if inputs:
+        found["processor"] = processor_files(path, revision)
+        scales = getattr(model.multimodal_config, "mm_encoder_fp8_scale_path", None)
+        found["encoder scales"] = file_digest(str(scales)) if scales else None
+    return {name: content for name, content in found.items() if content}
 
 
 def _scales_of_the_run(config: VllmConfig) -> bool:
@@ -163,16 +215,23 @@ def _weights_of(model: ModelConfig) -> str:
     )
 
 
-def _draft(speculative: SpeculativeConfig) -> dict[str, Any]:
-    """Method and, where drafts come from a model, that model's weights, shape and data types."""
-    draft = speculative.draft_model_config
-    fields: dict[str, Any] = {"method": str(speculative.method), "model": str(speculative.model)}
-    if draft is not None:
-        fields |= {
+def _draft(speculative: SpeculativeConfig, seed: int) -> dict[str, Any]:
+    """Settings and, where drafts come from a model, that model's weights, shape and data types.
+
+    Args:
+        seed: of random weights.
+    """
+    draft, load = speculative.draft_model_config, getattr(speculative, "draft_load_config", None)
+    said: dict[str, Any] = SPECULATIVE.values(speculative)
+    if draft is None:
+        said["model"] = str(speculative.model)
+    else:
+        is_random = load is not None and str(load.load_format) == "dummy"
+        said |= {
             "weights": _weights_of(draft),
+            "random_weights": seed if is_random else None,
             "architecture": plain_config(draft.hf_text_config.to_dict()),
-            "dtype": str(draft.dtype),
-            "quantization": str(draft.quantization),
-            "kv_dtype": str(speculative.kv_cache_dtype),
+            "files": _files(draft, inputs=False),
+            "settings": MODEL.values(draft),
         }
-    return fields
+    return said

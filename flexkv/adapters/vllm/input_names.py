@@ -35,6 +35,12 @@ COUNTED = (
     "this run alone. Leave out one of the two flags to have it served after a restart and to other engines"
 )
 
+SCALES_OF_THE_RUN = (
+    "mm_encoder_attn_dtype=%s without mm_encoder_fp8_scale_path: the scales of the encoder's attention come from the "
+    "images of this run, so what is stored of a prompt from its first image on serves this run alone. Set "
+    "mm_encoder_fp8_scale_path to have it served after a restart and to other engines"
+)
+
 CLIENTS_NAMES = (
     "a client names an input itself (%r): another run's clients may give the same name to another input, so what is "
     "stored of a prompt from such an input on serves this run alone. Inputs without a client's name, and those whose "
@@ -47,13 +53,13 @@ class InputNames:
     """How far the names of one engine's inputs hold.
 
     Args:
-        counted: vLLM's front end numbers the inputs, so that no name stands for content.
+        of_run: no name stands for KV beyond this run.
 
     Attributes:
         run: random bytes that no other run has.
     """
 
-    counted: bool = False
+    of_run: bool = False
     run: bytes = field(default_factory=lambda: os.urandom(RUN_NAME_BYTES))
     _has_warned: bool = False
 
@@ -69,7 +75,12 @@ class InputNames:
         )
         if counted:
             logger.warning(COUNTED)
-        return cls(counted)
+        encoder_dtype = getattr(inputs, "mm_encoder_attn_dtype", None)
+        scales = getattr(inputs, "mm_encoder_fp8_scale_path", None)
+        has_own_scales = encoder_dtype is not None and not scales
+        if has_own_scales:
+            logger.warning(SCALES_OF_THE_RUN, encoder_dtype)
+        return cls(counted or has_own_scales)
 
     def first_of_run(self, request: Request) -> int | None:
         """The first token of an input whose name stands for its content in this run alone; None without one."""
@@ -77,14 +88,14 @@ class InputNames:
         for feature in request.mm_features:
             # The identifier may have an adapter's name before the input's.
             name = str(feature.mm_hash or feature.identifier)
-            if self.counted or not DIGEST.fullmatch(name):
+            if self.of_run or not DIGEST.fullmatch(name):
                 self._warn(name)
                 offset = int(feature.mm_position.offset)
                 first = offset if first is None else min(first, offset)
         return first
 
     def _warn(self, name: str) -> None:
-        """Says once that clients name inputs; counted names were said at the start."""
-        if not self.counted and not self._has_warned:
+        """Says once that clients name inputs; names that are none of content were said at the start."""
+        if not self.of_run and not self._has_warned:
             self._has_warned = True
             logger.warning(CLIENTS_NAMES, name)

@@ -141,6 +141,7 @@ class RequestTable:
     Args:
         scheme: `keys.scheme`.
         names: of the engine's images and other inputs.
+        adapters: see `RequestNamespaces`.
 
     Attributes:
         live: the trackers by request id.
@@ -152,10 +153,11 @@ class RequestTable:
         geometry: PoolGeometry,
         scheme: str,
         names: InputNames,
+        adapters: Mapping[str, Any],
         fields: RequestFields,
     ) -> None:
         self._names = names
-        self._namespaces = RequestNamespaces(namespace)
+        self._namespaces = RequestNamespaces(namespace, adapters)
         self._groups = geometry.groups
         self._signatures = [group.signature for group in geometry.kv_groups()]
         self._fields = fields

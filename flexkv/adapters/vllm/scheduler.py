@@ -63,8 +63,9 @@ class SchedulerSide:
         self._spec = spec
         self.counters = Counters()
         fields = RequestFields(self.counters, logger)
+        scheme = spec.config.keys.scheme
         self.requests = RequestTable(
-            spec.namespace, spec.geometry, spec.config.keys.scheme, spec.names, fields
+            spec.namespace, spec.geometry, scheme, spec.names, spec.adapters, fields
         )
         self.orders = ConnectorMetadata()
         self._watch: StoreWatch = NoWatch()

@@ -196,7 +196,7 @@ def test_vllms_names_are_taken_for_what_they_are(
     names = InputNames.of(described)
     request = make_request(PROMPT, mm_features=[image(name, IMAGE_AT, 3)])
     is_counted = not prefix_caching and cache_gb == 0
-    assert names.counted is is_counted
+    assert names.of_run is is_counted
     assert names.first_of_run(request) == (IMAGE_AT if is_counted else None)
     # With options of the request vLLM hashes the number: only the configuration tells that it is one.
     assert bool(DIGEST.fullmatch(name)) is (not is_counted or bool(options))
@@ -215,6 +215,19 @@ def test_an_adapters_name_before_the_digest_changes_nothing() -> None:
     feature = image(f"adapter:{CAT}", IMAGE_AT, 3)
     feature.mm_hash = CAT
     assert InputNames().first_of_run(make_request(PROMPT, mm_features=[feature])) is None
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scales", "expected"), [("fp8", None, True), ("fp8", "/s.json", False), (None, None, False)]
+)
+def test_an_encoder_that_takes_its_scales_from_images_serves_its_own_run(
+    dtype: str | None, scales: str | None, expected: bool, logged: pytest.LogCaptureFixture
+) -> None:
+    described = config(True, 4)
+    described.model_config.multimodal_config.mm_encoder_attn_dtype = dtype
+    described.model_config.multimodal_config.mm_encoder_fp8_scale_path = scales
+    assert InputNames.of(described).of_run is expected
+    assert ("mm_encoder_fp8_scale_path" in logged.text) is expected
 
 
 # --- words ---
@@ -246,4 +259,4 @@ def test_control_nothing_is_said_where_names_are_digests(
     names = InputNames.of(config(prefix_caching, cache_gb, multimodal))
     names.first_of_run(make_request(PROMPT, mm_features=[image(CAT, 1, 2)]))
     assert not logged.records
-    assert not names.counted
+    assert not names.of_run

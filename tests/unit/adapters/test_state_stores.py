@@ -67,7 +67,7 @@ class Steps:
         if output:
             self.request.append_output_token_ids(list(range(1000, 1000 + output)))
         fields = RequestFields(Counters(), logging.getLogger())
-        requests = RequestTable(bytes(32), geometry, "engine", spec.names, fields)
+        requests = RequestTable(bytes(32), geometry, "engine", spec.names, {}, fields)
         self.tracker = requests.of(self.request)
         self.offers = Offers()
         unit: Any = SimpleNamespace(manager=self.offers)

@@ -1,0 +1,421 @@
+"""Every field of the installed vLLM's configuration either decides the KV of a block, and then changes the namespace of
+its keys, or must not change it."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from enum import Enum
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import vllm.config
+from safetensors.torch import save_file
+from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig
+from vllm.config.quantization import QuantizationConfigArgs
+from vllm.engine.arg_utils import EngineArgs
+
+from flexkv.adapters.common.identity_table import FieldTable
+from flexkv.adapters.common.model_identity import plain_config
+from flexkv.adapters.vllm import identity_fields
+from flexkv.adapters.vllm.block_keys import RequestNamespaces
+from flexkv.adapters.vllm.identity import CRYPTOGRAPHIC_HASHES, _fields, adapter_settings, engine_namespace
+from flexkv.adapters.vllm.identity_fields import (
+    ENGINE,
+    LORA,
+    MODEL,
+    MULTIMODAL,
+    SPECULATIVE,
+    TABLES,
+    object_at,
+)
+from flexkv.config import load_config
+from tests.unit.adapters.scheduled_engine import LLAMA
+from tests.unit.adapters.test_fingerprint import one_group
+from tests.unit.adapters.vllm_objects import lora, make_request
+
+GEOMETRY = one_group(32, 32, 100, ("l.0", "l.1"))
+PROCESSOR = "processor_config.json"
+
+# --- configurations that vLLM itself resolves ---
+
+
+def write_weights(folder: Path) -> None:
+    """A file whose header says which type they have; it is never loaded."""
+    save_file({"weight": torch.arange(4096, dtype=torch.float32)}, folder / "model.safetensors")
+
+
+def write_llava(folder: Path) -> Path:
+    """What vLLM reads of a model that takes images at its configuration; the weights are never loaded."""
+    text = LlamaConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=128)
+    vision = CLIPVisionConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, projection_dim=32)
+    shape = LlavaConfig(vision_config=vision, text_config=text, image_token_index=100)
+    shape.architectures = ["LlavaForConditionalGeneration"]
+    shape.save_pretrained(folder)
+    write_weights(folder)
+    (folder / PROCESSOR).write_text(json.dumps({"image_processor": {"size": 112}, "chat_template": "a"}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("text")
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    write_weights(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def image_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_llava(tmp_path_factory.mktemp("images"))
+
+
+def resolved(folder: Path, **arguments: Any) -> Any:
+    """What the engine makes of its arguments."""
+    given = {"skip_tokenizer_init": True, "block_size": 32, "max_model_len": 256, "enforce_eager": True}
+    return EngineArgs(model=str(folder), **given | arguments).create_engine_config()
+
+
+@pytest.fixture(scope="module")
+def engines(text_folder: Path, image_folder: Path) -> dict[str, Any]:
+    """One engine with each configuration object."""
+    return {
+        "": resolved(
+            image_folder,
+            enable_lora=True,
+            max_lora_rank=8,
+            quantization="online",
+            quantization_config={"linear": "fp8_per_tensor_static"},
+        ),
+        "draft": resolved(
+            text_folder,
+            speculative_config={
+                "model": str(text_folder),
+                "num_speculative_tokens": 2,
+                "method": "draft_model",
+            },
+        ),
+    }
+
+
+def namespace(config: Any, **settings: Any) -> bytes:
+    return engine_namespace(config, GEOMETRY, load_config(settings, {}))
+
+
+def of_adapter(config: Any) -> bytes:
+    """The namespace of a request with an adapter; its engine's is always the same here."""
+    names = RequestNamespaces(bytes(32), adapter_settings(config))
+    names._loras = SimpleNamespace(name=lambda path: path)  # type: ignore[assignment]
+    return names.of(make_request([1, 2, 3], lora_request=lora("x")))
+
+
+# --- the lists are complete ---
+
+
+def class_of(table: FieldTable) -> type:
+    """The installed vLLM's class of this table's object."""
+    places = [
+        vllm.config,
+        *(import_module(f"vllm.config.{name}") for name in ("mamba", "kernel", "quantization")),
+    ]
+    return next(getattr(place, table.config) for place in places if hasattr(place, table.config))
+
+
+def unlisted(table: FieldTable, kind: type) -> tuple[list[str], list[str], list[str]]:
+    """Fields that the table lacks, that the class lacks, and that stand in two lists."""
+    names, there = table.names(), [item.name for item in fields(kind)]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    return sorted(set(there) - set(names)), sorted(set(names) - set(there)), twice
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.config)
+def test_every_field_of_the_installed_vllm_is_in_one_list(table: FieldTable) -> None:
+    missing, gone, twice = unlisted(table, class_of(table))
+    assert not missing, f"new in vLLM: put them into a list of {table.config} in identity_fields.py"
+    assert (gone, twice) == ([], [])
+
+
+def test_control_a_made_up_field_is_noticed() -> None:
+    @dataclass
+    class LoadConfig(class_of(identity_fields.LOAD)):  # type: ignore[misc]
+        made_up: int = 0
+
+    assert unlisted(identity_fields.LOAD, LoadConfig) == (["made_up"], [], [])
+
+
+def test_every_object_of_the_engine_has_a_table_or_a_reason() -> None:
+    own = {table.path for table in TABLES} - {"", MULTIMODAL.path}
+    assert own == set(ENGINE.left_out[identity_fields.OTHERS])
+
+
+# --- every field: the key changes, or it does not ---
+
+
+def another(value: Any) -> Any:
+    """Another value of the same kind."""
+    if isinstance(value, str) and value in CRYPTOGRAPHIC_HASHES:
+        return next(name for name in CRYPTOGRAPHIC_HASHES if name != value)
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, Enum):
+        return next(member for member in type(value) if member is not value)
+    if isinstance(value, (int, float)):
+        return value + 1
+    if isinstance(value, torch.dtype):
+        return torch.float64
+    if isinstance(value, QuantizationConfigArgs):
+        return QuantizationConfigArgs(linear="fp8_per_block_static")
+    if isinstance(value, dict):
+        return {**value, "other": 1}
+    if isinstance(value, (list, tuple)):
+        return [*value, "other"]
+    return f"{value or ''} other".strip()
+
+
+def varied(config: Any, path: str, name: str) -> Any:
+    """The engine's configuration with another value in one field."""
+    changed = copy.copy(config)
+    owner = changed
+    for part in filter(None, path.split(".")):
+        setattr(owner, part, copy.copy(getattr(owner, part)))
+        owner = getattr(owner, part)
+    object.__setattr__(owner, name, another(getattr(owner, name)))
+    return changed
+
+
+def whose(table: FieldTable, engines: dict[str, Any]) -> tuple[Any, Callable[[Any], bytes]]:
+    """An engine that has the table's object, and the keys that the object's fields are for."""
+    return engines["draft" if table is SPECULATIVE else ""], of_adapter if table is LORA else namespace
+
+
+def wrong_fields(table: FieldTable, engines: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """Taken fields that change no key, and left-out fields that change one."""
+    config, keys = whose(table, engines)
+    assert object_at(config, table.path) is not None
+    usual = keys(config)
+    assert keys(copy.copy(config)) == usual
+    left_out = [name for names in table.left_out.values() for name in names]
+    if table is ENGINE:
+        # Objects with tables of their own are compared field by field.
+        left_out = [name for name in left_out if name not in ENGINE.left_out[identity_fields.OTHERS]]
+    return (
+        [name for name in table.taken if keys(varied(config, table.path, name)) == usual],
+        [name for name in left_out if keys(varied(config, table.path, name)) != usual],
+    )
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.config)
+def test_taken_fields_change_the_keys_and_left_out_ones_do_not(
+    table: FieldTable, engines: dict[str, Any]
+) -> None:
+    assert wrong_fields(table, engines) == ([], [])
+
+
+def changed_tables(monkeypatch: pytest.MonkeyPatch, table: FieldTable) -> None:
+    """The key is made by this table in place of the one for the same class."""
+    mine = tuple(table if old.config == table.config else old for old in identity_fields.OF_ALL)
+    monkeypatch.setattr(identity_fields, "OF_ALL", mine)
+
+
+def test_control_a_field_that_is_taken_out_of_the_key_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, engines: dict[str, Any]
+) -> None:
+    taken = tuple(name for name in MODEL.taken if name != "quantization_config")
+    changed_tables(monkeypatch, FieldTable(MODEL.config, MODEL.path, taken, MODEL.elsewhere, MODEL.left_out))
+    assert wrong_fields(MODEL, engines) == (["quantization_config"], [])
+
+
+def test_control_a_field_that_is_put_into_the_key_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, engines: dict[str, Any]
+) -> None:
+    taken = (*MODEL.taken, "tokenizer")
+    changed_tables(monkeypatch, FieldTable(MODEL.config, MODEL.path, taken, MODEL.elsewhere, MODEL.left_out))
+    assert wrong_fields(MODEL, engines) == ([], ["tokenizer"])
+
+
+# --- what enters by code of its own, by the engine's own arguments ---
+
+
+def test_one_configuration_has_one_namespace(image_folder: Path) -> None:
+    assert namespace(resolved(image_folder)) == namespace(resolved(image_folder))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"hf_overrides": {"vision_feature_layer": -1}},
+        {"hf_overrides": {"vision_config": {"hidden_act": "gelu"}}},
+        {"hf_overrides": {"text_config": {"rope_theta": 5e5}}},
+        {"mm_processor_kwargs": {"size": {"height": 56}}},
+        {"media_io_kwargs": {"video": {"num_frames": 4}}},
+        {"video_pruning_rate": 0.5},
+        {"dtype": "bfloat16"},
+        {"load_format": "dummy"},
+    ],
+    ids=lambda arguments: next(iter(arguments)),
+)
+def test_an_argument_that_decides_what_an_image_becomes_changes_the_keys(
+    image_folder: Path, arguments: dict[str, Any]
+) -> None:
+    if "dtype" not in arguments:
+        arguments = {"dtype": "float32", **arguments}
+    assert namespace(resolved(image_folder, **arguments)) != namespace(
+        resolved(image_folder, dtype="float32")
+    )
+
+
+LEFT_OUT = {
+    "gpu_memory_utilization": 0.5,
+    "max_num_seqs": 3,
+    "max_num_batched_tokens": 512,
+    "enforce_eager": False,
+    "enable_chunked_prefill": False,
+    "served_model_name": "other",
+    "tokenizer": "/nowhere",
+    "num_gpu_blocks_override": 99,
+    "max_logprobs": 3,
+    "disable_log_stats": True,
+    "mm_processor_cache_gb": 1,
+    "limit_mm_per_prompt": {"image": 1},
+    "max_model_len": 128,
+    "generation_config": "vllm",
+    "seed": 7,
+}
+
+
+def test_arguments_that_do_not_decide_kv_leave_the_keys(image_folder: Path) -> None:
+    assert namespace(resolved(image_folder, **LEFT_OUT)) == namespace(resolved(image_folder))
+
+
+@pytest.fixture
+def copied(tmp_path: Path) -> Callable[[str, str], Path]:
+    """Makes a copy of the model with another file in it."""
+    made: list[Path] = []
+
+    def copy_with(name: str, content: str) -> Path:
+        made.append(write_llava(tmp_path / f"{len(made)}"))
+        if name:
+            (made[-1] / name).write_text(content)
+        return made[-1]
+
+    return copy_with
+
+
+def test_the_processors_files_are_in_the_keys_without_the_chat_template(
+    copied: Callable[[str, str], Path],
+) -> None:
+    usual = namespace(resolved(copied("", "")))
+    same = {"chat_template": "b", "image_processor": {"size": 112}}
+    assert namespace(resolved(copied(PROCESSOR, json.dumps(same, indent=2)))) == usual
+    assert namespace(resolved(copied("chat_template.jinja", "c"))) == usual
+    assert namespace(resolved(copied("tokenizer_config.json", "{}"))) == usual
+    assert namespace(resolved(copied("tekken.json", json.dumps({"vocab": [1], "image": None})))) != usual
+    others = [
+        namespace(resolved(copied(name, json.dumps({"size": size}))))
+        for name in (PROCESSOR, "preprocessor_config.json", "video_preprocessor_config.json")
+        for size in (1, 2)
+    ]
+    assert len({usual, *others}) == 7
+
+
+def test_files_of_a_text_model_that_none_reads_are_in_no_key(text_folder: Path) -> None:
+    usual = namespace(resolved(text_folder))
+    extra = [text_folder / name for name in ("preprocessor_config.json", "quantize_config.json", "model.py")]
+    try:
+        for file in extra:
+            file.write_text("{}")
+        assert namespace(resolved(text_folder)) == usual
+        config = resolved(text_folder)
+        config.model_config.trust_remote_code = True
+        remote = namespace(config)
+        extra[2].write_text("x = 1")
+        assert len({usual, remote, namespace(config)}) == 3
+    finally:
+        for file in extra:
+            file.unlink()
+
+
+ONLINE: list[dict[str, Any]] = [
+    {},
+    {"quantization": "online", "quantization_config": {"linear": "fp8_per_tensor_static"}},
+    {"quantization": "online", "quantization_config": {"linear": "fp8_per_block_static"}},
+    {"quantization": "online", "quantization_config": {"linear": {"weight": "mxfp4"}}},
+    {
+        "quantization": "online",
+        "quantization_config": {"linear": "fp8_per_tensor_static", "ignore": ["re:.*qkv_proj.*"]},
+    },
+    {"quantization": "online", "quantization_config": {"targets": {"re:.*k_proj": "fp8_per_tensor"}}},
+    {"quantization": "fp8_per_tensor"},
+    {"quantization": "fp8_per_tensor", "quantization_config": {"ignore": ["re:.*qkv_proj.*"]}},
+]
+
+
+@pytest.mark.parametrize("scheme", ["engine", "common"])
+def test_every_online_quantisation_has_keys_of_its_own(text_folder: Path, scheme: str) -> None:
+    geometry = one_group(32, 32, 100, ("l.0", "l.1"), "float16")
+    settings = load_config({"keys.scheme": scheme}, {})
+    keys = [
+        engine_namespace(resolved(text_folder, dtype="float16", **way), geometry, settings) for way in ONLINE
+    ]
+    assert len(set(keys)) == len(ONLINE)
+    again = resolved(text_folder, dtype="float16", **ONLINE[4])
+    assert engine_namespace(again, geometry, settings) == keys[4]
+
+
+def test_a_file_that_says_how_weights_are_quantised_is_in_the_keys(text_folder: Path) -> None:
+    config = resolved(text_folder, **ONLINE[1])
+    usual, file = namespace(config), text_folder / "hf_quant_config.json"
+    try:
+        file.write_text('{"exclude_modules": ["a"]}')
+        one = namespace(config)
+        file.write_text('{"exclude_modules": ["b"]}')
+        assert len({usual, one, namespace(config)}) == 3
+    finally:
+        file.unlink()
+
+
+def test_another_version_of_vllm_has_other_keys(text_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = resolved(text_folder)
+    usual = namespace(config)
+    for version, is_same in (("0.31.0", False), ("0.32.0+cu130", True), ("0.32.0", True), ("0.32.1", False)):
+        monkeypatch.setattr("flexkv.adapters.vllm.identity.vllm_version", version)
+        assert (namespace(config) == usual) is is_same, version
+
+
+def test_the_draft_models_own_settings_are_in_the_keys(engines: dict[str, Any], text_folder: Path) -> None:
+    config = engines["draft"]
+    usual = namespace(config)
+    path = "speculative_config.draft_model_config"
+    kept = [name for name in MODEL.taken if namespace(varied(config, path, name)) == usual]
+    assert not kept
+    dummy = copy.copy(config)
+    dummy.speculative_config = copy.copy(config.speculative_config)
+    dummy.speculative_config.draft_load_config = SimpleNamespace(load_format="dummy")
+    assert namespace(dummy) != usual
+
+
+def test_a_setting_that_was_never_given_does_not_part_engines_that_share(text_folder: Path) -> None:
+    """Of the common scheme: what vLLM has by default is no reason to be apart."""
+    config = resolved(text_folder)
+    assert identity_fields.unusual_settings(config) == {}
+    config.model_config.model_impl = "transformers"
+    assert identity_fields.unusual_settings(config) == {"model_impl": "transformers"}
+
+
+ADDRESS = re.compile(r"\b0x[0-9a-f]{6,}")
+
+
+def test_no_address_of_this_process_is_in_a_key(engines: dict[str, Any]) -> None:
+    settings = load_config({}, {})
+    for config in engines.values():
+        assert not ADDRESS.search(repr(_fields(config, GEOMETRY, settings)))
+    assert ADDRESS.search(repr(object())), "the control"
+    assert plain_config({"hook": another}) == {"hook": f"{__name__}.another"}
+    assert plain_config({"set": {"b", "a"}}) == {"set": ["a", "b"]}
