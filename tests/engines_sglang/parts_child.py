@@ -9,7 +9,15 @@ import json
 import traceback
 from importlib import import_module
 
-PARTS = ("pool_child", "host_pool_child", "hash_child", "linker_child", "own_flag_child")
+PARTS = (
+    "pool_child",
+    "host_pool_child",
+    "hash_child",
+    "linker_child",
+    "own_flag_child",
+    "identity_child",
+    "input_child",
+)
 """Modules with `cases()`, which yields a name and what was found. SGLang is imported once for all of them."""
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sglang import __version__ as sglang_version
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.runtime_context import get_lora, get_parallel
 
@@ -19,14 +21,23 @@ from flexkv.adapters.common.common_keys import (
 )
 from flexkv.adapters.common.framed import plain_namespace
 from flexkv.adapters.common.lora_names import content_before, process_start_ns
+from flexkv.adapters.common.model_files import code_files, file_digest, quantization_files
 from flexkv.adapters.common.model_identity import plain_config
 from flexkv.adapters.common.weights import resolved_commit, weights_identity
+from flexkv.adapters.sglang.engine_watch import watch_inputs
+from flexkv.adapters.sglang.identity_fields import ARGUMENTS
 from flexkv.adapters.sglang.node_units import units_on_node
 from flexkv.adapters.sglang.pools import PoolView
 from flexkv.config import FlexKVConfig
 from flexkv.errors import ConfigError
+from flexkv.observe import get_logger
 from flexkv.unit.capacity import PromptLimit
 from flexkv.unit.ranks import UnitOwner
+
+logger = get_logger(__name__)
+
+RUN_NAME_BYTES = 16
+"""Random bytes that tell one run from all others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,21 +65,40 @@ class Place:
 def owner_of(
     server_args: Any, pool: PoolView, place: Place, config: FlexKVConfig, kv_dtype: str
 ) -> UnitOwner:
-    """Everything that must be equal before two blocks' KV may be exchanged, as a namespace.
+    """Everything that must be equal before two blocks' KV may be exchanged, as a namespace. From this call on requests
+    with images or embeddings have extra keys of their own (`watch_inputs`).
 
     Raises:
         ConfigError: nothing identifies the weights, or those of an adapter.
     """
     model = ModelConfig.from_server_args(server_args)
+    are_inputs_named = watch_inputs()
     if config.keys.scheme == COMMON:
         shared = _shared_model(server_args, model, pool, place, config, kv_dtype)
         return UnitOwner(str(model.model_path), common_namespace(shared, config), place.name)
+    fields = _fields(server_args, model, pool, place, config, kv_dtype)
+    if model.is_multimodal and not are_inputs_named:
+        logger.warning(
+            "this SGLang does not say when a request enters its queue, and names images by a part of their digests: "
+            "what is stored serves this run alone. Start it with --language-model-only where no request has an image"
+        )
+        fields["run"] = os.urandom(RUN_NAME_BYTES)
+    return UnitOwner(str(model.model_path), plain_namespace(fields), place.name)
+
+
+def _fields(
+    server_args: Any, model: ModelConfig, pool: PoolView, place: Place, config: FlexKVConfig, kv_dtype: str
+) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "engine": "sglang",
+        # Another version may compute other KV of the same model.
+        "version": sglang_version.partition("+")[0],
         "weights": config.identity.model or _weights_of(model),
         # Random weights are the same only for the same seed.
         "random_weights": server_args.random_seed if str(server_args.load_format) == "dummy" else None,
-        "architecture": plain_config(model.hf_text_config.to_dict()),
+        "architecture": _architecture(model),
+        "files": _files(server_args, model),
+        "settings": ARGUMENTS.values(server_args),
         "model_dtype": str(model.dtype),
         "quantization": str(model.quantization),
         "kv_dtype": kv_dtype,
@@ -85,8 +115,25 @@ def owner_of(
         fields["adapters"] = adapters
     if kernels := _kernels(server_args):
         fields["kernels"] = kernels
-    digest = plain_namespace(fields)
-    return UnitOwner(str(model.model_path), digest, place.name)
+    return fields
+
+
+def _architecture(model: ModelConfig) -> Any:
+    """The model's configuration as SGLang has it, overrides and all; whole for a model that takes images."""
+    whole = model.hf_config if model.is_multimodal else model.hf_text_config
+    return plain_config(whole.to_dict())
+
+
+def _files(server_args: Any, model: ModelConfig) -> dict[str, Any]:
+    """What files beside the weights decide, by what they are read for; nothing where none counts."""
+    path, found = str(model.model_path), {}
+    if model.quantization is not None:
+        found["quantization"] = quantization_files(path, resolved_commit(model) or model.revision)
+    if scales := server_args.quantization_param_path:
+        found["scales"] = {"sha256": file_digest(str(scales))}
+    if server_args.trust_remote_code:
+        found["code"] = code_files(path)
+    return {name: content for name, content in found.items() if content}
 
 
 def prompt_limit(server_args: Any) -> PromptLimit:
@@ -107,8 +154,8 @@ def _shared_model(
         raise other_config_refusal("decrypted_config_file", str(server_args.decrypted_config_file))
     if model.is_multimodal:
         raise ConfigError(
-            "keys.scheme=common: SGLang names an image by 30 bits among its tokens, too few to share pages by; use "
-            "keys.scheme=engine with models that take images"
+            "keys.scheme=common: SGLang names an image among its tokens by a part of its digest, too little to share "
+            "pages by; use keys.scheme=engine with models that take images"
         )
     apart = {
         # A rank's pages hold its heads and layers alone.

@@ -1,0 +1,164 @@
+"""Which of SGLang's arguments change the namespace of its keys, by its own classes of arguments and models."""
+
+from __future__ import annotations
+
+import copy
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.server_args import ServerArgs
+
+from flexkv.adapters.common.framed import plain_namespace
+from flexkv.adapters.common.identity_table import FieldTable
+from flexkv.adapters.sglang import identity
+from flexkv.adapters.sglang.identity_fields import ARGUMENTS
+from flexkv.config import load_config
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "vocab_size": 128,
+    "max_position_embeddings": 2048,
+    "torch_dtype": "float32",
+}
+LLAVA = {
+    "architectures": ["LlavaForConditionalGeneration"],
+    "model_type": "llava",
+    "text_config": LLAMA,
+    "vision_config": {"model_type": "clip_vision_model", "hidden_size": 32, "num_attention_heads": 2},
+    "image_token_index": 100,
+}
+PLACE = identity.Place("dp0.pp0of1.tp0of1", 1, True)
+POOL: Any = SimpleNamespace(layers=2, page_size=16)
+
+
+def write_model(folder: Path, config: dict[str, Any]) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").write_bytes(bytes(range(256)) * 64)
+    return folder
+
+
+def namespace(arguments: Any, model: Any) -> str:
+    settings = load_config({}, {})
+    fields = identity._fields(arguments, model, POOL, PLACE, settings, "torch.float32")
+    return plain_namespace(fields).hex()
+
+
+def another(value: Any) -> Any:
+    """Another value of the same kind."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, (int, float)):
+        return value + 1
+    if isinstance(value, dict):
+        return {**value, "other": 1}
+    if isinstance(value, (list, tuple)):
+        return [*value, "other"]
+    return f"{value or ''} other".strip()
+
+
+def wrong_fields(table: FieldTable, arguments: Any, model: Any) -> dict[str, list[str]]:
+    """Taken arguments that change no key, and left-out ones that change one."""
+    usual = namespace(arguments, model)
+
+    def changes(name: str) -> bool:
+        changed = copy.copy(arguments)
+        setattr(changed, name, another(getattr(arguments, name)))
+        return namespace(changed, model) != usual
+
+    left_out = [name for names in table.left_out.values() for name in names]
+    return {
+        "taken in vain": [name for name in table.taken if not changes(name)],
+        "left out in vain": [name for name in left_out if changes(name)],
+    }
+
+
+def unlisted(names: list[str], table: FieldTable) -> dict[str, list[str]]:
+    listed = table.names()
+    return {
+        "missing": sorted(set(names) - set(listed)),
+        "gone": sorted(set(listed) - set(names)),
+        "twice": sorted({name for name in listed if listed.count(name) > 1}),
+    }
+
+
+def cases() -> Iterator[tuple[str, dict[str, Any]]]:
+    fields = list(ServerArgs.__struct_fields__)
+    yield "lists", unlisted(fields, ARGUMENTS)
+    yield "control: a made-up argument", unlisted([*fields, "made_up"], ARGUMENTS)
+    with tempfile.TemporaryDirectory() as place, patch.object(identity, "get_lora", _no_adapters):
+        yield from _keys(Path(place))
+
+
+def _no_adapters() -> Any:
+    return SimpleNamespace(lora_paths=None)
+
+
+def _keys(place: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    folder = write_model(place / "text", LLAMA)
+    arguments = ServerArgs(model_path=str(folder), device="cpu", skip_tokenizer_init=True)
+    model = ModelConfig.from_server_args(arguments)
+    yield "arguments", wrong_fields(ARGUMENTS, arguments, model)
+    other = FieldTable("ServerArgs", "", (*ARGUMENTS.taken[1:], "port"))
+    with patch.object(identity, "ARGUMENTS", other):
+        yield "control: other arguments", wrong_fields(ARGUMENTS, arguments, model)
+
+    usual, found = namespace(arguments, model), {}
+    quantised = copy.copy(model)
+    quantised.quantization = "modelopt"
+    found["quantised"] = namespace(arguments, quantised)
+    (folder / "hf_quant_config.json").write_text('{"exclude_modules": ["a"]}')
+    found["quantised by a file"] = namespace(arguments, quantised)
+    found["remote code"] = namespace(_with(arguments, trust_remote_code=True), model)
+    (folder / "model.py").write_text("x = 1")
+    found["remote code of a file"] = namespace(_with(arguments, trust_remote_code=True), model)
+    for scale in ("1", "2"):
+        (place / "scales.json").write_text(scale)
+        found[f"scales {scale}"] = namespace(
+            _with(arguments, quantization_param_path=str(place / "scales.json")), model
+        )
+    with patch.object(identity, "sglang_version", "0.0.1"):
+        found["another version"] = namespace(arguments, model)
+    same = ["remote code"]
+    yield (
+        "keys",
+        {
+            "apart": len({usual, *(key for name, key in found.items() if name not in same)}),
+            "as usual": [name for name in same if found[name] == usual],
+        },
+    )
+    yield "vision", _vision(place)
+
+
+def _with(arguments: Any, **values: Any) -> Any:
+    changed = copy.copy(arguments)
+    for name, value in values.items():
+        setattr(changed, name, value)
+    return changed
+
+
+def _vision(place: Path) -> dict[str, Any]:
+    """A model that takes images, with two configurations of its vision part, and the same without images."""
+    keys, kinds = [], []
+    for layer in (-2, -1):
+        folder = write_model(place / f"vision{layer}", LLAVA | {"vision_feature_layer": layer})
+        for only_text in (False, True):
+            arguments = ServerArgs(
+                model_path=str(folder), device="cpu", skip_tokenizer_init=True, language_model_only=only_text
+            )
+            model = ModelConfig.from_server_args(arguments)
+            kinds.append(bool(model.is_multimodal))
+            keys.append(namespace(arguments, model))
+    return {"takes images": kinds, "images apart": keys[0] != keys[2], "text is the same": keys[1] == keys[3]}

@@ -1,0 +1,91 @@
+"""What SGLang's scheduler calls requests with images and embeddings once flexkv watches its queue."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, MultimodalInputs, Req
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.utils import get_storage_hash_str
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from flexkv.adapters.sglang import engine_watch
+from tests.engines_sglang.pool_child import PAGE_TOKENS
+
+TEXT = list(range(3, 3 + 2 * PAGE_TOKENS))
+
+
+def image(content: int) -> MultimodalDataItem:
+    """One whose features have this digest, as SGLang keeps it."""
+    item = MultimodalDataItem(modality=Modality.IMAGE)
+    item.set_hash(content)
+    return item
+
+
+def request(items: list[MultimodalDataItem], **who: Any) -> Req:
+    """Two pages of text, and one of each image."""
+    tokens = array("q", TEXT)
+    for item in items:
+        tokens.extend(item.padding_sequence(PAGE_TOKENS))
+    made = Req("r", "", tokens, SamplingParams(max_new_tokens=1), **who)
+    if items:
+        made.multimodal_inputs = MultimodalInputs(mm_items=items)
+    return made
+
+
+def enter(made: Req, times: int = 1) -> list[str]:
+    """The request enters the scheduler's queue; hashes of its pages, made as its tree makes them."""
+    # It turns the request away, after what comes first in any case.
+    scheduler = SimpleNamespace(
+        _set_or_validate_priority=lambda req: False, _release_aborted_request=lambda req: None
+    )
+    for _ in range(times):
+        Scheduler._add_request_to_queue(scheduler, made)
+    key = RadixKey(made.origin_input_ids, extra_key=made.extra_key, cache_salt=made.cache_salt)
+    return list(get_storage_hash_str(key, None, page_size=PAGE_TOKENS))
+
+
+def shared(one: list[str], other: list[str]) -> int:
+    return sum(a == b for a, b in zip(one, other, strict=False))
+
+
+def cases() -> Iterator[tuple[str, dict[str, Any]]]:
+    # What is given to one image is all that tells it from another: these two are others that look alike.
+    one, alike = [image(7)], [image(7)]
+    before = enter(request(one))
+    yield "control: without the watch", {"shared": shared(before, enter(request(alike)))}
+
+    watched = engine_watch.watch_inputs()
+    text, first = enter(request([])), enter(request(one))
+    run = engine_watch.RUN_INPUTS
+    engine_watch.RUN_INPUTS = "flexkv-inputs-of-another-run"
+    second = enter(request(alike))
+    engine_watch.RUN_INPUTS = run
+    yield (
+        "images",
+        {
+            "watched": watched,
+            "text as before": text == before[: len(text)],
+            "pages of two runs": shared(first, second),
+            "pages of one run": shared(first, enter(request(one))),
+            "queued again": shared(first, enter(request(one), times=3)),
+            "with text": shared(first, text),
+            "salted": shared(first, enter(request(one, cache_salt="a"))),
+            "another extra key": shared(first, enter(request(one, extra_key="a"))),
+        },
+    )
+    brought = []
+    for name in ("input_embeds", "positional_embed_overrides"):
+        for _ in range(2):
+            made = request([])
+            setattr(made, name, [[1.0]])
+            brought.append(enter(made, times=2)[0])
+    yield "embeddings", {"apart": len({text[0], *brought})}
+    # HiCache, the linker and everything else look a request up only after it was named.
+    looked = request(one)
+    engine_watch._tell_of_request(SimpleNamespace(tree_cache=None), looked)
+    yield "prefetched", {"named": run in (looked.extra_key or "")}

@@ -1,0 +1,50 @@
+"""What decides the KV of SGLang's pages is in their keys, by its own arguments, configurations and requests."""
+
+from __future__ import annotations
+
+from tests.engines_sglang.conftest import Parts
+
+
+def test_every_argument_of_the_installed_sglang_is_in_one_list(parts: Parts) -> None:
+    found = parts["identity_child"]["lists"]
+    assert not found["missing"], "new in SGLang: put them into a list of adapters/sglang/identity_fields.py"
+    assert (found["gone"], found["twice"]) == ([], [])
+    assert parts["identity_child"]["control: a made-up argument"]["missing"] == ["made_up"]
+
+
+def test_taken_arguments_change_the_keys_and_left_out_ones_do_not(parts: Parts) -> None:
+    assert parts["identity_child"]["arguments"] == {"taken in vain": [], "left out in vain": []}
+    control = parts["identity_child"]["control: other arguments"]
+    assert control == {"taken in vain": ["model_impl"], "left out in vain": ["port"]}
+
+
+def test_files_quantisation_and_version_are_in_the_keys(parts: Parts) -> None:
+    assert parts["identity_child"]["keys"] == {"apart": 7, "as usual": ["remote code"]}
+
+
+def test_the_whole_configuration_counts_where_the_model_takes_images(parts: Parts) -> None:
+    assert parts["identity_child"]["vision"] == {
+        "takes images": [True, False, True, False],
+        "images apart": True,
+        "text is the same": True,
+    }
+
+
+def test_pages_of_an_image_are_found_in_their_run_alone(parts: Parts) -> None:
+    """SGLang names an image by 64 bits, which another can have: without us two that look alike share all pages."""
+    assert parts["input_child"]["control: without the watch"]["shared"] == 3
+    assert parts["input_child"]["images"] == {
+        "watched": True,
+        "text as before": True,
+        "pages of two runs": 0,
+        "pages of one run": 3,
+        "queued again": 3,
+        "with text": 0,
+        "salted": 0,
+        "another extra key": 0,
+    }
+    assert parts["input_child"]["prefetched"]["named"]
+
+
+def test_requests_that_bring_embeddings_share_nothing(parts: Parts) -> None:
+    assert parts["input_child"]["embeddings"]["apart"] == 5
