@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from flexkv.adapters.sglang.identity_fields import ARGUMENTS as SGLANG_ARGUMENTS
+from flexkv.adapters.tensorrt_llm.identity_fields import ARGUMENTS as TENSORRT_ARGUMENTS
 from flexkv.adapters.vllm.identity_fields import markdown as vllm_fields
 from flexkv.cli.config_command import markdown_reference
 from flexkv.observe.metrics import markdown_table
@@ -13,7 +14,12 @@ from flexkv.observe.metrics import markdown_table
 
 def markdown_identity() -> str:
     """The fields of every engine's configuration, each with its list."""
-    return f"## vLLM\n\n{vllm_fields()}\n\n## SGLang\n\n{SGLANG_ARGUMENTS.markdown()}"
+    parts = {
+        "vLLM": vllm_fields(),
+        "SGLang": SGLANG_ARGUMENTS.markdown(),
+        "TensorRT-LLM": TENSORRT_ARGUMENTS.markdown(),
+    }
+    return "\n\n".join(f"## {engine}\n\n{tables}" for engine, tables in parts.items())
 
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"

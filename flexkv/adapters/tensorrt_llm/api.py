@@ -57,6 +57,13 @@ WorkerBase: Any = BareWorker if _api is None else _api.KvCacheConnectorWorker
 SchedulerBase: Any = BareScheduler if _api is None else _api.KvCacheConnectorScheduler
 
 
+def engine_version() -> str:
+    """The package's version without its local part; empty where it is not installed."""
+    if _api is None:
+        return ""
+    return str(importlib.import_module("tensorrt_llm").__version__).partition("+")[0]
+
+
 def mpi_rank() -> int:
     """This process's rank in the engine's world; 0 where nothing says it."""
     if _api is not None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from flexkv.adapters.tensorrt_llm.identity_fields import ARGUMENTS
 from flexkv.errors import ConfigError
 from flexkv.layout.trtllm import TrtllmModel
 from flexkv.observe import get_logger
@@ -33,6 +34,9 @@ class EngineArguments:
         without_hooks: the argument by which forwards may run without the hooks of their layers; empty where every
             forward calls them.
         prompt_limit: `max_seq_len`; None where the arguments leave it to the engine.
+        settings: other arguments that decide KV, as plain values.
+        random_weights: no file says what the weights are.
+        remote_code: Python files in the model's folder are a part of the model.
     """
 
     model: str
@@ -52,6 +56,9 @@ class EngineArguments:
     overrides: Mapping[str, Any] = field(default_factory=dict)
     without_hooks: str = ""
     prompt_limit: PromptLimit | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    random_weights: bool = False
+    remote_code: bool = False
 
     @classmethod
     def of(cls, llm_args: Any) -> EngineArguments:
@@ -87,6 +94,9 @@ class EngineArguments:
             overrides=dict(getattr(llm_args, "model_kwargs", None) or {}),
             without_hooks=_without_hooks(llm_args),
             prompt_limit=_prompt_limit(llm_args),
+            settings=_settings(llm_args),
+            random_weights="dummy" in str(getattr(llm_args, "load_format", "")).lower(),
+            remote_code=bool(getattr(llm_args, "trust_remote_code", False)),
         )
 
     def model_of(self, pool_layers: int, latent: bool) -> TrtllmModel:
@@ -116,6 +126,12 @@ def _without_hooks(llm_args: Any) -> str:
         return "cuda_graph_config (not among the engine's arguments)"
     names = ("cuda_graph_config", "torch_compile_config", "speculative_config")
     return next((name for name in names if getattr(llm_args, name, None) is not None), "")
+
+
+def _settings(llm_args: Any) -> dict[str, Any]:
+    """Arguments that are in each key as they are, and the experts' backend, which may quantise what goes into them."""
+    experts = getattr(getattr(llm_args, "moe_config", None), "backend", None)
+    return ARGUMENTS.values(llm_args) | {"moe_config.backend": None if experts is None else str(experts)}
 
 
 def _prompt_limit(llm_args: Any) -> PromptLimit | None:

@@ -7,8 +7,10 @@ from typing import Any
 
 from flexkv.adapters.common.common_keys import COMMON, SharedModel, common_namespace, draft_refusal
 from flexkv.adapters.common.framed import framed, plain_namespace
+from flexkv.adapters.common.model_files import code_files, quantization_files
 from flexkv.adapters.common.model_identity import plain_config
 from flexkv.adapters.common.weights import weights_identity
+from flexkv.adapters.tensorrt_llm.api import engine_version
 from flexkv.adapters.tensorrt_llm.arguments import EngineArguments
 from flexkv.cache.keys import namespace_digest
 from flexkv.config import FlexKVConfig
@@ -56,6 +58,8 @@ def engine_namespace(
         return common_namespace(shared, settings)
     fields = {
         "engine": "tensorrt-llm",
+        # Another version may compute other KV of the same model.
+        "version": engine_version(),
         "weights": weights,
         "architecture": plain_config(dict(arguments.architecture)),
         "overrides": plain_config(dict(arguments.overrides)),
@@ -64,9 +68,20 @@ def engine_namespace(
         "kv_dtype": arguments.kv_dtype,
         "block_tokens": block_tokens,
         "draft": arguments.draft,
+        "settings": dict(arguments.settings),
+        "files": _files(arguments),
+        "run": RUN if arguments.random_weights else None,
         "namespace": settings.identity.namespace,
     }
     return plain_namespace(fields)
+
+
+def _files(arguments: EngineArguments) -> dict[str, Any]:
+    """What files beside the weights decide, by what they are read for."""
+    return {
+        "quantization": quantization_files(arguments.model, arguments.revision),
+        "code": code_files(arguments.model) if arguments.remote_code else {},
+    }
 
 
 def request_namespace(engine: bytes, request: Any) -> bytes | None:

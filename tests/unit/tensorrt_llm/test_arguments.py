@@ -14,6 +14,7 @@ from flexkv.adapters.tensorrt_llm import FlexKVScheduler, api
 from flexkv.adapters.tensorrt_llm.arguments import EngineArguments
 from flexkv.adapters.tensorrt_llm.geometry import geometry_of_layout, geometry_of_pool
 from flexkv.adapters.tensorrt_llm.identity import engine_namespace, request_namespace
+from flexkv.adapters.tensorrt_llm.identity_fields import ARGUMENTS, REFUSED
 from flexkv.config import load_config
 from flexkv.errors import ConfigError, GeometryError
 from flexkv.layout.format_id import Interior
@@ -168,6 +169,60 @@ def test_what_changes_kv_changes_the_namespace() -> None:
     assert names[0] == engine
     assert len({*names, *others}) == len(names) + len(others)
     assert request_namespace(engine, SimpleNamespace(multimodal_hashes=[[1]])) is None
+
+
+def test_every_argument_that_the_connector_gets_is_in_one_list() -> None:
+    names = ARGUMENTS.names()
+    assert len(set(names)) == len(names)
+    assert set(vars(arguments())) <= set(names)
+    assert not {*vars(arguments()), "made_up"} <= set(names), "the control"
+
+
+def test_taken_arguments_change_the_namespace_and_left_out_ones_do_not() -> None:
+    settings = load_config({"identity.model": "m"}, {})
+
+    def keys(**given: Any) -> bytes:
+        return engine_namespace(EngineArguments.of(arguments(**given)), settings, 4)
+
+    usual = keys()
+    assert keys() == usual
+    in_key = dict.fromkeys(ARGUMENTS.taken, "other") | {
+        "model_kwargs": {"rope_theta": 5e5},
+        "dtype": "bfloat16",
+        "quant_config": SimpleNamespace(quant_algo="FP8"),
+        "speculative_config": "draft",
+        "load_format": "dummy",
+        "moe_config": SimpleNamespace(backend="CUTLASS", max_num_tokens=1),
+        "cache": {"dtype": "fp8"},
+    }
+    others = [keys(**{name: value}) for name, value in in_key.items()]
+    assert len({usual, *others}) == len(others) + 1
+    refused = ARGUMENTS.left_out[REFUSED]
+    left_out = [name for names in ARGUMENTS.left_out.values() for name in names if name not in refused]
+    assert [name for name in left_out if keys(**{name: 7}) != usual] == []
+    assert keys(moe_config=SimpleNamespace(backend=None, max_num_tokens=9)) == usual
+
+
+def test_files_of_quantisation_and_code_are_in_the_namespace(tmp_path: Path) -> None:
+    settings = load_config({"identity.model": "m"}, {})
+    path = model(tmp_path, **LLAMA)
+
+    def keys(**given: Any) -> bytes:
+        return engine_namespace(EngineArguments.of(arguments(model=path, **given)), settings, 4)
+
+    usual = keys()
+    (tmp_path / "model.py").write_text("x = 1")
+    assert keys() == usual, "nobody reads it"
+    with_code = keys(trust_remote_code=True)
+    (tmp_path / "hf_quant_config.json").write_text('{"quantization": {"exclude_modules": ["a"]}}')
+    assert len({usual, with_code, keys()}) == 3
+
+
+def test_another_version_of_the_engine_has_other_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings, given = load_config({"identity.model": "m"}, {}), EngineArguments.of(arguments())
+    usual = engine_namespace(given, settings, 4)
+    monkeypatch.setattr("flexkv.adapters.tensorrt_llm.identity.engine_version", lambda: "1.3.0")
+    assert engine_namespace(given, settings, 4) != usual
 
 
 def test_it_imports_without_the_package() -> None:
