@@ -172,12 +172,15 @@ class StorePlan:
             those of the next.
         known: blocks that were stored or in flight already.
         dropped: blocks that found no slot or no queue entry (BUSY); the caller may offer them again later.
+        accepted: where blocks were dropped, so many leading blocks of the offer at least were not: they need not be
+            offered again.
     """
 
     graph: TransferGraph | None
     stored: NDArray[np.int32]
     known: int
     dropped: int
+    accepted: int = 0
 
     def joined(self, other: StorePlan) -> StorePlan:
         """One plan for two parts of an offer."""

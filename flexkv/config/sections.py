@@ -127,8 +127,15 @@ class StoreConfig(Section):
     )
     max_reference_share: Share = Field(
         0.25,
-        description="Share of the engine's blocks that may have a store in flight at once. When the engine hands such "
-        "a block out again, its next step waits a moment for the copy to end, so more of it makes steps wait.",
+        description="Share of the engine's blocks that no request holds any more and that may have a store in flight: "
+        "a lazy store, or one that is begun after its request's end. When the engine hands such a block out again, its "
+        "next step waits a moment for the copy to end, so more of it makes steps wait. Blocks of live requests are "
+        "stored without this bound.",
+    )
+    hold_s: Seconds = Field(
+        2.0,
+        description="How long blocks that found no room for a store before their request ended are held for it after "
+        "that (vLLM). They stay free: the engine takes them whenever it needs them, and then they are not stored.",
     )
     checkpoint_tokens: OptionalCount = Field(
         None,

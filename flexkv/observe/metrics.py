@@ -61,6 +61,17 @@ class Metric:
         return tuple(series.split(",")) if self.labels else ()
 
 
+DROP_REASONS = (
+    "busy",
+    "ended",
+    "hold_expired",
+    "no_slot",
+    "preempted",
+    "reference_limit",
+    "released",
+    "reset",
+    "reused",
+)
 _DIRECTION = ("direction", ("load", "store"))
 # From a hit of a few blocks (under a millisecond) to the default load deadline.
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
@@ -146,9 +157,12 @@ _TABLE = (
         "flexkv_dropped_store_pages_total",
         MetricKind.COUNTER,
         "pages",
-        "Pages not stored so that the engine need not wait: queues full, no free slot, too many blocks with a store in "
-        "flight, or the engine took its KV memory away (sleep).",
-        (("reason", ("busy", "no_slot", "reference_limit", "released")),),
+        "Pages that were computed and not stored, so that the engine need not wait: a rank's queue was full (busy), no "
+        "slot or place in flight was free (no_slot), too many blocks that no request holds had a store in flight "
+        "(reference_limit), the engine preempted their request (preempted), needed the blocks after its end (reused), "
+        "nothing says what becomes of them then (ended), store.hold_s was over (hold_expired), the weights changed or "
+        "the engine reset its own cache (reset), or it took its KV memory away for a sleep (released).",
+        (("reason", DROP_REASONS),),
     ),
     Metric(
         "flexkv_lazy_missed_pages_total",

@@ -133,7 +133,7 @@ class SchedulerSide:
             plan = joined.unit.manager.begin_store(
                 str(tracked.request_id), GROUP, keys[first:last], blocks[first:last], first
             )
-            self.counters.add("flexkv_dropped_store_pages_total", plan.dropped, reason="busy")
+            self.counters.add("flexkv_dropped_store_pages_total", plan.dropped, reason="no_slot")
             if plan.graph is not None:
                 ops += plan.graph.ops
         return TransferGraph(tuple(ops)) if ops else None

@@ -1,8 +1,14 @@
 """Eager stores: each block is offered as soon as the step that completes it has been planned, and windows, chunks and
-states at the boundaries that the step reaches."""
+states at the boundaries that the step reaches.
+
+A block of full attention that finds no room is pending: it is offered again at every step while its request lives, and
+then while it is held (`holds.py`). Pending blocks are a range of each block table; they are not listed.
+"""
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
@@ -10,6 +16,7 @@ import numpy as np
 
 from flexkv.adapters.vllm.block_keys import GROUP, tail_extra
 from flexkv.adapters.vllm.boundaries import NO_STATES, Boundaries, StateBlocks, pages_at
+from flexkv.adapters.vllm.holds import Hold, Holds
 from flexkv.adapters.vllm.metadata import ConnectorMetadata
 from flexkv.adapters.vllm.requests import RequestTracker
 from flexkv.adapters.vllm.stores import BlocksByGroup, RequestStores, StoreTables
@@ -20,140 +27,244 @@ from flexkv.transfer.graph import BlockIds, TransferGraph
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
-RETRY_STEPS = 16
-"""Steps after which blocks that found no room are offered again. Offering costs microseconds for thousands of blocks,
-and what fills queues takes milliseconds to drain: every step would be waste, never would lose the blocks."""
+PROBE_PAGES = 64
+PROBE_GROWTH = 4
+"""A request with pending pages offers so many of them at first, and so many times more each time that all found room:
+a step that has no room for them pays for one small offer, however many are pending, of however many requests."""
 
 
 class EagerStores(RequestStores):
     """Offers the certain blocks of every scheduled request.
 
     With `store.mode` layerwise a step's stores are copied layer by layer, while its forward runs. Where stores end in
-    the step (`stores_end_in_step`), what a step did not store is not stored at the request's end either: no hook of
+    the step (`stores_end_in_step`), what the steps did not store is not stored at the request's end either: no hook of
     that connector class names the blocks that the engine hands out again.
     """
+
+    holds: Holds
 
     def __init__(self, tables: StoreTables) -> None:
         super().__init__(tables)
         geometry, store = tables.spec.geometry, tables.spec.config.store
         self._with_tails = store.partial_blocks and not geometry.is_hybrid
         self._boundaries = Boundaries(geometry, store.checkpoint_tokens)
-        self._full = [at for at, group in enumerate(self._groups) if group.rule is Rule.FULL]
+        self._full_groups = [at for at, group in enumerate(self._groups) if group.rule is Rule.FULL]
+        self._tables = range(len(self._groups))
+        # With a tier behind host memory, what is pushed out of that is still cached.
+        self._most_blocks = sys.maxsize if tables.unit.has_tiers else tables.unit.slots
         self._by_layer = store.mode == "layerwise"
         self._within_steps = tables.spec.role.stores_end_in_step
+        self._unit = tables.unit
+        self.holds = Holds(tables.unit.manager, tables.watch, store.hold_s, tables.counters)
+        self._full: set[int] = set()
+        """Groups that had no room for a page since the step began: nobody else offers any of them."""
 
     def plan_step(self, output: SchedulerOutput, step: int, orders: ConnectorMetadata) -> None:
+        self._full.clear()
+        if self.holds:
+            orders.early += self._plan_holds(idle=not output.total_num_scheduled_tokens)
         for request_id, scheduled in output.num_scheduled_tokens.items():
             tracker = self._requests.live.get(request_id)
             if tracker is not None:
-                certain = self._certain_after_step(tracker, scheduled)
+                certain = tracker.certain = self._certain_after_step(tracker, scheduled)
                 if self._boundaries.groups:
                     # First: where there is not room for all, the blocks of full attention are offered again.
                     self._note_end(tracker, tracker.request.num_computed_tokens + scheduled)
                     orders.stores += self._plan_boundaries(tracker, certain, output)
                 # Of what was generated the forwards of earlier steps wrote the KV: this one only reads it.
                 settled = certain <= tracker.request.num_computed_tokens
-                for graph in self._plan(tracker, certain, step):
+                for graph in self._plan(tracker, certain, request_id):
                     if settled:
                         orders.settled.append(graph)
                     else:
                         orders.stores.append(graph.layerwise() if self._by_layer else graph)
 
     def preempted(self, tracker: RequestTracker) -> None:
-        """What was certain has been offered at every step."""
+        """What was certain has been offered at every step; what found no room until now is lost."""
+        self._watch.release(tracker.request_id)
+        self._give_up(tracker, tracker.certain, "preempted")
 
     def ended(
         self, tracker: RequestTracker, step: int, blocks: BlocksByGroup | None = None
     ) -> list[TransferGraph]:
-        """What was generated since the last whole block was stored, and the tail."""
-        if self._within_steps:
-            return []
+        """What was generated since the last whole block was stored, and the tail. What finds no room is held."""
         certain = self._certain_at_end(tracker)
-        tracker.retry_step = 0
-        graphs = self._plan(tracker, certain, step)
+        if self._within_steps:
+            self._give_up(tracker, certain, "ended")
+            return []
+        self._watch.release(tracker.request_id)
+        self._full.clear()
+        graphs = self._plan(tracker, certain, None)
         if self._with_tails and (tail := self._plan_tail(tracker, certain)) is not None:
             graphs.append(tail)
         if self._boundaries.groups and blocks is not None:
             boundary = self._boundaries.last_before(certain)
             if not self._boundaries.has_states or boundary == tracker.states_at:
                 graphs += self._plan_pages_at(tracker, boundary, blocks)
+        if any(table.has_pending for table in tracker.tables):
+            self.holds.begin(tracker, [self._end_of_hold(tracker, group, certain) for group in self._tables])
         return graphs
 
     def load_failed(self, blocks: Iterable[int]) -> None:
-        """Blocks are offered for a request, and their publishing is revoked with it."""
+        """Blocks are offered for a request, and their publishing is revoked with it. Of held ones none is offered from
+        the first of these on: it holds no KV that anybody computed rightly."""
+        if self.holds:
+            bad = set(blocks)
+            for hold in self.holds:
+                for group in self._full_groups:
+                    self.holds.cut(hold, group, bad, None)
 
     def unpublished(self, blocks: BlockIds) -> None:
         """A request offers its blocks once; the next request with the same tokens offers them again."""
 
     def reset(self, stale_hashes: dict[int, bytes]) -> None:
+        self.holds.end_all("reset")
         self._stale_hashes = stale_hashes
 
-    def _plan(self, tracker: RequestTracker, certain_tokens: int, step: int) -> list[TransferGraph]:
-        """Stores of whole blocks of full attention that have not been offered yet."""
-        if step < tracker.retry_step:
-            return []
-        graphs = [
-            graph for group in self._full for graph in self._plan_runs(tracker, group, certain_tokens, step)
-        ]
-        return [graph for graph in graphs if graph is not None]
+    # --- whole blocks of full attention ---
 
-    def _plan_runs(
-        self, tracker: RequestTracker, group: int, certain_tokens: int, step: int
-    ) -> Iterator[TransferGraph | None]:
-        """Of a request without tokens that its caller keeps out, one run of blocks."""
-        before = -1
-        while tracker.tables[group].cursor > before:
-            before = tracker.tables[group].cursor
-            yield self._plan_group(tracker, group, certain_tokens, step)
-            if not tracker.kept_out.spans:
-                return
+    def _plan(self, tracker: RequestTracker, certain_tokens: int, holder: str | None) -> list[TransferGraph]:
+        """Stores of certain whole blocks that are not stored yet, as far as there is room.
 
-    def _plan_group(
-        self, tracker: RequestTracker, group: int, certain_tokens: int, step: int
-    ) -> TransferGraph | None:
+        Args:
+            holder: the request, while it holds its blocks; None at its end.
+        """
+        graphs: list[TransferGraph] = []
+        for group in self._full_groups:
+            table = tracker.tables[group]
+            end = min(certain_tokens // self._groups[group].block_tokens, len(table.ids))
+            if end <= table.cursor:
+                continue
+            if tracker.stale:
+                self._taint(tracker, table.ids[table.cursor : end])
+                self.holds.count(end - table.cursor, "reset")
+                table.cursor, table.has_pending = end, False
+                continue
+            end = self._end_of(tracker, group, certain_tokens)
+            for first, end_of_run in self._runs(tracker, group, end):
+                table.cursor = first
+                graphs += self._offer(tracker, group, end_of_run, holder)
+                if table.has_pending:
+                    break
+            else:
+                table.cursor, table.has_pending = max(table.cursor, end), False
+        return graphs
+
+    def _runs(self, tracker: RequestTracker, group: int, end: int) -> Iterator[tuple[int, int]]:
+        """The runs of a group's blocks, [first, end), from the cursor to `end`, with no token that the caller keeps
+        out."""
+        first, block = tracker.tables[group].cursor, self._groups[group].block_tokens
+        while first < end:
+            kept = tracker.kept_out.within(first * block, end * block)
+            end_of_run = end if kept is None else kept[0] // block
+            if first < end_of_run:
+                yield first, end_of_run
+            first = end if kept is None else min(end, -(-kept[1] // block))
+
+    def _end_of(self, tracker: RequestTracker, group: int, certain_tokens: int) -> int:
+        """The end of a group's blocks that are certain and have a key; 0 for a group that is not of full attention."""
+        if group not in self._full_groups:
+            return 0
         table = tracker.tables[group]
-        block = self._groups[group].block_tokens
-        first, end = table.cursor, min(certain_tokens // block, len(table.ids))
-        if end <= first:
-            return None
-        if tracker.stale:
-            self._taint(tracker, table.ids[first:end])
-            table.cursor = end
-            return None
-        if kept := tracker.kept_out.within(first * block, end * block):
-            if kept[0] < (first + 1) * block:
-                table.cursor = min(end, -(-kept[1] // block))
-                return None
-            end = kept[0] // block
-        keys = table.keys.keys()
-        end = min(end, len(keys))
-        room = self._watch.room
-        if end - first > room:
-            self._counters.add(
-                "flexkv_dropped_store_pages_total", end - first - room, reason="reference_limit"
+        end = min(certain_tokens // self._groups[group].block_tokens, len(table.ids))
+        return end if end <= table.cursor else min(end, len(table.keys.keys()))
+
+    def _offer(
+        self, tracker: RequestTracker, group: int, end: int, holder: str | None, held: bool = False
+    ) -> list[TransferGraph]:
+        """Offers blocks from the cursor to `end` and moves the cursor over all that need not be offered again."""
+        table = tracker.tables[group]
+        graphs: list[TransferGraph] = []
+        fits = min(end, self._most_blocks)
+        pages = PROBE_PAGES if table.has_pending else fits
+        while table.cursor < fits and group not in self._full:
+            first = table.cursor
+            last = min(fits, first + pages)
+            if holder is None:
+                last = min(last, first + max(0, self._watch.room))
+            if held:
+                last = first + self._watch.still_held(table.ids[first:last])
+            if last == first:
+                break
+            plan = self._manager.begin_store(
+                tracker.request_id, group, table.keys.keys()[first:last], table.blocks(first, last), first
             )
-            tracker.retry_step = step + RETRY_STEPS
-            end = first + room
-        if end <= first:
-            return None
-        plan = self._manager.begin_store(
-            tracker.request_id, group, keys[first:end], table.blocks(first, end), first
-        )
-        if plan.dropped:
-            self._counters.add("flexkv_dropped_store_pages_total", plan.dropped, reason="no_slot")
-            tracker.retry_step = step + RETRY_STEPS
-        else:
+            if plan.dropped:
+                table.cursor = first + plan.accepted
+                self._full.add(group)
+            else:
+                table.cursor = last
+                pages *= PROBE_GROWTH
+            if (graph := self._planned(tracker, group, plan, first, holder, held)) is not None:
+                graphs.append(graph)
+        if fits < end and table.cursor >= fits:
+            # They would push out the request's own blocks before them, without which they are of no use.
+            self.holds.count(end - table.cursor, "no_slot")
             table.cursor = end
-        return self._planned(tracker, group, plan, first)
+        table.has_pending = table.cursor < end
+        return graphs
+
+    def _give_up(self, tracker: RequestTracker, certain_tokens: int, reason: str) -> None:
+        """Counts the request's pending pages; its blocks are lost."""
+        for group in self._full_groups:
+            for first, end in self._runs(tracker, group, self._end_of(tracker, group, certain_tokens)):
+                self.holds.count(end - first, reason)
+
+    def _end_of_hold(self, tracker: RequestTracker, group: int, certain_tokens: int) -> int:
+        """The end of the pending blocks that are worth a hold; counts those after it. What lies behind a block that the
+        caller keeps out can be reached by no lookup."""
+        runs = list(self._runs(tracker, group, self._end_of(tracker, group, certain_tokens)))
+        for first, end in runs[1:]:
+            self.holds.count(end - first, "no_slot")
+        return runs[0][1] if runs else 0
+
+    # --- ended requests ---
+
+    def _plan_holds(self, idle: bool) -> list[TransferGraph]:
+        """Stores of the pending pages of ended requests, as far as there is room. Requests that have none any more, or
+        whose time is over, are forgotten."""
+        graphs: list[TransferGraph] = []
+        now_s = time.monotonic()
+        for hold in self.holds:
+            self.holds.drop_lost(hold)
+            for group in self._full_groups:
+                if hold.pending(group):
+                    graphs += self._offer(hold.tracker, group, hold.ends[group], None, held=True)
+                    self._drop_unwatched(hold, group)
+            if not hold.pages:
+                self.holds.end(hold)
+            elif now_s > hold.until_s:
+                self.holds.end(hold, "hold_expired")
+            elif idle and not graphs and not self._manager.inflight_ops() and not self._unit.busy:
+                # Nothing moves whose end would make room.
+                self.holds.end(hold, "no_slot")
+        return graphs
+
+    def _drop_unwatched(self, hold: Hold, group: int) -> None:
+        """Another watcher took the place of ours, so that nobody says when the engine hands the next block out."""
+        table = hold.tracker.tables[group]
+        if hold.pending(group) and not self._watch.still_held(table.ids[table.cursor : table.cursor + 1]):
+            self.holds.cut_at(hold, group, table.cursor, "reused")
 
     def _planned(
-        self, tracker: RequestTracker, group: int, plan: StorePlan, first_block: int
+        self,
+        tracker: RequestTracker,
+        group: int,
+        plan: StorePlan,
+        first_block: int,
+        holder: str | None = None,
+        held: bool = False,
     ) -> TransferGraph | None:
         if self._events is not None:
             self._events.planned(tracker, group, plan, first_block)
-        if plan.graph is not None:
-            self._watch_blocks(plan.graph)
+        for op in plan.graph.ops if plan.graph is not None else ():
+            if held:
+                self._watch.add_held(op.op_id, op.blocks)
+            else:
+                self._watch.add(op.op_id, op.blocks, holder)
         return plan.graph
+
+    # --- windows, chunks and states ---
 
     def _note_end(self, tracker: RequestTracker, tokens: int) -> None:
         """Notes that the step's forward ends after so many of the request's tokens, and leaves their states there."""
@@ -239,12 +350,9 @@ class EagerStores(RequestStores):
             if len(ids) < end - first or not all(ids) or len(tracker.tables[at].keys.keys()) < end:
                 return []
             pages[at] = first, ids
-        if sum(len(ids) for _, ids in pages.values()) > self._watch.room:
-            self._counters.add(
-                "flexkv_dropped_store_pages_total",
-                sum(len(ids) for _, ids in pages.values()),
-                reason="reference_limit",
-            )
+        needed = sum(len(ids) for _, ids in pages.values())
+        if needed > self._watch.room:
+            self.holds.count(needed, "reference_limit")
             return []
         graphs = []
         for at, (first, ids) in pages.items():
@@ -252,7 +360,7 @@ class EagerStores(RequestStores):
             plan = self._manager.begin_store(
                 tracker.request_id, at, keys, np.array(ids, dtype=np.int32), first, spare=spare
             )
-            self._counters.add("flexkv_dropped_store_pages_total", plan.dropped, reason="no_slot")
+            self.holds.count(plan.dropped, "no_slot")
             graphs.append(self._planned(tracker, at, plan, first))
         return [graph for graph in graphs if graph is not None]
 
@@ -261,7 +369,7 @@ class EagerStores(RequestStores):
         block, tokens = divmod(certain_tokens, self._block_tokens)
         if tracker.stale or tracker.kept_out.within(certain_tokens - tokens, certain_tokens):
             return None
-        if tokens == 0 or block >= len(tracker.block_ids) or self._watch.room < 1:
+        if tokens == 0 or block >= len(tracker.block_ids):
             return None
         request, first = tracker.request, certain_tokens - tokens
         extra = tail_extra(request, first, certain_tokens)
@@ -271,16 +379,16 @@ class EagerStores(RequestStores):
         parent = keys.parent(block)
         tail = request.all_token_ids[first:certain_tokens]
         key = tail_key(keys.namespace, GROUP, parent, extra, tail, block)
+        if self._watch.room < 1:
+            self.holds.count(1, "reference_limit")
+            return None
         plan = self._manager.begin_store(
             tracker.request_id, GROUP, key, tracker.tables[0].blocks(block, block + 1), block, tokens
         )
-        if plan.graph is not None:
-            self._watch_blocks(plan.graph)
-        return plan.graph
-
-    def _watch_blocks(self, graph: TransferGraph) -> None:
-        for op in graph.ops:
+        self.holds.count(plan.dropped, "no_slot")
+        for op in plan.graph.ops if plan.graph is not None else ():
             self._watch.add(op.op_id, op.blocks)
+        return plan.graph
 
 
 def shared_tokens(tracker: RequestTracker) -> int:

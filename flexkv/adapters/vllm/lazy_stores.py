@@ -182,7 +182,6 @@ class LazyStores(RequestStores, CacheListener):
         blocks = np.array([block.block_id for block in candidates], dtype=np.int32)
         plan = self._manager.begin_store(LAZY_REQUEST, GROUP, keys, blocks, 0)
         if plan.dropped:
-            self._counters.add("flexkv_dropped_store_pages_total", plan.dropped, reason="no_slot")
             taken = set(plan.stored.tolist())
             # Those that the tier has already are not told apart from those that it has no slot for.
             others = [block for position, block in enumerate(candidates) if position not in taken]

@@ -45,12 +45,14 @@ class BlockTable:
         keys: makes their keys.
         ids: the engine's blocks, in order, as it gave them; 0 where it gave none. A block that has left the window, and
             that the engine has taken back, still stands here.
-        cursor: blocks before it have been offered to the cache.
+        cursor: blocks before it are stored or being stored, or are not to be.
+        has_pending: blocks behind it are certain and found no room yet.
     """
 
     keys: BlockKeys
     ids: list[int] = field(default_factory=list)
     cursor: int = 0
+    has_pending: bool = False
 
     def blocks(self, first: int, end: int) -> BlockIds:
         """Engine block ids of blocks [first, end), int32."""
@@ -67,13 +69,12 @@ class RequestTracker:
         kept_out: tokens that its caller keeps out of the cache.
         sampling: parameters of the piece of a streaming session that `kept_out` knows; vLLM replaces them.
         reached: tokens that its steps have computed so far, those that are not accepted among them.
-        retry_step: after an offer was dropped, not to be repeated before this step.
         loading: op of the async load in flight, if any.
         stale: the KV held was computed with weights that have been replaced, or from a failed load that the engine did
             not take back; nothing of it may be stored.
         suspect_from: number of the first group's first block computed from a failed load and not computed again yet.
         own_from: number of the first group's first block that the engine's own prefix cache did not give.
-        certain: tokens whose KV was certain after the last step; kept for lazy stores.
+        certain: tokens whose KV was certain after the last step that computed some of the request.
         reached_tokens: boundaries up to there have been stored or passed over; see `Boundaries`. With states, the last
             that was stored.
         states_at: the last boundary with which a step of the engine ended: its state is in the request's table.
@@ -91,7 +92,6 @@ class RequestTracker:
     kept_out: KeptOut
     sampling: SamplingParams | None
     reached: int = 0
-    retry_step: int = 0
     promise: Promise | None = None
     loading: OpId | None = None
     stale: bool = False
@@ -126,7 +126,7 @@ class RequestTracker:
             # A new list: the old one may still be looked at.
             table.ids = []
             table.cursor = 0
-        self.retry_step = 0
+            table.has_pending = False
         self.stale = False
         self.suspect_from = None
         self.certain = 0

@@ -165,7 +165,7 @@ class SchedulerSide:
             return
         if self.unit.growing:
             self.unit.grow()
-        if self._loads.prefetch(self.requests.of(request), self._watch.has_cached):
+        if self._loads.prefetch(self._tracker(request), self._watch.has_cached):
             self._poll()
 
     def match(self, request: Request, computed_tokens: int) -> tuple[int | None, bool]:
@@ -181,7 +181,7 @@ class SchedulerSide:
             self._poll()
         if unit.growing:
             unit.grow()
-        tracker = self.requests.of(request)
+        tracker = self._tracker(request)
         self.requests.begin_lookup(tracker, self._preempted)
         tracker.stale = False
         tracker.own_from = computed_tokens // self._spec.geometry.groups[0].block_tokens
@@ -197,7 +197,7 @@ class SchedulerSide:
         """The engine gave the request its blocks, and takes `external_tokens` of what was promised."""
         if self.unit.state is UnitState.AWAITING_RANKS:
             return
-        tracker = self.requests.of(request)
+        tracker = self._tracker(request)
         if tracker.promise is None and external_tokens == 0:
             return
         job = self._loads.begin(tracker, blocks, external_tokens)
@@ -209,6 +209,12 @@ class SchedulerSide:
         known."""
         tracker = self.requests.live.get(request.request_id)
         return self._loads.sources(tracker, external_tokens) if tracker is not None else {}
+
+    def _tracker(self, request: Request) -> RequestTracker:
+        """The request's tracker. The manager knows requests by their ids: one that is used again ends its hold."""
+        if self._stores.holds:
+            self._stores.holds.end_request(request.request_id, "hold_expired")
+        return self.requests.of(request)
 
     # --- the step ---
 
@@ -226,6 +232,8 @@ class SchedulerSide:
             unit.grow()
         if unit.usable:
             self._stores.plan_step(output, self._step, self.orders)
+        elif self._stores.holds:
+            self._stores.holds.end_all("no_slot")
         if self._watch.ops and (reused := self._watch.take_reused()):
             self._order_ends(reused, output)
         if unit.has_tiers:
@@ -271,8 +279,9 @@ class SchedulerSide:
             self.orders.early += self._stores.ended(tracker, self._step, blocks)
             if self.orders.early and self.workers and current_device_is_host():
                 self._submit_early()
-        # Last, because it marks the request's blocks as used together.
-        self.unit.manager.end_request(tracker.request_id)
+        if not self._stores.holds or tracker.request_id not in self._stores.holds:
+            # Last, because it marks the request's blocks as used together.
+            self.unit.manager.end_request(tracker.request_id)
 
     def _submit_early(self) -> None:
         """The forward that wrote the blocks has returned, and no further step may ever come."""
@@ -325,6 +334,8 @@ class SchedulerSide:
             # A rank that cannot use the pool may never report its ops.
             return False
         if unit.manager.inflight_ops() or self.orders.early or self.orders.cancel or unit.grant:
+            return True
+        if self._stores.holds:
             return True
         # One more step, so that the gauges show the end of the last copy and not the state before.
         return self._completions.changed

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from flexkv.adapters.vllm.engine_spec import EngineSpec
 from flexkv.adapters.vllm.events import EventLog
+from flexkv.adapters.vllm.holds import Holds
 from flexkv.adapters.vllm.metadata import ConnectorMetadata
 from flexkv.adapters.vllm.requests import RequestTable, RequestTracker
 from flexkv.adapters.vllm.store_watch import StoreWatch
@@ -24,7 +25,13 @@ BlocksByGroup = Sequence[Sequence[int]]
 
 
 class StoreMode(ABC):
-    """One engine's stores. Called by the scheduler's thread; plans and never waits."""
+    """One engine's stores. Called by the scheduler's thread; plans and never waits.
+
+    Attributes:
+        holds: ended requests with pending pages; None for a mode that has none.
+    """
+
+    holds: Holds | None = None
 
     @abstractmethod
     def plan_step(self, output: SchedulerOutput, step: int, orders: ConnectorMetadata) -> None:

@@ -11,7 +11,7 @@ from flexkv.transfer.graph import OpId
 from tests.unit.adapters.mini_engine import MiniEngine
 from tests.unit.adapters.vllm_objects import make_pool, make_request
 
-OP = OpId(7)
+OP, OTHER = OpId(7), OpId(8)
 
 
 def ids(blocks) -> np.ndarray:
@@ -65,12 +65,63 @@ def test_an_ended_store_is_not_named() -> None:
     assert watch.room == 8
 
 
-def test_the_share_bounds_what_is_in_flight() -> None:
+def test_the_share_bounds_what_no_request_holds() -> None:
     pool = make_pool(16)
     watch = BlockWatch(pool, 0.25)
     assert watch.room == 4
     watch.add(OP, ids(pool.get_new_blocks(3)))
     assert watch.room == 1
+    watch.add(OTHER, ids(pool.get_new_blocks(6)), "one")
+    assert watch.room == 1
+    watch.release("one")
+    assert watch.room == -5
+    watch.end(OTHER)
+    watch.end(OP)
+    assert watch.room == 4
+
+
+def test_a_store_that_ends_before_its_request_does_is_forgotten() -> None:
+    pool = make_pool(16)
+    watch = BlockWatch(pool, 0.25)
+    watch.add(OP, ids(pool.get_new_blocks(3)), "one")
+    watch.end(OP)
+    watch.release("one")
+    assert watch.room == 4
+    assert not watch._ops_of_holder
+    assert not watch._holder_of_op
+
+
+def test_held_blocks_say_which_of_them_were_handed_out() -> None:
+    """Each request that left a block hears of it; a store that begins meanwhile does not move them in the queue."""
+    pool = make_pool(8)
+    watch = BlockWatch(pool, 1.0)
+    blocks = pool.get_new_blocks(3)
+    first, second = (watch.hold([block.block_id for block in blocks]) for _ in range(2))
+    pool.free_blocks(blocks)
+    assert watch.still_held(first.block_ids) == 3
+    order = [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
+    watch.add_held(OP, ids(blocks[:1]))
+    assert [block.block_id for block in pool.free_block_queue.get_all_free_blocks()] == order
+    watch.end_hold(second)
+    assert blocks[0] in pool.get_new_blocks(5)
+    assert first.lost == {block.block_id for block in blocks if block.ref_cnt}
+    assert not first.was_reset
+    assert not second.lost
+    assert watch.still_held(first.block_ids) == 0
+    assert watch.take_reused() == {OP: [0]}
+    watch.end_hold(first)
+    assert not watch._held
+
+
+def test_held_blocks_say_that_the_pool_was_reset() -> None:
+    pool = make_pool(8)
+    watch = BlockWatch(pool, 1.0)
+    blocks = pool.get_new_blocks(2)
+    held = watch.hold([block.block_id for block in blocks])
+    pool.free_blocks(blocks)
+    assert pool.reset_prefix_cache()
+    assert held.was_reset
+    assert len(held.lost) == 2
 
 
 def test_free_blocks_are_watched_without_moving_them_in_the_queue() -> None:

@@ -16,7 +16,7 @@ from tests import testing_ext
 from tests.soak import soak_rounds
 from tests.unit.adapters.faulty_worker import faulty_worker
 from tests.unit.adapters.random_engine import RandomEngine
-from tests.unit.transfer.transfer_world import CORRUPT, FAIL
+from tests.unit.transfer.transfer_world import CORRUPT, DELAY, FAIL
 
 ACTS = 200
 BLOCKS = 24
@@ -68,6 +68,21 @@ def test_host_memory(make_random: Make, load: str, store: str, fails: bool, soak
         **{"load.mode": load, "store.mode": store, "host.bytes": "256KiB"},
     )
     run(engine)
+
+
+@pytest.mark.parametrize("store", ["eager", "layerwise"])
+def test_stores_that_wait_for_room(make_random: Make, store: str) -> None:
+    """Few pages in flight, and slow copies: requests end, lose their blocks and come again under the same name while
+    pages of theirs are pending."""
+    slow = [testing_ext.FaultRule(DELAY, kind=D2H, nth_op=n, delay_s=0.02) for n in range(1, 200, 2)]
+    engine = make_random(
+        21,
+        worker_class=faulty_worker(*slow),
+        **{"store.mode": store, "store.inflight_pages": 2, "store.max_reference_share": 0.1},
+    )
+    run(engine)
+    counted = engine.counters.data.get("flexkv_dropped_store_pages_total", {})
+    assert {"preempted", "reused"} <= set(counted), counted
 
 
 DISKS: list[dict[str, object]] = [

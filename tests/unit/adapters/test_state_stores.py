@@ -70,7 +70,7 @@ class Steps:
         requests = RequestTable(bytes(32), geometry, "engine", spec.names, {}, fields)
         self.tracker = requests.of(self.request)
         self.offers = Offers()
-        unit: Any = SimpleNamespace(manager=self.offers)
+        unit: Any = SimpleNamespace(manager=self.offers, has_tiers=True)
         self.stores = EagerStores(StoreTables(unit, spec, requests, NoWatch(), Counters(), None))
 
     def step(

@@ -140,17 +140,6 @@ def test_drafts_are_not_stored_before_they_are_accepted(make_engine: Make) -> No
     engine.check("one")
 
 
-def test_more_than_the_share_waits_for_room(make_engine: Make) -> None:
-    engine = make_engine(blocks=17, **{"store.max_reference_share": 0.125})
-    engine.add(make_request(PROMPT, "one"))
-    engine.step()
-    assert engine.counters.value("flexkv_dropped_store_pages_total", reason="reference_limit") == 3
-    for _ in range(40):
-        engine.step({"one": 0})
-    engine.drain()
-    assert engine.unit.manager.stats().stored_pages == 5
-
-
 def test_two_tenants_never_share_a_block(make_engine: Make) -> None:
     engine = make_engine(**{"store.partial_blocks": True})
     makers = [

@@ -37,15 +37,18 @@ class HostStores(StoreRoute):
             self._hub.gone(group, evicted)
         stored = offer.positions(positions)
         known, dropped = known - without_slot, dropped + without_slot
+        # The index takes blocks in order and none behind the first that finds no slot. Blocks that stay a fetch's may
+        # stand anywhere.
+        accepted = int(stored[-1]) + 1 if len(stored) and not without_slot else 0
         if not len(stored):
-            return StorePlan(None, stored, known, dropped)
+            return StorePlan(None, stored, known, dropped, accepted)
         self._hub.filled_by_store(group, slots, offer.tokens)
         all_new = len(positions) == len(blocks)
         sources = blocks if all_new else blocks[positions]
         plan = TransferOp(self._ops.next_id(), OpKind.D2H, group, Priority.STORE, sources, slots)
         offer.begun(self._ops, HUB, plan, entries, stored, epoch)
         self._access_orders.of(offer.request_id)[group].put_at(offer.first_block, stored, entries)
-        return StorePlan(TransferGraph((plan,)), stored, known, dropped)
+        return StorePlan(TransferGraph((plan,)), stored, known, dropped, accepted)
 
     def _take_over(self, offer: StoreOffer, room: int) -> int:
         """Makes blocks unknown that a fetch is to bring, so that the offer stores them.

@@ -1,0 +1,118 @@
+"""Holds: pages of ended requests whose stores are pending. Their blocks lie in the engine's free queue
+(`store_watch.py`) until the copies before them have ended, for `store.hold_s` at most."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from flexkv.adapters.vllm.requests import RequestTracker
+from flexkv.adapters.vllm.store_watch import HeldBlocks, StoreWatch
+from flexkv.cache.base import CacheManager
+from flexkv.observe import Counters
+
+
+@dataclass(slots=True, eq=False)
+class Hold:
+    """One ended request.
+
+    Attributes:
+        ends: per KV group, the end of its pending blocks: [`cursor`, end). Only groups of full attention have any.
+        blocks: per KV group, what is watched of them; None where none is pending.
+        until_s: end of its time, in seconds of the monotonic clock.
+    """
+
+    tracker: RequestTracker
+    ends: list[int]
+    blocks: list[HeldBlocks | None]
+    until_s: float
+
+    def pending(self, group: int) -> int:
+        """Pages of a group."""
+        return max(0, self.ends[group] - self.tracker.tables[group].cursor)
+
+    @property
+    def pages(self) -> int:
+        """Pending pages of all groups."""
+        return sum(self.pending(group) for group in range(len(self.ends)))
+
+
+class Holds:
+    """The holds of one engine, oldest first. What leaves one without being stored is counted by its reason.
+
+    A block stands in as many holds as requests have left it, and each held block lies in the engine's free queue or is
+    another request's prefix hit; so holds are bounded by the engine's pool and `hold_s`.
+    """
+
+    def __init__(self, manager: CacheManager, watch: StoreWatch, hold_s: float, counters: Counters) -> None:
+        self._manager = manager
+        self._watch = watch
+        self._hold_s = hold_s
+        self._counters = counters
+        self._of_request: dict[str, Hold] = {}
+
+    def __len__(self) -> int:
+        return len(self._of_request)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._of_request
+
+    def __iter__(self) -> Iterator[Hold]:
+        return iter(list(self._of_request.values()))
+
+    def begin(self, tracker: RequestTracker, ends: Sequence[int]) -> None:
+        """The request is about to lose its blocks; those from each table's cursor to `ends` are pending."""
+        blocks = [
+            self._watch.hold(table.ids[table.cursor : end]) if end > table.cursor else None
+            for table, end in zip(tracker.tables, ends, strict=True)
+        ]
+        self._of_request[tracker.request_id] = Hold(
+            tracker, list(ends), blocks, time.monotonic() + self._hold_s
+        )
+
+    def drop_lost(self, hold: Hold) -> None:
+        """What the engine has taken is not to be stored any more, nor what lies behind it: no hit could reach that."""
+        for group, blocks in enumerate(hold.blocks):
+            if blocks is not None and blocks.lost:
+                self.cut(hold, group, blocks.lost, "reset" if blocks.was_reset else "reused")
+                blocks.lost.clear()
+
+    def cut(self, hold: Hold, group: int, lost: set[int], reason: str | None) -> None:
+        """Ends a group's pending blocks before the first of these; counts them where there is a reason to name."""
+        table, end = hold.tracker.tables[group], hold.ends[group]
+        for number in range(table.cursor, end):
+            if table.ids[number] in lost:
+                self.cut_at(hold, group, number, reason)
+                return
+
+    def cut_at(self, hold: Hold, group: int, number: int, reason: str | None) -> None:
+        """As `cut`, before block `number` of the request."""
+        if reason is not None:
+            self.count(hold.ends[group] - number, reason)
+        hold.ends[group] = number
+
+    def end(self, hold: Hold, reason: str | None = None) -> None:
+        """Forgets a request; its pending pages are counted by the reason. The manager ends the request only now."""
+        if reason is not None:
+            self.count(hold.pages, reason)
+        for blocks in hold.blocks:
+            if blocks is not None:
+                self._watch.end_hold(blocks)
+        del self._of_request[hold.tracker.request_id]
+        # Last, because it marks the request's blocks as used together.
+        self._manager.end_request(hold.tracker.request_id)
+
+    def end_request(self, request_id: str, reason: str) -> None:
+        """`end` for a request that may have no hold."""
+        if (hold := self._of_request.get(request_id)) is not None:
+            self.end(hold, reason)
+
+    def end_all(self, reason: str) -> None:
+        for hold in self:
+            self.end(hold, reason)
+
+    def count(self, pages: int, reason: str) -> None:
+        """These pages were computed and will not be stored."""
+        if pages > 0:
+            self._counters.add("flexkv_dropped_store_pages_total", pages, reason=reason)
