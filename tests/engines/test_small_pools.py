@@ -85,6 +85,21 @@ def test_an_aborted_request_and_a_reset_leave_nothing_held(engines: Engines, str
     check_stored_whole(session, prompt)
 
 
+def test_lazy_stores_lose_nothing(engines: Engines, stream: int) -> None:
+    """Large prompts at once, each of which is handed the blocks of the one before: every page is in the engine's own
+    prefix cache, or stored."""
+    session = engines.get(
+        connector(host__bytes=4 * PAGES * PAGE_BYTES, store__mode="lazy"),
+        max_num_batched_tokens=2048,
+        **ENGINE,
+    )
+    prompts = [large(stream + 100 * n) for n in range(3)]
+    session.check(*prompts)
+    session.settle()
+    assert session.metric("vllm:flexkv_lazy_missed_pages_total") == session.metric(DROPPED) == 0
+    assert [answer.cached for answer in session.check(*prompts)] == [PAGES * BLOCK_TOKENS] * len(prompts)
+
+
 MODES = [(store, load) for store in ("eager", "layerwise") for load in ("async", "sync", "layerwise")]
 
 

@@ -1,4 +1,5 @@
-"""Lazy stores: what the engine is about to evict, read off its free queue."""
+"""Lazy stores: what the engine is about to evict, read off its free queue; and, of a request that ends, what will be
+about to be evicted before the queue is looked at again."""
 
 from __future__ import annotations
 
@@ -44,9 +45,9 @@ class LazyStores(RequestStores, CacheListener):
         spec = tables.spec
         self._namespace = spec.namespace
         # What is kept stored must not push itself out of a small host tier, or it would be stored over and over.
-        self._ahead = min(
-            STEPS_AHEAD * -(-spec.step_tokens // self._block_tokens), max(1, tables.unit.slots // 2)
-        )
+        step_blocks = -(-spec.step_tokens // self._block_tokens)
+        self._ahead = min(STEPS_AHEAD * step_blocks, max(1, tables.unit.slots // 2))
+        self._step_blocks = min(step_blocks, tables.unit.slots)
         self._seen: tuple[int, int] = (-1, -1)
         self._offered: dict[int, tuple[bytes, bytes]] = {}
         self._block_of_key: dict[bytes, int] = {}
@@ -69,12 +70,16 @@ class LazyStores(RequestStores, CacheListener):
     def preempted(self, tracker: RequestTracker) -> None:
         # The engine has already set the request back to nothing computed.
         self._settle(tracker, tracker.certain)
+        if not (tracker.skip_save or tracker.stale):
+            self._count_preempted(tracker)
 
     def ended(
         self, tracker: RequestTracker, step: int, blocks: BlocksByGroup | None = None
     ) -> list[TransferGraph]:
-        self._settle(tracker, self._certain_at_end(tracker))
-        return []
+        certain = self._certain_at_end(tracker)
+        self._settle(tracker, certain)
+        graph = self._plan_end(tracker, certain)
+        return [graph] if graph is not None else []
 
     def load_failed(self, blocks: Iterable[int]) -> None:
         # They may have been free when the last steps were planned. What is revoked in vain is offered again.
@@ -177,26 +182,50 @@ class LazyStores(RequestStores, CacheListener):
             return None
         # The queue has the ends of conversations first; the cache evicts a batch's last blocks first.
         candidates.reverse()
-        hashes = [get_block_hash(block.block_hash) for block in candidates]
-        keys = self._keys(candidates)
-        blocks = np.array([block.block_id for block in candidates], dtype=np.int32)
-        plan = self._manager.begin_store(LAZY_REQUEST, GROUP, keys, blocks, 0)
+        graph = self._offer(candidates, self._keys(candidates))
+        for op in graph.ops if graph is not None else ():
+            self._watch.add_free(op.op_id, op.blocks)
+        return graph
+
+    def _plan_end(self, tracker: RequestTracker, certain_tokens: int) -> TransferGraph | None:
+        """Stores of the last blocks of a request that ends, as far as the engine may hand them out in its next step,
+        before anybody looks at the queue: in a small pool these are all. They need no room by share, as the blocks of a
+        live request do not."""
+        if tracker.skip_save or tracker.stale:
+            return None
+        pool, ids = self._watch.pool, tracker.block_ids
+        end = min(certain_tokens // self._block_tokens, len(ids))
+        # What lies behind its whole blocks is freed too, and handed out before them.
+        free = pool.free_block_queue.num_free_blocks + len(ids) - end
+        first = max(0, end - max(0, self._step_blocks - free))
+        if first == end:
+            return None
+        blocks = [block for block_id in ids[first:end] if self._is_new(block := pool.blocks[block_id])]
+        if not blocks:
+            return None
+        graph = self._offer(blocks, self._keys(blocks))
+        for op in graph.ops if graph is not None else ():
+            self._watch.add(op.op_id, op.blocks)
+        return graph
+
+    def _offer(self, blocks: list[KVCacheBlock], keys: Keys) -> TransferGraph | None:
+        """Offers blocks in the order of their conversations. What finds no room is looked at again."""
+        ids = np.array([block.block_id for block in blocks], dtype=np.int32)
+        plan = self._manager.begin_store(LAZY_REQUEST, GROUP, keys, ids, 0)
         if plan.dropped:
             taken = set(plan.stored.tolist())
             # Those that the tier has already are not told apart from those that it has no slot for.
-            others = [block for position, block in enumerate(candidates) if position not in taken]
+            others = [block for position, block in enumerate(blocks) if position not in taken]
             self._pass_over(others if not plan.known else [])
         else:
-            for block, key in zip(candidates, keys, strict=True):
+            for block, key in zip(blocks, keys, strict=True):
                 self._withdraw(block.block_id)
                 self._offered[block.block_id] = (block.block_hash, key.tobytes())
                 self._block_of_key[key.tobytes()] = block.block_id
         if self._events is not None:
+            hashes = [get_block_hash(block.block_hash) for block in blocks]
             self._events.planned_by_hash(plan, keys, hashes)
         self._manager.release(LAZY_REQUEST)
-        if plan.graph is not None:
-            for op in plan.graph.ops:
-                self._watch.add_free(op.op_id, op.blocks)
         return plan.graph
 
     def _pass_over(self, blocks: Iterable[KVCacheBlock]) -> None:
@@ -222,6 +251,18 @@ class LazyStores(RequestStores, CacheListener):
                 missed,
             )
 
+    def _count_preempted(self, tracker: RequestTracker) -> None:
+        """What the engine has handed out already was not looked at before, and is lost if it is not stored."""
+        keys, pool = tracker.block_keys.keys(), self._watch.pool
+        end = min(max(0, tracker.certain) // self._block_tokens, len(tracker.block_ids), len(keys))
+        blocks = [pool.blocks[block] for block in tracker.block_ids[:end]]
+        there = {
+            key.tobytes() for key in self._keys([block for block in blocks if block.block_hash is not None])
+        }
+        gone = {key.tobytes() for key in keys[:end]} - there - self._block_of_key.keys()
+        if gone:
+            self._counters.add("flexkv_dropped_store_pages_total", len(gone), reason="preempted")
+
     def _withdraw(self, block: int) -> None:
         """The block counts as never offered."""
         if (offered := self._offered.pop(block, None)) is not None:
@@ -232,14 +273,17 @@ class LazyStores(RequestStores, CacheListener):
         for count, block in enumerate(self._watch.pool.free_block_queue.iter_blocks_after(None)):
             if count >= self._ahead:
                 break
-            block_hash = block.block_hash
-            if block_hash is None or block.is_null:
-                continue
-            if (offered := self._offered.get(block.block_id)) is not None and offered[0] == block_hash:
-                continue
-            if self.suspects and self.suspects.get(block.block_id) == block_hash:
-                continue
-            if block.block_hash_num_tokens % self._block_tokens:
-                continue  # the hash names a part of the block
-            found.append(block)
+            if self._is_new(block):
+                found.append(block)
         return found
+
+    def _is_new(self, block: KVCacheBlock) -> bool:
+        """Whether a block has a hash of all its tokens, has not been offered, and may be."""
+        block_hash = block.block_hash
+        if block_hash is None or block.is_null:
+            return False
+        if (offered := self._offered.get(block.block_id)) is not None and offered[0] == block_hash:
+            return False
+        if self.suspects and self.suspects.get(block.block_id) == block_hash:
+            return False
+        return not block.block_hash_num_tokens % self._block_tokens

@@ -6,6 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
+from flexkv.adapters.vllm.lazy_stores import LazyStores
+from flexkv.cache.ids import NO_ENTRY
+from flexkv.cache.manager import LocalCacheManager
 from flexkv.observe import Counters
 from tests import testing_ext
 from tests.unit.adapters.faulty_worker import faulty_worker
@@ -120,3 +123,46 @@ def test_waiting_for_room_counts_one_lookup(make_engine: Make) -> None:
     counters = Counters(engine.side.take_counters())
     assert counters.value("flexkv_lookup_tokens_total") == len(PROMPT) - 1
     assert counters.value("flexkv_hit_tokens_total") == 0
+
+
+def _pages_in_neither(make_engine: Make) -> list[int]:
+    """In the step behind a request's end the engine hands out as many blocks as a step computes, and nobody has looked
+    at its queue: which of the request's pages are neither in its own prefix cache nor stored."""
+    engine = make_engine(blocks=7, **LAZY | {"store.max_reference_share": 0.2})
+    request = make_request(PROMPT, "one")
+    engine.add(request)
+    engine.step()
+    engine.finish("one")
+    engine.add(make_request([*range(16)], "two", extra_args={"flexkv.skip_save": True}))
+    engine.step()
+    engine.check("two")
+    engine.finish("two")
+    engine.drain()
+    assert engine.counters.value("flexkv_lazy_missed_pages_total") == 0
+    manager, keys = engine.unit.manager, engine.keys_of(request)
+    assert isinstance(manager, LocalCacheManager)
+    stored = manager.hub.index.find(0, keys) != NO_ENTRY
+    own = [engine.pool.get_cached_block(block_hash, [0]) is not None for block_hash in request.block_hashes]
+    return [number for number, known in enumerate(own) if not known and not stored[number]]
+
+
+def test_what_the_next_step_may_be_handed_is_stored_at_a_requests_end(make_engine: Make) -> None:
+    assert _pages_in_neither(make_engine) == []
+
+
+def test_control_what_nobody_looked_at_is_lost(make_engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LazyStores, "_plan_end", lambda self, tracker, certain: None)
+    assert _pages_in_neither(make_engine) == [2, 3, 4]
+
+
+@pytest.mark.parametrize(("taken", "lost"), [(0, 0), (6, 5)])
+def test_what_a_preempted_request_loses_is_counted(make_engine: Make, taken: int, lost: int) -> None:
+    engine = make_engine(blocks=7, **LAZY)
+    engine.add(make_request(PROMPT, "one"))
+    engine.step()
+    live = engine._lose_blocks("one")
+    others = engine.pool.get_new_blocks(taken)
+    engine._step_naming_preempted("one")
+    assert engine.counters.value("flexkv_dropped_store_pages_total", reason="preempted") == lost
+    engine.pool.free_blocks(others)
+    engine.side.finished(live.request)
