@@ -10,20 +10,21 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from flexkv.adapters.common.weights import COMMIT, sampled_identity
+from flexkv.adapters.common.weights import COMMIT
 from flexkv.errors import ConfigError
 from flexkv.observe import get_logger
+from flexkv.weights.digest import whole_identity
 
 logger = get_logger(__name__)
-
-START_TICKS_FIELD = 19
-"""Of /proc/self/stat, counted after the command's name: clock ticks from the machine's start to the process's."""
 
 CONFIG_NAME = "adapter_config.json"
 """Rank, scale and target modules: the same matrices under another scale are another adapter."""
 
 MOST_LINKS = 40
 """On the way to one file; Linux follows as many."""
+
+MOST_NAMED_BYTES = 1 << 30
+"""Of an adapter that is named while a request waits: most have a tenth of it, which takes a tenth of a second."""
 
 READ_BYTES = 1 << 20
 """At a time, of a file that is read whole."""
@@ -103,7 +104,9 @@ def _walk(base: str, path: str) -> tuple[str, list[tuple[int, int, int]]]:
 class LoraNames:
     """Names of adapters' contents, one for each path, made when the path is met first or its files have changed.
 
-    Looking costs a few stats a call. To make a name, samples of the weights and all of the configuration are read.
+    Looking costs a few stats a call. To make a name, all of weights and configuration is read while a request waits,
+    as much as the engine reads to load the adapter. One of more than `MOST_NAMED_BYTES` gets a name of this process
+    alone.
 
     An engine reads an adapter some time after its start, keeps it, and does not say which content it has. So an
     adapter whose files changed after `since_ns`, or that is no folder on this machine, gets a name of this process
@@ -132,18 +135,21 @@ class LoraNames:
         try:
             if changed:
                 raise ConfigError(f"adapter {folder} is another than at an earlier request")
-            return content_before(folder, self._since_ns)
+            return content_before(folder, self._since_ns, MOST_NAMED_BYTES)
         except ConfigError as error:
             logger.warning("%s; KV computed with it is found again in this run only", error)
             return f"run:{os.urandom(16).hex()}"
 
 
-def content_before(folder: Path, since_ns: int) -> str:
-    """A string that differs for adapters of different weights or configuration.
+def content_before(folder: Path, since_ns: int, most_bytes: int | None = None) -> str:
+    """A string that differs for adapters of different weights or configuration, of which all bytes are read.
+
+    Args:
+        most_bytes: of an adapter's weights; None for any.
 
     Raises:
         ConfigError: a file, the folder or a link on the way changed after `since_ns` (unix time), so that an engine
-            may have read other content; or there is no folder with weights that we know.
+            may have read other content; there is no folder with weights that we know; or there are more bytes.
     """
     before = Stamp.of(folder)
     if not before.files:
@@ -151,7 +157,7 @@ def content_before(folder: Path, since_ns: int) -> str:
             f"adapter {folder} is no folder with files on this machine, so nothing names its content"
         )
     try:
-        weights = sampled_identity(folder)
+        weights = whole_identity(folder, most_bytes)
         config = folder / CONFIG_NAME
         settings = config.read_bytes() if config.is_file() else b""
         # The files of a commit may have been downloaded after the start, and are no others for that.
@@ -187,11 +193,3 @@ def _digest_like(name: str, file: Path) -> bool:
         while piece := content.read(READ_BYTES):
             digest.update(piece)
     return digest.hexdigest() == name
-
-
-def process_start_ns() -> int:
-    """Unix time at which this process began, at most one tick of the kernel's clock (10 ms) too late: what was written
-    right before it counts as old, and no engine reads an adapter so soon."""
-    ticks = 1 + int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[START_TICKS_FIELD])
-    age_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME) - ticks * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
-    return time.time_ns() - age_ns

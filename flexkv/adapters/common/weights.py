@@ -1,22 +1,21 @@
-"""What tells one set of weights from another without reading all of it."""
+"""What tells one set of weights from another: the hub's commit, or their content."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 from pathlib import Path
 from typing import Any
 
 from flexkv.errors import ConfigError
+from flexkv.weights.files import NAMED, WeightsContent, weight_files
+from flexkv.weights.fingerprint import sampled_identity
 
-SAMPLES_PER_FILE = 64
-SAMPLE_BYTES = 4096
-"""64 samples of 4 KiB spread over each weights file: a fine-tune changes nearly every tensor, so that one of them
-differs is practically certain, and a model of a hundred files is read in well under a second."""
-
-WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 COMMIT_PREFIX = "commit:"
+HUB_PREFIX = "hub:"
+BLOBS = "blobs"
+"""The folder of the hub's cache that the links of a commit's files lead to."""
+
 COMMIT = re.compile(r"/snapshots/([0-9a-f]{40})(/|$)")
 PINNED = re.compile(r"[0-9a-f]{40}")
 
@@ -34,21 +33,52 @@ def weights_identity(model: str, revision: str | None, resolved: str | None = No
         ConfigError: the folder holds no weights that we know, or nothing says which commit of the hub is meant; says
             what to set.
     """
+    return _name_of(model, revision, resolved) or sampled_identity(Path(model))
+
+
+def weights_content(model: str, revision: str | None, resolved: str | None = None) -> WeightsContent:
+    """What of these weights has to be read whole, because no commit names it. The arguments are those of
+    `weights_identity`, and so are the errors."""
+    name = _name_of(model, revision, resolved)
+    if not name:
+        return WeightsContent((model,))
+    if name.startswith(HUB_PREFIX) and not PINNED.fullmatch(name.rpartition("@")[2]):
+        return WeightsContent(
+            unnamed=f"the weights are {name.removeprefix(HUB_PREFIX)}, which may move; set identity.model, or a commit "
+            "(40 hex digits) as the engine's revision"
+        )
+    return NAMED
+
+
+def _name_of(model: str, revision: str | None, resolved: str | None) -> str:
+    """What names the weights without their content; empty where nothing does.
+
+    A commit's folder counts where its files are links into the hub's cache, which keeps a file under a digest of what
+    it holds: who edits one in place breaks that cache. A folder with the name of a commit that holds the files
+    themselves, as a copy does, is one like any other.
+    """
     path = Path(model)
     place = os.path.normpath(model)
-    if commit := COMMIT.search(place):
+    if (commit := COMMIT.search(place)) and (not path.exists() or _is_of_hub_cache(path)):
         # One commit may hold several adapters, or one model in several quantisations.
         return f"{COMMIT_PREFIX}{commit.group(1)}{place[commit.end(1) :]}"
-    if not path.exists():
-        commit_of_hub = resolved or (revision if revision and PINNED.fullmatch(revision) else None)
-        if commit_of_hub is None:
-            raise ConfigError(
-                f"the weights are {model} at revision {revision or 'of the default branch'}, which may move, so what "
-                "was stored before would be served after; set identity.model, or a commit (40 hex digits) as the "
-                "engine's revision"
-            )
-        return f"hub:{model}@{commit_of_hub}"
-    return sampled_identity(path)
+    if path.exists():
+        return ""
+    commit_of_hub = resolved or (revision if revision and PINNED.fullmatch(revision) else None)
+    if commit_of_hub is None:
+        raise ConfigError(
+            f"the weights are {model} at revision {revision or 'of the default branch'}, which may move, so what "
+            "was stored before would be served after; set identity.model, or a commit (40 hex digits) as the "
+            "engine's revision"
+        )
+    return f"{HUB_PREFIX}{model}@{commit_of_hub}"
+
+
+def _is_of_hub_cache(path: Path) -> bool:
+    return all(
+        file.is_symlink() and os.path.basename(os.path.dirname(os.readlink(file))) == BLOBS
+        for file in weight_files(path)
+    )
 
 
 def resolved_commit(model: Any) -> str | None:
@@ -60,40 +90,3 @@ def resolved_commit(model: Any) -> str | None:
     """
     configs = (model.hf_text_config, getattr(model, "hf_config", None))
     return next((commit for config in configs if (commit := getattr(config, "_commit_hash", None))), None)
-
-
-def sampled_identity(path: Path) -> str:
-    """A digest of samples of the weights in a file or folder.
-
-    Raises:
-        ConfigError: the folder holds no weights that we know; says what to set.
-        OSError: a file cannot be read.
-    """
-    files = [path] if path.is_file() else _weight_files(path)
-    if not files:
-        raise ConfigError(
-            f"{path} holds no weights ({', '.join(WEIGHT_PATTERNS)}), so nothing tells it from other models; "
-            "set identity.model to a name or revision of the weights"
-        )
-    digest = hashlib.sha256()
-    for file in files:
-        _sample(file, digest)
-    return f"sampled:{digest.hexdigest()}"
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    for pattern in WEIGHT_PATTERNS:
-        if found := sorted(folder.glob(pattern)):
-            return found
-    return []
-
-
-def _sample(file: Path, digest: hashlib._Hash) -> None:
-    """Name, size, the first bytes (for safetensors: the header's begin) and samples spread evenly over the file."""
-    size = file.stat().st_size
-    digest.update(f"{file.name}\0{size}\0".encode())
-    step = max(SAMPLE_BYTES, size // SAMPLES_PER_FILE)
-    with file.open("rb") as content:
-        for start in range(0, size, step):
-            content.seek(start)
-            digest.update(content.read(SAMPLE_BYTES))

@@ -20,7 +20,7 @@ from flexkv.adapters.common.common_keys import (
     other_config_refusal,
 )
 from flexkv.adapters.common.framed import plain_namespace
-from flexkv.adapters.common.lora_names import content_before, process_start_ns
+from flexkv.adapters.common.lora_names import content_before
 from flexkv.adapters.common.model_files import code_files, file_digest, quantization_files
 from flexkv.adapters.common.model_identity import plain_config
 from flexkv.adapters.common.weights import resolved_commit, weights_identity
@@ -33,6 +33,7 @@ from flexkv.errors import ConfigError
 from flexkv.observe import get_logger
 from flexkv.unit.capacity import PromptLimit
 from flexkv.unit.ranks import UnitOwner
+from flexkv.weights.files import process_start_ns
 
 logger = get_logger(__name__)
 

@@ -119,7 +119,7 @@ def test_tenants_are_apart_and_what_tokens_do_not_name_is_not_cached(
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "model.safetensors").write_bytes(bytes(range(256)) * 64)
+    (tmp_path / "pytorch_model.bin").write_bytes(bytes(range(256)) * 64)
     (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 64, "rope_theta": 10000.0}))
     return tmp_path
 
@@ -166,7 +166,7 @@ def test_the_models_file_and_weights_are_in_it(folder: Path) -> None:
     before = vllm(folder)
     (folder / "config.json").write_text(json.dumps({"hidden_size": 64, "rope_theta": 20000.0}))
     other_file = vllm(folder)
-    (folder / "model.safetensors").write_bytes(bytes(255 - i for i in range(256)) * 64)
+    (folder / "pytorch_model.bin").write_bytes(bytes(255 - i for i in range(256)) * 64)
     assert len({before, other_file, vllm(folder)}) == 3
 
 

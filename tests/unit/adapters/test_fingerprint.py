@@ -85,7 +85,7 @@ def draft(folder: Path, content: bytes = b"d", text: TextConfig | None = None, *
     """A draft model with weights of its own."""
     place = folder / f"draft-{content.hex()}"
     place.mkdir(exist_ok=True)
-    (place / "model.safetensors").write_bytes(content * 5000)
+    (place / "pytorch_model.bin").write_bytes(content * 5000)
     model = config(place, text=text or TextConfig()).model_config
     fields = {"method": "eagle", "model": "draft", "draft_model_config": model, "kv_cache_dtype": None}
     return SimpleNamespace(**(fields | changes))
@@ -93,7 +93,7 @@ def draft(folder: Path, content: bytes = b"d", text: TextConfig | None = None, *
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "model.safetensors").write_bytes(bytes(range(256)) * 64)
+    (tmp_path / "pytorch_model.bin").write_bytes(bytes(range(256)) * 64)
     return tmp_path
 
 

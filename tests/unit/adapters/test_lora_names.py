@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from flexkv.adapters.common.lora_names import LoraNames, content_before, process_start_ns
+from flexkv.adapters.common.lora_names import LoraNames, content_before
 from flexkv.errors import ConfigError
+from flexkv.weights.files import process_start_ns
 from tests.unit.adapters.mini_engine import MiniEngine
 from tests.unit.adapters.vllm_objects import lora, make_request
 
@@ -104,7 +105,7 @@ def download(repository: Path, weights: bytes = b"one", adapter: str = "") -> Pa
 
 def test_a_commit_of_the_hub_may_be_downloaded_after_the_start(tmp_path: Path) -> None:
     (tmp_path / "hub").mkdir()
-    assert content_before(download(tmp_path / "hub"), 0).startswith("sampled:")
+    assert content_before(download(tmp_path / "hub"), 0).startswith("content:")
     with pytest.raises(ConfigError, match="changed after the engine's start"):
         content_before(write(tmp_path / "a"), 0)
 
@@ -177,7 +178,7 @@ def test_an_adapter_that_is_swapped_for_an_older_one_is_of_this_run_alone(
     asked = str(tmp_path / path)
     known = LoraNames()
     if named_before:
-        assert known.name(asked).startswith("sampled:")
+        assert known.name(asked).startswith("content:")
     wait_for_clock(tmp_path, time.time_ns())
     swap(tmp_path)
     assert known.name(asked).startswith("run:")

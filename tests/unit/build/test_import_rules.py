@@ -34,14 +34,15 @@ ALLOWED: dict[str, frozenset[str]] = {
         "transfer.host_pool",
     },
     "storage": BASE | {"transfer.graph", "transfer.host_pool", "transfer.slab_map"},
-    "unit": BASE | {"cache", "transfer", "storage"},
-    "adapters": BASE | {"cache", "transfer", "storage", "unit"},
+    "weights": frozenset({"errors", "observe", "config", "storage.private_files"}),
+    "unit": BASE | {"cache", "transfer", "storage", "weights"},
+    "adapters": BASE | {"cache", "transfer", "storage", "unit", "weights"},
     "blend": BASE | {"cache", "transfer", "storage", "unit"},
     "simulation": BASE
     | {"cache", "transfer.graph", "storage.base", "storage.tags", "remote.base", "remote.plane"},
     "blend.runner": BASE | {"blend", "transfer"},
     "integration": frozenset({"adapters", "errors"}),
-    "cli": BASE | {"cache", "transfer", "storage", "remote", "unit", "adapters", "simulation"},
+    "cli": BASE | {"cache", "transfer", "storage", "remote", "unit", "adapters", "simulation", "weights"},
 }
 ENGINES = frozenset({"vllm", "torch", "sglang", "tensorrt_llm", "transformers"})
 ADAPTER_ENGINES: dict[str, frozenset[str]] = {

@@ -1,0 +1,127 @@
+"""The files that an engine may load weights from, and what tells that one of them changed."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import NamedTuple
+
+from flexkv.errors import ConfigError
+
+WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
+"""Which of them an engine loads depends on its options (`--load-format`), so all of them count. Engines look into the
+model's folder and not below it."""
+
+INDEX_PATTERN = "*.index.json"
+"""Says which of the files an engine loads; counts where there are weights."""
+
+NOT_LOADED = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
+"""Ends of names that engines leave out: what a training kept beside the weights."""
+
+GGUF_PART = re.compile(r"(?P<model>.+)-\d{5}-of-(?P<parts>\d{5})\.gguf")
+"""One file of a model that was split: who loads it loads the others."""
+
+START_TICKS_FIELD = 19
+"""Of /proc/self/stat, counted after the command's name: clock ticks from the machine's start to the process's."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsContent:
+    """What of an engine's weights nothing but their content names.
+
+    Attributes:
+        paths: folders or files of weights; empty where a commit or the user names all weights.
+        unnamed: why nothing can name the weights; empty where something does.
+    """
+
+    paths: tuple[str, ...] = ()
+    unnamed: str = ""
+
+    @property
+    def is_named(self) -> bool:
+        """Whether the keys' namespace says all, and no file has to be read."""
+        return not self.paths and not self.unnamed
+
+    def joined(self, other: WeightsContent) -> WeightsContent:
+        """The weights of both, such as a model's and its draft's."""
+        return WeightsContent(self.paths + other.paths, self.unnamed or other.unnamed)
+
+
+NAMED = WeightsContent()
+"""Weights that a hub's commit, a seed or the user names."""
+
+
+class FileState(NamedTuple):
+    """What changes with a file's content, or when another file takes its name. A link stands for what it leads to."""
+
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+    inode: int
+    device: int
+
+    @classmethod
+    def of(cls, file: Path | int) -> FileState:
+        """
+        Args:
+            file: a path or an open descriptor.
+
+        Raises:
+            OSError: it cannot be looked at.
+        """
+        found = os.stat(file)
+        return cls(found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev)
+
+    @property
+    def changed_ns(self) -> int:
+        """Unix time of the last change of content or inode."""
+        return max(self.mtime_ns, self.ctime_ns)
+
+
+def weight_files(path: Path) -> list[Path]:
+    """Every file that an engine may load weights from, by name.
+
+    Args:
+        path: a folder, or a file: then that file, and the others of a GGUF model in parts.
+
+    Raises:
+        ConfigError: there are none; says what to set.
+        OSError: the folder cannot be read.
+    """
+    if not path.is_dir():
+        return _parts_of(path)
+    names = sorted(os.listdir(path))
+    weights = [name for name in names if _is_weights(name)]
+    if not weights:
+        raise ConfigError(
+            f"{path} holds no weights ({', '.join(WEIGHT_PATTERNS)}), so nothing tells it from other models; "
+            "set identity.model to a name or revision of the weights"
+        )
+    indexes = [name for name in names if fnmatch(name, INDEX_PATTERN)]
+    return [path / name for name in weights + indexes if not (path / name).is_dir()]
+
+
+def _is_weights(name: str) -> bool:
+    return any(fnmatch(name, pattern) for pattern in WEIGHT_PATTERNS) and not name.endswith(NOT_LOADED)
+
+
+def _parts_of(file: Path) -> list[Path]:
+    part = GGUF_PART.fullmatch(file.name)
+    if part is None:
+        return [file]
+    found = ((name, GGUF_PART.fullmatch(name)) for name in sorted(os.listdir(file.parent)))
+    return [
+        file.parent / name for name, other in found if other is not None and other.groups() == part.groups()
+    ]
+
+
+def process_start_ns() -> int:
+    """Unix time at which this process began, at most one tick of the kernel's clock (10 ms) too late: what was written
+    right before it counts as old, and no engine reads weights so soon."""
+    ticks = 1 + int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[START_TICKS_FIELD])
+    age_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME) - ticks * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
+    return time.time_ns() - age_ns
