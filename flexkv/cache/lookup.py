@@ -137,7 +137,7 @@ class Lookup:
         Returns:
             The fetches under way, also those that others have begun.
         """
-        usable = [tier for tier in self.behind if not self._tiers[tier].down]
+        usable = [tier for tier in self.behind if self._tiers[tier].in_use]
         if not usable or not self.same_blocks or most_pages < len(self.specs):
             return 0
         lease, rest = self._find_prefix(keys, start_tokens // self._block_tokens, room_pages, usable)
@@ -187,7 +187,7 @@ class Lookup:
     def _usable(self, request_id: str) -> list[TierId]:
         """The tiers that the request may be served from besides the hub."""
         skipped = self._waits.skipped(request_id)
-        return [tier for tier in self.behind if tier not in skipped and not self._tiers[tier].down]
+        return [tier for tier in self.behind if tier not in skipped and self._tiers[tier].in_use]
 
     # --- whole prefixes ---
 

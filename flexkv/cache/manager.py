@@ -227,7 +227,8 @@ class LocalCacheManager(CacheManager):
         """Which of the keys are visible in some tier, bool [keys]. Leases and fetches nothing."""
         there = np.zeros(len(keys), np.bool_)
         for tier in self.tiers:
-            there |= tier.present(group, keys)
+            if not tier.held:
+                there |= tier.present(group, keys)
         return there
 
     def free_slots(self, group: int) -> int:
@@ -339,7 +340,7 @@ class LocalCacheManager(CacheManager):
 
     def _store_route(self) -> StoreRoute:
         """Where stores go now: straight to the last tier that takes them."""
-        routes = [tier.stores for tier in self.tiers if tier.stores is not None and not tier.down]
+        routes = [tier.stores for tier in self.tiers if tier.stores is not None and tier.in_use]
         return routes[-1]
 
     # --- completions --------------------------------------------------------------------------------------------------

@@ -312,6 +312,8 @@ class Tier(ABC):
         facts: what the manager needs to know of it.
         presence: its pages' keys.
         down: why it cannot be used any more; empty while it can. What it holds is a miss then, and nothing is written.
+        held: why it may not be used yet; empty once it may. What it holds is a miss until then, and what is to be
+            written waits.
         source, sink, prober, loads, stores: what it can do; None for what it cannot. `loads` bring its pages to engine
             blocks, `stores` take them from there.
         straight: `loads`, of a tier other than the hub.
@@ -323,6 +325,7 @@ class Tier(ABC):
     presence: BlockIndex
     counts: TierCounts
     down: str = ""
+    held: str = ""
     durable_pages: int = 0
     source: Source | None = None
     sink: Sink | None = None
@@ -362,6 +365,28 @@ class Tier(ABC):
         if not self.down:
             logger.error("the %s tier is off: %s", self.facts.name, reason)
             self.down = reason
+
+    @property
+    def in_use(self) -> bool:
+        """Whether it may be asked and written to now."""
+        return not self.down and not self.held
+
+    def hold(self, reason: str) -> None:
+        """It may not be used before `open_for`. Called before its first use."""
+        self.held = reason
+
+    def open_for(self, weights: bytes, ends_s: float) -> int:
+        """It may be used from now on, by an engine with these weights. What was kept of other weights is a miss, for
+        good; what cannot say so by `ends_s`, on the monotonic clock, is taken out.
+
+        Args:
+            weights: 32 bytes that name all content of the weights.
+
+        Returns:
+            How many pages of other weights, or of nobody knows which, it had.
+        """
+        self.held = ""
+        return 0
 
     @property
     def unflushed(self) -> bool:

@@ -146,6 +146,7 @@ class TierWork:
         """The tier cannot be used any more: what it holds is a miss, and nothing is written there."""
         self._tiers[tier].go_down(reason)
         if tier in self._writes:
+            self._tiers[tier].counts.dropped_writes += self._writes[tier].waiting_pages
             self._writes[tier].reset()
 
     @property
@@ -198,6 +199,8 @@ class TierWork:
             return
         known = np.zeros(len(keys), np.bool_)
         for tier in self._tiers[1:]:
+            if tier.held:
+                continue
             known |= tier.sink.known(group, keys) if tier.sink is not None else tier.present(group, keys)
         for number in self._writes:
             self._tiers[number].counts.lost += int(np.count_nonzero(~known))

@@ -54,7 +54,7 @@ class WriteQueue:
     @property
     def busy(self) -> bool:
         """Whether something waits to be written, and can be."""
-        return not self._tier.down and self._waiting_pages > 0
+        return self._tier.in_use and self._waiting_pages > 0
 
     def offer(self, group: int, keys: Keys) -> None:
         """These pages became visible in host memory."""
@@ -79,6 +79,8 @@ class WriteQueue:
             self._tier.counts.dropped_writes += self._waiting_pages
             self.reset()
             return
+        if self._tier.held:
+            return
         if self._facts.write is WriteMode.BACK:
             idle = not self._in_flight(OpRole.FETCH) and not self._in_flight(OpRole.WRITE)
             # More than half full, it no longer waits for a quiet moment.
@@ -100,7 +102,7 @@ class WriteQueue:
         dropped. Those of them that wait already are not entered twice, so that the queue is bounded however often this
         is called.
         """
-        if self._tier.down or not self._facts.write_at_close:
+        if not self._tier.in_use or not self._facts.write_at_close:
             return
         self._keep_pinned_waiting()
         for owner in self._hub.owners:
@@ -136,6 +138,8 @@ class WriteQueue:
 
     def flush(self, epoch: int) -> None:
         """Plans what waits, whatever the mode, as far as the bounds allow."""
+        if self._tier.held:
+            return
         self._drain(self._facts.write_pages, epoch)
 
     def complete(self, op: WriteOp, result: OpResult) -> None:

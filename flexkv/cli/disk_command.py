@@ -24,8 +24,12 @@ from flexkv.storage.folder import (
 )
 from flexkv.storage.header_copy import find_header
 from flexkv.storage.index_copy import pages_by_group
+from flexkv.storage.weights_name import read_weights
 
 DAY_S = 86_400
+
+NAME_DIGITS = 16
+"""Of the name of weights that a table shows."""
 
 UNLISTED_EXIT_CODE = 1
 KEPT_EXIT_CODE = 1
@@ -59,7 +63,17 @@ def ls(folder: Path, pages: bool, as_json: bool) -> int:
 
 def _print(entries: Sequence[dict[str, object]]) -> None:
     table = Table(box=None, pad_edge=False)
-    for heading in ("folder", "model", "format", "groups", "size", "created", "last used", "state"):
+    for heading in (
+        "folder",
+        "model",
+        "format",
+        "groups",
+        "size",
+        "weights",
+        "created",
+        "last used",
+        "state",
+    ):
         table.add_column(heading)
     for entry in entries:
         table.add_row(
@@ -68,6 +82,7 @@ def _print(entries: Sequence[dict[str, object]]) -> None:
             str(entry["format"]),
             _groups_text(entry["groups"]),
             format_size(int(str(entry["bytes"]))),
+            str(entry["weights"])[:NAME_DIGITS],
             _age(entry["created"]),
             _age(entry["last_used"]),
             "; ".join(filter(None, ("in use" if entry["in_use"] else "", str(entry["damage"])))),
@@ -116,6 +131,7 @@ def _entry(unit: Path, root: Path, pages: bool) -> dict[str, object]:
         "format": "?",
         "groups": [],
         "bytes": held_bytes(unit),
+        "weights": (read_weights(unit) or (b"", 0))[0].hex(),
         "created": 0,
         "last_used": _last_used(unit),
         "in_use": False,

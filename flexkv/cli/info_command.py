@@ -121,4 +121,5 @@ def _folder_words(folder: Facts) -> str:
     room = f"{format_size(folder['free_bytes'])} free of {format_size(folder['total_bytes'])}"
     if not folder["exists"]:
         return f"{room}; made at the engine's start"
-    return f"{room}; {folder['units']} unit(s) hold {format_size(folder['held_bytes'])}"
+    named = f"; {folder['named_files']} weights file(s) are named" if folder["named_files"] else ""
+    return f"{room}; {folder['units']} unit(s) hold {format_size(folder['held_bytes'])}{named}"

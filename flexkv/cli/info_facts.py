@@ -29,6 +29,7 @@ from flexkv.storage.folder_share import device_of, folder_faults, nearest_there,
 from flexkv.transfer import nvtx
 from flexkv.transfer.cufile_library import find_cufile
 from flexkv.unit.start_check import start_faults
+from flexkv.weights.table import WeightsTable
 
 PRIVATE_PAGES = "/sys/kernel/mm/transparent_hugepage/enabled"
 SHARED_PAGES = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
@@ -132,6 +133,7 @@ def _folder(folder: str, faults: Mapping[str, str]) -> Facts:
         "total_bytes": total,
         "units": len(units),
         "held_bytes": sum(map(held_bytes, units)),
+        "named_files": len(WeightsTable(path)),
         "fault": faults.get(folder, ""),
     }
 

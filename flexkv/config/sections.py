@@ -460,8 +460,9 @@ class IdentityConfig(Section):
 
     model: str = Field(
         "",
-        description="Names the weights (a revision or digest) in the fingerprint that keys are made from. Unset: the "
-        "hub's commit, or a digest of samples of the weights files.",
+        description="Names the weights (a revision or digest) in the fingerprint that keys are made from; it must "
+        "change when they do. Unset: the hub's commit, or the content of the weights files, which each node reads once "
+        "while its engine runs.",
     )
     namespace: str = Field(
         "", description="Mixed into every key: caches of different namespaces never share a block."

@@ -194,6 +194,13 @@ _TABLE = (
     Metric("flexkv_host_slots", MetricKind.GAUGE, "slots", "Slots of the host tier that are up."),
     Metric("flexkv_host_slots_used", MetricKind.GAUGE, "slots", "Slots that hold a page or receive one."),
     Metric(
+        "flexkv_weights_known",
+        MetricKind.GAUGE,
+        "engines",
+        "1 once nothing keeps the tiers behind host memory waiting for the name of the engine's weights, 0 while these "
+        "are read, or if nothing can name them.",
+    ),
+    Metric(
         "flexkv_inflight_ops", MetricKind.GAUGE, "ops", "Transfers planned that have not ended on every rank."
     ),
     Metric(

@@ -6,6 +6,7 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 from flexkv.errors import StoreError
@@ -20,6 +21,7 @@ from flexkv.remote.messages import (
     Progress,
     Ready,
     Refused,
+    Rename,
     Setup,
     ToHelper,
 )
@@ -116,6 +118,13 @@ class HelperLink:
         process = self._process
         while self._outgoing and process is not None and not self._killed and process.send(self._outgoing[0]):
             self._outgoing.popleft()
+
+    def name_weights(self, weights: bytes) -> None:
+        """This process and those after it make names of values with these weights (32 bytes)."""
+        owner = replace(self._setup.owner, weights=weights)
+        self._setup = replace(self._setup, owner=owner)
+        if self._process is not None:
+            self.post(Rename(owner))
 
     def poll(self) -> None:
         """Takes what has come and sends what could not be sent before."""

@@ -130,6 +130,13 @@ class Remove:
 
 
 @dataclass(frozen=True, slots=True)
+class Rename:
+    """Names of values are this owner's from now on. Comes before the first page is asked for, read or written."""
+
+    owner: ValueOwner
+
+
+@dataclass(frozen=True, slots=True)
 class Alive:
     """Is there anybody? Answered by `Answer` without pages."""
 
@@ -189,7 +196,7 @@ class Answer(Packed):
         return [np.frombuffer(of_group, np.uint8) for of_group in self.presence]
 
 
-ToHelper = Setup | Get | Put | Probe | Remove | Alive | Cancel
+ToHelper = Setup | Rename | Get | Put | Probe | Remove | Alive | Cancel
 FromHelper = Ready | Refused | Progress | Done | Answer
 
 

@@ -114,7 +114,8 @@ class RemotePlane:
         """When it last answered one, or had none before."""
         self._answers: list[tuple[OpId, Presences]] = []
         self._removals: deque[Remove] = deque(maxlen=MOST_REMOVALS)
-        """For when the store can be reached."""
+        """For when the store can be reached, and its values' names are known."""
+        self._held = False
         link.join(self)
 
     @property
@@ -176,8 +177,18 @@ class RemotePlane:
             self._removals.append(Remove(group, keys[first : first + MOST_PAGES]))
         self._post_removals()
 
+    def hold(self) -> None:
+        """Values have no names before `open_for`."""
+        self._held = True
+
+    def open_for(self, weights: bytes) -> None:
+        """From now on names of values are those of pages that were computed with these weights (32 bytes)."""
+        self._held = False
+        self.link.name_weights(weights)
+        self._post_removals()
+
     def _post_removals(self) -> None:
-        while self._removals and self.link.usable:
+        while self._removals and self.link.usable and not self._held:
             self.link.post(self._removals.popleft())
 
     def _end(self, moving: Moving) -> None:

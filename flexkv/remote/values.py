@@ -26,11 +26,13 @@ class ValueOwner:
 
     Attributes:
         fingerprint: 32 bytes; everything that must be equal before two blocks' KV may be exchanged.
+        weights: 32 bytes that name all content of the weights; empty where the fingerprint does.
         tenant: for people who keep users of one store apart; values of another tenant are never found.
     """
 
     fingerprint: bytes
     tenant: str = ""
+    weights: bytes = b""
 
     def digest(self, encoding: str) -> bytes:
         """32 bytes that differ for every other owner, encoding of pages, or version of values."""
@@ -40,6 +42,7 @@ class ValueOwner:
             self.fingerprint,
             self.tenant.encode(),
             encoding.encode(),
+            *([self.weights] if self.weights else ()),
         )
         framed = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
         return hashlib.sha256(framed).digest()

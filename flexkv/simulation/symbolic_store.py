@@ -12,7 +12,7 @@ import numpy as np
 
 from flexkv.cache.base import Keys
 from flexkv.remote.plane import Presences, RemoteTotals
-from flexkv.simulation.base import Key, Symbol
+from flexkv.simulation.base import Key, Symbol, require
 from flexkv.storage.tags import tag_fields
 from flexkv.transfer.graph import OpId, OpResult, TransferGraph, TransferOp
 
@@ -51,6 +51,7 @@ class SymbolicStore:
         self.values: dict[Key, Value] = {}
         self.questions: list[Question] = []
         self.down_reason = ""
+        self._held = False
         self._answers: list[tuple[OpId, Presences]] = []
 
     # --- as the tier's lane ---
@@ -67,7 +68,14 @@ class SymbolicStore:
     def close(self, deadline_s: float) -> bool:
         return True
 
+    def hold(self) -> None:
+        self._held = True
+
+    def open_for(self, weights: bytes) -> None:
+        self._held = False
+
     def ask(self, op_id: OpId, keys: Sequence[Keys], whole: Sequence[bool]) -> bool:
+        require(not self._held, "the store was asked before its values had names")
         if self.down_reason:
             return False
         self.questions.append(Question(op_id, tuple(keys), tuple(whole)))

@@ -67,6 +67,8 @@ class SymbolicVolumes(Volumes):
         self.journal: list[dict[int, tuple[bytes, int, int, int]]] = [{} for _ in slots]
         self._stripes: list[dict[int, dict[int, Symbol]]] = [{} for _ in slots]
         """Of each place without a trailer, what ranks have written there."""
+        self._named: tuple[bytes, int] | None = None
+        """Weights, and the epoch whose pages were computed with them."""
         self._announced: set[int] = set()
         self.closed = False
 
@@ -77,7 +79,7 @@ class SymbolicVolumes(Volumes):
         tier._alive = list(former._alive)
         # Durable open count, then a counter: higher than any number given before.
         tier._generation = former._generation + (1 << 20)
-        tier._epoch = former._epoch
+        tier._epoch, tier._named = former._epoch, former._named
         tier.content, tier.journal = former.content, former.journal
         return tier
 
@@ -94,6 +96,13 @@ class SymbolicVolumes(Volumes):
     @property
     def epoch(self) -> int:
         return self._epoch
+
+    def strange_disks(self, weights: bytes) -> tuple[int, ...]:
+        is_strange = any(self.journal) and self._named != (weights, self._epoch)
+        return tuple(range(self.disks)) if is_strange else ()
+
+    def name_weights(self, weights: bytes) -> None:
+        self._named = (weights, self._epoch)
 
     def slots(self, group: int) -> int:
         return self._slots[group]

@@ -232,6 +232,14 @@ class StoredPages(ABC):
         """Of the model's weights: what the last `reset` set, 0 at first."""
 
     @abstractmethod
+    def strange_disks(self, weights: bytes) -> tuple[int, ...]:
+        """The disks with pages that were computed with other weights than these, or with nobody knows which.
+
+        Args:
+            weights: 32 bytes that name all content of the engine's weights.
+        """
+
+    @abstractmethod
     def record_evict(self, group: int, places: Places, generations: Generations) -> None:
         """These pages are to be forgotten, of whichever of the groups that share the group's slabs. Never blocks.
 
@@ -255,6 +263,11 @@ class StoredPages(ABC):
 
 class Volumes(StoredPages):
     """The disk tier of one ownership unit: pages that it writes, too. Driven by one thread, the manager's."""
+
+    @abstractmethod
+    def name_weights(self, weights: bytes) -> None:
+        """What lies here in this epoch was and will be computed with these weights. Never waits: until it is durable,
+        another opening takes the pages for another's."""
 
     @abstractmethod
     def next_generations(self, count: int) -> Generations:

@@ -97,6 +97,7 @@ class DiskVolume:
 
     Attributes:
         slabs: one a group, the same one for groups that share it.
+        is_new: no page was here before.
 
     Raises:
         FolderLockedError: the folder is in use.
@@ -152,6 +153,7 @@ class DiskVolume:
         written_epoch, written_opens = self._read_number(read_epoch), self._read_number(read_opens)
         epoch = max(self.index.epoch, written_epoch or 0)
         slab_ids, some_kept = self._open_each_slab(identity, groups, options, epoch)
+        self.is_new = not some_kept
         rebuild = self.index.is_new and some_kept
         found = self._scan(groups, slab_ids) if rebuild else {}
         self._settle_epoch(written_epoch, found)

@@ -32,6 +32,7 @@ from flexkv.storage.index_database import INDEX_NAME
 from flexkv.storage.index_trouble import UnusableIndexError
 from flexkv.storage.scan import SlotReport, read_slots, rows_of
 from flexkv.storage.slot_rows import ROW, Rows
+from flexkv.storage.weights_name import read_weights
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +51,7 @@ class PeerFolder:
         rewrites: of each rank, what makes a stripe of ours of one of theirs; None where they are the same bytes.
         rows: of its index, as it was when it was last in use; [slots].
         epoch: of the pages that count.
+        weights: 32 bytes that name the weights which these were computed with; empty where nobody knows.
     """
 
     folder: Path
@@ -60,6 +62,7 @@ class PeerFolder:
     rewrites: tuple[c_ext.PageConversion | None, ...]
     rows: Rows
     epoch: int
+    weights: bytes = b""
 
 
 def open_peer_folders(
@@ -134,7 +137,10 @@ def _open(path: Path, identity: DiskIdentity, ours: DiskGroup, heads: int) -> Pe
     slab = c_ext.SlabFile(native_path(path), header.header_bytes, header.slot_bytes, slots, header.slab_id)
     rows, epoch = _rows(path.parent, slab, header.slab_id, codec, slots)
     stripes = tuple((codec.stripe_offset(rank), size) for rank, size in enumerate(theirs.stripe_bytes))
-    return PeerFolder(path.parent, slab, header, codec, stripes, rewrites, rows, epoch)
+    weights, of_epoch = read_weights(path.parent) or (b"", -1)
+    # What its unit writes meanwhile is of another epoch.
+    weights = weights if of_epoch == epoch else b""
+    return PeerFolder(path.parent, slab, header, codec, stripes, rewrites, rows, epoch, weights)
 
 
 def _rows(

@@ -26,6 +26,7 @@ class PeerPages(StoredPages):
         self._slots = max(len(peer.rows) for peer in folders)
         self._rows = [peer.rows for peer in folders]
         self._disks = len(folders)
+        self._weights = [peer.weights for peer in folders]
         self._epoch = 0
 
     @property
@@ -48,6 +49,9 @@ class PeerPages(StoredPages):
     @property
     def epoch(self) -> int:
         return self._epoch
+
+    def strange_disks(self, weights: bytes) -> tuple[int, ...]:
+        return tuple(disk for disk, named in enumerate(self._weights) if named != weights)
 
     def record_evict(self, group: int, places: Places, generations: Generations) -> None:
         """They are forgotten in this process; the folder is its own unit's."""

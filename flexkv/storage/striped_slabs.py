@@ -41,6 +41,7 @@ from flexkv.storage.rows import index_rows
 from flexkv.storage.sharing import groups_of_slab, slab_numbers
 from flexkv.storage.slot_rows import Rows
 from flexkv.storage.striping import parts_by_disk, places_of
+from flexkv.storage.weights_name import NamedDisks
 from flexkv.transfer.host_pool import HostPool
 from flexkv.transfer.slab_map import SlabGroup, SlabMap, SlabRow
 
@@ -78,6 +79,7 @@ class StripedSlabs(Volumes):
         self._pending: dict[int, PendingRecords] = {}
         """Of each disk that has a journal."""
         self._lane: c_ext.DiskLane | None = None
+        self._weights = NamedDisks()
         self._closed = False
         self._start_use()
 
@@ -148,6 +150,9 @@ class StripedSlabs(Volumes):
             if volume is None:
                 self._rows.append([None] * len(self._codecs))
                 continue
+            self._weights.begin(
+                disk, volume.folder, has_pages=not volume.is_new and volume.index.epoch == self._epoch
+            )
             try:
                 volume.begin_use(opens, self._epoch)
                 rows = [rows[: self._slots].copy() for rows in volume.index.rows]
@@ -177,6 +182,12 @@ class StripedSlabs(Volumes):
     @property
     def epoch(self) -> int:
         return self._epoch
+
+    def strange_disks(self, weights: bytes) -> tuple[int, ...]:
+        return self._weights.strange(weights, self._epoch)
+
+    def name_weights(self, weights: bytes) -> None:
+        self._weights.name(weights, self._epoch)
 
     def _require_group(self, group: int) -> None:
         if not 0 <= group < len(self._codecs):
@@ -343,6 +354,7 @@ class StripedSlabs(Volumes):
         if epoch <= self._epoch:
             raise ContractError(f"reset to epoch {epoch}: the current one is {self._epoch}")
         self._epoch = epoch
+        self._weights.begin_epoch()
         deadline = time.monotonic() + deadline_s
         waiting: list[tuple[int, Journal, threading.Event]] = []
         for disk, journal in enumerate(self._journals):
@@ -373,6 +385,7 @@ class StripedSlabs(Volumes):
             for records in list(self._pending.values()):
                 records.flush()
             time.sleep(FLUSH_POLL_S)
+        self._weights.finish(max(0.0, deadline - time.monotonic()))
         all_done = not any(records.pages for records in self._pending.values())
         for disk, (volume, journal) in enumerate(zip(self._volumes, self._journals, strict=True)):
             if volume is None or journal is None:

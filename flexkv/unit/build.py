@@ -22,6 +22,7 @@ from flexkv.unit.live_unit import LiveUnit
 from flexkv.unit.ranks import KvGroup, RankFacts, UnitOwner
 from flexkv.unit.slot_geometry import SlotGeometry
 from flexkv.unit.start_check import check_start
+from flexkv.unit.weights_gate import WeightsGate
 
 logger = get_logger(__name__)
 
@@ -99,7 +100,9 @@ def build_unit(
         )
         slabs = next((slabs for plan in plans if (slabs := plan.slab_map()) is not None), None)
         pools = [ranks[rank].pool_id for rank in range(len(ranks))]
-        unit = LiveUnit(pool, manager, geometry.places, slabs, pools, config.transfer.close_s)
+        gate = WeightsGate.of(config, owner.weights, manager)
+        on_error.callback(gate.close)
+        unit = LiveUnit(pool, manager, geometry.places, slabs, pools, config.transfer.close_s, gate)
         _log_capacity(config, unit, groups, prompt_limit)
         on_error.pop_all()
         return unit

@@ -13,6 +13,7 @@ from flexkv.transfer.slab_map import SlabMap
 from flexkv.unit.base import EngineUnit, UnitState
 from flexkv.unit.ranks import PoolGrant, PoolId, RankPlace, UnitId, random_id
 from flexkv.unit.tier_metrics import TierMetrics
+from flexkv.unit.weights_gate import WeightsGate
 
 logger = get_logger(__name__)
 
@@ -27,10 +28,12 @@ class LiveUnit(EngineUnit):
         slabs: for workers that move pages straight between a tier and the engine's pool; None where none does.
         pools: see the attribute.
         close_s: how long a close may take.
+        gate: of the tiers behind host memory.
 
     Attributes:
         pools: of each rank, the engine's pool that this was made for.
         driver: of the tiers behind host memory.
+        gate: keeps these out of use until it is known whose pages they hold.
     """
 
     def __init__(
@@ -41,6 +44,7 @@ class LiveUnit(EngineUnit):
         slabs: SlabMap | None,
         pools: Sequence[PoolId],
         close_s: float,
+        gate: WeightsGate,
     ) -> None:
         self.unit_id = UnitId(random_id())
         self.state, self.usable = UnitState.USABLE, True
@@ -53,6 +57,7 @@ class LiveUnit(EngineUnit):
         self.driver = UnitDriver(manager, fail_read=pool.fail_read)
         self.has_tiers = len(manager.tiers) > 1
         self.pools = tuple(pools)
+        self.gate = gate
         self._close_s = close_s
         self._metrics = TierMetrics(manager)
         self._workers_pin = False
@@ -120,9 +125,10 @@ class LiveUnit(EngineUnit):
     def poll(self) -> bool:
         if not self.has_tiers:
             return False
+        opened = self.gate.poll()
         was_busy = self.driver.busy
         self.driver.poll()
-        return was_busy or self._metrics.has_news
+        return opened or was_busy or self._metrics.has_news
 
     def expire_if_due(self, counters: Counters) -> None:
         now_s = time.monotonic()
@@ -135,9 +141,12 @@ class LiveUnit(EngineUnit):
         counters.set("flexkv_host_slots_used", self._up - self.manager.free_slots(0))
         counters.set("flexkv_inflight_ops", self.manager.inflight_ops())
         self._metrics.count(counters)
+        counters.set("flexkv_weights_known", float(self.gate.is_open))
 
     def close(self) -> bool:
         if self._closed is None:
+            self.gate.poll()
+            self.gate.close()
             self._closed = self.driver.close(self._close_s)
             self.state, self.reason = UnitState.CLOSED, self.reason or "closed"
             self.usable = self.growing = False

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from flexkv.cache.base import Rule
 from flexkv.transfer.slab_map import SlabMap
+from flexkv.weights.files import NAMED, WeightsContent
 
 UnitId = NewType("UnitId", bytes)
 """16 random bytes, made with a unit. Grants, orders and reports carry it: a rank carries out the orders of its
@@ -45,11 +46,13 @@ class UnitOwner:
         model: for people.
         namespace: 32 bytes: what must be equal before two blocks' KV may be exchanged.
         unit: name of the ownership unit on this node, such as `dp0`.
+        weights: what of the weights the namespace names by samples alone.
     """
 
     model: str
     namespace: bytes
     unit: str
+    weights: WeightsContent = NAMED
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,15 +4,20 @@ stored; host memory is too small; slabs are damaged between and while engines ru
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from demo.engine_process import SEPARATE_CORE
+from demo.model import PRESETS
 from flexkv.storage.header import SECTOR_BYTES, read_group
+from flexkv.weights.fingerprint import sampled_identity
+from tests.unit.weights.tensor_files import change
 
 from .conftest import FAULTY, Engines, connector
 from .session import BLOCK_TOKENS, EngineSession, Prompt
@@ -171,6 +176,35 @@ def test_a_folder_over_the_lives_of_five_processes(engines: Engines, stream: int
     assert session.call("reset", connector=True)["done"]
     assert session.check_one(first).cached == 0
     session.settle()
+
+
+def test_weights_changed_in_place_find_no_page_of_the_former_ones(
+    engines: Engines, stream: int, folder: Path, tmp_path: Path
+) -> None:
+    """Eight rows of the embedding, which samples of the weights do not see."""
+    model = tmp_path / "model"
+    shutil.copytree(engines.model, model)
+    prompt = Prompt.of(601, stream)
+    session = start(engines, folder, engine={"model": str(model)})
+    [former] = session.ask(prompt)
+    session.settle()
+    wait_durable(session)
+    engines.close_others()
+    fingerprint = sampled_identity(model)
+    for token in sorted(set(prompt.ids[100:]))[:8]:
+        first, width = token * PRESETS["tiny"].hidden, PRESETS["tiny"].hidden
+        change(model / "model.safetensors", "model.embed_tokens.weight", first, width)
+    assert sampled_identity(model) == fingerprint
+    session = start(engines, folder, engine={"model": str(model)})
+    [answer, cold] = [session.ask(asked)[0] for asked in (prompt, replace(prompt, salt="cold"))]
+    assert (answer.cached, cold.cached) == (0, 0)
+    assert answer.tokens == cold.tokens != former.tokens
+    session.settle()
+    wait_durable(session)
+    # Their own pages are theirs after a restart.
+    session = start(engines, folder, engine={"model": str(model)})
+    [again] = session.ask(prompt)
+    assert (again.cached, again.tokens) == (prompt.whole_blocks, cold.tokens)
 
 
 def cached_after_a_late_failure(

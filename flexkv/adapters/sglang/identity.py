@@ -23,7 +23,7 @@ from flexkv.adapters.common.framed import plain_namespace
 from flexkv.adapters.common.lora_names import content_before
 from flexkv.adapters.common.model_files import code_files, file_digest, quantization_files
 from flexkv.adapters.common.model_identity import plain_config
-from flexkv.adapters.common.weights import resolved_commit, weights_identity
+from flexkv.adapters.common.weights import resolved_commit, weights_content, weights_identity
 from flexkv.adapters.sglang.engine_watch import watch_inputs
 from flexkv.adapters.sglang.identity_fields import ARGUMENTS
 from flexkv.adapters.sglang.node_units import units_on_node
@@ -33,7 +33,7 @@ from flexkv.errors import ConfigError
 from flexkv.observe import get_logger
 from flexkv.unit.capacity import PromptLimit
 from flexkv.unit.ranks import UnitOwner
-from flexkv.weights.files import process_start_ns
+from flexkv.weights.files import NAMED, WeightsContent, process_start_ns
 
 logger = get_logger(__name__)
 
@@ -74,9 +74,10 @@ def owner_of(
     """
     model = ModelConfig.from_server_args(server_args)
     are_inputs_named = watch_inputs()
+    content = _content_of(server_args, model, config)
     if config.keys.scheme == COMMON:
         shared = _shared_model(server_args, model, pool, place, config, kv_dtype)
-        return UnitOwner(str(model.model_path), common_namespace(shared, config), place.name)
+        return UnitOwner(str(model.model_path), common_namespace(shared, config), place.name, content)
     fields = _fields(server_args, model, pool, place, config, kv_dtype)
     if model.is_multimodal and not are_inputs_named:
         logger.warning(
@@ -84,7 +85,7 @@ def owner_of(
             "what is stored serves this run alone. Start it with --language-model-only where no request has an image"
         )
         fields["run"] = os.urandom(RUN_NAME_BYTES)
-    return UnitOwner(str(model.model_path), plain_namespace(fields), place.name)
+    return UnitOwner(str(model.model_path), plain_namespace(fields), place.name, content)
 
 
 def _fields(
@@ -187,6 +188,14 @@ def _kernels(server_args: Any) -> str:
 
 def _weights_of(model: ModelConfig) -> str:
     return weights_identity(model.model_path, model.revision, resolved_commit(model))
+
+
+def _content_of(server_args: Any, model: ModelConfig, config: FlexKVConfig) -> WeightsContent:
+    """What of the weights the namespace names by samples alone. A draft model's are not among them: its KV lies in
+    pools of its own, which no page holds."""
+    if config.identity.model or str(server_args.load_format) == "dummy":
+        return NAMED
+    return weights_content(model.model_path, model.revision, resolved_commit(model))
 
 
 def _adapters() -> dict[str, str]:

@@ -27,7 +27,8 @@ class EngineArguments:
         tokens_per_block: as the arguments say; MLA's pool has 64 whatever they say.
         kv_dtype: of the KV cache.
         layers: of the model, without those of a draft model.
-        draft: a draft model may have layers in the same pool.
+        draft: how drafts are made; a draft model may have layers in the same pool.
+        draft_model: its folder or hub name; empty where drafts need none.
         architecture: the model's own configuration.
         quant_algo: of the weights, by name; "None" for none.
         overrides: of the model's configuration (`model_kwargs`).
@@ -59,6 +60,7 @@ class EngineArguments:
     settings: Mapping[str, Any] = field(default_factory=dict)
     random_weights: bool = False
     remote_code: bool = False
+    draft_model: str = ""
 
     @classmethod
     def of(cls, llm_args: Any) -> EngineArguments:
@@ -97,6 +99,7 @@ class EngineArguments:
             settings=_settings(llm_args),
             random_weights="dummy" in str(getattr(llm_args, "load_format", "")).lower(),
             remote_code=bool(getattr(llm_args, "trust_remote_code", False)),
+            draft_model=_draft_model(getattr(llm_args, "speculative_config", None)),
         )
 
     def model_of(self, pool_layers: int, latent: bool) -> TrtllmModel:
@@ -118,6 +121,12 @@ class EngineArguments:
         tokens = 0 if latent else self.tokens_per_block
         heads = self.kv_heads[:1] * pool_layers
         return TrtllmModel(kv_heads=heads, head_size=self.head_size, tokens_per_block=tokens, latent=latent)
+
+
+def _draft_model(speculative: Any) -> str:
+    """What versions of the engine call it; n-grams have none."""
+    names = ("speculative_model", "speculative_model_dir")
+    return str(next((found for name in names if (found := getattr(speculative, name, None))), ""))
 
 
 def _without_hooks(llm_args: Any) -> str:

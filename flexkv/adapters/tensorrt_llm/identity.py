@@ -9,14 +9,18 @@ from flexkv.adapters.common.common_keys import COMMON, SharedModel, common_names
 from flexkv.adapters.common.framed import framed, plain_namespace
 from flexkv.adapters.common.model_files import code_files, quantization_files
 from flexkv.adapters.common.model_identity import plain_config
-from flexkv.adapters.common.weights import weights_identity
+from flexkv.adapters.common.weights import weights_content, weights_identity
 from flexkv.adapters.tensorrt_llm.api import engine_version
 from flexkv.adapters.tensorrt_llm.arguments import EngineArguments
 from flexkv.cache.keys import namespace_digest
 from flexkv.config import FlexKVConfig
+from flexkv.weights.files import NAMED, WeightsContent
 
 RUN = os.urandom(16)
 """Tells this run from all others."""
+
+DEFAULT_REVISION = "default"
+"""Of a draft model that is a hub's name: nothing says which commit of it is meant, so it names no weights for good."""
 
 NOT_IN_TOKENS = (
     "multimodal_hashes",
@@ -56,7 +60,7 @@ def engine_namespace(
             config=arguments.architecture,
         )
         return common_namespace(shared, settings)
-    fields = {
+    fields: dict[str, Any] = {
         "engine": "tensorrt-llm",
         # Another version may compute other KV of the same model.
         "version": engine_version(),
@@ -73,6 +77,9 @@ def engine_namespace(
         "run": RUN if arguments.random_weights else None,
         "namespace": settings.identity.namespace,
     }
+    if arguments.draft_model:
+        # Its path says nothing of its content.
+        fields["draft_weights"] = weights_identity(arguments.draft_model, None, DEFAULT_REVISION)
     return plain_namespace(fields)
 
 
@@ -82,6 +89,17 @@ def _files(arguments: EngineArguments) -> dict[str, Any]:
         "quantization": quantization_files(arguments.model, arguments.revision),
         "code": code_files(arguments.model) if arguments.remote_code else {},
     }
+
+
+def engine_weights(arguments: EngineArguments, settings: FlexKVConfig) -> WeightsContent:
+    """What of the weights the namespace names by samples alone: the model's, and those of a draft model, which may have
+    layers in the same pool."""
+    content = NAMED
+    if not settings.identity.model:
+        content = weights_content(arguments.model, arguments.revision)
+    if not arguments.draft_model:
+        return content
+    return content.joined(weights_content(arguments.draft_model, None, DEFAULT_REVISION))
 
 
 def request_namespace(engine: bytes, request: Any) -> bytes | None:

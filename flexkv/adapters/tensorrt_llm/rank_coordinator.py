@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from flexkv.adapters.common.metric_report import MetricReport
 from flexkv.adapters.tensorrt_llm.arguments import EngineArguments
-from flexkv.adapters.tensorrt_llm.identity import engine_namespace
+from flexkv.adapters.tensorrt_llm.identity import engine_namespace, engine_weights
 from flexkv.adapters.tensorrt_llm.link import Listener, Wire
 from flexkv.adapters.tensorrt_llm.messages import Order, RankReport
 from flexkv.adapters.tensorrt_llm.requests import RequestTable
@@ -155,7 +155,12 @@ class RankCoordinator:
                 self._config,
                 [KvGroup(block_tokens)],
                 facts,
-                UnitOwner(self._arguments.model, namespace, "rank0"),
+                UnitOwner(
+                    self._arguments.model,
+                    namespace,
+                    "rank0",
+                    engine_weights(self._arguments, self._config),
+                ),
                 CacheRole(shared=True),
                 prompt_limit=self._arguments.prompt_limit,
             )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
-from flexkv.adapters.vllm.identity import adapter_settings, engine_namespace
+from flexkv.adapters.vllm.identity import adapter_settings, engine_namespace, engine_weights
 from flexkv.adapters.vllm.input_names import InputNames
 from flexkv.adapters.vllm.pool_geometry import PoolGeometry
 from flexkv.config import FlexKVConfig
@@ -100,7 +100,12 @@ class EngineSpec:
         return cls(
             config,
             geometry,
-            UnitOwner(str(model.model), namespace, f"dp{parallel.data_parallel_index}"),
+            UnitOwner(
+                str(model.model),
+                namespace,
+                f"dp{parallel.data_parallel_index}",
+                engine_weights(vllm_config, config),
+            ),
             parallel.tensor_parallel_size,
             vllm_config.scheduler_config.max_num_batched_tokens,
             role,

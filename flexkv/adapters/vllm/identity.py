@@ -23,13 +23,14 @@ from flexkv.adapters.common.model_files import (
     quantization_files,
 )
 from flexkv.adapters.common.model_identity import long_rope_choice, plain_config
-from flexkv.adapters.common.weights import resolved_commit, weights_identity
+from flexkv.adapters.common.weights import resolved_commit, weights_content, weights_identity
 from flexkv.adapters.vllm.identity_fields import LORA, MODEL, SPECULATIVE, settings_of, unusual_settings
 from flexkv.adapters.vllm.input_names import RUN_NAME_BYTES
 from flexkv.adapters.vllm.pool_geometry import PoolGeometry
 from flexkv.config import FlexKVConfig
 from flexkv.errors import ConfigError, KeySchemeError
 from flexkv.observe import get_logger
+from flexkv.weights.files import NAMED, WeightsContent
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig
@@ -208,11 +209,26 @@ def _scales_of_the_run(config: VllmConfig) -> bool:
     return bool(getattr(config.cache_config, "calculate_kv_scales", False))
 
 
+def engine_weights(config: VllmConfig, settings: FlexKVConfig) -> WeightsContent:
+    """What of the weights the namespace names by samples alone: the model's, and those of a draft model, whose layers
+    have KV in the same blocks."""
+    model, speculative = config.model_config, config.speculative_config
+    named = settings.identity.model or str(config.load_config.load_format) == "dummy"
+    content = NAMED if named else weights_content(*_place_of(model))
+    draft = None if speculative is None else speculative.draft_model_config
+    if draft is None or draft.model == model.model:
+        return content
+    return content.joined(weights_content(*_place_of(draft)))
+
+
 def _weights_of(model: ModelConfig) -> str:
-    # Without a commit the revision's name stands in: there is no setting that would name a draft's weights.
-    return weights_identity(
-        model.model, model.revision, resolved_commit(model) or model.revision or "default"
-    )
+    return weights_identity(*_place_of(model))
+
+
+def _place_of(model: ModelConfig) -> tuple[str, str | None, str]:
+    """Model, revision and commit. Without a commit the revision's name stands in: no setting names a draft's weights.
+    It names no weights for good (`weights_content`)."""
+    return model.model, model.revision, resolved_commit(model) or model.revision or "default"
 
 
 def _draft(speculative: SpeculativeConfig, seed: int) -> dict[str, Any]:

@@ -64,9 +64,7 @@ class SchedulerSide:
         self.counters = Counters()
         fields = RequestFields(self.counters, logger)
         scheme = spec.config.keys.scheme
-        self.requests = RequestTable(
-            spec.namespace, spec.geometry, scheme, spec.names, spec.adapters, fields
-        )
+        self.requests = RequestTable(spec.namespace, spec.geometry, scheme, spec.names, spec.adapters, fields)
         self.orders = ConnectorMetadata()
         self._watch: StoreWatch = NoWatch()
         self._watch_bound = False

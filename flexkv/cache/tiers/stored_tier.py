@@ -176,11 +176,17 @@ class StoredTier(Tier, Source):
 
     def lose(self, volume: int) -> None:
         """A volume is gone for good, and what was on it a miss."""
+        self.counts.gone += self.retire(volume)
+
+    def retire(self, volume: int) -> int:
+        """Nothing of a volume is served or written any more; returns how many pages were there."""
+        pages = 0
         for group in self._owners:
             places = np.arange(len(self._tags[group]), dtype=np.int32)
             on_volume, _ = striped_slots(places, self.pages.disks)
             gone = (on_volume == volume).astype(np.uint8)
-            self.counts.gone += len(self.presence.retire(group, gone))
+            pages += len(self.presence.retire(group, gone))
+        return pages
 
     def begin_reset(self) -> None:
         self.presence.clear()

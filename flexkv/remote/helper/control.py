@@ -25,12 +25,13 @@ from flexkv.remote.messages import (
     Ready,
     Refused,
     Remove,
+    Rename,
     Setup,
     receive,
     send,
 )
 from flexkv.remote.stores import open_store
-from flexkv.remote.values import ValueFormat
+from flexkv.remote.values import ValueFormat, ValueOwner
 from flexkv.transfer.host_pool import HostPool
 
 logger = logging.getLogger(__name__)
@@ -103,13 +104,19 @@ class Control:
                 put_box.put(message)
             elif isinstance(message, Probe | Alive):
                 probe_box.put(message)
+            elif isinstance(message, Rename):
+                # No page is asked for, read or written before it.
+                work.formats = _formats(setup, message.owner)
             elif isinstance(message, Cancel):
                 work.cancelled = max(work.cancelled, message.number)
 
     def _work(self, setup: Setup) -> Work:
-        formats = tuple(ValueFormat(setup.owner, group, n) for n, group in enumerate(setup.groups))
         pool = HostPool.attach(setup.pool)
-        return Work(setup, formats, pool, lambda: open_store(setup.options), self._send)
+        return Work(setup, _formats(setup, setup.owner), pool, lambda: open_store(setup.options), self._send)
+
+
+def _formats(setup: Setup, owner: ValueOwner) -> tuple[ValueFormat, ...]:
+    return tuple(ValueFormat(owner, group, number) for number, group in enumerate(setup.groups))
 
 
 class Worker(Protocol[Taken]):

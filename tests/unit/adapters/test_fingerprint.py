@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from flexkv.adapters.vllm.identity import engine_namespace
+from flexkv.adapters.vllm.identity import engine_namespace, engine_weights
 from flexkv.adapters.vllm.pool_geometry import BlockGeometry, PoolGeometry
 from flexkv.config import load_config
 from flexkv.errors import KeySchemeError
+from flexkv.weights.files import NAMED, WeightsContent
 
 
 def one_group(block_tokens: int, *more: Any) -> PoolGeometry:
@@ -197,6 +198,32 @@ def test_a_draft_model_is_told_apart_by_its_weights_and_shape(folder: Path) -> N
         ngram("suffix"),
     ]
     assert len({one, namespace(folder), *(namespace(folder, draft=other) for other in others)}) == 8
+
+
+def content(folder: Path, extra: Any = None, **changes: Any) -> WeightsContent:
+    return engine_weights(config(folder, **changes), load_config(extra or {}, {}))
+
+
+def test_weights_that_samples_name_are_read_whole(folder: Path) -> None:
+    eagle = draft(folder)
+    place = eagle.draft_model_config.model
+    assert content(folder).paths == (str(folder),)
+    assert content(folder, draft=ngram()).paths == (str(folder),)
+    assert content(folder, draft=eagle).paths == (str(folder), place)
+    # The user names the model, and no draft.
+    named = {"identity.model": "v2"}
+    assert content(folder, extra=named) == NAMED
+    assert content(folder, extra=named, draft=eagle).paths == (place,)
+    inside = SimpleNamespace(draft_model_config=config(folder).model_config)
+    assert content(folder, draft=inside).paths == (str(folder),)
+    assert content(folder, extra=named, draft=inside) == NAMED
+
+
+def test_weights_that_a_commit_or_a_seed_names_are_not_read(folder: Path) -> None:
+    assert content(folder, load_format="dummy") == NAMED
+    hub: dict[str, Any] = {"model": "owner/name", "revision": "main"}
+    assert content(folder, **hub, commit="a" * 40) == NAMED
+    assert "owner/name@main, which may move" in content(folder, **hub).unnamed
 
 
 def test_a_branch_of_the_hub_is_told_apart_by_its_commit(folder: Path) -> None:

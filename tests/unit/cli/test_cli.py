@@ -17,6 +17,8 @@ from flexkv.c_ext import eviction_policies
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.cli.main import COMMANDS, main
 from flexkv.errors import ContractError
+from flexkv.weights import table
+from flexkv.weights.files import FileState
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -385,6 +387,10 @@ def test_info_describes_the_folders_of_the_disk_tier(
 ) -> None:
     file, new = tmp_path / "file", tmp_path / "new" / "folder"
     file.touch()
+    read = tmp_path / "model.bin"
+    read.touch()
+    monkeypatch.setattr(table, "YOUNG_NS", 0)
+    table.WeightsTable(tmp_path).enter(read, FileState.of(read), "ab" * 32)
     assert main(["info", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["disk_tier"]["folders"] == []
     monkeypatch.setenv("FLEXKV_DISK_FOLDERS", f"{tmp_path}:{new}:{file}")
@@ -393,6 +399,7 @@ def test_info_describes_the_folders_of_the_disk_tier(
     there, missing, broken = facts["disk_tier"]["folders"]
     assert there["path"] == str(tmp_path)
     assert (there["exists"], there["units"], there["held_bytes"], there["fault"]) == (True, 0, 0, "")
+    assert there["named_files"] == 1
     assert 0 < there["free_bytes"] <= there["total_bytes"]
     assert (missing["exists"], missing["fault"]) == (False, "")
     assert not new.exists()
@@ -402,6 +409,7 @@ def test_info_describes_the_folders_of_the_disk_tier(
     shown = capsys.readouterr().out
     assert "3 folder(s), disk.mode through" in shown
     assert "made at the engine's start" in shown
+    assert "1 weights file(s) are named" in shown
     assert f"cannot be used: {file} is no folder" in shown
 
 

@@ -18,6 +18,7 @@ import pytest
 
 from flexkv.cli.main import main
 from flexkv.storage.header import read_header
+from flexkv.storage.weights_name import write_weights
 from tests.unit.storage.disk_world import (
     BLOCK_TOKENS,
     IDENTITY,
@@ -53,18 +54,22 @@ def damage(slab: Path, slot: int) -> None:
 def test_ls_shows_models_sizes_and_ages(
     slab: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    write_weights(slab.parent, b"\xab" * 32, 0)
     other = DiskWorld([tmp_path], identity=replace(IDENTITY, model="another", fingerprint=bytes(32)))
     assert main(["disk", "ls", str(tmp_path), "--json"]) == 0
     entries = {entry["model"]: entry for entry in json.loads(capsys.readouterr().out)}
     assert set(entries) == {IDENTITY.model, "another"}
     assert entries["another"]["in_use"]
     assert not entries[IDENTITY.model]["in_use"]
+    assert entries[IDENTITY.model]["weights"] == "ab" * 32
+    assert entries["another"]["weights"] == ""
     assert entries[IDENTITY.model]["bytes"] >= slab.stat().st_size
     for age in ("created", "last_used"):
         assert abs(time.time() - entries[IDENTITY.model][age]) < 3600
     assert main(["disk", "ls", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert "a/model" in shown
+    assert f" {'ab' * 8} " in shown
     assert "in use" in shown
     assert "0.0 h ago" in shown
     assert other.close()

@@ -20,6 +20,7 @@ from flexkv.unit.base import CacheRole
 from flexkv.unit.build import build_unit
 from flexkv.unit.live_unit import LiveUnit
 from flexkv.unit.ranks import GroupFacts, KvGroup, RankFacts, UnitOwner
+from flexkv.weights.files import NAMED, WeightsContent
 
 BLOCK_TOKENS = 4
 DEADLINE_S = 60.0
@@ -74,6 +75,7 @@ class RemoteUnit:
         shape: Shape = Shape(),
         namespace: bytes = NAMESPACE,
         host_bytes: int = 4 << 20,
+        weights: WeightsContent = NAMED,
         **settings: object,
     ) -> None:
         self.shape = shape
@@ -84,7 +86,7 @@ class RemoteUnit:
             config,
             shape.groups,
             shape.facts(),
-            UnitOwner("a model", namespace, "unit0"),
+            UnitOwner("a model", namespace, "unit0", weights),
             CacheRole(recomputes=True),
         )
         self.unit.grow()

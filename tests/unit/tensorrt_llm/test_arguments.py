@@ -13,11 +13,12 @@ import pytest
 from flexkv.adapters.tensorrt_llm import FlexKVScheduler, api
 from flexkv.adapters.tensorrt_llm.arguments import EngineArguments
 from flexkv.adapters.tensorrt_llm.geometry import geometry_of_layout, geometry_of_pool
-from flexkv.adapters.tensorrt_llm.identity import engine_namespace, request_namespace
+from flexkv.adapters.tensorrt_llm.identity import engine_namespace, engine_weights, request_namespace
 from flexkv.adapters.tensorrt_llm.identity_fields import ARGUMENTS, REFUSED
 from flexkv.config import load_config
 from flexkv.errors import ConfigError, GeometryError
 from flexkv.layout.format_id import Interior
+from flexkv.weights.files import NAMED, WeightsContent
 from tests.unit.tensorrt_llm.pool import HostTensor, Pool, Shape, layout_of
 from tests.unit.tensorrt_llm.world import arguments
 
@@ -223,6 +224,33 @@ def test_another_version_of_the_engine_has_other_keys(monkeypatch: pytest.Monkey
     usual = engine_namespace(given, settings, 4)
     monkeypatch.setattr("flexkv.adapters.tensorrt_llm.identity.engine_version", lambda: "1.3.0")
     assert engine_namespace(given, settings, 4) != usual
+
+
+@pytest.mark.parametrize("name", ["speculative_model", "speculative_model_dir"])
+def test_a_draft_models_content_is_in_the_namespace(tmp_path: Path, name: str) -> None:
+    settings = load_config({"identity.model": "m"}, {})
+    draft = tmp_path / "draft"
+    draft.mkdir()
+    given = arguments()
+    given.speculative_config = SimpleNamespace(**{name: str(draft)})
+    names = set()
+    for content in (b"one", b"two"):
+        (draft / "model.bin").write_bytes(content)
+        drafted = EngineArguments.of(given)
+        names.add(engine_namespace(drafted, settings, 4))
+        assert engine_weights(drafted, settings) == WeightsContent((str(draft),))
+    assert len(names) == 2
+    given.speculative_config = SimpleNamespace(**{name: "owner/draft"})
+    assert (
+        "owner/draft@default, which may move" in engine_weights(EngineArguments.of(given), settings).unnamed
+    )
+
+
+def test_the_models_content_is_read_where_nothing_names_it(tmp_path: Path) -> None:
+    place = model(tmp_path, **LLAMA)
+    given, settings = EngineArguments.of(arguments(model=place)), load_config({}, {})
+    assert engine_weights(given, settings) == WeightsContent((place,))
+    assert engine_weights(given, load_config({"identity.model": "m"}, {})) == NAMED
 
 
 def test_it_imports_without_the_package() -> None:

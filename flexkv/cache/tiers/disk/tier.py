@@ -154,6 +154,20 @@ class DiskTier(StoredTier, Sink):
             self.presence.touch(entries, len(entries))
             self.pages.record_use(group, self.presence.slots_of(entries))
 
+    # --- weights ---
+
+    def open_for(self, weights: bytes, ends_s: float) -> int:
+        strange = 0
+        if self.pages.strange_disks(weights):
+            strange = len(self)
+            self.presence.clear()
+            # Still of the weights that the process loaded at its start, or of those that it alone knows.
+            self.epoch += 2
+            self.finish_reset(ends_s)
+        self.volumes.name_weights(weights)
+        super().open_for(weights, ends_s)
+        return strange
+
     # --- what lies below ---
 
     def poll(self, now_s: float) -> None:

@@ -60,6 +60,8 @@ class RemoteLane(Plane, Protocol):
     def ask(self, op_id: OpId, keys: Sequence[Keys], whole: Sequence[bool]) -> bool: ...
     def answers(self) -> list[tuple[OpId, Presences]]: ...
     def remove(self, group: int, keys: Keys) -> None: ...
+    def hold(self) -> None: ...
+    def open_for(self, weights: bytes) -> None: ...
 
 
 class RemoteTier(Tier, Source, Sink, Prober):
@@ -97,7 +99,7 @@ class RemoteTier(Tier, Source, Sink, Prober):
     # --- questions ---
 
     def ask(self, op_id: OpId, asked: Sequence[Keys], tokens: NDArray[np.int32] | None = None) -> bool:
-        if self.down or not self._is_worth_asking(asked):
+        if not self.in_use or not self._is_worth_asking(asked):
             return False
         only_one = len(asked) == 1 and self._whole[0]
         keys = [asked[0][:MOST_ASKED]] if only_one else self._shared_out(asked)
@@ -273,6 +275,14 @@ class RemoteTier(Tier, Source, Sink, Prober):
             self._liars.add(group, keys)
             self._lane.remove(group, keys)
         return int(np.count_nonzero(self.presence.remove(entries)))
+
+    def hold(self, reason: str) -> None:
+        super().hold(reason)
+        self._lane.hold()
+
+    def open_for(self, weights: bytes, ends_s: float) -> int:
+        self._lane.open_for(weights)
+        return super().open_for(weights, ends_s)
 
     def begin_reset(self) -> None:
         # Nothing names the new weights: what is stored under the fingerprint is of those that the process started with.

@@ -1,0 +1,111 @@
+"""With which weights a folder's pages were computed, in a file of its own beside the index: 32 bytes that name all of
+the weights' content, and the epoch whose pages they are."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from flexkv import c_ext
+from flexkv.observe import NamedThread
+from flexkv.storage.folder import sync_folder
+from flexkv.storage.private_files import open_private
+
+logger = logging.getLogger(__name__)
+
+WEIGHTS_NAME = "weights"
+
+LINE = re.compile(r"([0-9a-f]{64}) ([0-9]{1,10}) ([0-9a-f]{16})\n")
+MOST_BYTES = 128
+
+
+def write_weights(folder: Path, weights: bytes, epoch: int) -> None:
+    """Writes down, durably, that the pages of this epoch were computed with these weights.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    path = folder / WEIGHTS_NAME
+    new = path.with_name(f"{WEIGHTS_NAME}.new")
+    said = f"{weights.hex()} {epoch}"
+    fd = open_private(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    try:
+        os.write(fd, f"{said} {_digest(said)}\n".encode())
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    os.replace(new, path)
+    sync_folder(folder)
+
+
+def read_weights(folder: Path) -> tuple[bytes, int] | None:
+    """The weights written down last, and the epoch. None where nothing is, or it is damaged or cannot be read: then
+    nobody knows, and the folder's pages are taken for another's."""
+    try:
+        with (folder / WEIGHTS_NAME).open("rb") as file:
+            text = file.read(MOST_BYTES).decode("ascii", "replace")
+    except OSError:
+        return None
+    line = LINE.fullmatch(text)
+    if line is None or _digest(f"{line[1]} {line[2]}") != line[3]:
+        return None
+    return bytes.fromhex(line[1]), int(line[2])
+
+
+class NamedDisks:
+    """With which weights the pages on each disk of a unit were computed. Driven by the manager's thread."""
+
+    def __init__(self) -> None:
+        self._folders: dict[int, Path] = {}
+        self._named: dict[int, tuple[bytes, int] | None] = {}
+        self._with_pages: set[int] = set()
+        """Disks with pages from before, of the current epoch."""
+        self._thread: NamedThread | None = None
+
+    def begin(self, disk: int, folder: Path, has_pages: bool) -> None:
+        """A disk is in use from now on."""
+        self._folders[disk] = folder
+        self._named[disk] = read_weights(folder)
+        if has_pages:
+            self._with_pages.add(disk)
+
+    def begin_epoch(self) -> None:
+        """No page from before counts any more."""
+        self._with_pages.clear()
+
+    def strange(self, weights: bytes, epoch: int) -> tuple[int, ...]:
+        """The disks with pages of which nothing says that they were computed with these weights."""
+        return tuple(sorted(disk for disk in self._with_pages if self._named[disk] != (weights, epoch)))
+
+    def name(self, weights: bytes, epoch: int) -> None:
+        """Writes it down where it is not written yet, on a thread of its own: a disk that hangs holds up nobody."""
+        said = (weights, epoch)
+        folders = [folder for disk, folder in self._folders.items() if self._named[disk] != said]
+        self._named = dict.fromkeys(self._named, said)
+        if folders:
+            self._thread = NamedThread("flexkv-naming", _write_all, (folders, weights, epoch))
+            self._thread.start()
+
+    def finish(self, wait_s: float) -> None:
+        """Waits until what was named is written down."""
+        if self._thread is not None:
+            self._thread.join(wait_s)
+
+
+def _write_all(folders: Sequence[Path], weights: bytes, epoch: int) -> None:
+    for folder in folders:
+        try:
+            write_weights(folder, weights, epoch)
+        except OSError as error:
+            logger.warning(
+                "%s: the name of the weights could not be written: %s; the next start computes its pages again",
+                folder,
+                error.strerror,
+            )
+
+
+def _digest(text: str) -> str:
+    return f"{c_ext.run_digest(text.encode()):016x}"

@@ -1,0 +1,112 @@
+"""Keeps the tiers behind host memory out of use until the engine's weights are named by all of their content."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from flexkv.cache.ids import TierId
+from flexkv.cache.manager import LocalCacheManager
+from flexkv.config import FlexKVConfig
+from flexkv.observe import get_logger
+from flexkv.weights.check import WeightsCheck
+from flexkv.weights.files import WeightsContent
+
+logger = get_logger(__name__)
+
+START_WAIT_S = 1.0
+"""How long an engine's start waits for the name of its weights, where it comes so soon: that of unchanged files is
+there at once, small models are read in that time."""
+
+OPEN_S = 10.0
+"""How long the tiers may take together to forget what was computed with other weights."""
+
+STOP_S = 1.0
+"""How long an end waits for a read of 4 MiB; one that hangs is left to the process's end."""
+
+HELD = "the engine's weights are being read, to name them"
+
+HOME_CACHE = Path("~/.cache/flexkv")
+"""The table's folder of an engine without a disk tier."""
+
+
+class WeightsGate:
+    """Driven by the manager's thread; no call waits but `of` and `close`, and `poll` once, when it opens.
+
+    Host memory serves all along. What is stored there meanwhile goes to the other tiers after it has opened.
+
+    Args:
+        check: names the weights; None where the keys' namespace does.
+    """
+
+    def __init__(self, manager: LocalCacheManager, check: WeightsCheck | None) -> None:
+        self._manager = manager
+        self._check = check
+        self._is_settled = check is None
+
+    @classmethod
+    def of(cls, config: FlexKVConfig, content: WeightsContent, manager: LocalCacheManager) -> WeightsGate:
+        """The gate of a unit that is not in use yet. Waits for the weights' name for `START_WAIT_S` at most."""
+        if content.is_named or len(manager.tiers) == 1:
+            return cls(manager, None)
+        for tier in manager.tiers[1:]:
+            tier.hold(HELD)
+        gate = cls(manager, WeightsCheck(content, table_folder(config.disk.folders)))
+        gate.start()
+        return gate
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the tiers behind host memory may be used as far as the weights go."""
+        return self._check is None or (self._is_settled and bool(self._check.digest))
+
+    def start(self) -> None:
+        """Begins to name the weights."""
+        assert self._check is not None
+        self._check.start(START_WAIT_S)
+        self.poll()
+
+    def poll(self) -> bool:
+        """Opens the tiers when the name is known, or takes them down when there will be none; whether it did."""
+        check = self._check
+        if self._is_settled or check is None or check.pending:
+            return False
+        self._is_settled = True
+        if check.digest:
+            self._open(check.digest)
+        else:
+            for number in range(1, len(self._manager.tiers)):
+                self._manager.work.take_down(
+                    TierId(number), f"nothing names the engine's weights: {check.failure}"
+                )
+        return True
+
+    def _open(self, weights: bytes) -> None:
+        ends_s = time.monotonic() + OPEN_S
+        for tier in self._manager.tiers[1:]:
+            if strange := tier.open_for(weights, ends_s):
+                logger.warning(
+                    "the %s tier had %d pages that were computed with other weights, or nobody knows with which: they "
+                    "are not served, and their room is used anew",
+                    tier.facts.name,
+                    strange,
+                )
+        logger.info("the engine's weights are named %s: all tiers are in use", weights.hex()[:16])
+
+    def close(self) -> None:
+        """Gives up what is still being read. Idempotent."""
+        if self._check is not None:
+            self._check.stop(STOP_S)
+
+
+def table_folder(folders: Sequence[str]) -> Path | None:
+    """Where this node's table of weights lies: in the first folder of the disk tier that is there, or in the user's
+    cache; None where there is none."""
+    for folder in map(Path, folders):
+        if folder.is_dir():
+            return folder
+    try:
+        return HOME_CACHE.expanduser()
+    except RuntimeError:  # nobody says where this user's files are
+        return None

@@ -1,0 +1,148 @@
+"""Names an engine's weights by all of their content, on a thread of its own while the engine runs."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+from flexkv.config.sizes import format_size
+from flexkv.errors import ConfigError
+from flexkv.observe import NamedThread, get_logger
+from flexkv.weights.digest import ChangedError, DigestError, StoppedError, digest_files, name_of_files
+from flexkv.weights.files import FileState, WeightsContent, process_start_ns, weight_files
+from flexkv.weights.table import WeightsTable
+
+logger = get_logger(__name__)
+
+SOON_BYTES = 512 << 20
+"""What is read in less than a start may wait for; a start does not wait for more."""
+
+TRIES = 2
+"""A file that cannot be read is tried once more: a network's file system may have lost its server for a moment."""
+
+LOCK_WAIT_S = 60.0
+LOCK_BYTES_PER_S = 50_000_000
+"""Another process of the node may take so long to read the same files: a minute, and a second for 50 MB."""
+
+
+class WeightsCheck:
+    """The digest of an engine's weights, once it is known.
+
+    Files that changed since the process began name nothing: the engine may have loaded what was there before.
+
+    Args:
+        content: what is to be named.
+        folder: of the node's table; None for no table.
+        since_ns: unix time before the engine read any of it; None for the process's begin.
+
+    Attributes:
+        digest: 32 bytes, equal for equal content and file names; empty until it is known.
+        failure: why it will not be known; empty while it may be.
+    """
+
+    def __init__(
+        self, content: WeightsContent, folder: Path | None = None, since_ns: int | None = None
+    ) -> None:
+        self._content = content
+        self._table = None if folder is None else WeightsTable(folder)
+        self._since_ns = process_start_ns() if since_ns is None else since_ns
+        self._stop = threading.Event()
+        self._soon = threading.Event()
+        """Set when the digest is known, or will not be within a start."""
+        self.digest = b""
+        self.failure = content.unnamed
+        self._thread = NamedThread("flexkv-weights", self._run)
+
+    @property
+    def pending(self) -> bool:
+        """Whether the digest is still to come."""
+        return not self.digest and not self.failure
+
+    def start(self, wait_s: float) -> None:
+        """Begins, and waits until the digest is known where that takes no longer than `wait_s` seconds."""
+        if self.failure:
+            return
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # the system has no thread left
+            self.failure = f"no thread to read the weights: {error}"
+            return
+        self._soon.wait(wait_s)
+
+    def stop(self, wait_s: float) -> None:
+        """Ends it, however far it is. Idempotent."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(wait_s)
+
+    def _run(self) -> None:
+        for left in reversed(range(TRIES)):
+            try:
+                self.digest = self._name()
+            except (ChangedError, StoppedError) as error:
+                self.failure = str(error)
+            except (DigestError, ConfigError, OSError) as error:
+                if left:
+                    logger.warning("%s; it is tried once more", error)
+                    continue
+                self.failure = str(error)
+            except Exception as error:  # the engine can live without it
+                logger.exception("reading the weights")
+                self.failure = f"{type(error).__name__}: {error}"
+            break
+        self._soon.set()
+
+    def _name(self) -> bytes:
+        """
+        Raises:
+            DigestError, ConfigError, OSError: there is no name now.
+        """
+        parts = [weight_files(Path(path)) for path in self._content.paths]
+        files = {file: FileState.of(file) for part in parts for file in part}
+        for file, state in files.items():
+            if state.changed_ns >= self._since_ns:
+                raise ChangedError(
+                    f"weights file {file} changed after the engine's start, which may have loaded what was there before"
+                )
+        digests = self._digests(files)
+        for file, state in files.items():
+            if FileState.of(file) != state:
+                raise ChangedError(f"weights file {file} changed while the weights were read")
+        return name_of_files(parts, digests)
+
+    def _digests(self, files: dict[Path, FileState]) -> dict[Path, str]:
+        known = {} if self._table is None else self._table.known(files)
+        missing = _without(files, known)
+        if not missing:
+            return known
+        size = sum(state.size for state in missing.values())
+        if size > SOON_BYTES:
+            self._soon.set()
+            logger.info(
+                "%s of weights are read once, to name them; until then nothing is served or kept outside host memory",
+                format_size(size),
+            )
+        if self._table is None:
+            return known | self._read(missing)
+        with self._table.lock(LOCK_WAIT_S + size / LOCK_BYTES_PER_S, self._stop):
+            # Another process of the node may have read them meanwhile.
+            known |= self._table.known(missing)
+            return known | self._read(_without(files, known))
+
+    def _read(self, files: dict[Path, FileState]) -> dict[Path, str]:
+        digests: dict[Path, str] = {}
+        entering = threading.Lock()
+
+        def done(path: Path, state: FileState, digest: str) -> None:
+            with entering:
+                digests[path] = digest
+                if self._table is not None:
+                    self._table.enter(path, state, digest)
+
+        if files:
+            digest_files(files, self._stop, done)
+        return digests
+
+
+def _without(files: dict[Path, FileState], known: dict[Path, str]) -> dict[Path, FileState]:
+    return {path: state for path, state in files.items() if path not in known}
