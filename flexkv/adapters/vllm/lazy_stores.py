@@ -70,7 +70,7 @@ class LazyStores(RequestStores, CacheListener):
     def preempted(self, tracker: RequestTracker) -> None:
         # The engine has already set the request back to nothing computed.
         self._settle(tracker, tracker.certain)
-        if not (tracker.skip_save or tracker.stale):
+        if not tracker.stale:
             self._count_preempted(tracker)
 
     def ended(
@@ -191,7 +191,7 @@ class LazyStores(RequestStores, CacheListener):
         """Stores of the last blocks of a request that ends, as far as the engine may hand them out in its next step,
         before anybody looks at the queue: in a small pool these are all. They need no room by share, as the blocks of a
         live request do not."""
-        if tracker.skip_save or tracker.stale:
+        if tracker.stale:
             return None
         pool, ids = self._watch.pool, tracker.block_ids
         end = min(certain_tokens // self._block_tokens, len(ids))
@@ -255,6 +255,8 @@ class LazyStores(RequestStores, CacheListener):
         """What the engine has handed out already was not looked at before, and is lost if it is not stored."""
         keys, pool = tracker.block_keys.keys(), self._watch.pool
         end = min(max(0, tracker.certain) // self._block_tokens, len(tracker.block_ids), len(keys))
+        if kept := tracker.kept_out.within(0, end * self._block_tokens):
+            end = kept[0] // self._block_tokens
         blocks = [pool.blocks[block] for block in tracker.block_ids[:end]]
         there = {
             key.tobytes() for key in self._keys([block for block in blocks if block.block_hash is not None])

@@ -55,7 +55,7 @@ class Misshaped(WorkerSide):
 def wrong(kind: str, folder: Path) -> tuple[type[FlexKVError], dict[str, Any]]:
     """What a start is given that ends in an error of this kind."""
     (folder / "file").write_text("")
-    return {
+    found: dict[str, tuple[type[FlexKVError], dict[str, Any]]] = {
         "too little memory": (CapacityError, {"host.bytes": 16}),
         "a folder that is a file": (DiskError, {"disk.folders": str(folder / "file")}),
         "a wrong password file": (
@@ -63,7 +63,8 @@ def wrong(kind: str, folder: Path) -> tuple[type[FlexKVError], dict[str, Any]]:
             {"remote.urls": "redis://127.0.0.1:1", "remote.password_file": str(folder / "none")},
         ),
         "a pool that cannot be read": (GeometryError, {"worker_class": Misshaped}),
-    }[kind]
+    }
+    return found[kind]
 
 
 KINDS = (
