@@ -38,6 +38,18 @@ SMALL_HOST_BYTES = 8 << 20
 STREAMING: dict[str, Any] = {"disk__stream": True, "disk__prefetch_requests": 0}
 """What a queue gave the disk time to bring up would be promised from host memory."""
 DURABLE_WITHIN_S = 30.0
+OF_NO_KV: dict[str, Any] = {
+    "max_num_seqs": 3,
+    "max_num_batched_tokens": 768,
+    "max_model_len": 2048,
+    "num_gpu_blocks_override": 160,
+    "max_logprobs": 3,
+    "served_model_name": "another",
+    "generation_config": "vllm",
+    "load_format": "safetensors",
+    "seed": 5,
+}
+"""Arguments that decide no KV: a start with all of them changed is served what another stored."""
 PROMPTS_OF_900 = 6
 """Of 28 blocks each; the engine's own cache holds 128, and host memory about 58."""
 
@@ -153,8 +165,8 @@ def test_a_folder_over_the_lives_of_five_processes(engines: Engines, stream: int
     session.settle()
     assert session.metric(DISK_WRITES) == 0, "it writes on eviction, and nothing was evicted"
 
-    # An orderly end: what was in host memory alone is there too.
-    session = start(engines, folder)
+    # An orderly end: what was in host memory alone is there too, also for an engine that is set up otherwise.
+    session = start(engines, folder, engine=OF_NO_KV, host__bytes=80 << 20)
     assert session.check_one(third).cached == third.whole_blocks
     assert session.metric(DISK_READS) >= third.whole_blocks // BLOCK_TOKENS
     engines.close_others()
