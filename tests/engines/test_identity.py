@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from demo.engine_process import SEPARATE_CORE
+
 from .conftest import Engines
 from .session import Prompt
 from .test_disk import start, wait_durable
@@ -36,6 +38,10 @@ def test_equal_keys_mean_equal_answers(engines: Engines, stream: int, tmp_path: 
         # And what it computes itself is what an engine without these arguments computes.
         assert session.check_one(Prompt.of(601, stream + number)).cached == 0, arguments
         session.settle()
+
+    # Nor where the scheduler reads the configuration in another process than the one that loads the model.
+    session = start(engines, tmp_path / "disk", SEPARATE_CORE)
+    assert session.check_one(stored).cached == stored.whole_blocks
 
     # The control: another rotary embedding has other answers, and other keys.
     session = start(engines, tmp_path / "disk", engine=OF_KV)

@@ -80,10 +80,15 @@ def _contents(model: str, revision: str | None, names: tuple[str, ...]) -> list[
         files = [folder / name for name in names]
     else:
         from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
 
         # Behind the repository's name may follow which of its models is meant, such as `:Q4_K_M`.
         repository = model.partition(":")[0]
-        cached = [try_to_load_from_cache(repository, name, revision=revision or "main") for name in names]
+        try:
+            cached = [try_to_load_from_cache(repository, name, revision=revision or "main") for name in names]
+        except HFValidationError:
+            # An object store's name, or a folder of another machine: no file of it can be read here.
+            return []
         # What the hub's cache knows to be missing is told by an object, what it knows nothing of by None.
         files = [Path(file) for file in cached if isinstance(file, str)]
     return [(file.name, _read(file)) for file in files if file.is_file()]
