@@ -58,10 +58,10 @@ SchedulerBase: Any = BareScheduler if _api is None else _api.KvCacheConnectorSch
 
 
 def engine_version() -> str:
-    """The package's version without its local part; empty where it is not installed."""
+    """The package's version without its local part; empty where it is not installed, or does not say it."""
     if _api is None:
         return ""
-    return str(importlib.import_module("tensorrt_llm").__version__).partition("+")[0]
+    return str(getattr(importlib.import_module("tensorrt_llm"), "__version__", "")).partition("+")[0]
 
 
 def mpi_rank() -> int:

@@ -130,6 +130,7 @@ def write_package(folder: Path, generation: str, rank: int = 0) -> None:
         if parent == folder:
             break
         (parent / "__init__.py").touch()
+    (folder / "tensorrt_llm" / "__init__.py").write_text('__version__ = "1.3.0"\n')
     (folder / "tensorrt_llm" / "_utils.py").write_text(f"def mpi_rank():\n    return {rank}\n")
     source = ALL.format(
         fields=_body(FIELDS[generation]),
