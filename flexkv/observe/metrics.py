@@ -198,7 +198,7 @@ _TABLE = (
         MetricKind.GAUGE,
         "engines",
         "1 once nothing keeps the tiers behind host memory waiting for the name of the engine's weights, 0 while these "
-        "are read, or if nothing can name them.",
+        "are read, or if nothing can name them. Only with such tiers.",
     ),
     Metric(
         "flexkv_inflight_ops", MetricKind.GAUGE, "ops", "Transfers planned that have not ended on every rank."

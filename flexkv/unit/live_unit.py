@@ -141,7 +141,8 @@ class LiveUnit(EngineUnit):
         counters.set("flexkv_host_slots_used", self._up - self.manager.free_slots(0))
         counters.set("flexkv_inflight_ops", self.manager.inflight_ops())
         self._metrics.count(counters)
-        counters.set("flexkv_weights_known", float(self.gate.is_open))
+        if self.has_tiers:
+            counters.set("flexkv_weights_known", float(self.gate.is_open))
 
     def close(self) -> bool:
         if self._closed is None:

@@ -28,8 +28,8 @@ RANGE_BYTES = 64 << 20
 BLOCK_BYTES = 4 << 20
 """Read at once; each thread has one block in memory."""
 
-MOST_READERS = 8
-"""Threads, at most; one for four CPUs where there are fewer, and two at least."""
+LEAST_READERS, MOST_READERS = 4, 8
+"""Threads: one for four CPUs, within these bounds. Also of two CPUs four, so that some read while others hash."""
 
 READER_NICE = 19
 """The engine's own threads come first."""
@@ -83,7 +83,7 @@ class _Work:
 
 def readers_here() -> int:
     """How many threads read at once on this machine."""
-    return max(2, min(MOST_READERS, len(os.sched_getaffinity(0)) // 4))
+    return max(LEAST_READERS, min(MOST_READERS, len(os.sched_getaffinity(0)) // 4))
 
 
 def digest_files(

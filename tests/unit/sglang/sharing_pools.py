@@ -20,6 +20,7 @@ from flexkv.layout.sglang import SglangHandler
 from flexkv.layout.trtllm import TrtllmHandler, TrtllmModel
 from flexkv.layout.vllm import VllmGroup, VllmHandler
 from flexkv.unit.ranks import UnitOwner
+from flexkv.weights.files import NAMED, WeightsContent
 
 LAYERS, BLOCKS, TOKENS, HEADS, SIZE = 3, 10, 4, 2, 8
 FLOAT = torch.float32
@@ -100,6 +101,7 @@ class Engine:
 
     def __init__(self, pool: EnginePool, disk: Path, unit: str, **settings: Any) -> None:
         self.pool = pool
+        weights: WeightsContent = settings.pop("weights", NAMED)
         settings = {key.replace("__", "."): value for key, value in settings.items()}
         wanted: dict[str, object] = {
             "host.bytes": 1 << 20,
@@ -118,7 +120,7 @@ class Engine:
             pool.tensors,
             BLOCKS,
             pool.handler.format_id().interior_tokens,
-            UnitOwner("a model", NAMESPACE, unit),
+            UnitOwner("a model", NAMESPACE, unit, weights),
             stream_of=lambda device: 0,
             heads=heads,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,11 @@ import pytest
 import torch
 
 from flexkv.storage.peer_reader import PeerReader
+from flexkv.weights import check
+from flexkv.weights.files import NAMED, WeightsContent
 from tests.unit.sglang.conftest import hashes_of
 from tests.unit.sglang.sharing_pools import HEADS, LAYERS, POOLS, TOKENS, Engine, EnginePool, sglang, trtllm
+from tests.unit.weights.tensor_files import HIDDEN, change, write_model
 
 PAGES = hashes_of("first", "second")
 FROM, TO = [2, 5], [7, 3]
@@ -59,6 +63,33 @@ def test_every_number_arrives_at_its_layer_token_and_head(start: Start, tmp_path
         for block, numbers in others.items():
             assert torch.equal(other.pool.numbers(block), numbers), (target, block)
         other.close()
+
+
+@pytest.mark.parametrize("changed", [False, True])
+@pytest.mark.parametrize("named", [True, False], ids=["all content", "control: the fingerprint"])
+def test_another_engines_pages_are_served_to_the_weights_that_they_are_of(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: bool, named: bool
+) -> None:
+    monkeypatch.setattr(check, "process_start_ns", lambda: time.time_ns() + 10**12)
+    model = write_model(tmp_path / "model")
+    content = WeightsContent((str(model),)) if named else NAMED
+    one = start(sglang(), weights=content)
+    one.store(PAGES, FROM)
+    one.close()
+    if changed:
+        change(model / "model.safetensors", "model.embed_tokens.weight", 1000 * HIDDEN)
+    assert start(trtllm(), "other", weights=content).find(PAGES) == (0 if changed and named else 2)
+
+
+def test_pages_of_nobody_knows_which_weights_are_not_anothers(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check, "process_start_ns", lambda: time.time_ns() + 10**12)
+    content = WeightsContent((str(write_model(tmp_path / "model")),))
+    one = start(sglang())
+    one.store(PAGES, FROM)
+    one.close()
+    assert start(trtllm(), "other", weights=content).find(PAGES) == 0
 
 
 def test_what_came_from_another_engine_is_kept_in_the_own_order(start: Start, tmp_path: Path) -> None:
