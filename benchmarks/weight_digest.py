@@ -3,8 +3,9 @@
 Files of random bytes, read past the page cache by both, in turns; the bare read has as many threads and blocks as the
 digest, which is what the disk gives to anybody who reads so. Prints medians, their ratio, and what 140 GB would take at
 the digest's rate, which is computed and not run; `--json PATH` writes them. "background" is the digest as an engine
-runs it, at the lowest priority: on a busy machine it gets what others leave. Also the time of the fingerprint by
-samples of the same files, the first time past the page cache's content, as at an engine's first start.
+runs it, at the lowest priority: on a busy machine it gets what others leave. Also the CPU seconds that both take a GB:
+the digest needs a core for each 1.5 to 2 GB/s, whatever the disk gives. And the time of the fingerprint by samples,
+with nothing of the files in the page cache.
 """
 
 from __future__ import annotations
@@ -100,6 +101,13 @@ def seconds(run: Callable[[], object]) -> float:
     return time.perf_counter() - begun_s
 
 
+def cpu_seconds(run: Callable[[], object]) -> float:
+    """Of all threads of this process."""
+    begun_s = time.process_time()
+    run()
+    return time.process_time() - begun_s
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gb", type=int, default=8, help="GiB of files")
@@ -114,6 +122,8 @@ def main() -> None:
         files = write_files(Path(made), arguments.gb << 30)
         size = sum(file.stat().st_size for file in files)
         sampled_s = seconds(lambda: sampled_identity(Path(made)))
+        bare_cpu_s = cpu_seconds(lambda: bare_read(files))
+        digest_cpu_s = cpu_seconds(lambda: digest(files, background=False))
         for _ in range(arguments.rounds):
             rows["bare read"].append(seconds(lambda: bare_read(files)))
             rows["digest"].append(seconds(lambda: digest(files, background=False)))
@@ -129,11 +139,19 @@ def main() -> None:
     for name, rate in rates.items():
         ratio = f", {ratios[name]:.2f} of a bare read (reach {GOAL_RATIO})" if name in ratios else ""
         print(f"{name:12} {rate:6.2f} GB/s{ratio}")
+    print(f"CPU seconds a GB: bare read {bare_cpu_s / size * GB:.2f}, digest {digest_cpu_s / size * GB:.2f}")
     print(f"140 GB at the digest's rate, computed: {large_s:.0f} s")
     print(f"fingerprint by samples, first time: {sampled_s:.3f} s")
     if arguments.json is not None:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        found = {"GB/s": rates, "ratio": ratios, "140 GB computed, s": large_s, "fingerprint, s": sampled_s}
+        cpu_s = {"bare read": bare_cpu_s / size * GB, "digest": digest_cpu_s / size * GB}
+        found = {
+            "GB/s": rates,
+            "CPU seconds a GB": cpu_s,
+            "ratio": ratios,
+            "140 GB computed, s": large_s,
+            "fingerprint, s": sampled_s,
+        }
         arguments.json.write_text(json.dumps(found | {"load": os.getloadavg()[0]}, indent=1))
 
 
