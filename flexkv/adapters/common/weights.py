@@ -75,9 +75,16 @@ def _name_of(model: str, revision: str | None, resolved: str | None) -> str:
 
 
 def _is_of_hub_cache(path: Path) -> bool:
+    """Whether every weights file there is a link into the hub's cache; also where there is none, and nothing but the
+    commit names what an engine loads."""
+    try:
+        files = weight_files(path)
+    except ConfigError:
+        return True
+    except OSError:
+        return False  # whoever reads the files names the error
     return all(
-        file.is_symlink() and os.path.basename(os.path.dirname(os.readlink(file))) == BLOBS
-        for file in weight_files(path)
+        file.is_symlink() and os.path.basename(os.path.dirname(os.readlink(file))) == BLOBS for file in files
     )
 
 

@@ -177,6 +177,12 @@ def test_a_commit_of_the_hubs_cache_is_not_read(tmp_path: Path) -> None:
     assert weights_content(str(folder), None) == NAMED
 
 
+def test_a_commit_without_weights_is_named_by_it(tmp_path: Path) -> None:
+    folder = snapshot(tmp_path)
+    (folder / "model.safetensors").unlink()
+    assert weights_identity(str(folder), None) == f"commit:{COMMIT}"
+
+
 def test_a_file_that_took_the_place_of_a_commits_link_is_read(tmp_path: Path) -> None:
     folder = snapshot(tmp_path)
     (folder / "model.safetensors").unlink()
