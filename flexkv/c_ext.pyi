@@ -376,7 +376,7 @@ class SlabFile:
     """An open slab. `lock_fd`: the folder's lock, kept for as long as an I/O may be under way.
 
     Raises:
-        DiskError: it cannot be opened. GeometryError: 4 KiB boundaries are not enough for the disk.
+        DiskError: it cannot be opened. GeometryError: the shape is none.
     """
 
     def __init__(
@@ -385,6 +385,9 @@ class SlabFile:
     @property
     def direct(self) -> bool:
         """I/O goes past the page cache."""
+    @property
+    def buffered_because(self) -> str:
+        """Why I/O goes through the page cache; empty where it does not."""
     @property
     def fd(self) -> int: ...
     @property

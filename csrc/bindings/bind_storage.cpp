@@ -213,6 +213,7 @@ void bind_storage(py::module_& m) {
            py::arg("path"), py::arg("header_bytes"), py::arg("slot_bytes"), py::arg("slots"), py::arg("id"),
            py::arg("lock_fd") = -1)
       .def_property_readonly("direct", &SlabFile::direct)
+      .def_property_readonly("buffered_because", &SlabFile::buffered_because)
       .def_property_readonly("fd", &SlabFile::fd)
       .def_property_readonly("row",
                              [](const SlabFile& f) {

@@ -79,18 +79,13 @@ Cufile::~Cufile() {
 }
 
 std::shared_ptr<Cufile> CufileUsers::join(const std::function<std::optional<CufileTable>()>& load) {
-  const std::lock_guard lock(shared_->mutex);
-  if (shared_->cufile == nullptr) {
+  const std::lock_guard lock(mutex_);
+  if (cufile_ == nullptr) {
     const auto table = load();
     if (!table) return nullptr;
-    shared_->cufile = std::make_unique<Cufile>(*table);
+    cufile_ = std::make_shared<Cufile>(*table);
   }
-  shared_->users += 1;
-  return {shared_->cufile.get(), [shared = shared_](Cufile*) {
-            const std::lock_guard closing(shared->mutex);
-            shared->users -= 1;
-            if (shared->users == 0) shared->cufile = nullptr;
-          }};
+  return cufile_;
 }
 
 std::shared_ptr<Cufile> shared_cufile(int32_t gpu_count, std::string* why) {
@@ -98,7 +93,7 @@ std::shared_ptr<Cufile> shared_cufile(int32_t gpu_count, std::string* why) {
     *why = "no GPU";
     return nullptr;
   }
-  static CufileUsers users;
+  static CufileUsers& users = *new CufileUsers;  // never destroyed, which would close the driver
   std::string path;
   try {
     return users.join([&]() -> std::optional<CufileTable> {

@@ -87,20 +87,17 @@ class Cufile {
   std::unique_ptr<CufileWatch> watch_;
 };
 
-// One open driver for all its users, closed with the last of them: never opened again before it is closed.
+// One open driver for all its users. It stays open when the last of them has gone: libcufile 1.15 crashes in
+// a thread of its own after some two dozen cycles of opening and closing.
 class CufileUsers {
  public:
-  // Opens the driver of what `load` returns if nobody uses it; null where that is. Throws what Cufile throws.
+  // Opens the driver of what `load` returns where it is not open; null where that is. Throws what Cufile
+  // throws.
   std::shared_ptr<Cufile> join(const std::function<std::optional<CufileTable>()>& load);
 
  private:
-  struct Shared {
-    std::mutex mutex;  // held while the driver opens and closes
-    std::unique_ptr<Cufile> cufile;
-    int64_t users = 0;
-  };
-  // A user that is never released leaves the driver open, also at the end of the process.
-  std::shared_ptr<Shared> shared_ = std::make_shared<Shared>();
+  std::mutex mutex_;  // held while the driver opens
+  std::shared_ptr<Cufile> cufile_;
 };
 
 inline constexpr const char* kCufileCompat = "cuFile in compatibility mode (no GPUDirect Storage)";

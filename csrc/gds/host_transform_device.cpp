@@ -1,4 +1,5 @@
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstdlib>
@@ -117,7 +118,14 @@ class HostTransformDevice : public TransformDevice {
     return {};
   }
 
-  std::string cannot_reach(const void*, int64_t) const override { return {}; }
+  std::string cannot_reach(const void* memory, int64_t bytes) const override {
+    const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+    const uintptr_t begin = reinterpret_cast<uintptr_t>(memory) & ~(page - 1);
+    const uintptr_t end = reinterpret_cast<uintptr_t>(memory) + static_cast<uintptr_t>(bytes);
+    // Of memory it only asks whether all of it is mapped: MS_ASYNC writes nothing.
+    if (end > begin && msync(reinterpret_cast<void*>(begin), end - begin, MS_ASYNC) == 0) return {};
+    return "not all of this memory is there";
+  }
   std::unique_ptr<Transformer> transformer(const PageMap& map, bool into_pool, int32_t,
                                            StreamEvent*) override {
     return std::make_unique<HostTransformer>(map, into_pool);

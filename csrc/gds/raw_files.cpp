@@ -9,6 +9,7 @@
 #include <system_error>
 #include <utility>
 
+#include "base/direct_io.h"
 #include "base/error.h"
 #include "base/path_check.h"
 
@@ -49,6 +50,10 @@ RawFiles::RawFiles(const FilePaths& paths_by_device, OpenFiles how) {
         file.direct_fd = open(path.c_str(), O_RDWR | O_CLOEXEC | O_DIRECT);
         // Only some file systems refuse direct I/O; anything else is an error of this file.
         if (file.direct_fd < 0 && errno != EINVAL) refuse(path, "cannot open for direct I/O", errno);
+        if (file.direct_fd >= 0 && !direct_io_refusal(file.direct_fd).empty()) {
+          close(file.direct_fd);
+          file.direct_fd = -1;
+        }
       }
     }
   } catch (...) {

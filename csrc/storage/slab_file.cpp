@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "base/align.h"
+#include "base/direct_io.h"
 #include "base/error.h"
 #include "base/path_check.h"
 
@@ -18,19 +19,6 @@ namespace {
 
 // Unit: bytes. Larger is a wrong number; offsets stay far from overflow.
 constexpr int64_t kMostSlabBytes = int64_t{1} << 60;
-
-// Throws DiskError when direct I/O on `fd` needs more than 4 KiB boundaries.
-void check_alignment([[maybe_unused]] int fd, [[maybe_unused]] const std::string& path) {
-#ifdef STATX_DIOALIGN
-  struct statx info{};
-  if (statx(fd, "", AT_EMPTY_PATH, STATX_DIOALIGN, &info) != 0) return;  // an old kernel: 4 KiB is the rule
-  if ((info.stx_mask & STATX_DIOALIGN) == 0 || info.stx_dio_offset_align == 0) return;
-  if (kIoAlignBytes % info.stx_dio_offset_align == 0 && kIoAlignBytes % info.stx_dio_mem_align == 0) return;
-  throw DiskError(path + ": direct I/O needs offsets on " + std::to_string(info.stx_dio_offset_align) +
-                  " and memory on " + std::to_string(info.stx_dio_mem_align) +
-                  " bytes; slots lie on multiples of " + std::to_string(kIoAlignBytes));
-#endif
-}
 
 }  // namespace
 
@@ -50,12 +38,14 @@ SlabFile::SlabFile(std::string path, const SlabShape& shape, int lock_fd)
   require_no_nul<DiskError>(path_);
   fd_ = open(path_.c_str(), O_RDWR | O_CLOEXEC | O_DIRECT);
   if (fd_ < 0 && errno == EINVAL) {
-    direct_ = false;
-    fd_ = open(path_.c_str(), O_RDWR | O_CLOEXEC);
+    buffered_because_ = "this file system has no direct I/O";
+  } else if (fd_ >= 0) {
+    buffered_because_ = direct_io_refusal(fd_);
+    if (!buffered_because_.empty()) close(fd_);
   }
+  if (!buffered_because_.empty()) fd_ = open(path_.c_str(), O_RDWR | O_CLOEXEC);
   if (fd_ < 0) throw DiskError(path_ + ": " + std::strerror(errno));
   try {
-    if (direct_) check_alignment(fd_, path_);
     if (lock_fd >= 0 && (lock_fd_ = fcntl(lock_fd, F_DUPFD_CLOEXEC, 0)) < 0) {
       throw DiskError(path_ + ": copying the folder's lock: " + std::strerror(errno));
     }

@@ -16,9 +16,9 @@ struct SlabShape {
 // Open for as long as anybody holds it: an I/O that hangs keeps the file, and its folder's lock.
 class SlabFile {
  public:
-  // Opens for reading and writing, past the page cache where the file system allows it. `lock_fd`: the
-  // folder's lock, of which a copy is kept, or -1. Throws DiskError, also when 4 KiB are not enough for the
-  // disk, and GeometryError when the shape is none.
+  // Opens for reading and writing, past the page cache where the file system allows it and 4 KiB boundaries
+  // are enough for the disk. `lock_fd`: the folder's lock, of which a copy is kept, or -1. Throws DiskError,
+  // and GeometryError when the shape is none.
   SlabFile(std::string path, const SlabShape& shape, int lock_fd);
   ~SlabFile();
   SlabFile(const SlabFile&) = delete;
@@ -28,7 +28,9 @@ class SlabFile {
   const SlabShape& shape() const { return shape_; }
   int fd() const { return fd_; }
   // Whether I/O goes past the page cache.
-  bool direct() const { return direct_; }
+  bool direct() const { return buffered_because_.empty(); }
+  // Why I/O goes through the page cache; empty where it does not.
+  const std::string& buffered_because() const { return buffered_because_; }
   int64_t offset(int64_t slot) const { return shape_.header_bytes + slot * shape_.slot_bytes; }
   // What was written before is on the disk when it returns 0; else -errno.
   int sync() const;
@@ -43,7 +45,7 @@ class SlabFile {
   SlabShape shape_;
   int fd_ = -1;
   int lock_fd_ = -1;
-  bool direct_ = true;
+  std::string buffered_because_;
 };
 
 }  // namespace flexkv

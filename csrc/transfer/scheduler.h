@@ -18,8 +18,8 @@
 
 namespace flexkv {
 
-// Unit: items. After this many items of loads in a row that a waiting store (or delete) had to let pass, it
-// gets one: under endless loads it keeps 1/17 of the lane, which costs a load at most 6 %.
+// Unit: items. After this many items of loads in a row that a waiting store had to let pass, it gets
+// one: under endless loads it keeps 1/17 of the lane, which costs a load at most 6 %.
 inline constexpr int32_t kPiecesBeforeAged = 16;
 // Unit: graphs. Ended and polled graphs that wait_layer() can still be asked about.
 inline constexpr size_t kRememberedGraphs = 256;

@@ -19,6 +19,9 @@ from flexkv.transfer.graph import BlockIds, OpId, OpResult, SlotIds, TransferGra
 
 KEY_BYTES = 16
 
+MOST_BLOCKS = 2**31
+"""Of one request: an engine numbers its blocks with 32 bits, and no request has more than all of them."""
+
 NO_BLOCK = -1
 """In place of an engine block: the engine keeps no page there."""
 
@@ -347,7 +350,7 @@ class CacheManager(ABC):
 
         Raises:
             ContractError: `keys` and `blocks` differ in length, or a block has no such number of valid tokens.
-            BlockRangeError: no such group, or a negative block.
+            BlockRangeError: no such group, or a block of the engine or of the request outside [0, MOST_BLOCKS).
             KeySchemeError: `keys` is no C-contiguous uint8 array of shape [blocks, KEY_BYTES].
         """
 

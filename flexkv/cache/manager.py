@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from flexkv.cache.access_order import AccessOrders
 from flexkv.cache.base import (
+    MOST_BLOCKS,
     CacheListener,
     CacheManager,
     Completion,
@@ -316,8 +317,10 @@ class LocalCacheManager(CacheManager):
         sources = as_block_ids(blocks, f"begin_store of request {request_id!r}")
         if len(sources) != len(keys):
             raise ContractError(f"begin_store: {len(keys)} keys and {len(sources)} blocks")
-        if first_block < 0:
-            raise BlockRangeError(f"begin_store: first block {first_block}; allowed are 0 and more")
+        if not 0 <= first_block <= MOST_BLOCKS - len(keys):
+            raise BlockRangeError(
+                f"begin_store: blocks {first_block} to {first_block + len(keys)}; allowed is [0, {MOST_BLOCKS})"
+            )
         room = max(0, self._limits.inflight_store_pages - self._ops.pages(OpRole.STORE))
         whole = self._specs[group].block_tokens
         valid = whole if tokens is None else tokens

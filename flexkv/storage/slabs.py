@@ -65,7 +65,7 @@ def open_slab(
         native_path(path), header.header_bytes, header.slot_bytes, slots, header.slab_id, lock_fd
     )
     if not slab.direct:
-        logger.warning("%s: this file system has no direct I/O: pages go through its cache", path)
+        logger.warning("%s: %s: pages go through the page cache", path, slab.buffered_because)
     return slab, header, made
 
 

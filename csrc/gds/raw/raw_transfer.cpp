@@ -43,6 +43,21 @@ void check_blocks(const PageMap& map, std::span<const int64_t> pool_blocks,
   check_no_overlap(map.segments(), *highest + 1);
 }
 
+// Throws GeometryError where a run of the pool's highest block lies in memory that is not there: callers give
+// addresses and strides, and no sizes.
+void check_pool(const TransformDevice& device, const PageMap& map, std::span<const int64_t> pool_blocks) {
+  if (pool_blocks.empty()) return;
+  const int64_t highest = *std::max_element(pool_blocks.begin(), pool_blocks.end());
+  for (const Segment& run : map.segments()) {
+    const int64_t bytes = highest * run.block_stride + run.run_bytes;
+    const std::string why = device.cannot_reach(reinterpret_cast<const void*>(run.base), bytes);
+    if (why.empty()) continue;
+    throw GeometryError("block " + std::to_string(highest) + " of the pool, with a stride of " +
+                        std::to_string(run.block_stride) + " bytes, ends " + std::to_string(bytes) +
+                        " bytes behind the address of layer " + std::to_string(run.layer) + ": " + why);
+  }
+}
+
 std::vector<StagedPage> pages_of(const GDSManager& manager, const RawTransfer& transfer) {
   const RawFileRule rule(manager.devices(), manager.options().round_robin, transfer.blocks_per_file);
   std::vector<StagedPage> pages;
@@ -88,6 +103,7 @@ void reserve_raw_staging(GDSManager& manager, const RawTransfer& transfer) {
 void transfer_raw(GDSManager& manager, const RawTransfer& transfer) {
   const PageMap map = PageMap::raw(transfer.pool, transfer.file, transfer.layers);
   check_blocks(map, transfer.pool_blocks, transfer.file_blocks, "the files");
+  check_pool(manager.device(), map, transfer.pool_blocks);
   std::shared_ptr<StagingBuffer> staging;
   if (transfer.staging != nullptr && transfer.staged && manager.options().use_staged_transfer) {
     staging = std::make_shared<StagingBuffer>(transfer.staging, transfer.staging_bytes);
@@ -121,6 +137,7 @@ void copy_raw(TransformDevice& device, const RawCopy& copy) {
                           std::to_string(bytes) + " of " + std::to_string(copy.memory_bytes));
   }
   if (const std::string why = device.cannot_reach(copy.memory, bytes); !why.empty()) throw GeometryError(why);
+  check_pool(device, map, copy.pool_blocks);
   const auto transformer = device.transformer(map, copy.to_pool, kCopyBatch);
   std::string error;
   for (size_t first = 0; first < copy.pool_blocks.size() && error.empty(); first += kCopyBatch) {

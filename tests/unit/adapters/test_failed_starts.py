@@ -55,7 +55,7 @@ class Misshaped(WorkerSide):
 def wrong(kind: str, folder: Path) -> tuple[type[FlexKVError], dict[str, Any]]:
     """What a start is given that ends in an error of this kind."""
     (folder / "file").write_text("")
-    found: dict[str, tuple[type[FlexKVError], dict[str, Any]]] = {
+    starts: dict[str, tuple[type[FlexKVError], dict[str, Any]]] = {
         "too little memory": (CapacityError, {"host.bytes": 16}),
         "a folder that is a file": (DiskError, {"disk.folders": str(folder / "file")}),
         "a wrong password file": (
@@ -64,7 +64,7 @@ def wrong(kind: str, folder: Path) -> tuple[type[FlexKVError], dict[str, Any]]:
         ),
         "a pool that cannot be read": (GeometryError, {"worker_class": Misshaped}),
     }
-    return found[kind]
+    return starts[kind]
 
 
 KINDS = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flexkv.cache.base import CacheListener, GroupSpec, Keys, ManagerLimits, Rule, TailCandidates
+from flexkv.cache.base import MOST_BLOCKS, CacheListener, GroupSpec, Keys, ManagerLimits, Rule, TailCandidates
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.cache.tiers.factory import unit_tiers
 from flexkv.errors import BlockRangeError, ConfigError, ContractError, KeySchemeError
@@ -89,6 +89,11 @@ def test_bad_calls_change_nothing() -> None:
         manager.begin_store("a", 1, chain, ids(0, 1, 2, 3), 0)
     with pytest.raises(BlockRangeError, match="from -1"):
         manager.begin_store("a", 0, chain, ids(0, 1, 2, -1), 0)
+    for first in (-1, MOST_BLOCKS - 3, 2**62):
+        with pytest.raises(
+            BlockRangeError, match=rf"begin_store: blocks {first} to {first + 4}; allowed is \[0"
+        ):
+            manager.begin_store("a", 0, chain, ids(0, 1, 2, 3), first)
     for tokens in (-1, 0, 5, 999):
         with pytest.raises(ContractError, match=f"tokens={tokens}; allowed are 1 to 4"):
             manager.begin_store("a", 0, chain, ids(0, 1, 2, 3), 0, tokens)

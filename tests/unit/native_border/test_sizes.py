@@ -31,6 +31,27 @@ def copy_layers(start: int, count: int, blocks: int = 0, block_stride: int = 409
     )
 
 
+def copy_pool_block(block: int, stride: int) -> None:
+    memory, pool = np.zeros(8192, np.uint8), np.zeros(8192, np.uint8)
+    pointers = np.array([pool.ctypes.data], np.int64)
+    pool_ids, ids = np.array([block], np.int64), np.zeros(1, np.int64)
+    c_ext.transfer_kv_blocks(
+        pool_ids, pointers, 64, stride, 0, ids, memory, 64, 0, 4096, 64, 0, 1, is_mla=True
+    )
+
+
+@pytest.mark.parametrize("stride", [2**31 - 1, 2**31, 2**31 + 4096, 2**40, 2**44])
+@pytest.mark.parametrize("block", [1, 2**11])
+def test_a_block_of_the_pool_beyond_its_memory_is_refused(block: int, stride: int) -> None:
+    with pytest.raises(GeometryError, match=rf"block {block} of the pool, with a stride of {stride} bytes"):
+        copy_pool_block(block, stride)
+
+
+def test_control_a_block_within_the_pool_is_copied() -> None:
+    copy_pool_block(1, 4096)
+    copy_pool_block(0, 2**44)
+
+
 def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
