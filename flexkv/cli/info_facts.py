@@ -26,6 +26,7 @@ from flexkv.config.memory import allowed_nodes
 from flexkv.errors import ConfigError, DiskError, FlexKVError
 from flexkv.storage.folder import held_bytes, unit_folders
 from flexkv.storage.folder_share import device_of, folder_faults, nearest_there, shared_file_systems
+from flexkv.storage.other_keys import describe, older_units
 from flexkv.transfer import nvtx
 from flexkv.transfer.cufile_library import find_cufile
 from flexkv.unit.start_check import start_faults
@@ -167,6 +168,12 @@ def folder_hints(disk: DiskConfig) -> list[str]:
             if not Path(folder).exists() and device_of(Path(folder)) == root:
                 found.append(
                     f"{folder} is not there and would lie on the root file system: is its disk mounted?"
+                )
+        with contextlib.suppress(OSError):
+            if older := older_units(Path(folder)):
+                found.append(
+                    f"{folder} has pages that were last used under other keys than those of later pages of the same "
+                    f"model: {describe(Path(folder), older)}"
                 )
     return found
 

@@ -22,6 +22,7 @@ from flexkv.storage.index import SlotIndex
 from flexkv.storage.index_database import INDEX_NAME, set_aside_index
 from flexkv.storage.index_trouble import OtherVersionError, UnusableIndexError
 from flexkv.storage.number_file import number_if_whole
+from flexkv.storage.other_keys import name_other_keys
 from flexkv.storage.private_files import keep_private
 from flexkv.storage.scan import Scanned, read_slots, rows_of
 from flexkv.storage.sharing import groups_of_slab, slab_numbers
@@ -112,6 +113,7 @@ class DiskVolume:
         self.slots = slots_of(groups, options.bytes_per_disk)
         with contextlib.suppress(OSError):  # what cannot be looked into has its say when it is opened
             _name_others(self.folder)
+            name_other_keys(self.folder)
         self._lock = FolderLock(self.folder)
         try:
             self._prepare_folder()

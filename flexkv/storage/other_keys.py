@@ -1,0 +1,116 @@
+"""Folders of a model whose pages have other keys: other weights or settings made them, or a version of flexkv that made
+keys in another way. No engine with today's keys finds anything there, and nothing deletes them but a person."""
+
+from __future__ import annotations
+
+import logging
+import re
+import shlex
+from collections import defaultdict
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from flexkv.storage.folder import DIGEST_DIGITS, held_bytes, is_in_use, slab_name, unit_folders
+
+logger = logging.getLogger(__name__)
+
+MODEL_FOLDER = re.compile(rf"(.+)-([0-9a-f]{{{DIGEST_DIGITS}}})-([0-9a-f]{{{DIGEST_DIGITS}}})")
+"""The model in words, the digest of what decides its keys, and that of the pages' formats: see `unit_folder`."""
+
+MOST_NAMED = 4
+
+
+@dataclass(frozen=True, slots=True)
+class KeyedUnit:
+    """A unit's folder, by what its name says.
+
+    Attributes:
+        model: its name in words.
+        keys: digits of the digest of what decides its keys.
+    """
+
+    folder: Path
+    model: str
+    keys: str
+
+    @classmethod
+    def of(cls, folder: Path) -> KeyedUnit | None:
+        """None where the folder's name says nothing."""
+        named = MODEL_FOLDER.fullmatch(folder.parent.name)
+        return None if named is None else cls(folder, named[1], named[2])
+
+    @property
+    def name(self) -> str:
+        """As `flexkv disk drop` takes it."""
+        return f"{self.folder.parent.name}/{self.folder.name}"
+
+
+def keyed_units(root: Path) -> list[KeyedUnit]:
+    """The units under `root`, by name."""
+    return [unit for folder in unit_folders(root) if (unit := KeyedUnit.of(folder)) is not None]
+
+
+def units_of_other_keys(own: Path) -> list[KeyedUnit]:
+    """Units of the model and the name of the unit in `own`, beside it, under other keys and not in use."""
+    mine = KeyedUnit.of(own)
+    if mine is None:
+        return []
+    return [
+        unit
+        for unit in keyed_units(own.parent.parent)
+        if (unit.model, unit.folder.name) == (mine.model, own.name)
+        and unit.keys != mine.keys
+        and not is_in_use(unit.folder)
+    ]
+
+
+def older_units(root: Path) -> list[KeyedUnit]:
+    """Units of whose model and name another one, with other keys, was used later; without those in use."""
+    alike: dict[tuple[str, str], list[KeyedUnit]] = defaultdict(list)
+    for unit in keyed_units(root):
+        alike[unit.model, unit.folder.name].append(unit)
+    found = []
+    for units in alike.values():
+        newest = max(units, key=lambda unit: last_written(unit.folder)).keys
+        found += [unit for unit in units if unit.keys != newest and not is_in_use(unit.folder)]
+    return found
+
+
+def last_written(folder: Path) -> float:
+    """Unix seconds; 0 where nobody can tell."""
+    last = 0.0
+    with suppress(OSError):
+        for path in folder.iterdir():
+            with suppress(OSError):
+                last = max(last, path.lstat().st_mtime)
+    return last
+
+
+def describe(root: Path, units: Iterable[KeyedUnit]) -> str:
+    """Names, MiB, and the command that deletes one."""
+    named = list(units)
+    texts = [f"{unit.name} ({held_bytes(unit.folder) >> 20} MiB)" for unit in named[:MOST_NAMED]]
+    more = f" and {len(named) - MOST_NAMED} more" if len(named) > MOST_NAMED else ""
+    return f"{', '.join(texts)}{more}; `flexkv disk drop {shlex.quote(str(root))} NAME` deletes one"
+
+
+def name_other_keys(own: Path) -> None:
+    """Logs what lies beside a unit's folder under other keys: as a warning where the unit begins its folder, and so
+    finds nothing.
+
+    Raises:
+        OSError: a folder cannot be looked into.
+    """
+    others = units_of_other_keys(own)
+    if not others:
+        return
+    level = logging.INFO if (own / slab_name(0)).exists() else logging.WARNING
+    logger.log(
+        level,
+        "%s: pages of this model lie beside it under other keys (other weights or settings, or another version of "
+        "flexkv made them), and this engine finds none of them: %s",
+        own,
+        describe(own.parent.parent, others),
+    )
