@@ -73,6 +73,14 @@ class FlexKVConfig(Section):
             raise unknown_setting(key, "origin()", setting_fields())
         return self._origins.get(key, DEFAULT_ORIGIN)
 
+    def given(self, key: str) -> bool:
+        """Whether some source sets the dotted key.
+
+        Raises:
+            ConfigError: there is no such setting.
+        """
+        return self.origin(key) != DEFAULT_ORIGIN
+
     def rows(self) -> Iterator[SettingRow]:
         """Every setting with value and origin, in the order of the sections."""
         for key, field in setting_fields().items():

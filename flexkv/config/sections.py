@@ -475,7 +475,8 @@ class ObserveConfig(Section):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info",
         description="Least severe message that is logged. Above `debug` nothing is logged per request but what "
-        "has failed: ten lines a minute and kind of op at most, and how many more.",
+        "has failed: ten lines a minute and kind of op at most, and how many more. A level that the program's own "
+        "logging configuration has set for `flexkv` stays, unless this is given.",
     )
     metrics_log_s: Seconds = Field(
         60.0,

@@ -11,6 +11,8 @@ ROOT = "flexkv"
 FORMAT = "%(levelname)s %(asctime)s [%(name)s] %(message)s"
 
 _warned: set[str] = set()
+_own_level = [logging.NOTSET]
+"""The level that was set here last."""
 
 
 def get_logger(name: str) -> logging.Logger:
@@ -18,17 +20,21 @@ def get_logger(name: str) -> logging.Logger:
     return logging.getLogger(name)
 
 
-def configure_logging(level: str) -> None:
-    """Sets the least severe level, and prints to stderr unless the program has set up logging already.
+def configure_logging(level: str, given: bool = False) -> None:
+    """Sets the least severe level, unless the program's own logging configuration has set one (vLLM's
+    VLLM_LOGGING_CONFIG_PATH, say), and prints to stderr unless the program has set up logging already.
 
     An engine configures its own loggers and usually not the root; then messages of another package would be shown
     from WARNING up and without a format.
 
     Args:
         level: "debug", "info", "warning" or "error".
+        given: somebody asked for this level, which then counts more than the program's.
     """
     logger = logging.getLogger(ROOT)
-    logger.setLevel(level.upper())
+    if given or logger.level in (logging.NOTSET, _own_level[0]):
+        logger.setLevel(level.upper())
+        _own_level[0] = logger.level
     if not logger.hasHandlers():
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(logging.Formatter(FORMAT))

@@ -45,7 +45,7 @@ class FlexKVHiCache(HiCacheStorage):
         self._place = Place.of_this_process()
         settings = {key: value for key, value in extra.items() if key not in OWN_SETTINGS}
         self._config = share_of_node(load_config(settings), self._place.units_on_node)
-        configure_logging(self._config.observe.log_level)
+        configure_logging(self._config.observe.log_level, self._config.given("observe.log_level"))
         log_package(logger)
         for words in without_effect(self._config, "sglang"):
             logger.warning("%s", words)

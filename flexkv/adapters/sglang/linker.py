@@ -58,7 +58,7 @@ class FlexKVLinker(UnifiedCacheLinker):
         pool = view_of(kv_pool, params.page_size)
         place = Place.of_this_process()
         config = share_of_node(load_config(extra_config), place.units_on_node)
-        configure_logging(config.observe.log_level)
+        configure_logging(config.observe.log_level, config.given("observe.log_level"))
         log_package(logger)
         for words in without_effect(config, "sglang"):
             logger.warning("%s", words)

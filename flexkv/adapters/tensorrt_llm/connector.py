@@ -40,7 +40,7 @@ class FlexKVWorker(WorkerBase):
     def __init__(self, llm_args: Any) -> None:
         super().__init__(llm_args)
         settings = load_config()
-        configure_logging(settings.observe.log_level)
+        configure_logging(settings.observe.log_level, settings.given("observe.log_level"))
         self._arguments = EngineArguments.of(llm_args)
         self.side = self.side_class(settings, mpi_rank())
         _close_at_exit(self.shutdown)
@@ -108,7 +108,7 @@ class FlexKVScheduler(SchedulerBase):
     def __init__(self, llm_args: Any) -> None:
         super().__init__(llm_args)
         settings = load_config()
-        configure_logging(settings.observe.log_level)
+        configure_logging(settings.observe.log_level, settings.given("observe.log_level"))
         log_package(logger)
         for words in without_effect(settings, "tensorrt_llm"):
             logger.warning("%s", words)

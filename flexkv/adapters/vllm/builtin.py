@@ -65,7 +65,7 @@ class FlexKVConnectorV1Impl:
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole) -> None:
         transfer = vllm_config.kv_transfer_config
         asked = load_config(transfer.kv_connector_extra_config)
-        configure_logging(asked.observe.log_level)
+        configure_logging(asked.observe.log_level, asked.given("observe.log_level"))
         check_engine(vllm_config)
         check_hash(vllm_config.cache_config.prefix_caching_hash_algo)
         ranks = vllm_config.parallel_config.tensor_parallel_size

@@ -91,7 +91,7 @@ class FlexKVConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         settings = load_config(self._kv_transfer_config.kv_connector_extra_config)
-        configure_logging(settings.observe.log_level)
+        configure_logging(settings.observe.log_level, settings.given("observe.log_level"))
         check_engine(vllm_config)
         geometry = pool_geometry(kv_cache_config)
         check_groups(vllm_config, geometry)

@@ -27,6 +27,37 @@ def test_messages_appear_once(mode: str, parts: list[str]) -> None:
     assert all(part in done.stderr for part in parts)
 
 
+LEVELS = """
+import logging, logging.config, sys
+from flexkv.observe import configure_logging
+program, given = sys.argv[1], sys.argv[2] == "given"
+if program:  # as vLLM applies the file of VLLM_LOGGING_CONFIG_PATH
+    logging.config.dictConfig({"version": 1, "loggers": {"flexkv": {"level": program}}})
+configure_logging("warning", given)
+first = logging.getLevelName(logging.getLogger("flexkv").level)
+configure_logging("info", given)
+print(first, logging.getLevelName(logging.getLogger("flexkv").level))
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "given", "levels"),
+    [
+        ("DEBUG", False, "DEBUG DEBUG"),
+        ("ERROR", False, "ERROR ERROR"),
+        ("DEBUG", True, "WARNING INFO"),
+        ("", False, "WARNING INFO"),
+    ],
+)
+def test_a_level_of_the_programs_own_stays_unless_another_is_given(
+    program: str, given: bool, levels: str
+) -> None:
+    """The last row is the control: without one each engine of the process sets its own."""
+    argv = [sys.executable, "-c", LEVELS, program, "given" if given else "default"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == levels
+
+
 def test_warn_once(caplog: pytest.LogCaptureFixture) -> None:
     logger = get_logger("flexkv.test_warn_once")
     for number in range(3):
