@@ -22,10 +22,12 @@ class NoEffect:
 
     Attributes:
         acts_as: the value that says what the engine does all the same, if one does: whoever gave it has what they want.
+        named_by_tier: the tier that would use it warns of it.
     """
 
     because: str
     acts_as: object = None
+    named_by_tier: bool = False
 
 
 _ONE_WAY_OF_STORES = NoEffect("a page is stored once the engine offers it", "eager")
@@ -35,7 +37,7 @@ _ONE_GROUP = NoEffect("only engines with one KV group are served")
 _NO_STEP_TIMES = NoEffect(
     "the engine's steps are not timed, so what is on disk is always read before it is computed", False
 )
-_NO_RECOMPUTE = NoEffect("the engine cannot compute what a load did not bring", False)
+_NO_RECOMPUTE = NoEffect("the engine cannot compute what a load did not bring", False, named_by_tier=True)
 _FOR_TENSORRT = NoEffect("hooks of layers are TensorRT-LLM's", "auto")
 _FOR_BLENDING = NoEffect("only blending (flexkv.blend) works layer by layer ahead")
 
@@ -144,7 +146,7 @@ def without_effect(config: FlexKVConfig, engine: str) -> list[str]:
             continue
         section, name = key.split(".")
         value, why = getattr(getattr(config, section), name), engines[engine]
-        if why.acts_as is None or value != why.acts_as:
+        if not why.named_by_tier and (why.acts_as is None or value != why.acts_as):
             found.append(f"{key}={shown(value)} ({origin}) has no effect in {ENGINES[engine]}: {why.because}")
     return found
 

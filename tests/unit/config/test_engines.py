@@ -95,7 +95,7 @@ GIVEN = {
 def test_a_setting_without_effect_is_named_once_with_its_reason(key: str, engine: str) -> None:
     said = without_effect(load_config({key: GIVEN[key]}, {}), engine)
     use = uses(key)[engine]
-    if use == "works":
+    if use == "works" or key == "disk.stream":  # of which the disk tier warns
         assert said == []
         return
     (words,) = said
