@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from flexkv.c_ext import StreamPoint
 
 NO_TICKET = Ticket(-1)
+STORE_QUEUE_FULL = "the store lane's queue is full"
+"""Reason of stores that found no place in it. The manager's side counts them: it may offer their blocks again."""
 """Of an op that was refused."""
 
 FULL_WAIT_S = 0.002
@@ -151,9 +153,9 @@ class RankOps:
         ticket = None if refused else self.engine.submit(graph, gated=gated, after=after)
         for op in graph.ops:
             if ticket is None:
-                label = "released" if self.released else "busy"
-                self._counters.add("flexkv_dropped_store_pages_total", op.pages, reason=label)
-                reason = self.released or self.refusal or "the store lane's queue is full"
+                if self.released:
+                    self._counters.add("flexkv_dropped_store_pages_total", op.pages, reason="released")
+                reason = self.released or self.refusal or STORE_QUEUE_FULL
                 self.reports.add(OpResult.cancelled(op.op_id, op.pages, reason), self.step)
             else:
                 self._ops[op.op_id] = SubmittedOp(ticket, op.pages, op.group, started_s, self.step)

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 from vllm.v1.request import RequestStatus
 
+from flexkv.adapters.common.rank_ops import STORE_QUEUE_FULL
 from flexkv.adapters.vllm.engine_spec import RUNNER_V2, EngineSpec
 from flexkv.adapters.vllm.events import EventLog
 from flexkv.adapters.vllm.loads import Loads
 from flexkv.adapters.vllm.metadata import WorkerMetadata
 from flexkv.adapters.vllm.requests import RequestTable, RequestTracker
 from flexkv.adapters.vllm.store_watch import StoreWatch
-from flexkv.adapters.vllm.stores import StoreMode
+from flexkv.adapters.vllm.stores import StoreMode, first_failed
 from flexkv.adapters.vllm.worker import WorkerSide
 from flexkv.cache.base import Completion, OpRole
 from flexkv.observe import Counters, get_logger, warn_once
@@ -152,15 +153,11 @@ class CompletionHandler:
 
     def _end_store(self, completion: Completion) -> None:
         self._watch.end(completion.op_id)
-        self._counters.add("flexkv_unpublished_pages_total", len(completion.failed_blocks))
+        failed = len(completion.failed_blocks)
+        if STORE_QUEUE_FULL not in completion.reason:
+            self._counters.add("flexkv_unpublished_pages_total", failed)
+        elif not self._stores.offer_again(completion):
+            self._counters.add("flexkv_dropped_store_pages_total", failed, reason="busy")
         if self._events is not None:
             self._events.ended(completion.op_id)
         self._stores.unpublished(completion.failed_blocks)
-
-
-def first_failed(block_ids: list[int], failed_blocks: set[int]) -> int | None:
-    """Number of the first block of a request's table among the failed ones; None if it holds none of them."""
-    if failed_blocks.isdisjoint(block_ids):
-        return None
-    held = np.array(block_ids, dtype=np.int64)
-    return int(np.flatnonzero(np.isin(held, np.fromiter(failed_blocks, dtype=np.int64)))[0])

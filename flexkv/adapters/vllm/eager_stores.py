@@ -19,8 +19,8 @@ from flexkv.adapters.vllm.boundaries import NO_STATES, Boundaries, StateBlocks, 
 from flexkv.adapters.vllm.holds import Hold, Holds
 from flexkv.adapters.vllm.metadata import ConnectorMetadata
 from flexkv.adapters.vllm.requests import RequestTracker
-from flexkv.adapters.vllm.stores import BlocksByGroup, RequestStores, StoreTables
-from flexkv.cache.base import Rule, StorePlan
+from flexkv.adapters.vllm.stores import BlocksByGroup, RequestStores, StoreTables, first_failed
+from flexkv.cache.base import Completion, Rule, StorePlan
 from flexkv.cache.keys import tail_key
 from flexkv.transfer.graph import BlockIds, TransferGraph
 
@@ -116,6 +116,17 @@ class EagerStores(RequestStores):
 
     def unpublished(self, blocks: BlockIds) -> None:
         """A request offers its blocks once; the next request with the same tokens offers them again."""
+
+    def offer_again(self, completion: Completion) -> bool:
+        tracker = self._requests.live.get(completion.request_id)
+        if tracker is None or completion.group not in self._full_groups:
+            return False
+        table = tracker.tables[completion.group]
+        first = first_failed(table.ids, set(completion.failed_blocks.tolist()))
+        if first is None:
+            return False
+        table.cursor, table.has_pending = min(table.cursor, first), True
+        return True
 
     def reset(self, stale_hashes: dict[int, bytes]) -> None:
         self.holds.end_all("reset")

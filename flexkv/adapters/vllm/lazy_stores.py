@@ -13,7 +13,7 @@ from flexkv.adapters.vllm.block_keys import GROUP
 from flexkv.adapters.vllm.metadata import ConnectorMetadata
 from flexkv.adapters.vllm.requests import RequestTracker
 from flexkv.adapters.vllm.stores import BlocksByGroup, RequestStores, StoreTables
-from flexkv.cache.base import KEY_BYTES, CacheListener, Keys
+from flexkv.cache.base import KEY_BYTES, CacheListener, Completion, Keys
 from flexkv.cache.keys import EngineKeyChain
 from flexkv.observe import get_logger, warn_once
 from flexkv.transfer.graph import BlockIds, TransferGraph
@@ -92,6 +92,10 @@ class LazyStores(RequestStores, CacheListener):
             self._withdraw(block)
         if len(blocks):
             self._seen = (-1, -1)
+
+    def offer_again(self, completion: Completion) -> bool:
+        """What is not published is offered again in any case, and counted where the engine was faster."""
+        return True
 
     def on_evict(self, group: int, keys: Keys) -> None:
         """The host tier has lost these blocks; those that the engine still has are offered when its queue moves on."""

@@ -8,12 +8,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from flexkv.adapters.vllm.engine_spec import EngineSpec
 from flexkv.adapters.vllm.events import EventLog
 from flexkv.adapters.vllm.holds import Holds
 from flexkv.adapters.vllm.metadata import ConnectorMetadata
 from flexkv.adapters.vllm.requests import RequestTable, RequestTracker
 from flexkv.adapters.vllm.store_watch import StoreWatch
+from flexkv.cache.base import Completion
 from flexkv.observe import Counters
 from flexkv.transfer.graph import BlockIds, TransferGraph
 from flexkv.unit.base import EngineUnit
@@ -68,6 +71,11 @@ class StoreMode(ABC):
     @abstractmethod
     def unpublished(self, blocks: BlockIds) -> None:
         """A store of these engine blocks ended without being published."""
+
+    def offer_again(self, completion: Completion) -> bool:
+        """A store found no room in a rank's queue. Offers its blocks again with the next steps, if they still hold what
+        they held; returns whether it does."""
+        return False
 
     @abstractmethod
     def reset(self, stale_hashes: dict[int, bytes]) -> None:
@@ -175,3 +183,11 @@ class RequestStores(StoreMode):
             for block in block_ids:
                 if (block_hash := blocks[block].block_hash) is not None:
                     self._stale_hashes[block] = block_hash
+
+
+def first_failed(block_ids: list[int], failed_blocks: set[int]) -> int | None:
+    """Number of the first block of a request's table among the failed ones; None if it holds none of them."""
+    if failed_blocks.isdisjoint(block_ids):
+        return None
+    held = np.array(block_ids, dtype=np.int64)
+    return int(np.flatnonzero(np.isin(held, np.fromiter(failed_blocks, dtype=np.int64)))[0])

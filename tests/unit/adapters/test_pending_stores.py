@@ -161,6 +161,35 @@ def test_a_prompt_longer_than_the_host_tier_keeps_its_beginning(make_engine: Mak
     assert engine.run(make_request(PROMPT, "again")) == 4 * BLOCK_TOKENS
 
 
+def _full_lane(make_engine: Make) -> tuple[int, dict[str, int]]:
+    """A rank's queue takes one store, and the first one hangs; then there is room."""
+    worker = faulty_worker(testing_ext.FaultRule(STALL, kind=D2H, nth_op=0))
+    engine = make_engine(blocks=17, worker_class=worker, **{"transfer.queue_ops": 1})
+    engine.add(make_request(PROMPT, "one"))
+    for _ in range(PAGES):
+        engine.step({"one": BLOCK_TOKENS})
+    assert worker.movers[0].wait_stalled(1, 10)
+    worker.movers[0].release()
+    for _ in range(PAGES):
+        engine.drain()
+        engine.step({"one": 0})
+    engine.drain()
+    engine.check("one")
+    assert engine.counters.value("flexkv_unpublished_pages_total") == 0
+    return engine.stored_pages, dropped(engine)
+
+
+def test_a_store_for_which_a_rank_has_no_room_is_offered_again(make_engine: Make) -> None:
+    assert _full_lane(make_engine) == (PAGES, {})
+
+
+def test_control_a_full_queue_loses_pages(make_engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EagerStores, "offer_again", lambda self, completion: False)
+    stored, lost = _full_lane(make_engine)
+    assert lost == {"busy": PAGES - stored}
+    assert stored < PAGES
+
+
 # --- after its end ---
 
 
