@@ -145,8 +145,8 @@ class StoreConfig(Section):
     )
     inflight_pages: Count = Field(
         65_536,
-        description="Pages of stores in flight at most; beyond it a store is dropped and counted, because a cache must "
-        "never make the engine wait.",
+        description="Pages of stores in flight at most. Beyond it a page waits while its request lives (vLLM), or is "
+        "dropped and counted, because a cache must never make the engine wait.",
     )
 
 
@@ -202,7 +202,8 @@ class TransferConfig(Section):
     queue_ops: Count = Field(
         1024,
         le=1 << 20,
-        description="Operations that may wait in each lane; beyond it new stores are dropped and counted.",
+        description="Operations that may wait in each lane. Beyond it a new store waits while its request lives "
+        "(vLLM), or is dropped and counted.",
     )
     copy_threads: Annotated[Literal["auto"] | Count, BeforeValidator(auto_or_count)] = Field(
         "auto",

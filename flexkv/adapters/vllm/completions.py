@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-import numpy as np
 from vllm.v1.request import RequestStatus
 
 from flexkv.adapters.common.rank_ops import STORE_QUEUE_FULL

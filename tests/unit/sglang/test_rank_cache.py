@@ -305,6 +305,15 @@ def test_loads_and_stores_are_counted_and_logged_while_the_engine_runs(worlds, c
         world.cache.poll()
 
 
+def test_pages_that_find_no_slot_are_counted_by_that_name(worlds):
+    world = worlds(host__bytes=16 << 10)
+    world.store(hashes_of(*range(1, 8)), list(range(2, 9)))
+    slots = world.cache._unit.slots
+    lost = world.cache.counters.value("flexkv_dropped_store_pages_total", reason="no_slot")
+    assert lost == 7 - slots > 0
+    assert world.cache.counters.value("flexkv_dropped_store_pages_total", reason="busy") == 0
+
+
 def test_stores_that_are_called_off_are_counted_and_are_no_failures(worlds):
     world = worlds(mover=None)
     graph = world.cache.manager.begin_store(

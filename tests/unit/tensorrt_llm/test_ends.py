@@ -11,7 +11,7 @@ from flexkv.errors import ClosedError
 from flexkv.transfer.graph import OpKind
 from tests.unit.tensorrt_llm.faults import Faults
 from tests.unit.tensorrt_llm.group import LONG_S
-from tests.unit.tensorrt_llm.world import PROMPT, WHOLE, Make, promised, stalled_load, steps, stored
+from tests.unit.tensorrt_llm.world import PROMPT, SHAPE, WHOLE, Make, promised, stalled_load, steps, stored
 from tests.unit.transfer.transfer_world import STALL
 
 
@@ -70,6 +70,20 @@ def test_a_reset_request_starts_again(make_world: Make) -> None:
         "nothing is known of its new blocks"
     )
     world.executor.requests.clear()
+
+
+def test_pages_that_find_no_slot_are_counted_by_that_name(make_world: Make) -> None:
+    first = make_world()
+    first.warm_up()
+    slot_bytes = first.scheduler.side.unit.pool.slot_bytes
+    world = make_world({"FLEXKV_HOST_BYTES": str(4 * slot_bytes)})
+    world.warm_up()
+    counters = world.scheduler.side.counters
+    before = counters.value("flexkv_dropped_store_pages_total", reason="no_slot")
+    world.serve(PROMPT)
+    lost = counters.value("flexkv_dropped_store_pages_total", reason="no_slot") - before
+    assert lost == WHOLE // SHAPE.tokens - world.scheduler.side.unit.slots == 3
+    assert counters.value("flexkv_dropped_store_pages_total", reason="busy") == 0
 
 
 def test_a_request_that_lost_its_blocks_stores_nothing_of_its_new_ones(
