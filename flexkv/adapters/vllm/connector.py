@@ -301,7 +301,7 @@ class FlexKVConnector(KVConnectorBase_V1, SupportsHMA):
         return self.scheduler.has_work
 
     def has_pending_block_frees(self) -> bool:
-        """Stores hold no engine block, so there is nothing to wait for instead of a preemption."""
+        """Stores hold no reference on an engine block, so there is nothing to wait for instead of a preemption."""
         return False
 
     def reset_cache(self) -> bool:

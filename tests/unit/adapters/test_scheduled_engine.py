@@ -75,6 +75,32 @@ def test_the_same_prompt_and_one_that_parts_from_it_hit(
     )
 
 
+@pytest.mark.parametrize("store", ["eager", "layerwise"])
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("kind", ["window", "two full"])
+def test_a_prompt_is_stored_whole_by_few_pages_in_flight(
+    make_scheduled: Make, kind: str, overlap: bool, store: str
+) -> None:
+    """Alone in a small pool, aborted after its prompt, and beside another request."""
+    settings = {"store.mode": store, "store.inflight_pages": 6, "store.max_reference_share": 0.9}
+    engine = make_scheduled(*KINDS[kind], overlap=overlap, blocks=60, **settings)
+    engine.run("first", PROMPT, output=2)
+    engine.forget()
+    assert engine.run("same", PROMPT) == 48
+    engine.forget()
+    engine.add("beside", [9] * 10, output=3)
+    engine.add("aborted", PROMPT[::-1], output=30)
+    engine.step()
+    engine.end("aborted")
+    engine.settle()
+    engine.forget()
+    found = engine.run("again", PROMPT[::-1])
+    if kind == "two full" and not overlap:
+        # The last window is none of the aborted request's, and a step under way counts as not computed.
+        assert found == 48
+    engine.check()
+
+
 @pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5, 15, 16, 17, 32, 33])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_prompt_at_the_edge_of_a_block_leaves_a_token_to_compute(
