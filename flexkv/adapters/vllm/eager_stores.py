@@ -106,8 +106,8 @@ class EagerStores(RequestStores):
         return graphs
 
     def load_failed(self, blocks: Iterable[int]) -> None:
-        """Blocks are offered for a request, and their publishing is revoked with it. A held request offers none from the
-        first of these on."""
+        """Blocks are offered for a request, and their publishing is revoked with it. A held request offers none from
+        the first of these on."""
         if self.holds:
             bad = set(blocks)
             for hold in self.holds:
