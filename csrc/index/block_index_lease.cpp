@@ -89,8 +89,10 @@ void BlockIndex::unpin(std::span<const EntryId> entries, const Use& use) {
     const EntryId last = entries[--i];
     check_pinned(last);
     Entry& entry = table_[last];
-    end_pin(last);
+    --entry.meta;
     if (entry.pins() > 0) continue;
+    size_t& pinned = class_of(entry).pinned;
+    --pinned;
     if (entry.state() != EntryState::kReady) {
       table_.unlink(last, last);
       free_entry(last);
@@ -101,7 +103,8 @@ void BlockIndex::unpin(std::span<const EntryId> entries, const Use& use) {
     while (i > 0 && table_[first].newer == entries[i - 1] && table_[entries[i - 1]].meta == pinned_once &&
            is_spare(entries[i - 1]) == is_spare(last)) {
       first = entries[--i];
-      end_pin(first);
+      --table_[first].meta;
+      --pinned;
     }
     table_.unlink(first, last);
     admit(first, last, use);

@@ -102,18 +102,25 @@ size_t BlockIndex::match_prefix(uint32_t group, std::span<const BlockKey> keys, 
 template <EntryState kState, class Passes>
 size_t BlockIndex::match_and_pin(uint32_t group, std::span<const BlockKey> keys, EntryId* entries,
                                  int32_t* slots, Passes passes) {
-  bool overflow = false;
-  size_t fresh = 0;  // without a pin before
+  uint32_t before = 0;  // bits of all metas
   const size_t found = match<kState>(group, keys, entries, [&](size_t i, EntryId id) {
     if (!passes(id)) return false;
     Entry& entry = table_[id];
     entries[i] = id;
     slots[i] = static_cast<int32_t>(entry.slot);
-    const uint32_t pins = ++entry.meta & Entry::kMaxPins;
-    overflow |= pins == 0;
-    fresh += pins == 1;
+    before |= entry.meta++;
     return true;
   });
+  size_t fresh = found;  // without a pin before: mostly all
+  bool overflow = false;
+  if ((before & Entry::kMaxPins) != 0) {
+    fresh = 0;
+    for (size_t i = 0; i < found; ++i) {
+      const uint32_t pins = table_[entries[i]].pins();
+      fresh += pins == 1;
+      overflow |= pins == 0;
+    }
+  }
   if (fresh > 0) class_at(group).pinned += fresh;
   if (overflow) {
     take_back({entries, found});

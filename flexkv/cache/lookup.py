@@ -339,6 +339,8 @@ class Lookup:
         self, request_id: str, lease: Lease, wanted: Sequence[WantedPages], tokens: int
     ) -> tuple[Need, Turn]:
         """What a fetch of the wanted pages, which hold `tokens`, would take, and whether it may begin."""
+        if self._line.fits_at_once(wanted):
+            return Need(), Turn.FETCH
         need = self._line.need_of(wanted, lease.groups)
         wait_s = max((self._choice.room_wait_s(tier, tokens) for tier in need.fetches), default=0.0)
         return need, self._line.take_turn(request_id, need, wait_s)

@@ -139,6 +139,21 @@ class RoomLine:
                 need.fetches[tier] = need.fetches.get(tier, 0) + 1
         return need
 
+    def fits_at_once(self, wanted: Sequence[WantedPages]) -> bool:
+        """Whether nobody waits, and there is room for all of `wanted` even if host memory has none of it. Says so
+        without a look at the pages."""
+        if self._places:
+            return False
+        need = Need()
+        for part in wanted:
+            owner = self._hub.owner(part.group)
+            for run in part.runs:
+                if run.tier != HUB:
+                    need.slots[owner] = need.slots.get(owner, 0) + len(run)
+                    need.pages[run.tier] = need.pages.get(run.tier, 0) + len(run)
+                    need.fetches[run.tier] = need.fetches.get(run.tier, 0) + 1
+        return self._has_room(need)
+
     def _has_room(self, need: Need) -> bool:
         """Whether all of it finds room now."""
         index = self._hub.index
