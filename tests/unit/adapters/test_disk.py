@@ -17,7 +17,7 @@ from tests import testing_ext
 from tests.unit.adapters.disk_engines import PROMPT, SLAB_BYTES, Make, in_turn, spoil, stop_disks
 from tests.unit.adapters.faulty_worker import faulty_worker
 from tests.unit.adapters.vllm_objects import make_request
-from tests.unit.cache.disk_world import disk_tier
+from tests.unit.cache.disk_world import chain, disk_tier
 from tests.unit.transfer.transfer_world import STALL
 
 
@@ -291,6 +291,30 @@ def test_what_the_engine_computes_sooner_is_left_to_it(
     # What was computed is in host memory now, and is served from there.
     engine.forget()
     assert engine.run(make_request(PROMPT, "three")) == 20
+
+
+@pytest.mark.parametrize("held", [True, False], ids=["room is held", "control: there is room"])
+def test_a_prompt_waits_for_room_and_what_goes_without_is_counted(
+    make_disk_engine: Make, held: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_disk_engine().run(make_request(PROMPT, "one"))
+    engine = make_disk_engine(**{"disk.wait_s": 3.0})
+    manager, index, clock_s = engine.unit.manager, engine.unit.manager.hub.index, [0.0]
+    monkeypatch.setattr(manager._line, "_clock", lambda: clock_s[0])
+    engine.until(lambda: not engine.unit.growing)
+    if held:
+        assert len(index.insert(0, chain(index.up_slots(0)), index.up_slots(0))[1]) == index.up_slots(0)
+    request = make_request(PROMPT, "two")
+    asked = 0
+    while (answer := engine.side.match(request, 0)) == (None, False):
+        clock_s[0] += 0.25
+        asked += 1
+        engine.step({})
+    assert answer == ((0, False) if held else (20, True))
+    engine.unit.count(engine.counters)
+    assert engine.counters.data.get("flexkv_no_room_pages_total", {}) == ({"disk": 5} if held else {})
+    assert engine.counters.data["flexkv_disk_lookups_total"].get("no_room", 0) == held
+    assert not held or asked == 13, "of the time between two questions a quarter of a second is gone"
 
 
 def test_slots_of_a_disk_that_is_out_of_use_are_not_counted(make_disk_engine: Make, tmp_path: Path) -> None:
