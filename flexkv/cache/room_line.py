@@ -18,8 +18,8 @@ MAX_IN_LINE = 4096
 """Requests in line at most; further ones go on without room."""
 
 MAX_TURN_S = 1.0
-"""Of the time between two questions so much counts as waited. An engine that could run the request asks with every
-step; where it does not ask for longer, it has no place for the request itself."""
+"""So much of the time between two questions counts as waited at most. An engine that could run the request asks with
+every step; where it does not ask for longer, it has no place for the request itself."""
 
 
 class Turn(Enum):

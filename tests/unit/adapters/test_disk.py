@@ -314,7 +314,7 @@ def test_a_prompt_waits_for_room_and_what_goes_without_is_counted(
     engine.unit.count(engine.counters)
     assert engine.counters.data.get("flexkv_no_room_pages_total", {}) == ({"disk": 5} if held else {})
     assert engine.counters.data["flexkv_disk_lookups_total"].get("no_room", 0) == held
-    assert not held or asked == 13, "of the time between two questions a quarter of a second is gone"
+    assert not held or asked == 13, "3 s in steps of a quarter, and one more"
 
 
 def test_slots_of_a_disk_that_is_out_of_use_are_not_counted(make_disk_engine: Make, tmp_path: Path) -> None:
