@@ -91,7 +91,7 @@ class LineModel:
         return self.model.up[group] - len(self.model.held_slots(group))
 
     def _unheld(self, group: int, wanted: Sequence[Key]) -> int:
-        """Of what is wanted in the slots that a group uses, the pages whose slots nobody holds."""
+        """How many wanted pages in the slots that a group uses have a slot that nobody holds, or none."""
         held = self.model.held_slots(group)
         mine = [key for key in wanted if key[0] in self.model.shares(group)]
         return sum(self.model.visible.get(key) not in held and not self._coming(key) for key in mine)

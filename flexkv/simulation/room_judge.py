@@ -15,7 +15,7 @@ MOST = ReadRoom(FETCH_PAGES, FETCH_OPS)
 
 
 class RoomJudge:
-    """Of one lookup; made before it.
+    """Judges one lookup; made before it.
 
     Args:
         tails: it asks for a partial tail too.
