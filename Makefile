@@ -3,9 +3,9 @@ PYTHON ?= python3
 VENV ?= .venv
 PY = $(VENV)/bin/python
 PYTEST = $(PY) -m pytest
-# Tests at once: each of the two takes a core and up to 3 GB.
+# Tests at once: each worker takes a core and up to 3 GB.
 WORKERS ?= 2
-PARALLEL = -n $(WORKERS) --dist loadscope
+PARALLEL = -n $(WORKERS)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test preflight preflight-test env env-test env-sglang build build-test lint format check test-unit \
@@ -18,7 +18,7 @@ demo: build  ## the real vLLM engine with flexkv: a table, a PNG, and a check of
 	$(PY) -m demo
 
 # Without SGLang's wheels its tests fail and say why; the others are run all the same.
-test: build-test  ## the whole suite; the last line is pytest's summary
+test: build-test  ## all tests but those marked `long`; the last line is pytest's summary
 	@$(PYTHON) -m build_support.sglang_environment || true
 	@$(PYTEST) $(PARALLEL)
 
@@ -61,7 +61,7 @@ QUICK = $(addprefix tests/unit/,layout observe config/test_load_config.py build/
         $(addprefix cache/test_,keys.py lookup.py manager.py host_loads.py host_stores.py tier_seam.py) \
         $(addprefix transfer/test_engine_,submit.py waits.py))
 check: build-test lint  ## lint and the quick unit tests, in less than a minute once all is built
-	@$(PYTEST) -q -m "not soak" $(QUICK)
+	@$(PYTEST) -q -m "not soak and not long" $(QUICK)
 
 test-unit: build-test  ## Python unit tests
 	@$(PYTEST) tests/unit

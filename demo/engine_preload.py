@@ -30,13 +30,16 @@ import vllm.utils.system_utils  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
 if current_platform.is_cpu():
-    # vLLM forks its processes unless something forbids it. On a CPU it always spawns them, and each imports all again.
+    # Replaces vLLM's choice of a start method: on a CPU it always spawns its processes, and each imports all again.
+    # Before the next import, which takes the function by its name.
+    assert hasattr(vllm.utils.system_utils, "get_mp_context")
     vllm.utils.system_utils.get_mp_context = partial(multiprocessing.get_context, "fork")
 
 import vllm.entrypoints.llm  # noqa: E402
 
 if current_platform.is_cpu():
-    # What an engine imports as it starts. A GPU's worker must not be imported before the fork.
+    # What an engine imports as it starts; models other than Llama come after the fork. A GPU's worker must not be
+    # imported before it.
     import vllm.model_executor.models.llama
     import vllm.v1.attention.backends.cpu_attn
     import vllm.v1.core.sched.scheduler

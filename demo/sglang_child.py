@@ -144,7 +144,7 @@ def main() -> None:
     orders, answers = (os.fdopen(int(fd), mode) for fd, mode in zip(sys.argv[1:3], ("r", "w"), strict=True))
     import sglang
 
-    # SGLang asks for "spawn" as it starts, whatever it was told.
+    # SGLang calls set_start_method("spawn") as it starts: this replaces its argument by ours.
     multiprocessing.set_start_method = partial(
         _set_start_method, multiprocessing.set_start_method, sys.argv[4]
     )
@@ -161,7 +161,7 @@ def main() -> None:
             reply = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(reply), file=answers, flush=True)
     engine.shutdown()
-    # Taking SGLang's modules down would take the interpreter another three seconds of CPU.
+    # All of its processes have ended. Taking the modules down would cost another three seconds of CPU.
     os._exit(0)
 
 

@@ -1,4 +1,4 @@
-"""What all tests share: a clean environment, a checked length of the long-running ones, and how workers split them."""
+"""What all tests share: a clean environment, a check of FLEXKV_SOAK, and how the workers of `make test` split them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import pytest
 from tests.soak import soak_factor
 
 LONGEST_FIRST = ("sanitizers", "engines_sglang", "native", "engines", "faults", "gpu", "unit")
-"""Folders in the order in which `make test` hands them to its workers, so that no worker is left with minutes of work
-at the end."""
+"""Folders in the order in which a run takes them, by `durations.md`: so no worker has minutes of work left at the end."""
 
 TOGETHER = ("sanitizers", "engines_sglang", "native")
-"""Folders that stay on one worker: their files share a build, or an engine that is started once."""
+"""Folders that stay on one worker: their files share a build, or an engine that is started once. No run is shorter than
+the longest of them."""
 
 
 def pytest_configure() -> None:
@@ -29,7 +29,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """pytest-xdist's scheduler (`-n`): a file, or a folder of `TOGETHER`, goes to one worker as a whole."""
+    """Replaces pytest-xdist's `--dist`: a file, or a folder of `TOGETHER`, goes to one worker as a whole."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduler(LoadScopeScheduling):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
-import sys
+from argparse import ArgumentParser
 from collections import defaultdict
 from collections.abc import Mapping
 from datetime import date
@@ -41,7 +41,7 @@ def page(seconds: Mapping[str, float]) -> str:
     machine = f"{os.cpu_count()} cores, Python {platform.python_version()}"
     parts_of_page = [
         "# Durations",
-        f"{len(seconds)} tests, {minutes:.0f} minutes in all, shared by the workers of `make test`. "
+        f"{len(seconds)} tests, {minutes:.0f} minutes added up; the workers of `make test` share them. "
         f"{machine}, {date.today()}, by `tests/durations.py`.",
         _table("folder", folders, len(folders)),
         _table("file", files),
@@ -54,11 +54,14 @@ def _table(what: str, seconds: Mapping[str, float], rows: int = ROWS) -> str:
     """The rows that took longest."""
     longest = sorted(seconds.items(), key=lambda row: -row[1])[:rows]
     lines = [f"| {what} | seconds |", "|---|---:|"]
-    return "\n".join([*lines, *(f"| `{name}` | {took:.1f} |" for name, took in longest)])
+    names = [(name.replace("|", "/"), took) for name, took in longest]
+    return "\n".join([*lines, *(f"| `{name}` | {took:.1f} |" for name, took in names)])
 
 
 def main() -> None:
-    PAGE.write_text(page(read(Path(sys.argv[1]))))
+    parser = ArgumentParser(description="Writes tests/durations.md from a report of pytest on this machine.")
+    parser.add_argument("report", type=Path, help="what --junitxml has written")
+    PAGE.write_text(page(read(parser.parse_args().report)))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""Runs a Python program of this tree, which says how it ended."""
+"""Runs `python -m MODULE` of this tree, and returns its exit code and output."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 
@@ -10,17 +12,31 @@ from build_support.ninja_file import ROOT
 
 
 def run_module(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs `python -m` with these arguments from the root; `stdout` has all that it said. The test's limit bounds it.
+    """Runs `python -m` with these arguments from the root; `stdout` has all that it said. The test's limit bounds it,
+    and ends what the program has started with it.
 
-    What it compiles takes one core: with `make test` another worker has the other.
+    Under `make test` what it compiles takes one core, because another worker has the other.
     """
-    return subprocess.run(
-        [sys.executable, "-m", *arguments],
+    # Options of pytest that the user gave are for the session that runs this test, not for one inside it.
+    environ = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
+    if "PYTEST_XDIST_WORKER" in environ:
+        environ.setdefault("MAX_JOBS", "1")
+    command = [sys.executable, "-m", *arguments]
+    process = subprocess.Popen(
+        command,
         cwd=ROOT,
-        env={"MAX_JOBS": "1" if "PYTEST_XDIST_WORKER" in os.environ else "", **os.environ},
+        env=environ,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
+        start_new_session=True,
     )
+    with process:
+        try:
+            output, _ = process.communicate()
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    return subprocess.CompletedProcess(command, process.returncode, output)

@@ -46,6 +46,7 @@ PARTLY: dict[str, dict[str, NoEffect]] = {
     "store.tokens": {"sglang": NoEffect("SGLang offers a node of its tree whoever made its tokens", "all")},
     "store.partial_blocks": {"sglang": _WHOLE_PAGES, "tensorrt_llm": _WHOLE_PAGES},
     "store.max_reference_share": {"sglang": _NO_LOST_BLOCKS, "tensorrt_llm": _NO_LOST_BLOCKS},
+    "store.hold_s": {"sglang": _NO_LOST_BLOCKS, "tensorrt_llm": _NO_LOST_BLOCKS},
     "store.checkpoint_tokens": {"sglang": _ONE_GROUP, "tensorrt_llm": _ONE_GROUP},
     "load.mode": {
         "sglang": NoEffect(

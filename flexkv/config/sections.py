@@ -129,8 +129,8 @@ class StoreConfig(Section):
         0.25,
         description="Share of the engine's blocks that no request holds any more and that may have a store in flight: "
         "a lazy store, or one that is begun after its request's end. When the engine hands such a block out again, its "
-        "next step waits a moment for the copy to end, so more of it makes steps wait. Blocks of live requests are "
-        "stored without this bound.",
+        "next step waits a moment for the copy to end, so more of it makes steps wait. Blocks of full attention "
+        "of live requests are stored without this bound.",
     )
     hold_s: Seconds = Field(
         2.0,
@@ -145,8 +145,8 @@ class StoreConfig(Section):
     )
     inflight_pages: Count = Field(
         65_536,
-        description="Pages of stores in flight at most. Beyond it a page waits while its request lives (vLLM), or is "
-        "dropped and counted, because a cache must never make the engine wait.",
+        description="Pages of stores in flight at most. Beyond it a page waits while its request lives and "
+        "`store.hold_s` after that (vLLM), or is dropped and counted, because a cache must never make the engine wait.",
     )
 
 

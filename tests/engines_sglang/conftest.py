@@ -37,7 +37,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 SPAWNED = ("test_linker", "test_hicache")
-"""Files whose engines start their processes as deployed; others fork them from one that has imported SGLang."""
+"""Files whose engines, but for the judge, start their processes as deployed. Others fork them from one that has
+imported SGLang."""
 
 
 @contextmanager

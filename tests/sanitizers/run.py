@@ -45,8 +45,8 @@ SHORT = {
         "tests/unit/transfer/test_engine_waits.py",
     ),
 }
-"""What is left of it in `make test`: every binding with wrong and with random arguments, and the engine's threads. What
-is behind the bindings runs in the native tests, under both sanitizers each time."""
+"""`--short`, the part that `make test` runs: every binding with wrong and with random arguments, and the engine's
+threads. What is behind the bindings runs in the native tests, under both sanitizers each time."""
 
 
 def main() -> None:

@@ -24,9 +24,10 @@ if TYPE_CHECKING:
     from flexkv.c_ext import StreamPoint
 
 NO_TICKET = Ticket(-1)
+"""Ticket of an op that was refused."""
+
 STORE_QUEUE_FULL = "the store lane's queue is full"
 """Reason of stores that found no place in it. The manager's side counts them: it may offer their blocks again."""
-"""Of an op that was refused."""
 
 FULL_WAIT_S = 0.002
 """How often a load that a forward waits for is tried again while its lane's queue is full."""

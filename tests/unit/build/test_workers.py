@@ -26,7 +26,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> str:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(TEST)
     (folder / "pytest.ini").write_text("[pytest]\n")
-    command = [sys.executable, "-m", "pytest", "-n", "2", "--dist", "loadscope", "-v", "-rP"]
+    command = [sys.executable, "-m", "pytest", "-n", "2", "-v", "-rP"]
     command += ["-p", "tests.conftest", "-p", "no:cacheprovider", "--import-mode=importlib"]
     done = subprocess.run(
         command,
@@ -66,4 +66,4 @@ def test_every_folder_has_its_place() -> None:
 
 def test_the_makefile_asks_for_it() -> None:
     done = subprocess.run(["make", "-n", "test"], capture_output=True, text=True, cwd=ROOT, timeout=60)
-    assert "-m pytest -n 2 --dist loadscope" in done.stdout
+    assert "-m pytest -n 2" in done.stdout
