@@ -78,6 +78,7 @@ GIVEN = {
     "store.tokens": "prompt",
     "store.partial_blocks": True,
     "store.max_reference_share": 0.5,
+    "store.hold_s": 5.0,
     "store.checkpoint_tokens": 512,
     "load.mode": "sync",
     "load.layer_hooks": "trust",
