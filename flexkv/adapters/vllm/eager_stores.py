@@ -145,10 +145,13 @@ class EagerStores(RequestStores):
             table = tracker.tables[group]
             end = min(certain_tokens // self._groups[group].block_tokens, len(table.ids))
             if end <= table.cursor:
+                table.has_pending = False
                 continue
             if tracker.stale:
                 self._taint(tracker, table.ids[table.cursor : end])
-                self.holds.count(end - table.cursor, "reset")
+                self.holds.count(
+                    sum(last - first for first, last in self._runs(tracker, group, end)), "reset"
+                )
                 table.cursor, table.has_pending = end, False
                 continue
             end = self._end_of(tracker, group, certain_tokens)
@@ -237,12 +240,15 @@ class EagerStores(RequestStores):
         graphs: list[TransferGraph] = []
         now_s = time.monotonic()
         for hold in self.holds:
-            self.holds.drop_lost(hold)
-            for group in self._full_groups:
-                if hold.pending(group):
-                    graphs += self._offer(hold.tracker, group, hold.ends[group], None, held=True)
-                    self._drop_unwatched(hold, group)
-            if not hold.pages:
+            has_changed = self.holds.drop_lost(hold)
+            # Without room a hold costs a step two comparisons, however many there are.
+            if len(self._full) < len(self._full_groups) and self._watch.room > 0:
+                has_changed = True
+                for group in self._full_groups:
+                    if hold.pending(group):
+                        graphs += self._offer(hold.tracker, group, hold.ends[group], None, held=True)
+                        self._drop_unwatched(hold, group)
+            if has_changed and not hold.pages:
                 self.holds.end(hold)
             elif now_s > hold.until_s:
                 self.holds.end(hold, "hold_expired")

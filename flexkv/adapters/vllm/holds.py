@@ -20,12 +20,14 @@ class Hold:
     Attributes:
         ends: per KV group, the end of its pending blocks: [`cursor`, end). Only groups of full attention have any.
         blocks: per KV group, what is watched of them; None where none is pending.
+        numbers: per KV group, where in the request each watched block lies.
         until_s: end of its time, in seconds of the monotonic clock.
     """
 
     tracker: RequestTracker
     ends: list[int]
     blocks: list[HeldBlocks | None]
+    numbers: list[dict[int, int]]
     until_s: float
 
     def pending(self, group: int) -> int:
@@ -67,24 +69,34 @@ class Holds:
             self._watch.hold(table.ids[table.cursor : end]) if end > table.cursor else None
             for table, end in zip(tracker.tables, ends, strict=True)
         ]
+        numbers = [
+            {block: number for number, block in enumerate(table.ids[table.cursor : end], table.cursor)}
+            for table, end in zip(tracker.tables, ends, strict=True)
+        ]
         self._of_request[tracker.request_id] = Hold(
-            tracker, list(ends), blocks, time.monotonic() + self._hold_s
+            tracker, list(ends), blocks, numbers, time.monotonic() + self._hold_s
         )
 
-    def drop_lost(self, hold: Hold) -> None:
-        """What the engine has taken is not to be stored any more, nor what lies behind it: no hit could reach that."""
+    def drop_lost(self, hold: Hold) -> bool:
+        """Drops the blocks that the engine has taken and all behind them: no hit reaches those. Returns whether there
+        were any."""
+        has_lost = False
         for group, blocks in enumerate(hold.blocks):
             if blocks is not None and blocks.lost:
+                has_lost = True
                 self.cut(hold, group, blocks.lost, "reset" if blocks.was_reset else "reused")
                 blocks.lost.clear()
+        return has_lost
 
     def cut(self, hold: Hold, group: int, lost: set[int], reason: str | None) -> None:
         """Ends a group's pending blocks before the first of these; counts them where there is a reason to name."""
-        table, end = hold.tracker.tables[group], hold.ends[group]
-        for number in range(table.cursor, end):
-            if table.ids[number] in lost:
-                self.cut_at(hold, group, number, reason)
-                return
+        numbers, cursor, end = hold.numbers[group], hold.tracker.tables[group].cursor, hold.ends[group]
+        # Blocks before the cursor have been offered and stay watched.
+        first = min(
+            (number for block in lost if cursor <= (number := numbers.get(block, -1)) < end), default=end
+        )
+        if first < end:
+            self.cut_at(hold, group, first, reason)
 
     def cut_at(self, hold: Hold, group: int, number: int, reason: str | None) -> None:
         """As `cut`, before block `number` of the request."""

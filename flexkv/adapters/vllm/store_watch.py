@@ -56,7 +56,11 @@ class StoreWatch(Protocol):
         """How many more blocks that no request holds may have a store in flight."""
 
     @property
-    def pool(self) -> BlockPool: ...
+    def has_pool(self) -> bool: ...
+    @property
+    def pool(self) -> BlockPool:
+        """The engine's pool; asked for only if `has_pool`."""
+
     def has_cached(self, block_hash: bytes) -> bool:
         """Whether the engine's own prefix cache has the block of a hash, as far as is known."""
 
@@ -78,6 +82,7 @@ class NoWatch:
     """For stores that end inside the step that computed their blocks: no block can be reused meanwhile."""
 
     room = 1 << 31
+    has_pool = False
 
     def __init__(self) -> None:
         self.ops: dict[OpId, BlockIds] = {}
@@ -129,6 +134,8 @@ class BlockWatch:
     The engine's pool knows one watcher a block. One that is there already (another connector's, or vLLM's own) is
     called after ours, and put back by `close`. One that takes our place later makes the block count as handed out.
     """
+
+    has_pool = True
 
     def __init__(self, pool: BlockPool, share: float) -> None:
         self._pool = pool

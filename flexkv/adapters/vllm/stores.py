@@ -169,6 +169,12 @@ class RequestStores(StoreMode):
         """Notes whether the request took blocks whose KV must not be stored from the engine's own cache."""
         if self._stale_hashes and not tracker.stale:
             blocks = self._watch.pool.blocks
+            # Nobody finds a block by a hash that it has no more.
+            self._stale_hashes = {
+                block: block_hash
+                for block, block_hash in self._stale_hashes.items()
+                if blocks[block].block_hash == block_hash
+            }
             tracker.stale = any(
                 self._stale_hashes.get(block, b"") == blocks[block].block_hash
                 for table in tracker.tables
@@ -178,7 +184,7 @@ class RequestStores(StoreMode):
     def _taint(self, tracker: RequestTracker, block_ids: Iterable[int]) -> None:
         """What was computed from KV that must not be stored is as bad, also for those who find it in the engine's
         cache."""
-        if tracker.stale:
+        if tracker.stale and self._watch.has_pool:
             blocks = self._watch.pool.blocks
             for block in block_ids:
                 if (block_hash := blocks[block].block_hash) is not None:

@@ -25,7 +25,7 @@ Make = Callable[..., MiniEngine]
 D2H = 1
 PAGES = 5
 PROMPT = list(range(100, 100 + BLOCK_TOKENS * PAGES + 3))
-FORMER_RETRY_STEPS = 16
+MANY_STEPS = 16
 REASONS = ("busy", "ended", "hold_expired", "no_slot", "preempted", "reference_limit", "reset", "reused")
 
 
@@ -88,7 +88,7 @@ def _wait_and_store(make_engine: Make) -> tuple[int, dict[str, int]]:
     engine, worker = two_in_flight(make_engine)
     engine.add(make_request(PROMPT, "one"))
     engine.step()
-    for _ in range(3 * FORMER_RETRY_STEPS):
+    for _ in range(3 * MANY_STEPS):
         engine.step({"one": 0})
     worker.movers[0].release()
     for _ in range(PAGES):
@@ -109,7 +109,7 @@ def test_control_a_request_that_gives_up_loses_pages(
 
     def give_up(self: EagerStores, tracker: Any, group: int, end: int, *rest: Any) -> Any:
         tries[0] += 1
-        if tries[0] > FORMER_RETRY_STEPS:
+        if tries[0] > MANY_STEPS:
             tracker.tables[group].cursor = end
         return offer(self, tracker, group, end, *rest)
 
@@ -196,7 +196,7 @@ def test_control_a_full_queue_loses_pages(make_engine: Make, monkeypatch: pytest
 def test_what_is_pending_at_the_end_is_stored_when_the_copies_before_it_end(make_engine: Make) -> None:
     engine, worker = hold_three(make_engine)
     assert engine.side.has_work, "the engine has to step on"
-    for _ in range(3 * FORMER_RETRY_STEPS):
+    for _ in range(3 * MANY_STEPS):
         engine.step({})
     worker.movers[0].release()
     assert stores_whole(engine)

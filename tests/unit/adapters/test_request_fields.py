@@ -15,6 +15,7 @@ from vllm.v1.request import Request
 from flexkv.adapters.vllm.request_fields import NO_END, KeptOut, RequestFields
 from flexkv.observe import Counters
 from tests.unit.adapters.mini_engine import MiniEngine
+from tests.unit.adapters.test_pending_stores import dropped, holds_of, two_in_flight
 from tests.unit.adapters.vllm_objects import BLOCK_TOKENS, make_request
 
 Make = Callable[..., MiniEngine]
@@ -208,3 +209,32 @@ def test_lazy_stores_end_at_the_first_block_that_is_kept_out(
     engine.step({})
     engine.drain()
     assert engine.stored_pages == stored
+
+
+@pytest.mark.parametrize(
+    ("asks", "held", "stored"),
+    [
+        ([None, None, None], 5, [0, 1, 2, 3, 4, 5, 6]),
+        ([None, SKIP, SAVE], 2, [0, 1, 5, 6]),
+        ([SKIP, SAVE, None], 2, [3, 4, 5, 6]),
+    ],
+)
+def test_pages_that_wait_for_room_leave_out_what_is_kept_out(
+    make_engine: Make, asks: list[dict[str, Any] | None], held: int, stored: list[int]
+) -> None:
+    """Two pages find room, the others when the request has ended. The first row is the control."""
+    engine, worker = two_in_flight(make_engine)
+    session = Session(engine, range(100, 110), asks[0])
+    session.go_on(range(110, 119), asks[1])
+    session.go_on(range(119, 128), asks[2])
+    engine.finish("session")
+    (hold,) = holds_of(engine)
+    assert hold.pages == held
+    worker.movers[0].release()
+    for _ in stored:
+        engine.drain()
+        engine.step({})
+    keys = engine.keys_of(session.request)
+    assert np.flatnonzero(engine.unit.manager.present(0, keys)).tolist() == stored
+    assert dropped(engine) == {}
+    assert not holds_of(engine)
