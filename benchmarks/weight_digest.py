@@ -102,7 +102,7 @@ def seconds(run: Callable[[], object]) -> float:
 
 
 def cpu_seconds(run: Callable[[], object]) -> float:
-    """Of all threads of this process."""
+    """CPU seconds of all threads of this process."""
     begun_s = time.process_time()
     run()
     return time.process_time() - begun_s
@@ -129,7 +129,7 @@ def main() -> None:
             rows["digest"].append(seconds(lambda: digest(files, background=False)))
             rows["background"].append(seconds(lambda: digest(files, background=True)))
     rates = {name: size / statistics.median(times) / GB for name, times in rows.items()}
-    # Of each round by itself: a shared machine is faster in one than in another.
+    # One ratio per round: a shared machine is faster in one than in another.
     ratios = {
         name: statistics.median(bare / own for bare, own in zip(rows["bare read"], rows[name], strict=True))
         for name in ("digest", "background")

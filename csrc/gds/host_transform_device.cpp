@@ -122,7 +122,7 @@ class HostTransformDevice : public TransformDevice {
     const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
     const uintptr_t begin = reinterpret_cast<uintptr_t>(memory) & ~(page - 1);
     const uintptr_t end = reinterpret_cast<uintptr_t>(memory) + static_cast<uintptr_t>(bytes);
-    // Of memory it only asks whether all of it is mapped: MS_ASYNC writes nothing.
+    // Asks only whether all of the memory is mapped: MS_ASYNC writes nothing.
     if (end > begin && msync(reinterpret_cast<void*>(begin), end - begin, MS_ASYNC) == 0) return {};
     return "not all of this memory is there";
   }

@@ -20,7 +20,7 @@ from flexkv.transfer.graph import BlockIds, OpId, OpResult, SlotIds, TransferGra
 KEY_BYTES = 16
 
 MOST_BLOCKS = 2**31
-"""Of one request: an engine numbers its blocks with 32 bits, and no request has more than all of them."""
+"""Most pages of one request: an engine numbers its blocks with 32 bits, and no request has more than all of them."""
 
 NO_BLOCK = -1
 """In place of an engine block: the engine keeps no page there."""

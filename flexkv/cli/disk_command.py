@@ -29,7 +29,7 @@ from flexkv.storage.weights_name import read_weights
 DAY_S = 86_400
 
 NAME_DIGITS = 16
-"""Of the name of weights that a table shows."""
+"""Hex digits of the name of weights that a table shows."""
 
 UNLISTED_EXIT_CODE = 1
 KEPT_EXIT_CODE = 1

@@ -31,7 +31,7 @@ MOST_RUN_BYTES = 256 << 10
 """Small tensors are read together up to this size."""
 
 EVEN_SAMPLES = 64
-"""Of a file whose tensors' places are not known."""
+"""Samples of a file whose tensors' places are not known."""
 
 MOST_READS, LEAST_READS, ALL_READS = 1024, 64, 16_384
 """Reads a file, at most and at least, and of all files: a hundred files share 16,384 reads, 163 each. From an NVMe
@@ -41,7 +41,7 @@ MOST_SMALL_BYTES, LEAST_SMALL_BYTES, ALL_SMALL_BYTES = 16 << 20, 1 << 20, 256 <<
 """The same of bytes of small tensors."""
 
 MOST_HEADER_BYTES = 100_000_000
-"""Of a safetensors file; the format's own limit."""
+"""Longest header of a safetensors file; the format's own limit."""
 
 READERS = 16
 

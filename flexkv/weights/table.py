@@ -26,7 +26,7 @@ LOCK_NAME = "weights.lock"
 VERSION = 1
 
 MOST_FILES = 4096
-"""Of the table; what was entered longest ago goes first."""
+"""Most rows of the table; what was entered longest ago goes first."""
 
 MOST_TABLE_BYTES = 16 << 20
 

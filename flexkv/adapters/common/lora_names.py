@@ -24,7 +24,7 @@ MOST_LINKS = 40
 """On the way to one file; Linux follows as many."""
 
 MOST_NAMED_BYTES = 1 << 30
-"""Of an adapter that is named while a request waits: most have a tenth of it, which takes a tenth of a second."""
+"""Largest adapter that is named while a request waits: most have a tenth of it, which takes a tenth of a second."""
 
 READ_BYTES = 1 << 20
 """At a time, of a file that is read whole."""

@@ -25,7 +25,7 @@ QUANTIZATION_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_con
 """How weights are quantised, where the model's own configuration does not say it."""
 
 MOST_BYTES = 64 << 20
-"""Of one file. The largest that we know is a tokenizer of 20 MiB."""
+"""Largest file that is read. The largest that we know is a tokenizer of 20 MiB."""
 
 
 def processor_files(model: str, revision: str | None = None) -> dict[str, Any]:

@@ -20,7 +20,7 @@ RUN = os.urandom(16)
 """Tells this run from all others."""
 
 DEFAULT_REVISION = "default"
-"""Of a draft model that is a hub's name: nothing says which commit of it is meant, so it names no weights for good."""
+"""Revision of a draft model given by its hub name: nothing says which commit is meant, so it names no weights."""
 
 NOT_IN_TOKENS = (
     "multimodal_hashes",

@@ -53,7 +53,7 @@ class LazyStores(RequestStores, CacheListener):
         self._block_of_key: dict[bytes, int] = {}
         self.suspects: dict[int, bytes] = {}
         self._key_parts: dict[int, tuple[bytes, bytes, bytes]] = {}
-        """Of a block whose hash does not tell its content: the hash, the namespace of the request that left it, and
+        """By block whose hash does not tell its content: the hash, the namespace of the request that left it, and
         what stands for the hash in its key."""
         self._passed_over: dict[int, bytes] = {}
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 PARAMS, EXTRA = "kv_transfer_params", "extra_args"
 SKIP_SAVE = "skip_save"
 PREFIX = "flexkv."
-"""Of flexkv's fields in the sampling parameters' `extra_args` (`vllm_xargs` over HTTP)."""
+"""Prefix of flexkv's fields in the sampling parameters' `extra_args` (`vllm_xargs` over HTTP)."""
 
 OF_OTHER_CONNECTORS = frozenset(
     (

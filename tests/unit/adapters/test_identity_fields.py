@@ -402,7 +402,7 @@ def test_the_draft_models_own_settings_are_in_the_keys(engines: dict[str, Any], 
 
 
 def test_a_setting_that_was_never_given_does_not_part_engines_that_share(text_folder: Path) -> None:
-    """Of the common scheme: what vLLM has by default is no reason to be apart."""
+    """Under the common scheme what vLLM has by default is no reason to be apart."""
     config = resolved(text_folder)
     assert identity_fields.unusual_settings(config) == {}
     config.model_config.model_impl = "transformers"

@@ -19,7 +19,7 @@ SAMPLE_OF = {"vllm": "vllm", "sglang": "sglang", "tensorrt-llm": "tensorrt_llm"}
 
 
 def uses(key: str) -> dict[str, str]:
-    """Of each engine "works" or why not.
+    """By engine: "works", or why not.
 
     Raises:
         KeyError: the tables say nothing of the setting, or two things.
