@@ -1,10 +1,18 @@
-// How much longer the stress tests run: FLEXKV_SOAK, 1 when it is not set.
+// How much longer the stress tests run: FLEXKV_SOAK, 1 when it is not set; and where they run shorter.
 #pragma once
 #include <cstdlib>
 #include <stdexcept>
 #include <string>
 
 namespace flexkv {
+
+// ThreadSanitizer makes every access of memory some ten times as slow. What differs only in sizes, or has one
+// thread, takes fewer of them there; threads meet as often.
+#ifdef __SANITIZE_THREAD__
+inline constexpr bool kThreadSanitizer = true;
+#else
+inline constexpr bool kThreadSanitizer = false;
+#endif
 
 inline int soak_factor() {
   const char* text = std::getenv("FLEXKV_SOAK");

@@ -11,6 +11,7 @@
 #include "rope/rotate.h"
 #include "rope/rotate_dispatch.h"
 #include "rope/rotate_kernel.cuh"
+#include "soak.h"
 
 using namespace flexkv;
 
@@ -157,7 +158,8 @@ void with_every_rotation(const Check& check) {
 
 TEST_CASE(
     "emulated: the copy kernel moves every byte of its runs and no other, whatever size and alignment") {
-  for (const int64_t run : {1, 15, 17, 144, 656, 1152, 4096, 8191, 8192, 8193, 73728}) {
+  const std::vector<int64_t> all = {1, 15, 17, 144, 656, 1152, 4096, 8191, 8192, 8193, 73728};
+  for (const int64_t run : kThreadSanitizer ? std::vector<int64_t>{15, 656, 8193} : all) {
     for (const int64_t skew : {0, 1, 4, 8}) {
       CAPTURE(run);
       CAPTURE(skew);

@@ -12,6 +12,7 @@
 #include "index/block_index.h"
 #include "index_steps.h"
 #include "most_recent.h"
+#include "soak.h"
 #include "two_queues.h"
 
 using namespace flexkv;
@@ -44,7 +45,7 @@ void take_random_steps(const PolicyKind& policy) {
     from.erase(from.begin() + static_cast<std::ptrdiff_t>(at));
     return taken;
   };
-  for (int step = 0; step < 20'000; ++step) {
+  for (int step = 0; step < (kThreadSanitizer ? 2'000 : 20'000); ++step) {
     const uint32_t group = random() % 2;
     const size_t begin = random() % 450, count = 1 + random() % 50;
     const auto range = std::span(universe).subspan(begin, std::min<size_t>(count, universe.size() - begin));
