@@ -18,8 +18,8 @@ MAX_IN_LINE = 4096
 """Requests in line at most; further ones go on without room."""
 
 MAX_TURN_S = 1.0
-"""So much of the time between two questions counts as waited at most. An engine that could run the request asks with
-every step; where it does not ask for longer, it has no place for the request itself."""
+"""At most this much of the time between two questions counts as waited. An engine that has room for the request asks at
+every step; a longer pause means that it has none."""
 
 
 class Turn(Enum):
@@ -60,8 +60,8 @@ class Place:
         need: what it lacks; of slots also those of what it had in host memory and leases no more.
         wait_s: it waits so long at most.
         waited_s: so far.
-        before: number of its last question but one, over all requests.
-        asked: of its last one.
+        before: number of the engine's last question but one about it; questions are numbered over all requests.
+        asked: number of the last question about it.
         asked_s: the clock then.
     """
 
@@ -129,7 +129,7 @@ class RoomLine:
                 found = index.find(part.group, keys, ready_only=False)
                 known = found[found != NO_ENTRY]
                 lacking = len(keys) - len(known)
-                # What lies there behind a gap is leased by nobody for the request, and must not be evicted for it.
+                # The request has no lease on pages behind a gap, which must not be evicted for it.
                 unleased = int(np.count_nonzero(index.pins_of(known) == 0)) if len(known) else 0
                 need.slots[owner] = need.slots.get(owner, 0) + lacking + unleased
                 need.pages[run.tier] = need.pages.get(run.tier, 0) + lacking
@@ -178,7 +178,7 @@ class RoomLine:
     # --- the line ---
 
     def take_turn(self, request_id: str, need: Need, wait_s: float) -> Turn:
-        """A lookup asks for room; one that is to wait has a place in the line from now on, others have none.
+        """A lookup asks for room. If its request must wait it gets a place in line, otherwise it leaves the line.
 
         Args:
             wait_s: seconds that it waits at most.
@@ -214,7 +214,7 @@ class RoomLine:
         place.before, place.asked, place.asked_s = place.asked, self._questions, now_s
 
     def _is_first(self, place: Place | None) -> bool:
-        """Whether nobody stands before the request who was asked about since its last question but one."""
+        """Whether the engine has asked about no request ahead of this one since its last question but one about it."""
         if place is None:
             return not self._places
         for other in self._places.values():
@@ -280,5 +280,5 @@ class RoomLine:
             self._tiers[tier].counts.no_room_pages += count
 
     def forget(self, request_id: str) -> None:
-        """The request has ended, or with an engine that does not ask again, its lookup."""
+        """Forgets the request at its end; for engines that do not ask again, at the end of its lookup."""
         self._without.discard(request_id)

@@ -179,7 +179,7 @@ def folder_hints(disk: DiskConfig) -> list[str]:
 
 
 def mode_hints(config: FlexKVConfig) -> list[str]:
-    """What a mode needs of an engine, of which nothing is known here."""
+    """What the load mode needs from the engine, which `flexkv info` cannot see."""
     mode = config.load.mode
     return [] if mode == "async" else [f"load.mode={mode}: {STEP_LOADS_NEED}"]
 

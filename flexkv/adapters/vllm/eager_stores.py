@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 PROBE_PAGES = 64
 PROBE_GROWTH = 4
-"""A request with pending pages offers so many of them at first, and so many times more each time that all found room:
-a step that has no room for them pays for one small offer, however many are pending, of however many requests."""
+"""A request with pending pages first offers this many, and PROBE_GROWTH times more each time all of them found room. So
+a step without room makes one small offer, however many pages of however many requests are pending."""
 
 
 class EagerStores(RequestStores):
@@ -68,7 +68,7 @@ class EagerStores(RequestStores):
             if tracker is not None:
                 certain = tracker.certain = self._certain_after_step(tracker, scheduled)
                 if self._boundaries.groups:
-                    # First: where there is not room for all, the blocks of full attention are offered again.
+                    # Windows go first: blocks of full attention can be offered again, they cannot.
                     self._note_end(tracker, tracker.request.num_computed_tokens + scheduled)
                     orders.stores += self._plan_boundaries(tracker, certain, output)
                 # Of what was generated the forwards of earlier steps wrote the KV: this one only reads it.
@@ -225,8 +225,8 @@ class EagerStores(RequestStores):
                 self.holds.count(end - first, reason)
 
     def _end_of_hold(self, tracker: RequestTracker, group: int, certain_tokens: int) -> int:
-        """The end of the pending blocks that are worth a hold; counts those after it. What lies behind a block that the
-        caller keeps out can be reached by no lookup."""
+        """The end of the pending blocks that are worth a hold; counts those after it. No lookup reaches blocks
+        behind one that the caller keeps out."""
         runs = list(self._runs(tracker, group, self._end_of(tracker, group, certain_tokens)))
         for first, end in runs[1:]:
             self.holds.count(end - first, "no_slot")
@@ -258,7 +258,7 @@ class EagerStores(RequestStores):
         return graphs
 
     def _drop_unwatched(self, hold: Hold, group: int) -> None:
-        """Another watcher took the place of ours, so that nobody says when the engine hands the next block out."""
+        """Drops pending blocks whose watcher was replaced: nothing would report their reuse."""
         table = hold.tracker.tables[group]
         if hold.pending(group) and not self._watch.still_held(table.ids[table.cursor : table.cursor + 1]):
             self.holds.cut_at(hold, group, table.cursor, "reused")
@@ -303,7 +303,7 @@ class EagerStores(RequestStores):
             return []
         prompt, shared = tracker.request.num_prompt_tokens, shared_tokens(tracker)
         spare = [self._boundaries.is_spare(boundary, prompt, shared) for boundary, _ in boundaries]
-        # What is spare comes last: it is what there need not be room for.
+        # Spare pages come last: they may be dropped.
         in_turn = sorted(zip(boundaries, spare, strict=True), key=lambda planned: planned[1])
         return [
             graph

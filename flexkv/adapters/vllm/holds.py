@@ -41,7 +41,7 @@ class Hold:
 
 
 class Holds:
-    """The holds of one engine, oldest first. What leaves one without being stored is counted by its reason.
+    """The holds of one engine, oldest first. Pages that leave a hold unstored are counted by reason.
 
     A block stands in as many holds as requests have left it, and each held block lies in the engine's free queue or is
     another request's prefix hit; so holds are bounded by the engine's pool and `hold_s`.

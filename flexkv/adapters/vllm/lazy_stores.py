@@ -1,5 +1,5 @@
-"""Lazy stores: what the engine is about to evict, read off its free queue; and, of a request that ends, what will be
-about to be evicted before the queue is looked at again."""
+"""Lazy stores: blocks that the engine is about to evict, read off its free queue; and, at a request's end, the blocks
+that the next step may take before the queue is read again."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class LazyStores(RequestStores, CacheListener):
             self._seen = (-1, -1)
 
     def offer_again(self, completion: Completion) -> bool:
-        """What is not published is offered again in any case, and counted where the engine was faster."""
+        """What is not published is offered again in any case, and counted if the engine evicts it first."""
         return True
 
     def on_evict(self, group: int, keys: Keys) -> None:
@@ -125,8 +125,8 @@ class LazyStores(RequestStores, CacheListener):
                 self.suspects.pop(block, None)  # it was computed again
         if tracker.namespace != self._namespace or tracker.block_keys.first_of_run() is not None:
             self._note_key_parts(tracker)
-        # Nor may be stored what the caller or `store.tokens` keeps out. From a page on that the caller keeps out none
-        # can be reached by a lookup, but for those that the engine's own cache gave.
+        # Blocks that the caller or `store.tokens` keeps out must not be stored. No lookup reaches blocks behind one
+        # that the caller keeps out, except through the engine's own cache.
         first = good
         if kept := tracker.kept_out.within(0, len(tracker.block_ids) * self._block_tokens):
             first = min(good, max(tracker.own_from, kept[0] // self._block_tokens))

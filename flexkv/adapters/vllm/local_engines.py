@@ -114,7 +114,7 @@ def check_agent(vllm_config: VllmConfig) -> None:
 @contextlib.contextmanager
 def ending_failed_start(config: VllmConfig) -> Iterator[None]:
     """Part of an engine's start. Where it fails, the worker's connector that it has made in this process ends:
-    vLLM would keep it, and every later engine would be refused beside one that there is not."""
+    vLLM would keep it, and every later engine would be refused because of one that no longer exists."""
     try:
         yield
     except BaseException:

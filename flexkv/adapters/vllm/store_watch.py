@@ -257,7 +257,7 @@ class BlockWatch:
                 self._held.pop(block, None)
 
     def still_held(self, block_ids: Sequence[int]) -> int:
-        """How many leading blocks lie under our watcher still: one that took its place would not say what it hears."""
+        """How many leading blocks still have our callback. A callback that replaced ours does not call it."""
         watchers = self._pool._reuse_watchers
         for number, block in enumerate(block_ids):
             if watchers.get(block) is not self._callback:
