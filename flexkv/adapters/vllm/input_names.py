@@ -5,7 +5,8 @@ vLLM puts the name of an input into the hashes of the blocks that it reaches int
 - a digest of the content, which holds for good;
 - a number that its front end counts up, where nothing of vLLM's own needs a digest: another run counts from 1 again;
 - what a client calls the input (`multi_modal_uuids`, `uuid` over HTTP): vLLM asks for names that are unique among those
-  it has cached, so that the next run's clients may give the same name to another image.
+  it has cached, so that the next run's clients may give the same name to another image. Where a request has options
+  too, vLLM hashes name and options; `name_marks` has such a hash begin with `client-`.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import TYPE_CHECKING
 
+from flexkv.adapters.vllm.name_marks import HASHER, marks_names
 from flexkv.observe import get_logger
 
 if TYPE_CHECKING:
@@ -41,10 +44,16 @@ SCALES_OF_THE_RUN = (
     "mm_encoder_fp8_scale_path to have it served after a restart and to other engines"
 )
 
+UNMARKED = (
+    "flexkv's vLLM plugin does not mark hashes of clients' names in this process, so nothing tells them from digests "
+    "of the content: what is stored of a prompt from its first image or other input on serves this run alone. Install "
+    "flexkv as a package where each of vLLM's processes runs, and name it in VLLM_PLUGINS where that is set"
+)
+
 CLIENTS_NAMES = (
     "a client names an input itself (%r): another run's clients may give the same name to another input, so what is "
     "stored of a prompt from such an input on serves this run alone. Inputs without a client's name, and those whose "
-    "name is a digest (64 or 128 hexadecimal digits), are served after a restart too"
+    "name is a digest (64 or 128 hexadecimal digits) without options of the request, are served after a restart too"
 )
 
 
@@ -80,7 +89,10 @@ class InputNames:
         has_own_scales = encoder_dtype is not None and not scales
         if has_own_scales:
             logger.warning(SCALES_OF_THE_RUN, encoder_dtype)
-        return cls(counted or has_own_scales)
+        is_unmarked = inputs is not None and not _are_names_marked()
+        if is_unmarked:
+            logger.warning(UNMARKED)
+        return cls(counted or has_own_scales or is_unmarked)
 
     def first_of_run(self, request: Request) -> int | None:
         """The first token of an input whose name stands for its content in this run alone; None without one."""
@@ -99,3 +111,13 @@ class InputNames:
         if not self.of_run and not self._has_warned:
             self._has_warned = True
             logger.warning(CLIENTS_NAMES, name)
+
+
+def _are_names_marked() -> bool:
+    """Whether hashes of clients' names are marked. The front end makes them, maybe in another process: what vLLM's
+    plugin did in this one stands for what it does in all."""
+    try:
+        hasher = import_module(HASHER)
+    except ModuleNotFoundError:
+        return False
+    return marks_names(hasher)

@@ -11,12 +11,16 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from vllm.multimodal import hasher
+from vllm.multimodal.hasher import MultiModalHasher
 from vllm.multimodal.parse import ImageProcessorItems, MultiModalDataItems, parse_mm_uuids
 from vllm.multimodal.processing.inputs import ProcessorInputs
 from vllm.renderers.base import BaseRenderer
 
 from flexkv.adapters.vllm.block_keys import EngineBlockKeys
 from flexkv.adapters.vllm.input_names import DIGEST, InputNames
+from flexkv.adapters.vllm.name_marks import PREFIX, marks_names
+from flexkv.adapters.vllm.plugin import register
 from tests.unit.adapters.disk_engines import in_turn
 from tests.unit.adapters.mini_engine import MiniEngine
 from tests.unit.adapters.vllm_objects import BLOCK_TOKENS, image, make_request
@@ -59,6 +63,16 @@ def config(prefix_caching: bool, cache_gb: float, multimodal: bool = True) -> An
         model_config=SimpleNamespace(multimodal_config=inputs if multimodal else None),
         cache_config=SimpleNamespace(enable_prefix_caching=prefix_caching),
     )
+
+
+PLAIN = MultiModalHasher.__dict__["hash_kwargs"]
+
+
+@pytest.fixture(autouse=True)
+def of_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's hasher as its plugin leaves it; as it was when the test ends."""
+    monkeypatch.setattr(MultiModalHasher, "hash_kwargs", PLAIN)
+    register()
 
 
 @pytest.fixture
@@ -170,7 +184,13 @@ def test_the_parent_of_a_tail_is_the_runs_after_the_image() -> None:
 # --- how vLLM names them ---
 
 
-def vllm_names(described: Any, uuid: str | None, options: dict[str, Any], algorithm: str) -> list[str]:
+def vllm_names(
+    described: Any,
+    uuid: str | None,
+    options: dict[str, Any],
+    algorithm: str,
+    media: dict[str, Any] | None = None,
+) -> list[str]:
     """What vLLM's own front end calls an image."""
     picture = Image.new("RGB", (4, 4), (1, 2, 3))
     items = MultiModalDataItems({"image": ImageProcessorItems([picture])})
@@ -180,7 +200,7 @@ def vllm_names(described: Any, uuid: str | None, options: dict[str, Any], algori
     uuids = BaseRenderer._process_mm_uuids(
         front, {}, items, parse_mm_uuids({"image": [uuid]} if uuid else None), "renderer0-mm-1"
     )
-    inputs = ProcessorInputs([], items, uuids, hf_processor_mm_kwargs=options)
+    inputs = ProcessorInputs([], items, uuids, hf_processor_mm_kwargs=options, media_io_kwargs=media or {})
     return list(inputs.get_mm_hashes("model", algorithm)["image"])
 
 
@@ -198,8 +218,7 @@ def test_vllms_names_are_taken_for_what_they_are(
     is_counted = not prefix_caching and cache_gb == 0
     assert names.of_run is is_counted
     assert names.first_of_run(request) == (IMAGE_AT if is_counted else None)
-    # With options of the request vLLM hashes the number: only the configuration tells that it is one.
-    assert bool(DIGEST.fullmatch(name)) is (not is_counted or bool(options))
+    assert bool(DIGEST.fullmatch(name)) is not is_counted
 
 
 def test_a_clients_name_holds_for_the_run_unless_it_is_a_digest() -> None:
@@ -209,6 +228,63 @@ def test_a_clients_name_holds_for_the_run_unless_it_is_a_digest() -> None:
         assert name == uuid
         request = make_request(PROMPT, mm_features=[image(name, IMAGE_AT, 3)])
         assert InputNames.of(described).first_of_run(request) == expected, uuid
+
+
+WITH_OPTIONS = [
+    pytest.param({"size": 3}, {}, id="processor"),
+    pytest.param({}, {"image": {"rgba_background_color": [1, 2, 3]}}, id="media"),
+]
+
+
+@pytest.mark.parametrize("uuid", ["cat", CAT])
+@pytest.mark.parametrize(("options", "media"), WITH_OPTIONS)
+def test_a_clients_name_that_vllm_hashes_with_options_holds_for_the_run(
+    options: dict[str, Any], media: dict[str, Any], uuid: str
+) -> None:
+    described = config(True, 4)
+    names = InputNames.of(described)
+    [name] = vllm_names(described, uuid, options, "blake3", media)
+    assert names.first_of_run(make_request(PROMPT, mm_features=[image(name, IMAGE_AT, 3)])) == IMAGE_AT
+    [other] = vllm_names(described, "dog", options, "blake3", media)
+    assert name != other
+    [content] = vllm_names(described, None, options, "blake3", media)
+    assert names.first_of_run(make_request(PROMPT, mm_features=[image(content, IMAGE_AT, 3)])) is None
+
+
+@pytest.mark.parametrize(("options", "media"), WITH_OPTIONS)
+def test_control_without_the_plugin_such_a_hash_passes_for_content(
+    options: dict[str, Any], media: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MultiModalHasher, "hash_kwargs", PLAIN)
+    [name] = vllm_names(config(True, 4), "cat", options, "blake3", media)
+    assert DIGEST.fullmatch(name)
+    assert InputNames().first_of_run(make_request(PROMPT, mm_features=[image(name, IMAGE_AT, 3)])) is None
+
+
+def test_a_marked_name_that_a_model_hashes_again_stays_marked() -> None:
+    """As Qwen3-VL does for videos with options of their own."""
+    again = MultiModalHasher.hash_kwargs("blake3", mm_hash=f"{PREFIX}{CAT}", fps=2)
+    assert again.startswith(PREFIX)
+    assert DIGEST.fullmatch(MultiModalHasher.hash_kwargs("blake3", mm_hash=CAT, fps=2))
+
+
+@pytest.mark.parametrize("multimodal", [True, False])
+def test_inputs_serve_their_run_alone_where_nothing_marks_clients_names(
+    multimodal: bool, monkeypatch: pytest.MonkeyPatch, logged: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(MultiModalHasher, "hash_kwargs", PLAIN)
+    assert InputNames.of(config(True, 4, multimodal)).of_run is multimodal
+    assert ("VLLM_PLUGINS" in logged.text) is multimodal
+
+
+def test_a_hasher_of_another_kind_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, logged: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(hasher, "MultiModalHasher", object)
+    register()
+    assert "hashes inputs elsewhere" in logged.text
+    assert not marks_names(hasher)
+    assert InputNames.of(config(True, 4)).of_run
 
 
 def test_an_adapters_name_before_the_digest_changes_nothing() -> None:

@@ -20,6 +20,13 @@ class KVConnectorFactory:
         cls._registry[name] = (module_path, class_name)
 """
 OF_ANOTHER_VERSION = "class KVConnectorFactory: pass"
+HASHER_MODULE = """
+class MultiModalHasher:
+    @classmethod
+    def hash_kwargs(cls, name, /, **values):
+        return name
+"""
+HASH = "print(h.hash_kwargs('a', model_id='m', image='cat'), h.hash_kwargs('b', model_id='m', image=b'cat'))"
 SHOW = f"import {FACTORY} as factory; print(factory.KVConnectorFactory._registry)"
 KNOWN = "{'FlexKVConnector': ('flexkv.adapters.vllm', 'FlexKVConnector')}"
 
@@ -58,6 +65,14 @@ def test_a_process_without_a_connector_imports_nothing_for_it() -> None:
 def test_the_name_is_known_whenever_the_factory_is_imported(stand_in: Path, program: str) -> None:
     done = run(program, stand_in)
     assert (done.stdout.strip(), done.stderr) == (KNOWN, "")
+
+
+def test_hashes_of_clients_names_are_marked_whenever_the_hasher_is_imported(stand_in: Path) -> None:
+    (stand_in / "vllm/multimodal").mkdir()
+    (stand_in / "vllm/multimodal/hasher.py").write_text(HASHER_MODULE)
+    for begin in (REGISTER, f"import vllm.multimodal.hasher\n{REGISTER}"):
+        done = run(f"{begin}\nfrom vllm.multimodal.hasher import MultiModalHasher as h\n{HASH}", stand_in)
+        assert (done.stdout.split(), done.stderr) == (["client-a", "b"], "")
 
 
 def test_a_name_that_is_taken_stays(stand_in: Path) -> None:

@@ -1,0 +1,59 @@
+"""Marks the hashes that vLLM makes of a client's name instead of an input's content, in the process that makes them.
+
+Where a request gives an input a name and has options of its own for it (`mm_processor_kwargs`, `media_io_kwargs`), vLLM
+hashes the name with the options. The result has the form of a digest of the content, and a scheduler could not tell it
+from one. With the mark it has another form.
+
+vLLM loads this in each of its processes, so nothing heavy is imported here.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import ModuleType
+from typing import Any
+
+HASHER = "vllm.multimodal.hasher"
+"""Where vLLM makes every hash of an input."""
+
+PREFIX = "client-"
+"""Before a hash of a client's name; no digest begins with it."""
+
+_IS_MARKING = "flexkv_marks_names"
+MODEL = "model_id"
+EARLIER = "mm_hash"
+"""A name that vLLM made itself and hashes once more, with the options of one of several videos."""
+
+
+def mark_names(hasher: ModuleType) -> None:
+    """Has the module's hashes of names begin with `PREFIX` from now on. May be called again.
+
+    Raises:
+        AttributeError: this version of vLLM makes its hashes elsewhere.
+    """
+    owner = hasher.MultiModalHasher
+    plain = owner.hash_kwargs
+    if getattr(plain, _IS_MARKING, False):
+        return
+
+    @functools.wraps(plain)
+    def hash_kwargs(cls: type, /, *arguments: Any, **values: Any) -> str:
+        name = str(plain(*arguments, **values))
+        return PREFIX + name if _has_clients_name(values) else name
+
+    setattr(hash_kwargs, _IS_MARKING, True)
+    owner.hash_kwargs = classmethod(hash_kwargs)
+
+
+def marks_names(hasher: ModuleType) -> bool:
+    """Whether this process marks hashes of names."""
+    plain = getattr(getattr(hasher, "MultiModalHasher", None), "hash_kwargs", None)
+    return bool(getattr(plain, _IS_MARKING, False))
+
+
+def _has_clients_name(values: dict[str, Any]) -> bool:
+    """Inputs are bytes, arrays, pictures and the like: a text in the place of one is the name that a client gave."""
+    return any(
+        isinstance(value, str) and (value.startswith(PREFIX) if name == EARLIER else name != MODEL)
+        for name, value in values.items()
+    )
