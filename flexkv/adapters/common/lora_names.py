@@ -23,8 +23,8 @@ CONFIG_NAME = "adapter_config.json"
 MOST_LINKS = 40
 """On the way to one file; Linux follows as many."""
 
-MOST_NAMED_BYTES = 1 << 30
-"""Largest adapter that is named while a request waits: most have a tenth of it, which takes a tenth of a second."""
+MOST_NAMED_BYTES = 128 << 20
+"""Largest adapter that is named while a request waits, and the engine's scheduler with it: a tenth of a second."""
 
 READ_BYTES = 1 << 20
 """At a time, of a file that is read whole."""
@@ -58,7 +58,7 @@ class Stamp:
                 if file.is_symlink():
                     route += _walk(place, file.name)[1]
             found = [(file.name, file.stat()) for file in files]
-        except OSError:
+        except (OSError, ValueError):  # there is no such file, or can be none by this name
             return cls()
         return cls(
             tuple((n, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino) for n, s in found), tuple(route)
@@ -103,6 +103,7 @@ def _walk(base: str, path: str) -> tuple[str, list[tuple[int, int, int]]]:
 
 class LoraNames:
     """Names of adapters' contents, one for each path, made when the path is met first or its files have changed.
+    Whatever goes wrong meanwhile leads to a name of this process alone: who asks is the engine's scheduler.
 
     Looking costs a few stats a call. To make a name, all of weights and configuration is read while a request waits,
     as much as the engine reads to load the adapter. One of more than `MOST_NAMED_BYTES` gets a name of this process
@@ -124,7 +125,8 @@ class LoraNames:
     def name(self, path: str) -> str:
         """The name of the content at `path` (a folder, or a hub name): equal for equal content in every process,
         but for a name of this process alone (see above)."""
-        folder = Path(path).expanduser()
+        # Unlike Path's, it takes the home of a user who is not here for a name like any other.
+        folder = Path(os.path.expanduser(path))
         stamp = Stamp.of(folder)
         known = self._named.get(path)
         if known is None or known[0] != stamp:
@@ -137,8 +139,11 @@ class LoraNames:
                 raise ConfigError(f"adapter {folder} is another than at an earlier request")
             return content_before(folder, self._since_ns, MOST_NAMED_BYTES)
         except ConfigError as error:
-            logger.warning("%s; KV computed with it is found again in this run only", error)
-            return f"run:{os.urandom(16).hex()}"
+            reason = str(error)
+        except Exception as error:  # no memory or no thread for the digest, say: the engine must go on
+            reason = f"adapter {folder} was not read ({type(error).__name__}: {error})"
+        logger.warning("%s; KV computed with it is found again in this run only", reason)
+        return f"run:{os.urandom(16).hex()}"
 
 
 def content_before(folder: Path, since_ns: int, most_bytes: int | None = None) -> str:

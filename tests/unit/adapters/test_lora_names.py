@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import shutil
 import time
@@ -12,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from flexkv.adapters.common.lora_names import LoraNames, content_before
+from flexkv.adapters.common import lora_names
+from flexkv.adapters.common.lora_names import MOST_NAMED_BYTES, LoraNames, content_before
 from flexkv.errors import ConfigError
 from flexkv.weights.files import process_start_ns
 from tests.unit.adapters.mini_engine import MiniEngine
@@ -87,6 +89,45 @@ def test_what_is_not_here_is_of_this_run_alone(tmp_path: Path) -> None:
     assert names().name("somebody/adapter") != known.name("somebody/adapter")
     (tmp_path / "empty").mkdir()
     assert known.name(str(tmp_path / "empty")).startswith("run:")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("can't start new thread"), OSError("disk"), MemoryError(), ConfigError("no weights")],
+)
+def test_an_adapter_that_cannot_be_read_is_of_this_run_alone_and_one_warning(
+    tmp_path: Path, error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A request of the engine's scheduler asks for the name: no error may reach it."""
+
+    def fail(*_: Any) -> str:
+        raise error
+
+    monkeypatch.setattr(logging.getLogger("flexkv"), "propagate", True)
+    monkeypatch.setattr(lora_names, "whole_identity", fail)
+    known, folder = names(), write(tmp_path / "a")
+    first = known.name(str(folder))
+    assert first.startswith("run:")
+    assert known.name(str(folder)) == first
+    [record] = caplog.records
+    assert str(error) in record.getMessage()
+    assert "this run only" in record.getMessage()
+
+
+@pytest.mark.parametrize("path", ["~nobody-of-this-name/adapter", "nul\0in it", "", "a" * 5000])
+def test_a_path_that_no_file_can_have_is_of_this_run_alone(path: str) -> None:
+    assert names().name(path).startswith("run:")
+
+
+def test_no_more_is_read_than_fits_the_wait_of_a_request(tmp_path: Path) -> None:
+    folder = write(tmp_path / "a")
+    with (folder / "adapter_model.safetensors").open("r+b") as file:
+        file.truncate(MOST_NAMED_BYTES)
+    assert names().name(str(folder)).startswith("content:"), "the control"
+    with (folder / "adapter_model.safetensors").open("r+b") as file:
+        file.truncate(MOST_NAMED_BYTES + 1)
+    assert names().name(str(folder)).startswith("run:")
+    assert MOST_NAMED_BYTES <= 128 << 20
 
 
 def download(repository: Path, weights: bytes = b"one", adapter: str = "") -> Path:
