@@ -7,6 +7,7 @@ is made from this table.
 from __future__ import annotations
 
 from flexkv.adapters.common.identity_table import FieldTable
+from flexkv.adapters.common.loader_settings import EXTRA_RULE, FORMAT_RULE, files_of_format, loader_settings
 
 TOKENS = "decides tokens, which are in each page's hash"
 SAMPLING = "the last hidden states alone, not KV"
@@ -33,7 +34,7 @@ ARGUMENTS = FieldTable(
     taken=_names(
         """
         model_impl model_config_parser modelopt_quant modelopt_checkpoint_restore_path
-        quantize_and_serve rl_quant_profile model_loader_extra_config custom_weight_loader kt_weight_path
+        quantize_and_serve rl_quant_profile custom_weight_loader kt_weight_path
         kt_method moe_runner_backend fp8_gemm_runner_backend fp4_gemm_runner_backend
         flashinfer_mxfp4_moe_precision enable_w4a4_mxfp4_megamoe deepep_dispatcher_output_dtype
         enable_quant_communications qsa_indexer_dtype enable_deepseek_v4_fp4_indexer
@@ -42,12 +43,18 @@ ARGUMENTS = FieldTable(
         enable_dsa_cache_layer_split speculative_algorithm
         """
     ),
+    read={
+        "load_format": (
+            f"{FORMAT_RULE}; dummy: the weights are random, and the seed is in the key",
+            files_of_format,
+        ),
+        "model_loader_extra_config": (EXTRA_RULE, loader_settings),
+    },
     elsewhere={
         "model_path": "the weights: the hub's commit, samples of the files, or `identity.model`; with "
         "them the files that say how weights are quantised",
         "revision": "with `model_path`",
         "random_seed": "where the weights are random (`load_format` dummy)",
-        "load_format": "dummy: the weights are random, and the seed is in the key",
         "dtype": "as SGLang has resolved it",
         "kv_cache_dtype": "as the pool has it",
         "quantization": "as SGLang has resolved it",

@@ -8,6 +8,7 @@ them. One that is not here is not in the key.
 from __future__ import annotations
 
 from flexkv.adapters.common.identity_table import FieldTable
+from flexkv.adapters.common.loader_settings import FORMAT_RULE, files_of_format
 
 SCHEDULING = "which requests a step computes, and when"
 MEMORY = "memory: how much there is, and where"
@@ -21,6 +22,12 @@ ARGUMENTS = FieldTable(
     "TorchLlmArgs",
     "",
     taken=("checkpoint_format", "nvfp4_gemm_config"),
+    read={
+        "load_format": (
+            f"{FORMAT_RULE}; dummy: the weights are random, and keys serve one run",
+            files_of_format,
+        )
+    },
     elsewhere={
         "model": "the weights: the hub's commit, samples of the files, or `identity.model`; the model's `config.json`; "
         "and the files that say how weights are quantised",
@@ -29,7 +36,6 @@ ARGUMENTS = FieldTable(
         "dtype": "by name",
         "quant_config": "whole",
         "speculative_config": "whole",
-        "load_format": "dummy: the weights are random, and keys serve one run",
         "trust_remote_code": "where it is on, by the content of the Python files in the model's folder",
         "moe_config": "its `backend`: some quantise what goes into the experts",
         "kv_cache_config": "its `dtype`; the tokens per block are those of the pool",

@@ -24,7 +24,7 @@ from flexkv.adapters.common.model_files import (
 )
 from flexkv.adapters.common.model_identity import long_rope_choice, plain_config
 from flexkv.adapters.common.weights import resolved_commit, weights_content, weights_identity
-from flexkv.adapters.vllm.identity_fields import LORA, MODEL, SPECULATIVE, settings_of, unusual_settings
+from flexkv.adapters.vllm.identity_fields import LOAD, LORA, MODEL, SPECULATIVE, settings_of, unusual_settings
 from flexkv.adapters.vllm.input_names import RUN_NAME_BYTES
 from flexkv.adapters.vllm.pool_geometry import PoolGeometry
 from flexkv.config import FlexKVConfig
@@ -249,5 +249,7 @@ def _draft(speculative: SpeculativeConfig, seed: int) -> dict[str, Any]:
             "architecture": plain_config(draft.hf_text_config.to_dict()),
             "files": _files(draft, inputs=False),
             "settings": MODEL.values(draft),
+            # Without one of its own a draft is loaded as the model is.
+            "load": LOAD.values(load) if load is not None else None,
         }
     return said

@@ -11,7 +11,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
 from flexkv.adapters.common.identity_table import FieldTable
-from flexkv.adapters.common.model_identity import plain_config
+from flexkv.adapters.common.loader_settings import EXTRA_RULE, FORMAT_RULE, files_of_format, loader_settings
 
 ROUNDING = "another order of the same sums: rounding, as another batch gives it"
 MEMORY = "memory: how much there is, and where"
@@ -369,8 +369,14 @@ PARALLEL = FieldTable(
 LOAD = FieldTable(
     "LoadConfig",
     "load_config",
-    taken=("model_loader_extra_config", "ignore_patterns"),
-    elsewhere={"load_format": "dummy: the weights are random, and the seed is in the key"},
+    taken=("ignore_patterns",),
+    read={
+        "load_format": (
+            f"{FORMAT_RULE}; dummy: the weights are random, and the seed is in the key",
+            files_of_format,
+        ),
+        "model_loader_extra_config": (EXTRA_RULE, loader_settings),
+    },
     left_out={
         SPEED: (
             "safetensors_load_strategy",
@@ -444,7 +450,7 @@ TABLES = (*OF_ALL, PARALLEL, LORA, SPECULATIVE)
 COMMON_TOO = {
     ENGINE: ("additional_config",),
     MODEL: ("quantization_config", "model_impl", "model_class_overrides"),
-    LOAD: ("model_loader_extra_config",),
+    LOAD: ("load_format", "model_loader_extra_config"),
     ATTENTION: ("disable_flashinfer_q_quantization", "use_prefill_query_quantization", "use_non_causal"),
     KERNEL: ("moe_backend", "linear_backend", "linear_backend_per_quant"),
 }
@@ -471,12 +477,16 @@ def unusual_settings(config: Any) -> dict[str, Any]:
     for table, names in COMMON_TOO.items():
         owner = object_at(config, table.path)
         usual, values = dict(_defaults(owner)), table.values(owner)
-        said |= {name: values[name] for name in names if name in usual and values[name] != usual[name]}
+        said |= {
+            name: values[name]
+            for name in names
+            if name in usual and values[name] != table.value(name, usual[name])
+        }
     return said
 
 
 def _defaults(owner: Any) -> Iterator[tuple[str, Any]]:
-    """Default values of a configuration object's fields, as plain values."""
+    """Default values of a configuration object's fields."""
     if owner is None or not is_dataclass(owner):
         return
     for item in fields(owner):
@@ -488,7 +498,7 @@ def _defaults(owner: Any) -> Iterator[tuple[str, Any]]:
         elif hasattr(default, "get_default"):
             default = default.get_default(call_default_factory=True)
         if default is not MISSING:
-            yield item.name, plain_config(default)
+            yield item.name, default
 
 
 def markdown() -> str:

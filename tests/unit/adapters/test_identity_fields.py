@@ -206,7 +206,7 @@ def wrong_fields(table: FieldTable, engines: dict[str, Any]) -> tuple[list[str],
         # Objects with tables of their own are compared field by field.
         left_out = [name for name in left_out if name not in ENGINE.left_out[identity_fields.OTHERS]]
     return (
-        [name for name in table.taken if keys(varied(config, table.path, name)) == usual],
+        [name for name in (*table.taken, *table.read) if keys(varied(config, table.path, name)) == usual],
         [name for name in left_out if keys(varied(config, table.path, name)) != usual],
     )
 
@@ -269,6 +269,38 @@ def test_an_argument_that_decides_what_an_image_becomes_changes_the_keys(
     assert namespace(resolved(image_folder, **arguments)) != namespace(
         resolved(image_folder, dtype="float32")
     )
+
+
+@pytest.mark.parametrize("scheme", ["engine", "common"])
+def test_formats_that_read_other_files_have_other_keys(text_folder: Path, scheme: str) -> None:
+    geometry = one_group(32, 32, 100, ("l.0", "l.1"), "float16")
+    settings = load_config({"keys.scheme": scheme}, {})
+
+    def keys(load_format: str) -> bytes:
+        described = resolved(text_folder, dtype="float16", load_format=load_format)
+        return engine_namespace(described, geometry, settings)
+
+    usual = keys("auto")
+    same = ["hf", "safetensors", "fastsafetensors", "runai_streamer", "instanttensor"]
+    assert [name for name in same if keys(name) != usual] == []
+    # The first reads *.pt, the second *.bin, the third those with Mistral's names.
+    others = [keys(name) for name in ("pt", "npcache", "mistral", "sharded_state")]
+    assert len({usual, *others}) == 5
+
+
+@pytest.mark.parametrize("scheme", ["engine", "common"])
+def test_how_fast_a_loader_reads_changes_no_key(text_folder: Path, scheme: str) -> None:
+    geometry = one_group(32, 32, 100, ("l.0", "l.1"), "float16")
+    settings = load_config({"keys.scheme": scheme}, {})
+
+    def keys(**extra: Any) -> bytes:
+        described = resolved(text_folder, dtype="float16", model_loader_extra_config=extra)
+        return engine_namespace(described, geometry, settings)
+
+    usual = keys()
+    assert keys(enable_multithread_load=True, num_threads=4) == usual
+    assert keys(concurrency=16, memory_limit=1 << 30, distributed=True) == usual
+    assert keys(pattern="other-{rank}.safetensors") != usual, "the control"
 
 
 LEFT_OUT = {

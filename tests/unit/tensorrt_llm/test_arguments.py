@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -202,6 +203,19 @@ def test_taken_arguments_change_the_namespace_and_left_out_ones_do_not() -> None
     left_out = [name for names in ARGUMENTS.left_out.values() for name in names if name not in refused]
     assert [name for name in left_out if keys(**{name: 7}) != usual] == []
     assert keys(moe_config=SimpleNamespace(backend=None, max_num_tokens=9)) == usual
+
+
+def test_a_format_that_reads_other_files_has_other_keys() -> None:
+    class LoadFormat(Enum):
+        AUTO = 0
+        VISION_ONLY = 2
+
+    def keys(load_format: Any) -> bytes:
+        given = EngineArguments.of(arguments(load_format=load_format))
+        return engine_namespace(given, load_config({"identity.model": "m"}, {}), 4)
+
+    assert keys("auto") == keys(LoadFormat.AUTO) == keys(None)
+    assert keys("vision_only") == keys(LoadFormat.VISION_ONLY) != keys("auto")
 
 
 def test_files_of_quantisation_and_code_are_in_the_namespace(tmp_path: Path) -> None:
