@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
-from flexkv import c_ext
 from flexkv.errors import DiskError
-from flexkv.storage.folder import sync_folder
-from flexkv.storage.private_files import open_private
+from flexkv.storage.durable_line import line_digest, write_line
 
 MOST_BYTES = 64
 
@@ -24,15 +21,7 @@ def write_number(path: Path, number: int) -> None:
     Raises:
         OSError: it could not be written.
     """
-    new = path.with_name(f"{path.name}.new")
-    fd = open_private(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    try:
-        os.write(fd, f"{number} {_digest(str(number))}\n".encode())
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-    os.replace(new, path)
-    sync_folder(path.parent)
+    write_line(path, str(number))
 
 
 def read_number(path: Path, most: int) -> int | None:
@@ -52,7 +41,7 @@ def read_number(path: Path, most: int) -> int | None:
     number, space, digest = line.partition(" ")
     is_number = number.isascii() and number.isdecimal() and len(number) <= len(str(most))
     whole = newline and not rest and is_number and int(number) <= most
-    if not whole or (space and digest != _digest(number)):
+    if not whole or (space and digest != line_digest(number)):
         raise DamagedNumberError(f"{path}: {text[:40]!r} is no number with its digest")
     return int(number)
 
@@ -66,7 +55,3 @@ def number_if_whole(
     except DamagedNumberError as error:
         damaged(str(error))
         return None
-
-
-def _digest(text: str) -> str:
-    return f"{c_ext.run_digest(text.encode()):016x}"

@@ -150,10 +150,9 @@ class StripedSlabs(Volumes):
             if volume is None:
                 self._rows.append([None] * len(self._codecs))
                 continue
-            self._weights.begin(
-                disk, volume.folder, has_pages=not volume.is_new and volume.index.epoch == self._epoch
-            )
+            has_pages = not volume.is_new and volume.index.epoch == self._epoch
             try:
+                self._weights.begin(disk, volume.folder, has_pages)
                 volume.begin_use(opens, self._epoch)
                 rows = [rows[: self._slots].copy() for rows in volume.index.rows]
                 journal = self._journals[disk] = Journal(

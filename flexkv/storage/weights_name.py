@@ -4,15 +4,14 @@ the weights' content, and the epoch whose pages they are."""
 from __future__ import annotations
 
 import logging
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from flexkv import c_ext
+from flexkv.errors import DiskError
 from flexkv.observe import NamedThread
+from flexkv.storage.durable_line import line_digest, write_line
 from flexkv.storage.folder import sync_folder
-from flexkv.storage.private_files import open_private
 
 logger = logging.getLogger(__name__)
 
@@ -28,17 +27,7 @@ def write_weights(folder: Path, weights: bytes, epoch: int) -> None:
     Raises:
         OSError: it could not be written.
     """
-    path = folder / WEIGHTS_NAME
-    new = path.with_name(f"{WEIGHTS_NAME}.new")
-    said = f"{weights.hex()} {epoch}"
-    fd = open_private(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    try:
-        os.write(fd, f"{said} {_digest(said)}\n".encode())
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-    os.replace(new, path)
-    sync_folder(folder)
+    write_line(folder / WEIGHTS_NAME, f"{weights.hex()} {epoch}")
 
 
 def read_weights(folder: Path) -> tuple[bytes, int] | None:
@@ -50,7 +39,7 @@ def read_weights(folder: Path) -> tuple[bytes, int] | None:
     except OSError:
         return None
     line = LINE.fullmatch(text)
-    if line is None or _digest(f"{line[1]} {line[2]}") != line[3]:
+    if line is None or line_digest(f"{line[1]} {line[2]}") != line[3]:
         return None
     return bytes.fromhex(line[1]), int(line[2])
 
@@ -66,7 +55,14 @@ class NamedDisks:
         self._thread: NamedThread | None = None
 
     def begin(self, disk: int, folder: Path, has_pages: bool) -> None:
-        """A disk is in use from now on."""
+        """A disk is to be used. Where it has no pages, what was written of those before is taken away first: their
+        weights must not name the pages that are written until the next name is durable.
+
+        Raises:
+            DiskError: it could not be taken away, so the disk must not be used.
+        """
+        if not has_pages:
+            _forget(folder)
         self._folders[disk] = folder
         self._named[disk] = read_weights(folder)
         if has_pages:
@@ -95,6 +91,17 @@ class NamedDisks:
             self._thread.join(wait_s)
 
 
+def _forget(folder: Path) -> None:
+    path = folder / WEIGHTS_NAME
+    try:
+        path.unlink()
+        sync_folder(folder)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise DiskError(f"{path} could not be removed: {error.strerror}") from error
+
+
 def _write_all(folders: Sequence[Path], weights: bytes, epoch: int) -> None:
     for folder in folders:
         try:
@@ -105,7 +112,3 @@ def _write_all(folders: Sequence[Path], weights: bytes, epoch: int) -> None:
                 folder,
                 error.strerror,
             )
-
-
-def _digest(text: str) -> str:
-    return f"{c_ext.run_digest(text.encode()):016x}"

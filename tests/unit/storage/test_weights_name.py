@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from flexkv.errors import DiskError
 from flexkv.storage.weights_name import WEIGHTS_NAME, NamedDisks, read_weights, write_weights
 
 ONE, OTHER = bytes(range(32)), bytes(32)
@@ -67,3 +68,26 @@ def test_a_disk_that_takes_no_name_is_logged(tmp_path: Path, caplog: pytest.LogC
     disks.name(ONE, 0)
     disks.finish(WITHIN_S)
     assert "the name of the weights could not be written" in caplog.text
+
+
+def test_where_pages_are_gone_their_weights_name_no_later_ones(tmp_path: Path) -> None:
+    """Slabs were made anew: pages are written before the next name is, and a crash may come in between."""
+    write_weights(tmp_path, ONE, 0)
+    NamedDisks().begin(0, tmp_path, has_pages=False)
+    after_crash = NamedDisks()
+    after_crash.begin(0, tmp_path, has_pages=True)
+    assert after_crash.strange(ONE, 0) == (0,)
+
+
+def test_control_pages_that_are_there_keep_their_weights(tmp_path: Path) -> None:
+    write_weights(tmp_path, ONE, 0)
+    NamedDisks().begin(0, tmp_path, has_pages=True)
+    after_crash = NamedDisks()
+    after_crash.begin(0, tmp_path, has_pages=True)
+    assert after_crash.strange(ONE, 0) == ()
+
+
+def test_a_disk_that_keeps_its_old_name_is_not_used(tmp_path: Path) -> None:
+    (tmp_path / WEIGHTS_NAME).mkdir()
+    with pytest.raises(DiskError, match="could not be removed"):
+        NamedDisks().begin(0, tmp_path, has_pages=False)
