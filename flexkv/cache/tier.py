@@ -375,9 +375,9 @@ class Tier(ABC):
         """It may not be used before `open_for`. Called before its first use."""
         self.held = reason
 
-    def open_for(self, weights: bytes, ends_s: float) -> int:
-        """It may be used from now on, by an engine with these weights. What was kept of other weights is a miss, for
-        good; what cannot say so by `ends_s`, on the monotonic clock, is taken out.
+    def begin_open(self, weights: bytes) -> int:
+        """Begins to forget what was computed with other weights, for good. `open_for` follows, when `opens` says no.
+        Never waits.
 
         Args:
             weights: 32 bytes that name all content of the weights.
@@ -385,8 +385,21 @@ class Tier(ABC):
         Returns:
             How many pages of other weights, or of nobody knows which, it had.
         """
-        self.held = ""
         return 0
+
+    @property
+    def opens(self) -> bool:
+        """Whether `open_for` would wait."""
+        return False
+
+    def open_for(self, weights: bytes) -> None:
+        """It may be used from now on, by an engine with these weights. Never waits: what has not forgotten the others
+        by now is taken out.
+
+        Args:
+            weights: as for `begin_open`.
+        """
+        self.held = ""
 
     @property
     def unflushed(self) -> bool:

@@ -183,7 +183,17 @@ class SymbolicVolumes(Volumes):
     def stats(self) -> DiskStats:
         return DiskStats()
 
+    @property
+    def resets(self) -> bool:
+        return False
+
+    def finish_reset(self, deadline_s: float) -> None:
+        """It is durable at once."""
+
     def reset(self, epoch: int, deadline_s: float = 30.0) -> None:
+        self.begin_reset(epoch)
+
+    def begin_reset(self, epoch: int) -> None:
         require(epoch > self._epoch, "a reset did not raise the epoch on disk")
         self._epoch = epoch
         for rows in self.journal:

@@ -265,6 +265,23 @@ class Volumes(StoredPages):
     """The disk tier of one ownership unit: pages that it writes, too. Driven by one thread, the manager's."""
 
     @abstractmethod
+    def begin_reset(self, epoch: int) -> None:
+        """The part of `reset` that does not wait; `finish_reset` follows.
+
+        Raises:
+            ContractError: `epoch` is not above the current one.
+        """
+
+    @property
+    @abstractmethod
+    def resets(self) -> bool:
+        """Whether `finish_reset` would wait."""
+
+    @abstractmethod
+    def finish_reset(self, deadline_s: float) -> None:
+        """Waits until the reset that began is durable; disks that do not manage within the deadline are taken out."""
+
+    @abstractmethod
     def name_weights(self, weights: bytes) -> None:
         """What lies here in this epoch was and will be computed with these weights. Never waits: until it is durable,
         another opening takes the pages for another's."""

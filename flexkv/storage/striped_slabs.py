@@ -80,6 +80,8 @@ class StripedSlabs(Volumes):
         """Of each disk that has a journal."""
         self._lane: c_ext.DiskLane | None = None
         self._weights = NamedDisks()
+        self._resetting: list[tuple[int, Journal, threading.Event]] = []
+        """Disks that make the last reset durable."""
         self._closed = False
         self._start_use()
 
@@ -349,27 +351,38 @@ class StripedSlabs(Volumes):
             pending_pages=pending_pages,
         )
 
-    def reset(self, epoch: int, deadline_s: float = 30.0) -> None:
+    def begin_reset(self, epoch: int) -> None:
         if epoch <= self._epoch:
             raise ContractError(f"reset to epoch {epoch}: the current one is {self._epoch}")
         self._epoch = epoch
         self._weights.begin_epoch()
-        deadline = time.monotonic() + deadline_s
-        waiting: list[tuple[int, Journal, threading.Event]] = []
+        self._resetting.clear()
         for disk, journal in enumerate(self._journals):
             done = threading.Event()
             if journal is not None and journal.put(Reset(epoch, done)):
-                waiting.append((disk, journal, done))
-        for disk, journal, done in waiting:
-            if not done.wait(max(0.0, deadline - time.monotonic())):
-                self._lose(disk, f"a reset was not durable after {deadline_s:g} s")
-            elif journal.failure:
-                self._lose(disk, journal.failure)
+                self._resetting.append((disk, journal, done))
         # What they name is gone with the former epoch, as is what was there at the start.
         self._durable.clear()
         for records in self._pending.values():
             records.clear()
         self._rows = [[None] * len(self._codecs) for _ in self._volumes]
+
+    @property
+    def resets(self) -> bool:
+        return not all(done.is_set() for _, _, done in self._resetting)
+
+    def finish_reset(self, deadline_s: float) -> None:
+        deadline = time.monotonic() + deadline_s
+        for disk, journal, done in self._resetting:
+            if not done.wait(max(0.0, deadline - time.monotonic())):
+                self._lose(disk, "a reset was not durable in time")
+            elif journal.failure:
+                self._lose(disk, journal.failure)
+        self._resetting.clear()
+
+    def reset(self, epoch: int, deadline_s: float = 30.0) -> None:
+        self.begin_reset(epoch)
+        self.finish_reset(deadline_s)
 
     def close(self, deadline_s: float) -> bool:
         if self._closed:

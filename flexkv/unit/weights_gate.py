@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from flexkv.cache.ids import TierId
 from flexkv.cache.manager import LocalCacheManager
+from flexkv.cache.tier import Tier
 from flexkv.config import FlexKVConfig
 from flexkv.observe import get_logger
 from flexkv.weights.check import WeightsCheck
@@ -20,7 +21,10 @@ START_WAIT_S = 1.0
 there at once, small models are read in that time."""
 
 OPEN_S = 10.0
-"""How long the tiers may take together to forget what was computed with other weights."""
+"""How long the tiers may take together to forget what was computed with other weights, while host memory serves."""
+
+OPEN_LOOK_S = 0.002
+"""How often a start looks whether they have."""
 
 STOP_S = 1.0
 """How long an end waits for a read of 4 MiB; one that hangs is left to the process's end."""
@@ -32,7 +36,7 @@ HOME_CACHE = Path("~/.cache/flexkv")
 
 
 class WeightsGate:
-    """Driven by the manager's thread; no call waits but `of` and `close`, and `poll` once, when it opens.
+    """Driven by the manager's thread; no call waits but `of` and `close`. A tier that cannot open goes down alone.
 
     Host memory serves all along. What is stored there meanwhile goes to the other tiers after it has opened.
 
@@ -44,6 +48,8 @@ class WeightsGate:
         self._manager = manager
         self._check = check
         self._is_settled = check is None
+        self._open_by_s: float | None = None
+        """On the monotonic clock; None before the tiers begin to open."""
 
     @classmethod
     def of(cls, config: FlexKVConfig, content: WeightsContent, manager: LocalCacheManager) -> WeightsGate:
@@ -62,42 +68,69 @@ class WeightsGate:
         return self._check is None or (self._is_settled and bool(self._check.digest))
 
     def start(self) -> None:
-        """Begins to name the weights."""
+        """Begins to name the weights, and opens the tiers where that takes no longer than a start may wait."""
         assert self._check is not None
+        ends_s = time.monotonic() + START_WAIT_S
         self._check.start(START_WAIT_S)
-        self.poll()
+        while not self.poll() and self._open_by_s is not None and time.monotonic() < ends_s:
+            time.sleep(OPEN_LOOK_S)
 
     def poll(self) -> bool:
         """Opens the tiers when the name is known, or takes them down when there will be none; whether it did."""
         check = self._check
         if self._is_settled or check is None or check.pending:
             return False
-        self._is_settled = True
         if check.digest:
-            self._open(check.digest)
+            if not self._open(check.digest):
+                return False
         else:
             for number in range(1, len(self._manager.tiers)):
                 self._manager.work.take_down(
                     TierId(number), f"nothing names the engine's weights: {check.failure}"
                 )
+        self._is_settled = True
         return True
 
-    def _open(self, weights: bytes) -> None:
-        ends_s = time.monotonic() + OPEN_S
-        for tier in self._manager.tiers[1:]:
-            if strange := tier.open_for(weights, ends_s):
-                logger.warning(
-                    "the %s tier had %d pages that were computed with other weights, or nobody knows with which: they "
-                    "are not served, and their room is used anew",
-                    tier.facts.name,
-                    strange,
-                )
+    def _open(self, weights: bytes) -> bool:
+        """Whether all tiers are open, or down."""
+        if self._open_by_s is None:
+            self._open_by_s = time.monotonic() + OPEN_S
+            self._each(lambda tier: _begin_open(tier, weights))
+        waits = any(tier.opens for tier in self._manager.tiers[1:] if not tier.down)
+        if waits and time.monotonic() < self._open_by_s:
+            return False
+        self._each(lambda tier: tier.open_for(weights))
         logger.info("the engine's weights are named %s: all tiers are in use", weights.hex()[:16])
+        return True
+
+    def _each(self, step: Callable[[Tier], None]) -> None:
+        """Takes a step with each tier that is not down. Whatever one meets (no more threads, for one), the engine can
+        live without it."""
+        for number, tier in enumerate(self._manager.tiers):
+            if not number or tier.down:
+                continue
+            try:
+                step(tier)
+            except Exception as error:
+                logger.exception("opening the %s tier", tier.facts.name)
+                self._manager.work.take_down(
+                    TierId(number), f"it cannot be opened: {type(error).__name__}: {error}"
+                )
 
     def close(self) -> None:
         """Gives up what is still being read. Idempotent."""
         if self._check is not None:
             self._check.stop(STOP_S)
+
+
+def _begin_open(tier: Tier, weights: bytes) -> None:
+    if strange := tier.begin_open(weights):
+        logger.warning(
+            "the %s tier had %d pages that were computed with other weights, or nobody knows with which: they are not "
+            "served, and their room is used anew",
+            tier.facts.name,
+            strange,
+        )
 
 
 def table_folder(folders: Sequence[str]) -> Path | None:

@@ -12,6 +12,8 @@ import pytest
 
 from flexkv.config import load_config
 from flexkv.observe import Counters
+from flexkv.storage.journal import Journal
+from flexkv.storage.striped_slabs import StripedSlabs
 from flexkv.storage.weights_name import WEIGHTS_NAME
 from flexkv.unit.base import CacheRole
 from flexkv.unit.build import build_unit
@@ -281,6 +283,52 @@ def test_a_file_that_changed_after_the_start_leaves_host_memory(
     assert asked(unit) == 0
     assert "changed after the engine's start" in unit.manager.tiers[1].down
     assert hit(stored(unit)) == len(KEYS)
+
+
+def test_a_tier_that_cannot_open_goes_down_alone(
+    build: Build, model: Path, late: LateDigest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread that names the disks cannot start, for one; the engine's step must not meet that."""
+    unit = stored(build(model))
+
+    def refused(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(unit.manager.tiers[1].volumes, "name_weights", refused)  # type: ignore[attr-defined]
+    late.let_go(unit)
+    assert "can't start new thread" in unit.manager.tiers[1].down
+    assert asked(unit) == len(KEYS)
+    assert not unit.busy
+
+
+def test_a_disk_that_hangs_while_it_forgets_holds_up_no_step(
+    build: Build, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written(build(model))
+    rows(model)
+    late = LateDigest(monkeypatch)
+    unit = stored(build(model))
+    # The disk's thread never comes to it.
+    monkeypatch.setattr(Journal, "put", lambda *_: True)
+    waits: list[float] = []
+    finish_reset = StripedSlabs.finish_reset
+
+    def waiting(slabs: StripedSlabs, deadline_s: float) -> None:
+        waits.append(deadline_s)
+        finish_reset(slabs, deadline_s)
+
+    monkeypatch.setattr(StripedSlabs, "finish_reset", waiting)
+    late._go.set()
+    poll_until(unit, lambda: unit.gate._open_by_s)
+    assert not unit.poll()
+    assert asked(unit) == len(KEYS), "host memory serves meanwhile"
+    assert unit.manager.tiers[1].held
+    unit.gate._open_by_s = time.monotonic()
+    poll_until(unit, lambda: unit.gate._is_settled)
+    assert waits == [0.0]
+    for _ in range(3):
+        unit.manager.tiers[1].poll(0.0)
+    assert "no disk is left" in unit.manager.tiers[1].down
 
 
 def test_weights_without_a_name_leave_host_memory(build: Build) -> None:

@@ -156,17 +156,24 @@ class DiskTier(StoredTier, Sink):
 
     # --- weights ---
 
-    def open_for(self, weights: bytes, ends_s: float) -> int:
-        strange = 0
-        if self.pages.strange_disks(weights):
-            strange = len(self)
-            self.presence.clear()
-            # Still of the weights that the process loaded at its start, or of those that it alone knows.
-            self.epoch += 2
-            self.finish_reset(ends_s)
-        self.volumes.name_weights(weights)
-        super().open_for(weights, ends_s)
+    def begin_open(self, weights: bytes) -> int:
+        if not self.pages.strange_disks(weights):
+            return 0
+        strange = len(self)
+        self.presence.clear()
+        # Still of the weights that the process loaded at its start, or of those that it alone knows.
+        self.epoch += 2
+        self.volumes.begin_reset(self.epoch)
         return strange
+
+    @property
+    def opens(self) -> bool:
+        return self.volumes.resets
+
+    def open_for(self, weights: bytes) -> None:
+        self.volumes.finish_reset(0.0)
+        self.volumes.name_weights(weights)
+        super().open_for(weights)
 
     # --- what lies below ---
 

@@ -55,10 +55,8 @@ class PeerTier(StoredTier):
         # Page by page: each is converted as a whole.
         return super().plan_fetch(op_id, group, keys, entries, places, slots, layerwise=False)
 
-    def open_for(self, weights: bytes, ends_s: float) -> int:
-        strange = sum(self.retire(folder) for folder in self.pages.strange_disks(weights))
-        super().open_for(weights, ends_s)
-        return strange
+    def begin_open(self, weights: bytes) -> int:
+        return sum(self.retire(folder) for folder in self.pages.strange_disks(weights))
 
     def poll(self, now_s: float) -> None:
         if self._reader is None or self.down or not (reason := self._reader.down_reason):

@@ -280,9 +280,9 @@ class RemoteTier(Tier, Source, Sink, Prober):
         super().hold(reason)
         self._lane.hold()
 
-    def open_for(self, weights: bytes, ends_s: float) -> int:
+    def open_for(self, weights: bytes) -> None:
         self._lane.open_for(weights)
-        return super().open_for(weights, ends_s)
+        super().open_for(weights)
 
     def begin_reset(self) -> None:
         # Nothing names the new weights: what is stored under the fingerprint is of those that the process started with.
