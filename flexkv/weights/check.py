@@ -8,7 +8,14 @@ from pathlib import Path
 from flexkv.config.sizes import format_size
 from flexkv.errors import ConfigError
 from flexkv.observe import NamedThread, get_logger
-from flexkv.weights.digest import ChangedError, DigestError, StoppedError, digest_files, name_of_files
+from flexkv.weights.digest import (
+    ChangedError,
+    DigestError,
+    StoppedError,
+    check_state,
+    digest_files,
+    name_of_files,
+)
 from flexkv.weights.files import FileState, WeightsContent, process_start_ns, weight_files
 from flexkv.weights.table import WeightsTable
 
@@ -18,7 +25,8 @@ SOON_BYTES = 512 << 20
 """What is read in less than a start may wait for; a start does not wait for more."""
 
 TRIES = 2
-"""A file that cannot be read is tried once more: a network's file system may have lost its server for a moment."""
+"""A file that cannot be read is tried once more: a network's file system may have lost its server for a moment. So is
+one that got another owner, mode or link meanwhile."""
 
 LOCK_WAIT_S = 60.0
 LOCK_BYTES_PER_S = 50_000_000
@@ -46,6 +54,8 @@ class WeightsCheck:
         self._content = content
         self._table = None if folder is None else WeightsTable(folder)
         self._since_ns = process_start_ns() if since_ns is None else since_ns
+        self._first: dict[Path, FileState] = {}
+        """What was found of each file in the first try."""
         self._stop = threading.Event()
         self._soon = threading.Event()
         """Set when the digest is known, or will not be within a start."""
@@ -100,14 +110,14 @@ class WeightsCheck:
         parts = [weight_files(Path(path)) for path in self._content.paths]
         files = {file: FileState.of(file) for part in parts for file in part}
         for file, state in files.items():
-            if state.changed_ns >= self._since_ns:
+            first = self._first.setdefault(file, state)
+            if first.changed_ns >= self._since_ns or not (state == first or state.is_touched(first)):
                 raise ChangedError(
                     f"weights file {file} changed after the engine's start, which may have loaded what was there before"
                 )
         digests = self._digests(files)
         for file, state in files.items():
-            if FileState.of(file) != state:
-                raise ChangedError(f"weights file {file} changed while the weights were read")
+            check_state(file, state, FileState.of(file))
         return name_of_files(parts, digests)
 
     def _digests(self, files: dict[Path, FileState]) -> dict[Path, str]:

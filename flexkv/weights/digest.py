@@ -15,6 +15,7 @@ import platform
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -49,6 +50,10 @@ class DigestError(Exception):
 
 class ChangedError(DigestError):
     """A file changed while it was read, or since the engine may have read it."""
+
+
+class TouchedError(DigestError):
+    """A file got another owner, mode or number of links while it was read: it can be read once more."""
 
 
 class StoppedError(DigestError):
@@ -97,7 +102,7 @@ def digest_files(
         background: at low priority; not where somebody waits for it.
 
     Raises:
-        ChangedError: a file has another state.
+        ChangedError, TouchedError: a file has another state.
         StoppedError: `stop` was set.
         DigestError: a file cannot be read.
     """
@@ -132,7 +137,8 @@ def file_digest(size: int, ranges: Sequence[bytes]) -> str:
 
 def lower_priority() -> None:
     """Puts the calling thread behind all others, for CPU and disk; where the system does not let it, it goes on."""
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), READER_NICE)
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), READER_NICE)
     if (number := IOPRIO_SET.get(platform.machine())) is not None:
         ctypes.CDLL(None).syscall(number, IOPRIO_WHO_PROCESS, 0, IOPRIO_IDLE)
 
@@ -188,7 +194,7 @@ def _read_ranges(work: _Work) -> None:
                     file.left -= 1
                     is_last = not file.left
                 if is_last:
-                    _check_state(file.path, file.state, FileState.of(file.path))
+                    check_state(file.path, file.state, FileState.of(file.path))
                     work.done(file.path, file.state, file_digest(file.state.size, file.ranges))
     except DigestError as error:
         _fail(work, error)
@@ -208,21 +214,29 @@ def _fail(work: _Work, error: DigestError) -> None:
         work.failure = work.failure or error
 
 
-def _check_state(path: Path, expected: FileState, found: FileState) -> None:
-    if found != expected:
-        raise ChangedError(f"weights file {path} changed while it was read")
+def check_state(path: Path, expected: FileState, found: FileState) -> None:
+    """
+    Raises:
+        ChangedError: the file was written, or is another one.
+        TouchedError: see there.
+    """
+    if found == expected:
+        return
+    if found.is_touched(expected):
+        raise TouchedError(f"weights file {path} got another owner, mode or link while it was read")
+    raise ChangedError(f"weights file {path} changed while it was read")
 
 
 def _digest_range(file: _FileWork, start: int, block: mmap.mmap, stop: threading.Event) -> bytes:
     """
     Raises:
-        ChangedError, StoppedError, OSError: see `digest_files`.
+        ChangedError, TouchedError, StoppedError, OSError: see `digest_files`.
     """
     digest = hashlib.sha256()
     end = min(start + RANGE_BYTES, file.state.size)
     descriptor, direct = _open(file.path)
     try:
-        _check_state(file.path, file.state, FileState.of(descriptor))
+        check_state(file.path, file.state, FileState.of(descriptor))
         at = start
         while at < end:
             if stop.is_set():

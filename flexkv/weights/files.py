@@ -76,6 +76,11 @@ class FileState(NamedTuple):
         found = os.stat(file)
         return cls(found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev)
 
+    def is_touched(self, before: FileState) -> bool:
+        """Whether it is the file of then, which nobody has written since as far as its time of content says: owner, mode
+        and links change that of the inode alone."""
+        return self != before and self._replace(ctime_ns=before.ctime_ns) == before
+
     @property
     def changed_ns(self) -> int:
         """Unix time of the last change of content or inode."""

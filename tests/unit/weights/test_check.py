@@ -205,6 +205,55 @@ def test_a_file_that_changes_while_it_is_read_names_nothing(
     assert f"{FILE} changed while" in done.failure
 
 
+def opened_to_all(folder: Path) -> None:
+    (folder / FILE).chmod(0o644 if (folder / FILE).stat().st_mode & 0o777 == 0o600 else 0o600)
+
+
+def linked(folder: Path) -> None:
+    os.link(folder / FILE, folder.parent / f"link {time.monotonic_ns()}")
+
+
+def disturbed(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, edit: Callable[[Path], None], times: int
+) -> None:
+    """Something happens to the file while it is read, in the first `times` readings."""
+    digest_range, left = digest._digest_range, [None] * times
+
+    def and_disturbed(*args):  # type: ignore[no-untyped-def]
+        found = digest_range(*args)
+        if left:
+            left.pop()
+            settle(folder.parent)
+            edit(folder)
+        return found
+
+    monkeypatch.setattr(digest, "_digest_range", and_disturbed)
+
+
+@pytest.mark.parametrize("edit", [opened_to_all, linked])
+def test_a_file_whose_content_nobody_changed_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, edit: Callable[[Path], None]
+) -> None:
+    before = name(write_model(tmp_path / "a"))
+    start_ns = settle(tmp_path)
+    disturbed(monkeypatch, tmp_path / "a", edit, times=1)
+    assert checked(tmp_path / "a", since_ns=start_ns).digest == before
+    disturbed(monkeypatch, tmp_path / "a", edit, times=check.TRIES)
+    done = checked(tmp_path / "a")
+    assert not done.digest
+    assert FILE in done.failure
+
+
+def test_control_a_file_that_was_written_is_not_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_model(tmp_path / "a")
+    disturbed(monkeypatch, tmp_path / "a", one_value_of_a_matrix, times=1)
+    done = checked(tmp_path / "a")
+    assert not done.digest
+    assert f"{FILE} changed while" in done.failure
+
+
 def test_what_cannot_be_read_is_tried_once_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_model(tmp_path / "a")
     digest_files, failures = digest.digest_files, [DigestError(f"weights file {FILE}: Stale file handle")]

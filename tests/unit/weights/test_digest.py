@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import threading
@@ -67,7 +68,7 @@ def test_a_file_system_without_direct_reads_is_read_all_the_same(
 def test_a_file_with_another_state_than_expected_is_named(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"x" * 10_000)
     state = FileState.of(tmp_path / "x")
-    for other in (state._replace(ctime_ns=1), state._replace(inode=1), state._replace(size=9_999)):
+    for other in (state._replace(mtime_ns=1), state._replace(inode=1), state._replace(size=9_999)):
         with pytest.raises(ChangedError, match=r"/x changed while it was read"):
             digest_files({tmp_path / "x": other}, threading.Event(), lambda *_: None)
 
@@ -107,3 +108,16 @@ def test_an_adapter_larger_than_a_request_may_wait_for_is_refused(tmp_path: Path
     assert whole_identity(tmp_path, 1000).startswith("content:")
     with pytest.raises(ConfigError, match="1000 bytes of weights; up to 999"):
         whole_identity(tmp_path, 999)
+
+
+def test_a_system_that_keeps_the_priority_costs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "x").write_bytes(b"weights")
+    before = digest_of(tmp_path / "x")
+
+    def refused(*_: int) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "setpriority", refused)
+    assert digest_of(tmp_path / "x") == before
