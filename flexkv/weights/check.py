@@ -30,7 +30,8 @@ one that got another owner, mode or link meanwhile."""
 
 LOCK_WAIT_S = 60.0
 LOCK_BYTES_PER_S = 50_000_000
-"""Another process of the node may take so long to read the same files: a minute, and a second for 50 MB."""
+"""Another process of the node may take so long to read the same files before they are read here too: a minute, and a
+second for 50 MB."""
 
 
 class WeightsCheck:
@@ -134,7 +135,7 @@ class WeightsCheck:
             )
         if self._table is None:
             return known | self._read(missing)
-        with self._table.lock(LOCK_WAIT_S + size / LOCK_BYTES_PER_S, self._stop):
+        with self._table.reading(files, LOCK_WAIT_S + size / LOCK_BYTES_PER_S, self._stop):
             # Another process of the node may have read them meanwhile.
             known |= self._table.known(missing)
             return known | self._read(_without(files, known))

@@ -76,9 +76,18 @@ class FileState(NamedTuple):
         found = os.stat(file)
         return cls(found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev)
 
+    def is_known_as(self, before: FileState) -> bool:
+        """Whether what was read of a file of this path in that state, maybe before it was mounted anew, is true of it.
+
+        The device is left out, because many mounts get a new number each time (NFS, overlays, volumes of containers).
+        Size, times and inode suffice: no program sets the inode's time, which any write moves, so another file has the
+        same only by chance of a nanosecond, and the same inode by another.
+        """
+        return self._replace(device=before.device) == before
+
     def is_touched(self, before: FileState) -> bool:
-        """Whether it is the file of then, which nobody has written since as far as its time of content says: owner, mode
-        and links change that of the inode alone."""
+        """Whether it is the file of then, not written since as far as its time of content says: owner, mode and links
+        change that of the inode alone."""
         return self != before and self._replace(ctime_ns=before.ctime_ns) == before
 
     @property

@@ -5,24 +5,27 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from flexkv.observe import get_logger
 from flexkv.storage.private_files import make_folders, open_private
-from flexkv.weights.digest import DigestError, StoppedError
+from flexkv.weights.digest import StoppedError
 from flexkv.weights.files import FileState
 
 logger = get_logger(__name__)
 
 TABLE_NAME = "weights.json"
 LOCK_NAME = "weights.lock"
+"""Of the table. Who reads weights has a lock of another name."""
+
 VERSION = 1
 
 MOST_FILES = 4096
@@ -31,6 +34,9 @@ MOST_FILES = 4096
 MOST_TABLE_BYTES = 16 << 20
 
 LOCK_RETRY_S = 0.1
+
+TABLE_LOCK_WAIT_S = 10.0
+"""How long an entry may wait for the table, which others have for milliseconds."""
 
 YOUNG_NS = 2_000_000_000
 """A file that changed so shortly before it was read is not entered: a file system whose clock goes in large steps would
@@ -55,17 +61,25 @@ class WeightsTable:
         """Digests of those of the files that have the state in which they were read."""
         table = self._read()
         found = {path: table.get(os.path.realpath(path)) for path in files}
-        return {path: row[1] for path, row in found.items() if row is not None and row[0] == files[path]}
+        return {
+            path: row[1] for path, row in found.items() if row is not None and files[path].is_known_as(row[0])
+        }
 
     def __len__(self) -> int:
         """How many files it names."""
         return len(self._read())
 
     def enter(self, path: Path, state: FileState, digest: str) -> None:
-        """Enters a file that was read just now. By whoever has the lock. A table that cannot be written costs the next
-        start the reading."""
+        """Enters a file that was read just now. A table that cannot be written costs the next start the reading."""
         if state.changed_ns > time.time_ns() - YOUNG_NS:
             return
+        with self._lock(LOCK_NAME, TABLE_LOCK_WAIT_S, threading.Event()) as locked:
+            if locked:
+                self._enter(path, state, digest)
+            else:
+                logger.warning("%s is in use; the next start reads %s again", self.path, path)
+
+    def _enter(self, path: Path, state: FileState, digest: str) -> None:
         table = dict(self._read())
         name = os.path.realpath(path)
         table.pop(name, None)
@@ -97,41 +111,61 @@ class WeightsTable:
         return {name: row for name, found in rows.items() if (row := _row(found)) is not None}
 
     @contextmanager
-    def lock(self, wait_s: float, stop: threading.Event) -> Iterator[None]:
-        """Keeps other processes from reading the same files meanwhile. The kernel ends it with the process. Where the
-        folder cannot be written, there is nothing to wait for, and several may read.
+    def reading(self, files: Iterable[Path], wait_s: float, stop: threading.Event) -> Iterator[None]:
+        """Keeps other processes from reading the same files meanwhile; those that read others do not wait. The kernel
+        ends it with the process. Where the folder cannot be written, or another process has had it for `wait_s`
+        seconds, several may read.
 
         Raises:
-            DigestError: another process has had it for `wait_s` seconds.
             StoppedError: `stop` was set.
         """
+        name = lock_name(files)
+        with self._lock(name, wait_s, stop) as locked:
+            if not locked:
+                logger.warning(
+                    "another process has been reading the same weights for %.0f s (%s); they are read here too",
+                    wait_s,
+                    self.folder / name,
+                )
+            yield
+
+    @contextmanager
+    def _lock(self, name: str, wait_s: float, stop: threading.Event) -> Iterator[bool]:
+        """Whether nobody else has it, or nobody can have it."""
         try:
             make_folders(self.folder)
-            descriptor = open_private(self.folder / LOCK_NAME, os.O_RDWR | os.O_CREAT)
+            descriptor = open_private(self.folder / name, os.O_RDWR | os.O_CREAT)
         except OSError as error:
-            logger.warning("%s: %s; the weights are read without a lock", self.folder, error.strerror)
-            yield
+            if name != LOCK_NAME:  # of the table, the entry says it
+                logger.warning("%s: %s; there is no lock", self.folder / name, error.strerror)
+            yield True
             return
         try:
-            self._wait(descriptor, time.monotonic() + wait_s, wait_s, stop)
-            yield
+            yield self._wait(descriptor, time.monotonic() + wait_s, stop)
         finally:
             os.close(descriptor)
 
-    def _wait(self, descriptor: int, ends_s: float, wait_s: float, stop: threading.Event) -> None:
+    def _wait(self, descriptor: int, ends_s: float, stop: threading.Event) -> bool:
         while True:
             try:
-                return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                    logger.warning("%s: %s; the weights are read without a lock", self.folder, error.strerror)
-                    return
+                    logger.warning("%s: %s; there is no lock", self.folder, error.strerror)
+                    return True
+            else:
+                return True
             if stop.wait(LOCK_RETRY_S):
                 raise StoppedError("the engine ends")
             if time.monotonic() >= ends_s:
-                raise DigestError(
-                    f"another process has been reading weights for {wait_s:.0f} s ({self.folder / LOCK_NAME})"
-                )
+                return False
+
+
+def lock_name(files: Iterable[Path]) -> str:
+    """Of the lock of who reads these files: the same for every process that reads them."""
+    names = sorted(os.fsencode(os.path.realpath(file)) for file in files)
+    digest = hashlib.sha256(b"".join(len(name).to_bytes(8, "little") + name for name in names))
+    return f"weights-{digest.hexdigest()[:16]}.lock"
 
 
 def _row(found: Any) -> tuple[FileState, str] | None:

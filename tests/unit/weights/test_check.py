@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -135,8 +136,16 @@ def test_another_file_of_the_same_times_and_size_is_noticed(tmp_path: Path, read
     state = FileState.of(file)
     known.enter(file, state, "ab" * 32)
     assert known.known({file: state}) == {file: "ab" * 32}
-    for other in (state._replace(inode=state.inode + 1), state._replace(device=state.device + 1)):
-        assert known.known({file: other}) == {}
+    for field in ("size", "mtime_ns", "ctime_ns", "inode"):
+        other = state._replace(**{field: getattr(state, field) + 1})
+        assert known.known({file: other}) == {}, field
+
+
+def test_a_file_that_was_mounted_anew_is_not_read_again(tmp_path: Path, reads: list[str]) -> None:
+    file = write_model(tmp_path / "a") / FILE
+    known = WeightsTable(tmp_path)
+    known.enter(file, FileState.of(file)._replace(device=1), "ab" * 32)
+    assert known.known({file: FileState.of(file)}) == {file: "ab" * 32}
 
 
 def test_a_file_that_changed_just_before_it_was_read_is_not_entered(tmp_path: Path) -> None:
@@ -301,7 +310,8 @@ HOLDER = """
 import sys, threading
 from pathlib import Path
 from flexkv.weights.table import WeightsTable
-with WeightsTable(Path(sys.argv[1])).lock(30, threading.Event()):
+folder = Path(sys.argv[1])
+with WeightsTable(folder).reading([folder / "a" / "model.safetensors"], 30, threading.Event()):
     print("held", flush=True)
     sys.stdin.readline()
 """
@@ -367,7 +377,10 @@ def test_the_next_process_goes_on_where_one_was_killed(
 
 
 def test_a_wait_for_another_process_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, holder: subprocess.Popen[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    holder: subprocess.Popen[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     write_model(tmp_path / "a")
     monkeypatch.setattr(check, "LOCK_WAIT_S", 0.0)
@@ -376,8 +389,49 @@ def test_a_wait_for_another_process_ends(
         done = checked(tmp_path / "a", folder=tmp_path)
     finally:
         ended(holder)
-    assert not done.digest
-    assert LOCK_NAME in done.failure
+    assert done.digest == name(tmp_path / "a"), "it is read here too"
+    assert "another process has been reading the same weights for 0 s" in caplog.text
+
+
+def test_nobody_waits_for_the_reading_of_another_model(
+    tmp_path: Path, reads: list[str], holder: subprocess.Popen[str]
+) -> None:
+    write_model(tmp_path / "b")
+    try:
+        assert checked(tmp_path / "b", folder=tmp_path).digest
+        assert holder.poll() is None
+        assert reads == [FILE]
+        assert WeightsTable(tmp_path).known({tmp_path / "b" / FILE: FileState.of(tmp_path / "b" / FILE)})
+    finally:
+        ended(holder)
+
+
+def test_control_the_same_model_waits(
+    tmp_path: Path, reads: list[str], holder: subprocess.Popen[str]
+) -> None:
+    """Also by another path."""
+    write_model(tmp_path / "a")
+    (tmp_path / "other").symlink_to(tmp_path / "a")
+    waiting = WeightsCheck(WeightsContent((str(tmp_path / "other"),)), tmp_path, time.time_ns() + LATER_NS)
+    try:
+        waiting.start(0.3)
+        assert waiting.pending
+        waiting.stop(WITHIN_S)
+    finally:
+        ended(holder)
+    assert reads == []
+
+
+def test_a_table_in_use_costs_the_next_start_the_reading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: list[str]
+) -> None:
+    monkeypatch.setattr(table, "TABLE_LOCK_WAIT_S", 0.0)
+    write_model(tmp_path / "a")
+    with (tmp_path / LOCK_NAME).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        first = name(tmp_path / "a", folder=tmp_path)
+    assert name(tmp_path / "a", folder=tmp_path) == first
+    assert reads == [FILE, FILE]
 
 
 def test_a_folder_that_cannot_be_written_costs_table_and_lock_alone(tmp_path: Path) -> None:
