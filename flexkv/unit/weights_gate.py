@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 
 from flexkv.cache.ids import TierId
 from flexkv.cache.manager import LocalCacheManager
@@ -13,6 +12,7 @@ from flexkv.config import FlexKVConfig
 from flexkv.observe import get_logger
 from flexkv.weights.check import WeightsCheck
 from flexkv.weights.files import WeightsContent
+from flexkv.weights.table_folder import table_folder
 
 logger = get_logger(__name__)
 
@@ -30,9 +30,6 @@ STOP_S = 1.0
 """How long an end waits for a read of 4 MiB; one that hangs is left to the process's end."""
 
 HELD = "the engine's weights are being read, to name them"
-
-HOME_CACHE = Path("~/.cache/flexkv")
-"""The table's folder of an engine without a disk tier."""
 
 
 class WeightsGate:
@@ -131,15 +128,3 @@ def _begin_open(tier: Tier, weights: bytes) -> None:
             tier.facts.name,
             strange,
         )
-
-
-def table_folder(folders: Sequence[str]) -> Path | None:
-    """Where this node's table of weights lies: in the first folder of the disk tier that is there, or in the user's
-    cache; None where there is none."""
-    for folder in map(Path, folders):
-        if folder.is_dir():
-            return folder
-    try:
-        return HOME_CACHE.expanduser()
-    except RuntimeError:  # nobody says where this user's files are
-        return None

@@ -19,7 +19,6 @@ from flexkv.unit.base import CacheRole
 from flexkv.unit.build import build_unit
 from flexkv.unit.live_unit import LiveUnit
 from flexkv.unit.ranks import KvGroup, UnitOwner
-from flexkv.unit.weights_gate import table_folder
 from flexkv.weights import check, digest
 from flexkv.weights.files import NAMED, WeightsContent
 from flexkv.weights.fingerprint import sampled_identity
@@ -362,8 +361,3 @@ def test_named_weights_are_not_read(build: Build, monkeypatch: pytest.MonkeyPatc
 def test_without_tiers_nothing_is_read(build: Build, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check.WeightsCheck, "start", lambda *_: pytest.fail("nothing is to be read"))
     assert build(model, disk__folders="").gate.is_open
-
-
-def test_the_table_lies_in_the_first_folder_that_is_there(tmp_path: Path) -> None:
-    assert table_folder((str(tmp_path / "none"), str(tmp_path))) == tmp_path
-    assert table_folder(()) == Path("~/.cache/flexkv").expanduser()

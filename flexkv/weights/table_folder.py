@@ -1,0 +1,67 @@
+"""Where a node's table of weights lies."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from flexkv.observe import get_logger
+from flexkv.storage.private_files import FOLDER_MODE, OTHERS, make_folders
+
+logger = get_logger(__name__)
+
+HOME_CACHE = Path("~/.cache/flexkv")
+"""Of an engine without a disk tier; in it is a folder for each node, since nodes may share a home."""
+
+MACHINE_ID = Path("/etc/machine-id")
+
+
+def table_folder(folders: Sequence[str]) -> Path | None:
+    """The first folder of the disk tier that is there, or else the node's in the user's cache, or else one in the
+    folder of temporary files that nobody but this user can have made; None where there is none."""
+    for folder in map(Path, folders):
+        with suppress(OSError):  # Python 3.11 raises where a folder above may not be entered
+            if folder.is_dir():
+                return folder
+    return _in_home() or _in_temporary()
+
+
+def node_name() -> str:
+    """The same from start to start, and another on every node: made of the machine's id, or of its host's name where
+    it has none, such as in many containers."""
+    found = ""
+    with suppress(OSError):
+        found = MACHINE_ID.read_text("ascii", "replace").strip()
+    return hashlib.sha256(f"flexkv node {found or os.uname().nodename}".encode()).hexdigest()[:16]
+
+
+def _in_home() -> Path | None:
+    with suppress(OSError, RuntimeError):  # nobody says where this user's files are, for one
+        folder = HOME_CACHE.expanduser() / node_name()
+        make_folders(folder)
+        if os.access(folder, os.W_OK | os.X_OK):
+            return folder
+    return None
+
+
+def _in_temporary() -> Path | None:
+    try:
+        folder = Path(tempfile.gettempdir()) / f"flexkv-{os.geteuid()}"
+        with suppress(FileExistsError):
+            folder.mkdir(FOLDER_MODE)
+        found = folder.lstat()
+    except OSError as error:
+        logger.warning("no folder for the table of weights, which are read at each start: %s", error)
+        return None
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & OTHERS:
+        logger.warning(
+            "%s is no folder of this user alone, so no table of weights is kept there: they are read at each start",
+            folder,
+        )
+        return None
+    return folder
