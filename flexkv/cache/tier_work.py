@@ -19,7 +19,10 @@ from flexkv.cache.requests import RequestTable
 from flexkv.cache.tier import Tier
 from flexkv.cache.write_queue import WriteQueue
 from flexkv.errors import ContractError
+from flexkv.observe import get_logger
 from flexkv.transfer.graph import OpId, OpResult, OpStatus, TransferGraph
+
+logger = get_logger(__name__)
 
 
 class TierWork:
@@ -146,8 +149,13 @@ class TierWork:
         """The tier cannot be used any more: what it holds is a miss, and nothing is written there."""
         self._tiers[tier].go_down(reason)
         if tier in self._writes:
-            self._tiers[tier].counts.dropped_writes += self._writes[tier].waiting_pages
-            self._writes[tier].reset()
+            self._writes[tier].drop_waiting()
+
+    def opened(self) -> None:
+        """The tiers behind host memory are not held any more."""
+        with self._broken:
+            for queue in self._writes.values():
+                queue.opened()
 
     @property
     def moving(self) -> bool:
@@ -170,6 +178,22 @@ class TierWork:
         with self._broken:
             for queue in self._writes.values():
                 queue.flush(self._epoch())
+
+    def give_up_held(self) -> int:
+        """Forgets what waits for tiers that may not be used; returns how many pages that are, and logs why."""
+        pages = 0
+        for number, queue in self._writes.items():
+            if queue.held_pages:
+                lost = queue.give_up_waiting()
+                tier = self._tiers[number]
+                logger.warning(
+                    "%d pages of host memory are not kept in the %s tier: the end came while %s",
+                    lost,
+                    tier.facts.name,
+                    tier.held,
+                )
+                pages += lost
+        return pages
 
     def give_up(self) -> int:
         """Forgets what waits to be written; returns how many pages that are."""

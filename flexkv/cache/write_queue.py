@@ -45,6 +45,8 @@ class WriteQueue:
         self._outbox = outbox
         self._waiting: deque[tuple[int, Keys]] = deque()
         self._waiting_pages = 0
+        self._left_out = 0
+        """Pages that found no room in the queue while the tier was held."""
 
     @property
     def waiting_pages(self) -> int:
@@ -56,10 +58,27 @@ class WriteQueue:
         """Whether something waits to be written, and can be."""
         return self._tier.in_use and self._waiting_pages > 0
 
+    @property
+    def held_pages(self) -> int:
+        """Pages that wait until the tier may be used, in the queue and beside it."""
+        return self._waiting_pages + self._left_out if self._tier.held else 0
+
     def offer(self, group: int, keys: Keys) -> None:
         """These pages became visible in host memory."""
         if self._facts.write not in (WriteMode.EVICT, WriteMode.REUSE, WriteMode.OFF):
             self._enter(group, keys)
+
+    def opened(self) -> None:
+        """The tier is not held any more. What the queue had no room for meanwhile is offered again as far as host
+        memory has it, with all that is there; the rest counts as dropped. O(pages in host memory) where there is such.
+        """
+        left_out, self._left_out = self._left_out, 0
+        if not left_out or not self._tier.in_use:
+            self._tier.counts.dropped_writes += left_out
+            return
+        waiting = self._waiting_pages
+        self._offer_host()
+        self._tier.counts.dropped_writes += max(0, left_out - max(0, self._waiting_pages - waiting))
 
     def offer_reused(self, group: int, keys: Keys) -> None:
         """These pages were used from host memory once more."""
@@ -68,7 +87,10 @@ class WriteQueue:
 
     def _enter(self, group: int, keys: Keys) -> None:
         if self._tier.down or self._waiting_pages + len(keys) > self._facts.waiting_pages:
-            self._tier.counts.dropped_writes += len(keys)
+            if self._tier.held and not self._tier.down:
+                self._left_out += len(keys)
+            else:
+                self._tier.counts.dropped_writes += len(keys)
             return
         self._waiting.append((group, keys))
         self._waiting_pages += len(keys)
@@ -76,8 +98,7 @@ class WriteQueue:
     def poll(self, epoch: int) -> None:
         """Plans what may be written now. O(pages planned)."""
         if self._tier.down:
-            self._tier.counts.dropped_writes += self._waiting_pages
-            self.reset()
+            self.drop_waiting()
             return
         if self._tier.held:
             return
@@ -102,8 +123,10 @@ class WriteQueue:
         dropped. Those of them that wait already are not entered twice, so that the queue is bounded however often this
         is called.
         """
-        if not self._tier.in_use or not self._facts.write_at_close:
-            return
+        if self._tier.in_use and self._facts.write_at_close:
+            self._offer_host()
+
+    def _offer_host(self) -> None:
         self._keep_pinned_waiting()
         for owner in self._hub.owners:
             entries, room = self._unpinned(owner), self._sink.room(owner)
@@ -131,10 +154,15 @@ class WriteQueue:
 
     def give_up_waiting(self) -> int:
         """Forgets what waits; returns how many pages that are."""
-        pages = self._waiting_pages
+        pages = self._waiting_pages + self._left_out
         self.reset()
         self._tier.counts.lost += pages
         return pages
+
+    def drop_waiting(self) -> None:
+        """Forgets what waits: the tier is down."""
+        self._tier.counts.dropped_writes += self._waiting_pages + self._left_out
+        self.reset()
 
     def flush(self, epoch: int) -> None:
         """Plans what waits, whatever the mode, as far as the bounds allow."""
@@ -160,7 +188,7 @@ class WriteQueue:
     def reset(self) -> None:
         """Forgets what waits; writes in flight end by themselves."""
         self._waiting.clear()
-        self._waiting_pages = 0
+        self._waiting_pages = self._left_out = 0
 
     # --- internals ---
 

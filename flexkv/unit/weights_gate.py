@@ -97,6 +97,7 @@ class WeightsGate:
         if waits and time.monotonic() < self._open_by_s:
             return False
         self._each(lambda tier: tier.open_for(weights))
+        self._manager.work.opened()
         logger.info("the engine's weights are named %s: all tiers are in use", weights.hex()[:16])
         return True
 

@@ -6,10 +6,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from flexkv.cache.ids import TierId
 from flexkv.config import load_config
 from flexkv.observe import Counters
 from flexkv.storage.journal import Journal
@@ -248,11 +250,44 @@ def test_pages_of_the_same_weights_are_served_from_then_on(
 
 
 def test_an_end_before_the_name_loses_what_was_stored_and_says_so(
-    build: Build, model: Path, late: LateDigest
+    build: Build, model: Path, late: LateDigest, caplog: pytest.LogCaptureFixture
 ) -> None:
     unit = stored(build(model))
     assert not unit.close()
     assert unit.manager.tiers[1].counts.lost == len(KEYS)
+    assert (
+        "3 pages of host memory are not kept in the disk tier: the end came while the engine's" in caplog.text
+    )
+    assert "were not written within" not in caplog.text
+
+
+@pytest.mark.parametrize("waiting_pages", [0, len(KEYS)])
+def test_what_found_no_room_to_wait_is_kept_as_well(
+    build: Build, model: Path, late: LateDigest, waiting_pages: int
+) -> None:
+    unit = build(model, store__inflight_pages=1 << 20)
+    queue = unit.manager.work._writes[TierId(1)]
+    queue._facts = replace(queue._facts, waiting_pages=waiting_pages)
+    stored(unit)
+    late.let_go(unit)
+    settle(unit)
+    counts = unit.manager.tiers[1].counts
+    assert (counts.written, counts.dropped_writes) == (len(KEYS), 0)
+
+
+def test_what_found_no_room_and_left_host_memory_counts_as_dropped(
+    build: Build, model: Path, late: LateDigest
+) -> None:
+    unit = build(model)
+    queue = unit.manager.work._writes[TierId(1)]
+    queue._facts = replace(queue._facts, waiting_pages=0)
+    stored(unit)
+    index = unit.manager.hub.index
+    index.remove(index.find(0, KEYS))
+    late.let_go(unit)
+    settle(unit)
+    counts = unit.manager.tiers[1].counts
+    assert (counts.written, counts.dropped_writes) == (0, len(KEYS))
 
 
 def test_weights_that_cannot_be_named_leave_host_memory(
