@@ -46,7 +46,7 @@ POOL: Any = SimpleNamespace(layers=2, page_size=16)
 def write_model(folder: Path, config: dict[str, Any]) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
-    (folder / "model.safetensors").write_bytes(bytes(range(256)) * 64)
+    (folder / "pytorch_model.bin").write_bytes(bytes(range(256)) * 64)
     return folder
 
 
