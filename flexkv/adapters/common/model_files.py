@@ -1,4 +1,9 @@
-"""Files beside a model's weights that decide its KV: what a processor does with images, how weights are quantised."""
+"""Files beside a model's weights that decide its KV: what a processor does with images, how weights are quantised.
+
+They are read in a folder. Which of a hub's files are in a machine's cache depends on what was loaded there before, and
+must not be in a key: the commit that names the weights names the files too. Where the user names the weights
+(`identity.model`), the commit stands for the files; where none is known, nothing does.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from flexkv.adapters.common.model_identity import plain_config
+from flexkv.adapters.common.weights import PINNED
 from flexkv.errors import ConfigError
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
@@ -28,39 +34,36 @@ MOST_BYTES = 64 << 20
 """Largest file that is read. The largest that we know is a tokenizer of 20 MiB."""
 
 
-def processor_files(model: str, revision: str | None = None) -> dict[str, Any]:
+def processor_files(model: str, revision: str | None = None, named: bool = False) -> dict[str, Any]:
     """What the files of a model's processor say, by their names; without the chat template.
 
     Args:
         model: folder, file in it, or hub name.
         revision: of a hub name: the commit, else a branch or tag.
+        named: the user names the weights, so that no commit is in the key for them.
 
     Raises:
         ConfigError: a file is too large or cannot be read.
     """
-    found = {name: _settings(name, content) for name, content in _contents(model, revision, PROCESSOR_FILES)}
-    for name, content in _contents(model, revision, (MISTRAL_FILE,)):
+    found = {name: _settings(name, content) for name, content in _contents(model, PROCESSOR_FILES)}
+    for name, content in _contents(model, (MISTRAL_FILE,)):
         said = _settings(name, content)
         found[name] = {part: said.get(part) for part in MISTRAL_SECTIONS} if isinstance(said, dict) else said
-    return found
+    return found | _commit_of(model, revision, named)
 
 
-def quantization_files(model: str, revision: str | None = None) -> dict[str, Any]:
+def quantization_files(model: str, revision: str | None = None, named: bool = False) -> dict[str, Any]:
     """What files beside the weights say of their quantisation. Arguments and errors as `processor_files`."""
-    return {
-        name: _settings(name, content) for name, content in _contents(model, revision, QUANTIZATION_FILES)
-    }
+    found = {name: _settings(name, content) for name, content in _contents(model, QUANTIZATION_FILES)}
+    return found | _commit_of(model, revision, named)
 
 
-def code_files(model: str) -> dict[str, str]:
-    """Digests of the Python files in a model's folder, by their names; none of a hub name, whose commit tells them.
-
-    Raises:
-        ConfigError: a file is too large or cannot be read.
-    """
+def code_files(model: str, revision: str | None = None, named: bool = False) -> dict[str, str]:
+    """Digests of the Python files in a model's folder, by their names. Arguments and errors as `processor_files`."""
     folder = Path(model)
     files = sorted(folder.glob("*.py")) if folder.is_dir() else []
-    return {file.name: hashlib.sha256(_read(file)).hexdigest() for file in files}
+    found = {file.name: hashlib.sha256(_read(file)).hexdigest() for file in files}
+    return found | _commit_of(model, revision, named)
 
 
 def file_digest(path: str) -> str:
@@ -72,26 +75,20 @@ def file_digest(path: str) -> str:
     return hashlib.sha256(_read(Path(path))).hexdigest()
 
 
-def _contents(model: str, revision: str | None, names: tuple[str, ...]) -> list[tuple[str, bytes]]:
-    """Those of the files that are there."""
+def _contents(model: str, names: tuple[str, ...]) -> list[tuple[str, bytes]]:
+    """Those of the files that are there; none of a hub name."""
     place = Path(model)
-    if place.exists():
-        folder = place if place.is_dir() else place.parent
-        files = [folder / name for name in names]
-    else:
-        from huggingface_hub import try_to_load_from_cache
-        from huggingface_hub.errors import HFValidationError
+    if not place.exists():
+        return []
+    folder = place if place.is_dir() else place.parent
+    return [(name, _read(folder / name)) for name in names if (folder / name).is_file()]
 
-        # Behind the repository's name may follow which of its models is meant, such as `:Q4_K_M`.
-        repository = model.partition(":")[0]
-        try:
-            cached = [try_to_load_from_cache(repository, name, revision=revision or "main") for name in names]
-        except HFValidationError:
-            # An object store's name, or a folder of another machine: no file of it can be read here.
-            return []
-        # What the hub's cache knows to be missing is told by an object, what it knows nothing of by None.
-        files = [Path(file) for file in cached if isinstance(file, str)]
-    return [(file.name, _read(file)) for file in files if file.is_file()]
+
+def _commit_of(model: str, revision: str | None, named: bool) -> dict[str, str]:
+    """The hub's commit, which stands for files that are not read, where nothing else in the key does."""
+    if not named or revision is None or not PINNED.fullmatch(revision) or Path(model).exists():
+        return {}
+    return {"commit": revision}
 
 
 def _read(file: Path) -> bytes:

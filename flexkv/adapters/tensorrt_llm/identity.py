@@ -73,7 +73,7 @@ def engine_namespace(
         "block_tokens": block_tokens,
         "draft": arguments.draft,
         "settings": dict(arguments.settings),
-        "files": _files(arguments),
+        "files": _files(arguments, bool(settings.identity.model)),
         "run": RUN if arguments.random_weights else None,
         "namespace": settings.identity.namespace,
     }
@@ -83,11 +83,16 @@ def engine_namespace(
     return plain_namespace(fields)
 
 
-def _files(arguments: EngineArguments) -> dict[str, Any]:
-    """What files beside the weights decide, by what they are read for."""
+def _files(arguments: EngineArguments, named: bool) -> dict[str, Any]:
+    """What files beside the weights decide, by what they are read for.
+
+    Args:
+        named: the user names the weights, and no commit is in the key for them.
+    """
+    place = (arguments.model, arguments.revision, named)
     return {
-        "quantization": quantization_files(arguments.model, arguments.revision),
-        "code": code_files(arguments.model) if arguments.remote_code else {},
+        "quantization": quantization_files(*place),
+        "code": code_files(*place) if arguments.remote_code else {},
     }
 
 

@@ -153,7 +153,7 @@ def _fields(config: VllmConfig, geometry: PoolGeometry, settings: FlexKVConfig) 
         "weights": settings.identity.model or _weights_of(model),
         "random_weights": _seed_of_weights(config),
         "architecture": _architecture(model),
-        "files": _files(model, inputs=_takes_inputs(model)),
+        "files": _files(model, inputs=_takes_inputs(model), named=bool(settings.identity.model)),
         "long_rope": long_rope_choice(model.hf_text_config.to_dict(), model.max_model_len),
         "settings": settings_of(config),
         "run": os.urandom(RUN_NAME_BYTES) if _scales_of_the_run(config) else None,
@@ -182,23 +182,24 @@ def _architecture(model: ModelConfig) -> Any:
     return plain_config(whole.to_dict())
 
 
-def _files(model: ModelConfig, inputs: bool) -> dict[str, Any]:
+def _files(model: ModelConfig, inputs: bool, named: bool = False) -> dict[str, Any]:
     """What files beside the weights decide, by what they are read for; nothing where none counts.
 
     Args:
         inputs: requests may have images or other inputs.
+        named: the user names the weights, and no commit is in the key for them.
     """
     path, revision = str(model.model), resolved_commit(model) or model.revision
     overrides = model.hf_overrides if isinstance(model.hf_overrides, dict) else {}
     found: dict[str, Any] = {}
     if getattr(model, "quantization", None) is not None:
-        found["quantization"] = quantization_files(path, revision)
-    if named := overrides.get(QUANTIZATION_FILE):
-        found["quantization of hf_overrides"] = file_digest(str(named))
+        found["quantization"] = quantization_files(path, revision, named)
+    if file := overrides.get(QUANTIZATION_FILE):
+        found["quantization of hf_overrides"] = file_digest(str(file))
     if getattr(model, "trust_remote_code", False):
-        found["code"] = code_files(path)
+        found["code"] = code_files(path, revision, named)
     if inputs:
-        found["processor"] = processor_files(path, revision)
+        found["processor"] = processor_files(path, revision, named)
         scales = getattr(model.multimodal_config, "mm_encoder_fp8_scale_path", None)
         found["encoder scales"] = file_digest(str(scales)) if scales else None
     return {name: content for name, content in found.items() if content}

@@ -1,9 +1,10 @@
-"""What files beside the weights say: read from a folder, from the hub's cache, and nowhere else."""
+"""What files beside the weights say: read from a folder, and from nowhere else."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import pytest
@@ -43,18 +44,39 @@ def test_a_file_of_another_form_counts_by_its_content(tmp_path: Path, content: b
     assert processor_files(str(tmp_path)) != one
 
 
-def test_a_hub_name_is_read_from_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def cached(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub's cache of this machine has the model's files, and those of its Python code."""
+    for name in (PROCESSOR, "tekken.json", "hf_quant_config.json"):
+        (folder / name).write_text('{"size": 3}')
+
+    def find(repository: str, name: str, **_: object) -> str:
+        return str(folder / name)
+
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", find)
+
+
+def read(model: str, *place: Any) -> list[dict[str, Any]]:
+    return [read(model, *place) for read in (processor_files, quantization_files, code_files)]
+
+
+@pytest.mark.parametrize("place", [("a" * 40,), ("a" * 40, True), ("main", True), (None, True), ("main",)])
+def test_what_this_machines_cache_holds_of_a_hub_name_is_in_no_key(
+    place: tuple[Any, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = read("owner/name:Q4_K_M", *place)
+    cached(tmp_path, monkeypatch)
+    assert read("owner/name:Q4_K_M", *place) == before
+    assert read(str(tmp_path), *place) != before, "the control"
+
+
+def test_a_commit_stands_for_the_files_where_the_user_names_the_weights() -> None:
+    assert read("owner/name", "a" * 40, True) == [{"commit": "a" * 40}] * 3
+    assert read("owner/name", "a" * 40) == read("owner/name", "main", True) == [{}] * 3
+
+
+def test_a_folder_is_what_it_holds_whatever_the_commit(tmp_path: Path) -> None:
     (tmp_path / PROCESSOR).write_text('{"size": 3}')
-    asked = []
-
-    def cached(repository: str, name: str, revision: str) -> object:
-        asked.append((repository, revision))
-        # The cache says of a file that it knows nothing, or that the repository has none.
-        return {PROCESSOR: str(tmp_path / PROCESSOR), "processor_config.json": object()}.get(name)
-
-    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", cached)
-    assert processor_files("owner/name:Q4_K_M", "a" * 40) == {PROCESSOR: {"size": 3}}
-    assert set(asked) == {("owner/name", "a" * 40)}
+    assert processor_files(str(tmp_path), "a" * 40, True) == {PROCESSOR: {"size": 3}}
 
 
 @pytest.mark.parametrize("model", ["/no/such/folder", "s3://bucket/model", "a/b/c", "../models/x"])
