@@ -17,7 +17,7 @@ from sglang.srt.server_args import ServerArgs
 from flexkv.adapters.common.framed import plain_namespace
 from flexkv.adapters.common.identity_table import FieldTable
 from flexkv.adapters.sglang import identity
-from flexkv.adapters.sglang.identity_fields import ARGUMENTS
+from flexkv.adapters.sglang.identity_fields import ARGUMENTS, OTHER_WEIGHTS
 from flexkv.config import load_config
 
 LLAMA = {
@@ -80,7 +80,7 @@ def wrong_fields(table: FieldTable, arguments: Any, model: Any) -> dict[str, lis
 
     left_out = [name for names in table.left_out.values() for name in names]
     return {
-        "taken in vain": [name for name in table.taken if not changes(name)],
+        "taken in vain": [name for name in (*table.taken, *table.read) if not changes(name)],
         "left out in vain": [name for name in left_out if changes(name)],
     }
 
@@ -111,7 +111,7 @@ def _keys(place: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     arguments = ServerArgs(model_path=str(folder), device="cpu", skip_tokenizer_init=True)
     model = ModelConfig.from_server_args(arguments)
     yield "arguments", wrong_fields(ARGUMENTS, arguments, model)
-    other = FieldTable("ServerArgs", "", (*ARGUMENTS.taken[1:], "port"))
+    other = FieldTable("ServerArgs", "", (*ARGUMENTS.taken[1:], "port"), read=ARGUMENTS.read)
     with patch.object(identity, "ARGUMENTS", other):
         yield "control: other arguments", wrong_fields(ARGUMENTS, arguments, model)
 
@@ -140,6 +140,54 @@ def _keys(place: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         },
     )
     yield "vision", _vision(place)
+    yield "weights", _weights(place, arguments, model)
+    yield "loader", _loader(arguments, model)
+
+
+def _weights(place: Path, arguments: Any, model: Any) -> dict[str, Any]:
+    """Of each argument that names a file or weights, whether their content decides, where the path stays the same."""
+    named, settings = load_config({"identity.model": "mine"}, {}), load_config({}, {})
+    apart, same, read = [], [], []
+    for name in OTHER_WEIGHTS:
+        keys = {}
+        for folder, content in (("one", b"one"), ("copy", b"one"), ("one", b"two")):
+            path = place / name / folder
+            path.mkdir(parents=True, exist_ok=True)
+            (path / "pytorch_model.bin").write_bytes(content * 5000)
+            given = _with(arguments, **{name: str(path)})
+            keys[folder, content] = namespace(given, model)
+            if str(path) in identity._content_of(given, model, named).paths:
+                read.append(name)
+        apart += [name] * (keys["one", b"one"] != keys["one", b"two"])
+        same += [name] * (keys["one", b"one"] == keys["copy", b"one"])
+    file = place / "algorithm.yaml"
+    algorithms = []
+    for text in ("threshold: 1", "threshold: 2"):
+        file.write_text(text)
+        algorithms.append(namespace(_with(arguments, dllm_algorithm_config=str(file)), model))
+    return {
+        "apart": apart,
+        "copies are the same": same,
+        "read whole": sorted(set(read)),
+        "algorithm apart": len({*algorithms, namespace(arguments, model)}),
+        "control: paths without": list(identity._content_of(arguments, model, named).paths),
+        "control: the model's": len(identity._content_of(arguments, model, settings).paths),
+    }
+
+
+def _loader(arguments: Any, model: Any) -> dict[str, Any]:
+    """Formats of loaders, and what tunes their speed."""
+    usual = namespace(arguments, model)
+
+    def is_usual(**given: Any) -> bool:
+        return namespace(_with(arguments, **given), model) == usual
+
+    formats = ("auto", "safetensors", "fastsafetensors", "runai_streamer", "pt", "npcache", "mistral")
+    return {
+        "formats": [name for name in formats if is_usual(load_format=name)],
+        "speed": is_usual(model_loader_extra_config='{"num_threads": 4, "enable_multithread_load": true}'),
+        "control: a path": is_usual(model_loader_extra_config='{"presharded_path": "/x"}'),
+    }
 
 
 def _with(arguments: Any, **values: Any) -> Any:

@@ -22,6 +22,26 @@ def test_files_quantisation_and_version_are_in_the_keys(parts: Parts) -> None:
     assert parts["identity_child"]["keys"] == {"apart": 7, "as usual": ["remote code"]}
 
 
+def test_weights_and_files_that_an_argument_names_count_by_content(parts: Parts) -> None:
+    names = ["kt_weight_path", "modelopt_checkpoint_restore_path", "uno_lora_path"]
+    assert parts["identity_child"]["weights"] == {
+        "apart": names,
+        "copies are the same": names,
+        "read whole": names,
+        "algorithm apart": 3,
+        "control: paths without": [],
+        "control: the model's": 1,
+    }
+
+
+def test_which_files_a_loader_reads_is_in_the_keys_and_its_speed_is_not(parts: Parts) -> None:
+    assert parts["identity_child"]["loader"] == {
+        "formats": ["auto", "safetensors", "fastsafetensors", "runai_streamer"],
+        "speed": True,
+        "control: a path": False,
+    }
+
+
 def test_the_whole_configuration_counts_where_the_model_takes_images(parts: Parts) -> None:
     assert parts["identity_child"]["vision"] == {
         "takes images": [True, False, True, False],

@@ -20,12 +20,13 @@ from flexkv.adapters.common.common_keys import (
     other_config_refusal,
 )
 from flexkv.adapters.common.framed import plain_namespace
+from flexkv.adapters.common.loader_settings import USUAL, files_of_format
 from flexkv.adapters.common.lora_names import content_before
 from flexkv.adapters.common.model_files import code_files, file_digest, quantization_files
 from flexkv.adapters.common.model_identity import plain_config
 from flexkv.adapters.common.weights import resolved_commit, weights_content, weights_identity
 from flexkv.adapters.sglang.engine_watch import watch_inputs
-from flexkv.adapters.sglang.identity_fields import ARGUMENTS
+from flexkv.adapters.sglang.identity_fields import ARGUMENTS, OTHER_WEIGHTS
 from flexkv.adapters.sglang.node_units import units_on_node
 from flexkv.adapters.sglang.pools import PoolView
 from flexkv.config import FlexKVConfig
@@ -36,6 +37,10 @@ from flexkv.unit.ranks import UnitOwner
 from flexkv.weights.files import NAMED, WeightsContent, process_start_ns
 
 logger = get_logger(__name__)
+
+NO_COMMIT = "default"
+"""Of weights beside the model's that are no place on this machine: no argument says which commit of the hub is meant,
+so nothing names them for good."""
 
 RUN_NAME_BYTES = 16
 """Random bytes that tell one run from all others."""
@@ -99,7 +104,7 @@ def _fields(
         # Random weights are the same only for the same seed.
         "random_weights": server_args.random_seed if str(server_args.load_format) == "dummy" else None,
         "architecture": _architecture(model),
-        "files": _files(server_args, model),
+        "files": _files(server_args, model, bool(config.identity.model)),
         "settings": ARGUMENTS.values(server_args),
         "model_dtype": str(model.dtype),
         "quantization": str(model.quantization),
@@ -115,6 +120,8 @@ def _fields(
     }
     if adapters := _adapters():
         fields["adapters"] = adapters
+    if others := _other_weights(server_args):
+        fields["other_weights"] = others
     if kernels := _kernels(server_args):
         fields["kernels"] = kernels
     return fields
@@ -126,15 +133,21 @@ def _architecture(model: ModelConfig) -> Any:
     return plain_config(whole.to_dict())
 
 
-def _files(server_args: Any, model: ModelConfig) -> dict[str, Any]:
-    """What files beside the weights decide, by what they are read for; nothing where none counts."""
-    path, found = str(model.model_path), {}
+def _files(server_args: Any, model: ModelConfig, named: bool) -> dict[str, Any]:
+    """What files beside the weights decide, by what they are read for; nothing where none counts.
+
+    Args:
+        named: the user names the weights, and no commit is in the key for them.
+    """
+    path, revision, found = str(model.model_path), resolved_commit(model) or model.revision, {}
     if model.quantization is not None:
-        found["quantization"] = quantization_files(path, resolved_commit(model) or model.revision)
+        found["quantization"] = quantization_files(path, revision, named)
     if scales := server_args.quantization_param_path:
         found["scales"] = {"sha256": file_digest(str(scales))}
+    if algorithm := server_args.dllm_algorithm_config:
+        found["dllm algorithm"] = {"sha256": file_digest(str(algorithm))}
     if server_args.trust_remote_code:
-        found["code"] = code_files(path)
+        found["code"] = code_files(path, revision, named)
     return {name: content for name, content in found.items() if content}
 
 
@@ -165,6 +178,10 @@ def _shared_model(
         "adapters": _adapters() or None,
         "random_weights": server_args.random_seed if str(server_args.load_format) == "dummy" else None,
     }
+    if others := _other_weights(server_args):
+        apart["other_weights"] = others
+    if (files := files_of_format(server_args.load_format)) not in (USUAL, "dummy"):
+        apart["files"] = files
     if kernels := _kernels(server_args):
         apart["kernels"] = kernels
     return SharedModel(
@@ -193,9 +210,27 @@ def _weights_of(model: ModelConfig) -> str:
 def _content_of(server_args: Any, model: ModelConfig, config: FlexKVConfig) -> WeightsContent:
     """What of the weights the namespace names by samples alone. A draft model's are not among them: its KV lies in
     pools of its own, which no page holds."""
-    if config.identity.model or str(server_args.load_format) == "dummy":
-        return NAMED
-    return weights_content(model.model_path, model.revision, resolved_commit(model))
+    named = config.identity.model or str(server_args.load_format) == "dummy"
+    content = NAMED if named else weights_content(model.model_path, model.revision, resolved_commit(model))
+    for path in _other_paths(server_args).values():
+        content = content.joined(weights_content(path, None, NO_COMMIT))
+    return content
+
+
+def _other_paths(server_args: Any) -> dict[str, str]:
+    """Where weights beside the model's lie, by the argument that says it."""
+    said = {name: getattr(server_args, name, None) for name in OTHER_WEIGHTS}
+    return {name: str(path) for name, path in said.items() if path}
+
+
+def _other_weights(server_args: Any) -> dict[str, str]:
+    """What names the weights beside the model's, by argument.
+
+    Raises:
+        ConfigError: there are none that we know.
+    """
+    paths = _other_paths(server_args)
+    return {name: weights_identity(path, None, NO_COMMIT) for name, path in paths.items()}
 
 
 def _adapters() -> dict[str, str]:

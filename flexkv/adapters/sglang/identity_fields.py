@@ -28,17 +28,20 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
+OTHER_WEIGHTS = ("kt_weight_path", "modelopt_checkpoint_restore_path", "uno_lora_path")
+"""Arguments that name weights beside the model's. A draft's LoRA counts too: such drafts have no pages of their own."""
+
 ARGUMENTS = FieldTable(
     "ServerArgs",
     "",
     taken=_names(
         """
-        model_impl model_config_parser modelopt_quant modelopt_checkpoint_restore_path
-        quantize_and_serve rl_quant_profile custom_weight_loader kt_weight_path
+        model_impl model_config_parser modelopt_quant
+        quantize_and_serve rl_quant_profile custom_weight_loader
         kt_method moe_runner_backend fp8_gemm_runner_backend fp4_gemm_runner_backend
         flashinfer_mxfp4_moe_precision enable_w4a4_mxfp4_megamoe deepep_dispatcher_output_dtype
         enable_quant_communications qsa_indexer_dtype enable_deepseek_v4_fp4_indexer
-        prefill_kv_cache_dequant_dtype dllm_algorithm dllm_algorithm_config dllm_fdfo uno_lora_path
+        prefill_kv_cache_dequant_dtype dllm_algorithm dllm_fdfo
         lora_target_modules experts_shared_outer_loras forward_hooks dcp_size enable_kv_cache_sharding
         enable_dsa_cache_layer_split speculative_algorithm
         """
@@ -59,6 +62,10 @@ ARGUMENTS = FieldTable(
         "kv_cache_dtype": "as the pool has it",
         "quantization": "as SGLang has resolved it",
         "quantization_param_path": "by the file's content",
+        "dllm_algorithm_config": "by the file's content",
+        "kt_weight_path": "by the content of the weights there, also with `identity.model`",
+        "modelopt_checkpoint_restore_path": "as `kt_weight_path`",
+        "uno_lora_path": "as `kt_weight_path`",
         "json_model_override_args": "by the configuration that they make",
         "decrypted_config_file": "by the configuration that is read there",
         "enable_multimodal": "whether the model takes images, and the whole configuration is taken",
