@@ -14,6 +14,7 @@ import pytest
 from flexkv.cache.ids import TierId
 from flexkv.config import load_config
 from flexkv.observe import Counters
+from flexkv.storage import weights_name
 from flexkv.storage.journal import Journal
 from flexkv.storage.striped_slabs import StripedSlabs
 from flexkv.storage.weights_name import WEIGHTS_NAME
@@ -169,6 +170,23 @@ def test_pages_of_nobody_knows_which_weights_are_not_served(
         name.unlink()
     else:
         name.write_bytes(content)
+    assert asked(build(model)) == 0
+
+
+def test_a_crash_before_the_name_gives_no_page_to_the_weights_before(
+    build: Build, model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The slabs were made anew, so nothing is strange to the new weights, whose name is late."""
+    original = (model / FILE).read_bytes()
+    finish(written(build(model)))
+    for pattern in ("*.slab", "*.header", "index.sqlite*"):
+        for file in tmp_path.glob(f"disk/*/*/{pattern}"):
+            file.unlink()
+    rows(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(weights_name, "_write_all", lambda *_: None)
+        finish(written(build(model)))
+    (model / FILE).write_bytes(original)
     assert asked(build(model)) == 0
 
 
