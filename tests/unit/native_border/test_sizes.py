@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import resource
 from collections.abc import Callable
 from pathlib import Path
@@ -45,6 +47,22 @@ def copy_pool_block(block: int, stride: int) -> None:
 def test_a_block_of_the_pool_beyond_its_memory_is_refused(block: int, stride: int) -> None:
     with pytest.raises(GeometryError, match=rf"block {block} of the pool, with a stride of {stride} bytes"):
         copy_pool_block(block, stride)
+
+
+def test_a_pool_that_is_reserved_without_access_is_refused() -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    anonymous = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    pool = libc.mmap(None, ctypes.c_size_t(8192), 0, anonymous, -1, ctypes.c_long(0))
+    assert pool not in (None, ctypes.c_void_p(-1).value)
+    memory, ids = np.zeros(8192, np.uint8), np.zeros(1, np.int64)
+    try:
+        with pytest.raises(GeometryError, match="block 0 of the pool"):
+            c_ext.transfer_kv_blocks(
+                ids, np.array([pool], np.int64), 64, 4096, 0, ids, memory, 64, 0, 4096, 64, 0, 1, is_mla=True
+            )
+    finally:
+        libc.munmap(ctypes.c_void_p(pool), ctypes.c_size_t(8192))
 
 
 def test_control_a_block_within_the_pool_is_copied() -> None:
