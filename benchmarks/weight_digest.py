@@ -139,7 +139,9 @@ def main() -> None:
     for name, rate in rates.items():
         ratio = f", {ratios[name]:.2f} of a bare read (reach {GOAL_RATIO})" if name in ratios else ""
         print(f"{name:12} {rate:6.2f} GB/s{ratio}")
-    print(f"CPU seconds per GB: bare read {bare_cpu_s / size * GB:.2f}, digest {digest_cpu_s / size * GB:.2f}")
+    print(
+        f"CPU seconds per GB: bare read {bare_cpu_s / size * GB:.2f}, digest {digest_cpu_s / size * GB:.2f}"
+    )
     print(f"140 GB at the digest's rate, computed: {large_s:.0f} s")
     print(f"fingerprint by samples, first time: {sampled_s:.3f} s")
     if arguments.json is not None:

@@ -24,7 +24,7 @@ logger = get_logger(__name__)
 
 TABLE_NAME = "weights.json"
 LOCK_NAME = "weights.lock"
-"""Of the table. Who reads weights has a lock of another name."""
+"""Lock of the table alone: reading weights takes one of another name."""
 
 VERSION = 1
 
@@ -162,7 +162,7 @@ class WeightsTable:
 
 
 def lock_name(files: Iterable[Path]) -> str:
-    """Of the lock of who reads these files: the same for every process that reads them."""
+    """Name of the lock for reading these files: the same in every process that reads them."""
     names = sorted(os.fsencode(os.path.realpath(file)) for file in files)
     digest = hashlib.sha256(b"".join(len(name).to_bytes(8, "little") + name for name in names))
     return f"weights-{digest.hexdigest()[:16]}.lock"

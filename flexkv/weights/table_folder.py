@@ -16,7 +16,7 @@ from flexkv.storage.private_files import FOLDER_MODE, OTHERS, make_folders
 logger = get_logger(__name__)
 
 HOME_CACHE = Path("~/.cache/flexkv")
-"""Of an engine without a disk tier; in it is a folder for each node, since nodes may share a home."""
+"""Folder for engines without a disk tier; in it is a folder for each node, since nodes may share a home."""
 
 MACHINE_ID = Path("/etc/machine-id")
 

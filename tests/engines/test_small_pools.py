@@ -103,6 +103,16 @@ def test_lazy_stores_lose_nothing(engines: Engines, stream: int) -> None:
 MODES = [(store, load) for store in ("eager", "layerwise") for load in ("async", "sync", "layerwise")]
 
 
+def check_alone_and_beside(session: EngineSession, stream: int) -> None:
+    """A prompt is stored whole, alone and beside seven others."""
+    alone, beside = large(stream), large(stream + 100)
+    session.check_one(alone)
+    check_stored_whole(session, alone)
+    session.forget()
+    session.check(beside, *small(stream + 200))
+    check_stored_whole(session, beside)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("in_flight", [FEW_IN_FLIGHT, 65_536])
 @pytest.mark.parametrize(("store", "load"), MODES)
@@ -110,12 +120,7 @@ def test_every_mode_stores_a_prompt_whole(
     engines: Engines, stream: int, store: str, load: str, in_flight: int
 ) -> None:
     session = start(engines, store__mode=store, load__mode=load, store__inflight_pages=in_flight)
-    alone, beside = large(stream), large(stream + 100)
-    session.check_one(alone)
-    check_stored_whole(session, alone)
-    session.forget()
-    session.check(beside, *small(stream + 200))
-    check_stored_whole(session, beside)
+    check_alone_and_beside(session, stream)
     assert session.metric(DROPPED) == 0
 
 
@@ -127,9 +132,4 @@ def test_every_mode_is_right_with_async_scheduling(engines: Engines, stream: int
         async_scheduling=True,
         **ENGINE,
     )
-    alone, beside = large(stream), large(stream + 100)
-    session.check_one(alone)
-    check_stored_whole(session, alone)
-    session.forget()
-    session.check(beside, *small(stream + 200))
-    check_stored_whole(session, beside)
+    check_alone_and_beside(session, stream)

@@ -145,7 +145,7 @@ def _keys(place: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _weights(place: Path, arguments: Any, model: Any) -> dict[str, Any]:
-    """Of each argument that names a file or weights, whether their content decides, where the path stays the same."""
+    """Whether the content decides, for each argument that names a file or weights and keeps its path."""
     named, settings = load_config({"identity.model": "mine"}, {}), load_config({}, {})
     apart, same, read = [], [], []
     for name in OTHER_WEIGHTS:

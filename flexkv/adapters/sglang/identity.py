@@ -39,8 +39,8 @@ from flexkv.weights.files import NAMED, WeightsContent, process_start_ns
 logger = get_logger(__name__)
 
 NO_COMMIT = "default"
-"""Of weights beside the model's that are no place on this machine: no argument says which commit of the hub is meant,
-so nothing names them for good."""
+"""Revision of weights beside the model's that are no place on this machine: no argument says which commit of the hub is
+meant, so nothing names them for good."""
 
 RUN_NAME_BYTES = 16
 """Random bytes that tell one run from all others."""
