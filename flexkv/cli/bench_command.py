@@ -9,29 +9,30 @@ from pathlib import Path
 
 import click
 from rich.console import Console
-from rich.table import Table
 
 from flexkv import c_ext
 from flexkv.cli.bench.base import ComparisonRow
+from flexkv.cli.bench.beside_rows import SECONDS, beside_rows
 from flexkv.cli.bench.disk_rows import disk_rows
 from flexkv.cli.bench.event_rows import event_rows
+from flexkv.cli.bench.latency_rows import latency_rows
 from flexkv.cli.bench.picture import draw
 from flexkv.cli.bench.result_file import ResultFile
-from flexkv.cli.bench.torch_baseline import index_select_rows, small_copy_rows
-from flexkv.cli.bench.transfer_bench import LAYERS, RUN_BYTES, TransferBench, TransferRow
+from flexkv.cli.bench.tables import (
+    LEGEND,
+    beside_table,
+    comparison_table,
+    lane_table,
+    latency_table,
+    processor_table,
+)
+from flexkv.cli.bench.torch_baseline import both_ways_limit_gbps, index_select_rows, small_copy_rows
+from flexkv.cli.bench.transfer_bench import LAYERS, RUN_BYTES, TransferBench
 from flexkv.cli.bench.transform_rows import transform_rows
 from flexkv.config import load_config
-from flexkv.config.sizes import format_size
 
-PARTS = ("lanes", "torch", "small", "transform", "events", "disk")
-"""Of the measurement, in order: the lanes, then what they are compared with."""
-LEGEND = """\
-A block of the engine's pool lies there in one run a layer; each row copies the same bytes in runs of that length.
-H2D: host memory to the pool, a load. D2H: pool to host memory, a store. Both: one beside the other, added up.
-of one copy: beside a single contiguous copy, more than 1 where the lane is faster than that.
-both / one way: beside the faster direction alone. a call a run: GB/s of a driver's call for each run."""
-
-
+PARTS = ("lanes", "latency", "beside", "torch", "small", "transform", "events", "disk")
+"""Of the measurement, in order: the lanes, what they cost the engine, then what they are compared with."""
 MAX_DEVICE = (1 << 31) - 1
 """What the native core takes for a number of a device."""
 
@@ -85,7 +86,15 @@ def _writable(context: click.Context, parameter: click.Parameter, path: Path | N
     multiple=True,
     type=click.Choice(PARTS),
     help="Measure that alone; may be given several times. All of them by default. lanes: copies between pool and host; "
-    "torch, small, transform: what they are compared with; events: loads by the GPU's clock; disk: needs --folder.",
+    "latency: single loads and stores, and the CPU's time; beside: what copies cost an engine's step (needs torch); "
+    "torch, small, transform: what lanes are compared with; events: loads by the GPU's clock; disk: needs --folder.",
+)
+@click.option(
+    "--seconds",
+    default=SECONDS,
+    show_default=True,
+    type=click.FloatRange(1.0, 600.0),
+    help="For --part beside, about.",
 )
 @click.option(
     "--json",
@@ -107,6 +116,7 @@ def transfer(
     repeats: int,
     folder: Path | None,
     parts: tuple[str, ...],
+    seconds: float,
     json_file: Path | None,
     png_file: Path | None,
 ) -> None:
@@ -133,6 +143,9 @@ def transfer(
     total_bytes = megabytes << 20
     wanted = parts or PARTS
     bench = TransferBench(device, total_bytes, repeats, settings)
+    if device is not None and "lanes" in wanted:
+        both = both_ways_limit_gbps(device, total_bytes, repeats)
+        bench.limit_gbps |= {} if both is None else {"both": both}
     copies = bench.copies
     facts = {
         "device": device,
@@ -150,8 +163,21 @@ def transfer(
             for rows in bench.run():
                 results.add_rows(rows)
         results.part_ended("lanes")
-        console.print(_table(results.rows, bench.limit_gbps))
+        console.print(lane_table(results.rows, bench.limit_gbps))
         console.print(LEGEND, highlight=False)
+    if "latency" in wanted:
+        with _doing(console, "timing single loads and stores"):
+            for latency, processor in latency_rows(device, total_bytes, settings):
+                results.add_latency(latency, processor)
+        results.part_ended("latency")
+        console.print(latency_table(results.latency))
+        console.print(processor_table(results.processor))
+    if "beside" in wanted:
+        with _doing(console, "copying beside an engine's work"):
+            for beside_copies in beside_rows(device, total_bytes, settings, seconds):
+                results.add_beside(beside_copies)
+        results.part_ended("beside")
+        console.print(beside_table(results.beside))
     beside = {
         "torch": lambda: index_select_rows(device, RUN_BYTES, LAYERS, total_bytes, repeats),
         "small": lambda: _small_copies(device, bench),
@@ -172,7 +198,7 @@ def transfer(
             raise click.ClickException(f"--folder {folder}: {error}") from error
         results.part_ended("disk")
     if results.compared:
-        console.print(_comparison_table(results.compared))
+        console.print(comparison_table(results.compared))
     console.print(f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} CPUs", highlight=False)
     if device is not None:
         for name, value in c_ext.CUDA_THRESHOLDS.items():
@@ -197,58 +223,6 @@ def _doing(console: Console, what: str) -> Iterator[None]:
     else:
         console.print(f"{what} ...", highlight=False)
         yield
-
-
-def _table(rows: list[TransferRow], limit_gbps: dict[str, float]) -> Table:
-    limits = ", ".join(f"{name} {rate:.1f}" for name, rate in limit_gbps.items())
-    table = Table(title=f"GB/s, median; one contiguous copy: {limits}")
-    for heading in (
-        "run",
-        "direction",
-        "path",
-        "multiprocessors",
-        "GB/s",
-        "of one copy",
-        "both / one way",
-        "a call a run",
-    ):
-        table.add_column(heading, justify="right")
-    for row in rows:
-        table.add_row(
-            format_size(row.run_bytes),
-            row.direction,
-            row.path,
-            str(row.multiprocessors),
-            f"{row.gbps:.1f}",
-            _number(row.share_of_limit, ".2f"),
-            _number(row.share_of_one_way, ".2f"),
-            _number(row.single_calls_gbps, ".1f"),
-        )
-    return table
-
-
-def _comparison_table(rows: list[ComparisonRow]) -> Table:
-    table = Table(title="beside it, median")
-    for heading in ("what", "direction", "run", "GB/s", "calls", "p99 ms", "share", "path", "SMs", "note"):
-        table.add_column(heading, justify="left" if heading in ("what", "path", "note") else "right")
-    for row in rows:
-        table.add_row(
-            row.what,
-            row.direction,
-            format_size(row.run_bytes) if row.run_bytes else "-",
-            _number(row.gbps, ".2f"),
-            _number(row.calls, "d"),
-            _number(row.p99_ms, ".3f"),
-            _number(row.share, ".2f"),
-            row.path,
-            str(row.multiprocessors),
-            row.note,
-        )
-    return table
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
 
 
 def _need_matplotlib() -> None:

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from flexkv.cli.bench.base import ComparisonRow
+from flexkv.cli.bench.beside_rows import BesideRow
+from flexkv.cli.bench.latency_rows import LatencyRow, ProcessorRow
 from flexkv.cli.bench.transfer_bench import TransferRow
 
 
@@ -28,7 +30,10 @@ class ResultFile:
         self._path = path
         self.rows: list[TransferRow] = []
         self.compared: list[ComparisonRow] = []
-        self._content: dict[str, Any] = {**facts, "rows": [], "comparisons": [], "parts": []}
+        self.beside: list[BesideRow] = []
+        self.latency: list[LatencyRow] = []
+        self.processor: list[ProcessorRow] = []
+        self._content: dict[str, Any] = {**facts, "parts": []}
         self._write()
 
     def add_rows(self, rows: Iterable[TransferRow]) -> None:
@@ -39,6 +44,15 @@ class ResultFile:
         self.compared += rows
         self._write()
 
+    def add_beside(self, rows: Iterable[BesideRow]) -> None:
+        self.beside += rows
+        self._write()
+
+    def add_latency(self, rows: Iterable[LatencyRow], processor: Iterable[ProcessorRow]) -> None:
+        self.latency += rows
+        self.processor += processor
+        self._write()
+
     def part_ended(self, part: str) -> None:
         """All rows of `part` are there."""
         self._content["parts"].append(part)
@@ -47,8 +61,14 @@ class ResultFile:
     def _write(self) -> None:
         if self._path is None:
             return
-        self._content["rows"] = [asdict(row) for row in self.rows]
-        self._content["comparisons"] = [asdict(row) for row in self.compared]
+        kinds: dict[str, Iterable[Any]] = {
+            "rows": self.rows,
+            "comparisons": self.compared,
+            "beside": self.beside,
+            "latency": self.latency,
+            "processor": self.processor,
+        }
+        self._content |= {name: [asdict(row) for row in rows] for name, rows in kinds.items()}
         # By its own name: a pipe under /proc has a target that is no path.
         if self._path.exists() and not self._path.is_file():
             with self._path.open("w") as stream:

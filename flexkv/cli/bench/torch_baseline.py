@@ -1,6 +1,6 @@
 """torch's own way to move blocks, and small copies beside a store: what an engine would do without flexkv.
 
-The one module outside the adapters that imports torch, and only where the baseline is measured.
+The one module outside the adapters that imports torch, and only where something is measured with it.
 """
 
 from __future__ import annotations
@@ -29,6 +29,34 @@ def load_torch() -> Any | None:
     except ImportError:
         return None
     return torch
+
+
+def both_ways_limit_gbps(device: int, total_bytes: int, repeats: int) -> float | None:
+    """1e9 bytes a second of two contiguous copies at once, one each way, `total_bytes` together; None without torch."""
+    torch = load_torch()
+    if torch is None or not torch.cuda.is_available():
+        return None
+    half = max(1, total_bytes // 2)
+    place = f"cuda:{device}"
+    pairs = [
+        (
+            torch.cuda.Stream(device),
+            torch.zeros(half, dtype=torch.uint8, device=place),
+            torch.zeros(half, dtype=torch.uint8, pin_memory=True),
+        )
+        for _ in range(2)
+    ]
+
+    def once() -> None:
+        for (stream, on_device, on_host), load in zip(pairs, (True, False), strict=True):
+            target, source = (on_device, on_host) if load else (on_host, on_device)
+            with torch.cuda.stream(stream):
+                target.copy_(source, non_blocking=True)
+        for stream, _, _ in pairs:
+            stream.synchronize()
+
+    torch.cuda.synchronize(device)
+    return 2 * half / _median(once, repeats) / 1e9
 
 
 def index_select_rows(

@@ -41,7 +41,8 @@ class TransferRow:
         pinned: the GPU took all of the host pool's slots, or refused some (`TransferBench` waits for either).
         multiprocessors: that the path takes from the engine's kernels.
         gbps: 1e9 bytes a second, median; of both directions together where `direction` says so.
-        share_of_limit: of one contiguous copy of the same bytes; None for both ways.
+        share_of_limit: of one contiguous copy of the same bytes, or of one each way at once; None where that was not
+            measured.
         share_of_one_way: of the faster direction alone; None for one way.
         single_calls_gbps: the same bytes by one driver call a run; None without a GPU.
     """
@@ -91,6 +92,43 @@ def engine_of(
     )
 
 
+@contextmanager
+def pooled_engine(
+    device: int | None, settings: TransferConfig, base: int, run_bytes: int, layers: int, blocks: int
+) -> Iterator[tuple[TransferEngine, bool]]:
+    """An engine between memory, as a layer-first pool, and a host pool of as many slots; and whether the GPU took all
+    of these, without which it may not take the path that is meant.
+
+    Args:
+        base: address of the memory, on `device`; `layers` x `blocks` x `run_bytes` bytes.
+
+    Raises:
+        CapacityError: the host memory is not there. ContractError: it was not mapped in `WAIT_S`.
+    """
+    page = run_bytes * layers
+    segments = [
+        [base + layer * blocks * run_bytes, run_bytes, run_bytes, layer * run_bytes, layer]
+        for layer in range(layers)
+    ]
+    view = c_ext.KvView(np.array(segments, dtype=np.int64), blocks, page)
+    pool = HostPool(page, blocks)
+    engine = engine_of(device, settings)
+    try:
+        if device is not None:
+            pool.pin(device)
+        if not pool.wait_ready(blocks, WAIT_S):
+            raise ContractError(f"the host pool was not mapped: {pool.stopped_reason}")
+        ends_s = time.monotonic() + WAIT_S
+        while device is not None and pool.pinned_slots < blocks and time.monotonic() < ends_s:
+            time.sleep(0.01)
+        engine.attach_view(0, view, pool)
+        # The kernel reads registered memory alone: a row that was measured before says so.
+        yield engine, device is None or pool.pinned_slots >= blocks
+    finally:
+        engine.close(WAIT_S)
+        pool.close()
+
+
 class TransferBench:
     """Copies `total_bytes` of layer-first blocks there and back for each length of run.
 
@@ -110,6 +148,7 @@ class TransferBench:
         self._ids = itertools.count(1)
         self._pinned = True
         self.limit_gbps = {name: self._limit(name) for name in DIRECTIONS}
+        """One contiguous copy each way; "both" besides where somebody has measured two at once."""
 
     @property
     def copies(self) -> dict[str, c_ext.CopyChoices]:
@@ -161,30 +200,10 @@ class TransferBench:
     @contextmanager
     def _engine(self, run_bytes: int, blocks: int) -> Iterator[TransferEngine]:
         """An engine between the memory, as a layer-first pool, and a host pool of as many slots."""
-        page = run_bytes * LAYERS
         base = self._device_memory.address if self._device_memory is not None else self._memory.ctypes.data  # type: ignore[union-attr]
-        segments = [
-            [base + layer * blocks * run_bytes, run_bytes, run_bytes, layer * run_bytes, layer]
-            for layer in range(LAYERS)
-        ]
-        view = c_ext.KvView(np.array(segments, dtype=np.int64), blocks, page)
-        pool = HostPool(page, blocks)
-        engine = engine_of(self._device, self._settings)
-        try:
-            if self._device is not None:
-                pool.pin(self._device)
-            if not pool.wait_ready(blocks, WAIT_S):
-                raise ContractError(f"the host pool was not mapped: {pool.stopped_reason}")
-            ends_s = time.monotonic() + WAIT_S
-            while self._device is not None and pool.pinned_slots < blocks and time.monotonic() < ends_s:
-                time.sleep(0.01)
-            # The kernel reads registered memory alone: a row that was measured before says so.
-            self._pinned = self._device is None or pool.pinned_slots >= blocks
-            engine.attach_view(0, view, pool)
+        with pooled_engine(self._device, self._settings, base, run_bytes, LAYERS, blocks) as (engine, pinned):
+            self._pinned = pinned
             yield engine
-        finally:
-            engine.close(WAIT_S)
-            pool.close()
 
     def _measure(self, run_bytes: int, blocks: int) -> list[TransferRow]:
         with self._engine(run_bytes, blocks) as engine:

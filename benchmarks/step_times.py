@@ -1,0 +1,135 @@
+"""Steps of an engine beside loads and stores: which step had what beside it, and what that cost. Arithmetic only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+FEW_TOKENS = 1
+"""A step that computes no more of other requests is a decoding step, which a CUDA graph of decoding serves: with
+asynchronous scheduling one token more of another request is computed than it asked for."""
+MOST_LONGEST = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A load or a store of a connector.
+
+    Attributes:
+        kind: "load" or "store".
+        begin_s, end_s: when it was submitted, and when the engine saw its end.
+        pages: blocks that it moves.
+    """
+
+    kind: str
+    begin_s: float
+    end_s: float
+    pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """From one token of the running request to its next.
+
+    Attributes:
+        begin_s, end_s: when the engine had the one token, and the next.
+        prefill_tokens: of other requests' prompts, that the step computed.
+        running: requests that were in the step.
+    """
+
+    begin_s: float
+    end_s: float
+    prefill_tokens: int
+    running: int
+
+    @property
+    def ms(self) -> float:
+        return 1e3 * (self.end_s - self.begin_s)
+
+    @property
+    def decodes(self) -> bool:
+        return self.prefill_tokens <= FEW_TOKENS
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Of steps, milliseconds; None where there are none."""
+
+    steps: int
+    p50_ms: float | None = None
+    p90_ms: float | None = None
+    p99_ms: float | None = None
+    max_ms: float | None = None
+
+
+def spread(steps: Iterable[Step]) -> Spread:
+    times = np.array([step.ms for step in steps])
+    if not len(times):
+        return Spread(0)
+    p50, p90, p99 = (float(np.percentile(times, share)) for share in (50, 90, 99))
+    return Spread(len(times), p50, p90, p99, float(times.max()))
+
+
+def beside(steps: Iterable[Step], copies: Sequence[Copy], kind: str) -> list[Step]:
+    """Those steps during which a copy of this kind was under way."""
+    return [step for step in steps if any(copy.kind == kind and _meets(step, copy) for copy in copies)]
+
+
+def quiet(steps: Iterable[Step], copies: Sequence[Copy]) -> list[Step]:
+    """Those steps with the running request alone in them, and no copy under way."""
+    return [step for step in steps if step.running == 1 and not any(_meets(step, copy) for copy in copies)]
+
+
+def _meets(step: Step, copy: Copy) -> bool:
+    return copy.begin_s < step.end_s and copy.end_s > step.begin_s
+
+
+def cause(step: Step, steps: Sequence[Step], copies: Sequence[Copy]) -> str:
+    """What went on during a step, in words."""
+    found = []
+    if step.prefill_tokens:
+        found.append(f"computed {step.prefill_tokens} tokens of other requests")
+    number = steps.index(step)
+    if number and steps[number - 1].prefill_tokens > FEW_TOKENS:
+        found.append(f"follows a step of {steps[number - 1].prefill_tokens} such tokens")
+    for kind in ("load", "store"):
+        during = [copy for copy in copies if copy.kind == kind and _meets(step, copy)]
+        begun = sum(copy.begin_s >= step.begin_s for copy in during)
+        ended = sum(copy.end_s <= step.end_s for copy in during)
+        if during:
+            pages = sum(copy.pages for copy in during)
+            found.append(f"{len(during)} {kind}s of {pages} blocks under way ({begun} began, {ended} ended)")
+    return "; ".join(found) or "nothing beside it"
+
+
+def longest(steps: Sequence[Step], copies: Sequence[Copy]) -> list[dict[str, object]]:
+    """The ten longest steps, with their cause."""
+    chosen = sorted(steps, key=lambda step: step.ms, reverse=True)[:MOST_LONGEST]
+    return [{"ms": round(step.ms, 3), "cause": cause(step, steps, copies)} for step in chosen]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A measure that has a limit.
+
+    Attributes:
+        value: None where it was not measured.
+    """
+
+    what: str
+    value: float | None
+    limit: float
+
+    @property
+    def met(self) -> bool | None:
+        return None if self.value is None else self.value <= self.limit
+
+
+def ratio(value: float | None, base: float | None) -> float | None:
+    return None if value is None or base is None else value / base
+
+
+def more_than(value: float | None, base: float | None) -> float | None:
+    return None if value is None or base is None else value - base

@@ -1,0 +1,268 @@
+"""One vLLM engine in this process for `vllm_beside_gpu`: a running request, and others' prompts beside it.
+
+Reads one JSON line a command from standard input, and answers each with one line on the file descriptor it is given.
+The time of each step is taken where the scheduler gets a batch's result, in the engine's own process; loads and stores
+of flexkv where its transfer engine takes them, and where it hands out their results.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from benchmarks.step_times import Copy, Step
+
+RUNNING = "running"
+STEP_LIMIT_S = 120.0
+"""For what a command waits for at most."""
+RUNNING_PROMPT = 512
+"""Tokens of the running request's prompt."""
+FIRST_STEPS = 20
+"""Of the running request, that are not counted."""
+TAIL_STEPS = 24
+"""After another request's end: its store goes on, then the running request is alone for a while."""
+RENEWED_TOKENS = 2000
+"""After so many the running request begins anew: a step takes longer the more tokens it attends to."""
+
+
+class Trace:
+    """Steps of the running request, and copies of flexkv, as they go by."""
+
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+        self.copies: list[Copy] = []
+        self._last_s: float | None = None
+        self._open: dict[int, tuple[str, float, int]] = {}
+        self.lanes: dict[int, Any] = {}
+
+    def watch_scheduler(self, scheduler: Any) -> None:
+        """Takes a step for each batch with the running request in it."""
+        update = scheduler.update_from_output
+
+        def watched(batch: Any, output: Any) -> Any:
+            now_s = time.perf_counter()
+            scheduled = batch.num_scheduled_tokens
+            mine = [name for name in scheduled if name.startswith(RUNNING)]
+            if mine:
+                others = sum(count for name, count in scheduled.items() if name not in mine)
+                if self._last_s is not None:
+                    self.steps.append(Step(self._last_s, now_s, int(others), len(scheduled)))
+                self._last_s = now_s
+            return update(batch, output)
+
+        scheduler.update_from_output = watched
+
+    def forget(self) -> None:
+        """Begins a new window."""
+        self.steps, self.copies = [], []
+        self.break_step()
+
+    def break_step(self) -> None:
+        """The next step begins with the next token."""
+        self._last_s = None
+
+    def watch_flexkv(self) -> None:
+        """Notes when each load and store was submitted, and when its result was handed out."""
+        from flexkv.transfer.engine import TransferEngine
+        from flexkv.transfer.graph import OpKind
+
+        kinds = {OpKind.H2D: "load", OpKind.D2H: "store"}
+        submit, poll = TransferEngine.submit, TransferEngine.poll
+
+        def watched_submit(engine: Any, graph: Any, *rest: Any, **named: Any) -> Any:
+            now_s = time.perf_counter()
+            ticket = submit(engine, graph, *rest, **named)
+            if ticket is not None:
+                self.lanes[id(engine)] = engine
+                for op in graph.ops:
+                    if op.kind in kinds:
+                        self._open[op.op_id] = kinds[op.kind], now_s, op.pages
+            return ticket
+
+        def watched_poll(engine: Any, *rest: Any, **named: Any) -> Any:
+            results = poll(engine, *rest, **named)
+            for result in results:
+                if result.op_id in self._open:
+                    kind, begin_s, pages = self._open.pop(result.op_id)
+                    self.copies.append(Copy(kind, begin_s, time.perf_counter(), pages))
+            return results
+
+        setattr(TransferEngine, "submit", watched_submit)  # noqa: B010
+        setattr(TransferEngine, "poll", watched_poll)  # noqa: B010
+
+    def copies_so_far(self) -> list[Copy]:
+        """Those that have not ended end now."""
+        now_s = time.perf_counter()
+        return [
+            *self.copies,
+            *(Copy(kind, begin, now_s, pages) for kind, begin, pages in self._open.values()),
+        ]
+
+    def path_bytes(self) -> dict[str, int]:
+        """Bytes that each path of the GPU's lanes has copied."""
+        moved: dict[str, int] = {}
+        for engine in self.lanes.values():
+            if engine.cuda_lane is not None:
+                for path, _, count, _ in engine.cuda_lane.counts():
+                    moved[path] = moved.get(path, 0) + count
+        return moved
+
+
+class Engine:
+    """vLLM's engine, driven step by step.
+
+    Args:
+        arguments: of `vllm.LLM`.
+        vocabulary: tokens are drawn from it.
+        flexkv: the connector is flexkv's.
+    """
+
+    def __init__(self, arguments: dict[str, Any], vocabulary: int, flexkv: bool) -> None:
+        self.trace = Trace()
+        if flexkv:
+            self.trace.watch_flexkv()
+        from vllm import LLM
+
+        self._llm = LLM(**arguments)
+        self._engine = self._llm.llm_engine
+        self._scheduler = self._engine.engine_core.engine_core.scheduler
+        self.trace.watch_scheduler(self._scheduler)
+        self._vocabulary = vocabulary
+        self._running = ""
+        self._ended: dict[str, int | None] = {}
+        self._tokens = 0
+        self._number = 0
+
+    def begin(self) -> None:
+        """Starts the running request anew."""
+        self.end()
+        self._number += 1
+        self._running, self._tokens = f"{RUNNING}-{self._number}", 0
+        # Its prompt is cached from the second time on, so that beginning again is no prefill beside others.
+        self._add(self._running, self._prompt(RUNNING_PROMPT, 1), 2 * RENEWED_TOKENS)
+        self._more(FIRST_STEPS)
+        self.trace.break_step()
+
+    def alone(self, steps: int) -> dict[str, Any]:
+        """So many steps of the running request with nothing beside it."""
+        self.begin()
+        self.trace.forget()
+        self._more(steps + 1)
+        return self._taken()
+
+    def prompts(self, length: int, streams: list[int], least_steps: int, window_s: float) -> dict[str, Any]:
+        """Prompts of `length` tokens one after the other beside the running request, until all were there or a limit
+        has passed.
+
+        Args:
+            streams: numbers of the prompts; the same number is the same prompt.
+            least_steps: of the running request, before which no window ends early.
+        """
+        ends_s = time.monotonic() + window_s
+        self.trace.forget()
+        cached: list[int] = []
+        ttft_ms: list[float] = []
+        for stream in streams:
+            self._number += 1
+            name = f"other-{self._number}"
+            added_s = time.perf_counter()
+            self._add(name, self._prompt(length, stream), 1)
+            self._until(lambda name=name: name in self._ended)  # type: ignore[misc]
+            ttft_ms.append(1e3 * (time.perf_counter() - added_s))
+            cached.append(self._ended.pop(name) or 0)
+            self._more(TAIL_STEPS)
+            if self._tokens > RENEWED_TOKENS:
+                self.begin()
+            if time.monotonic() > ends_s and len(self.trace.steps) >= least_steps:
+                break
+        return self._taken() | {"cached": cached, "ttft_ms": ttft_ms, "prompts": len(cached)}
+
+    def end(self) -> None:
+        """Ends the running request."""
+        if self._running:
+            self._engine.abort_request([self._running])
+            self._running = ""
+            self.trace.break_step()
+
+    def close(self) -> None:
+        self._engine.engine_core.shutdown()
+
+    def _taken(self) -> dict[str, Any]:
+        return {
+            "steps": [asdict(step) for step in self.trace.steps],
+            "copies": [asdict(copy) for copy in self.trace.copies_so_far()],
+            "path_bytes": self.trace.path_bytes(),
+        }
+
+    def _prompt(self, count: int, stream: int) -> list[int]:
+        import numpy as np
+
+        drawn = np.random.default_rng([stream, 20]).integers(4, self._vocabulary, size=count)
+        return [int(token) for token in drawn]
+
+    def _add(self, name: str, ids: list[int], max_tokens: int) -> None:
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+        self._engine.add_request(name, {"prompt_token_ids": ids}, params)
+
+    def _step(self) -> None:
+        for output in self._engine.step():
+            if output.request_id == self._running:
+                self._tokens = len(output.outputs[0].token_ids)
+            if output.finished:
+                self._ended[output.request_id] = output.num_cached_tokens
+
+    def _more(self, steps: int) -> None:
+        wanted = self._tokens + steps
+        self._until(lambda: self._tokens >= wanted)
+
+    def _until(self, met: Callable[[], bool]) -> None:
+        """Raises RuntimeError where the running request has ended; TimeoutError."""
+        ends_s = time.monotonic() + STEP_LIMIT_S
+        while not met():
+            if self._running in self._ended:
+                raise RuntimeError(f"the running request ended after {self._tokens} tokens")
+            if time.monotonic() > ends_s:
+                raise TimeoutError(f"not within {STEP_LIMIT_S:.0f} s, after {self._tokens} tokens")
+            self._step()
+
+
+def serve(answers: int) -> None:
+    """Does one command after the other until standard input ends."""
+    engine: Engine | None = None
+    with os.fdopen(answers, "w") as out:
+        for line in sys.stdin:
+            command = json.loads(line)
+            what, arguments = command["op"], command["arguments"]
+            began_s = time.monotonic()
+            try:
+                if what == "start":
+                    if prepare := arguments.pop("prepare"):
+                        module, _, function = prepare.partition(":")
+                        getattr(importlib.import_module(module), function)()
+                    engine = Engine(**arguments)
+                    answer: dict[str, Any] = {}
+                elif engine is None and what == "close":
+                    answer = {}
+                else:
+                    answer = getattr(engine, what)(**arguments) or {}
+                answer["ok"] = True
+            except Exception as error:
+                answer = {"ok": False, "error": repr(error), "trace": traceback.format_exc()[-3000:]}
+            answer["seconds"] = time.monotonic() - began_s
+            out.write(json.dumps(answer) + "\n")
+            out.flush()
+            if what == "close":
+                return
+
+
+if __name__ == "__main__":
+    serve(int(sys.argv[1]))

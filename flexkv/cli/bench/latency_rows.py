@@ -1,0 +1,217 @@
+"""How long loads and stores take from submit to end, and what they take of the CPU: `--part latency`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from flexkv import c_ext
+from flexkv.cli.bench.op_stream import OpStream
+from flexkv.cli.bench.transfer_bench import (
+    LAYERS,
+    NULL_STREAM,
+    WAIT_S,
+    chosen_path,
+    path_bytes,
+    pooled_engine,
+)
+from flexkv.config import TransferConfig
+from flexkv.errors import ContractError
+from flexkv.transfer.engine import TransferEngine
+from flexkv.transfer.graph import OpId, OpKind, OpStatus, Priority, TransferGraph, TransferOp
+
+RUN_BYTES = (4 << 10, 32 << 10)
+BLOCKS = (1, 16, 256, 1024)
+POOL_BYTES = 512 << 20
+"""Least size of a GPU's pool: 1,024 blocks of the longer runs, scattered over twice as many."""
+TIMES = 60
+"""Of each op; the first few are left out."""
+WARM_UP = 5
+LONGEST_S = 1.0
+"""For one row; where the copies are slower, it has fewer times."""
+BUSY_S = 0.5
+"""For which the CPU time of a full link, or of an idle process, is taken."""
+BUSY_KINDS = (("loads", OpKind.H2D), ("stores", OpKind.D2H))
+IDLE = "idle"
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyRow:
+    """One op, again and again, with nothing beside it.
+
+    Attributes:
+        what: "load by layer" or "store".
+        path: of most of the bytes; `multiprocessors` it takes.
+        p50_us, p99_us: from `submit` until `wait` returned, microseconds.
+        submit_us: until `submit` returned, p50.
+        first_layer_us: until the first layer's `wait_layer` returned, p50; None for stores.
+        gbps: 1e9 bytes a second, by the p50.
+        times: how often it was measured.
+    """
+
+    what: str
+    run_bytes: int
+    blocks: int
+    path: str
+    multiprocessors: int
+    p50_us: float
+    p99_us: float
+    submit_us: float
+    first_layer_us: float | None
+    gbps: float
+    times: int
+    pinned: bool = True
+
+    @property
+    def layer_bytes(self) -> int:
+        return self.run_bytes * self.blocks
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessorRow:
+    """CPU time of the whole process.
+
+    Attributes:
+        what: "loads" or "stores" without a pause, or "idle": an engine that has moved, and moves nothing.
+        cores: CPU seconds a second, all threads.
+        gbps: 1e9 bytes a second meanwhile.
+    """
+
+    what: str
+    run_bytes: int
+    path: str
+    cores: float
+    gbps: float
+    pinned: bool = True
+
+
+def latency_rows(
+    device: int | None, total_bytes: int, settings: TransferConfig
+) -> Iterator[tuple[list[LatencyRow], list[ProcessorRow]]]:
+    """The rows of one length of run after the other.
+
+    Args:
+        total_bytes: of the pool; a GPU's has `POOL_BYTES` at least. Ops that do not fit are left out.
+
+    Raises:
+        CapacityError: the memory is not there. ContractError: a copy failed.
+    """
+    size = total_bytes if device is None else max(total_bytes, POOL_BYTES)
+    memory = np.zeros(size, np.uint8) if device is None else c_ext.DeviceMemory(device, size)
+    base = memory.ctypes.data if isinstance(memory, np.ndarray) else memory.address
+    for run_bytes in RUN_BYTES:
+        blocks = size // (run_bytes * LAYERS)
+        if blocks < 1:
+            continue
+        with pooled_engine(device, settings, base, run_bytes, LAYERS, blocks) as (engine, pinned):
+            rows = [
+                _latency(engine, what, kind, run_bytes, blocks, taken, pinned)
+                for what, kind in (("load by layer", OpKind.H2D), ("store", OpKind.D2H))
+                for taken in BLOCKS
+                if taken <= blocks
+            ]
+            used = [_busy(engine, what, kind, run_bytes, blocks, pinned) for what, kind in BUSY_KINDS]
+            used.append(_idle(run_bytes, pinned))
+        yield rows, used
+
+
+def _latency(
+    engine: TransferEngine, what: str, kind: OpKind, run_bytes: int, blocks: int, taken: int, pinned: bool
+) -> LatencyRow:
+    stream = None if engine.device is None else NULL_STREAM
+    before = path_bytes(engine)
+    ends: list[float] = []
+    submits: list[float] = []
+    firsts: list[float] = []
+    draw = np.random.default_rng(taken)
+    stops_s = time.monotonic() + LONGEST_S
+    for number in range(1, WARM_UP + TIMES + 1):
+        ids = draw.permutation(blocks)[:taken].astype(np.int32)
+        load = kind is OpKind.H2D
+        op = TransferOp(
+            OpId(number), kind, 0, Priority.LOAD if load else Priority.STORE, ids, ids.copy(), load
+        )
+        graph = TransferGraph((op,), ())
+        start_s = time.perf_counter()
+        ticket = engine.submit(graph, stream=stream)
+        submitted_s = time.perf_counter()
+        if ticket is None:
+            raise ContractError(f"a {what} found its queue full")
+        if load:
+            if not engine.wait_layer(ticket, 0, WAIT_S, stream=stream).ok:
+                raise ContractError(f"the first layer of a {what} did not arrive")
+            first_s = time.perf_counter()
+        if not engine.wait(ticket, WAIT_S):
+            raise ContractError(f"a {what} did not end in {WAIT_S:.0f} s")
+        end_s = time.perf_counter()
+        for result in engine.poll():
+            if result.status is not OpStatus.OK:
+                raise ContractError(f"a {what} failed: {result.reason}")
+        if number <= WARM_UP:
+            continue
+        ends.append(end_s - start_s)
+        submits.append(submitted_s - start_s)
+        if load:
+            firsts.append(first_s - start_s)
+        if time.monotonic() > stops_s:
+            break
+    path, multiprocessors = chosen_path(
+        {name: count - before[name] for name, count in path_bytes(engine).items()}
+    )
+    p50_us = _us(ends, 50)
+    return LatencyRow(
+        what,
+        run_bytes,
+        taken,
+        path,
+        multiprocessors,
+        p50_us,
+        _us(ends, 99),
+        _us(submits, 50),
+        _us(firsts, 50) if firsts else None,
+        taken * run_bytes * LAYERS / p50_us / 1e3,
+        len(ends),
+        pinned,
+    )
+
+
+def _busy(
+    engine: TransferEngine, what: str, kind: OpKind, run_bytes: int, blocks: int, pinned: bool
+) -> ProcessorRow:
+    """CPU time while ops follow each other without a pause; this thread sleeps between them."""
+    before = path_bytes(engine)
+    copies = OpStream(
+        engine,
+        [kind],
+        blocks,
+        run_bytes * LAYERS,
+        stream=None if engine.device is None else NULL_STREAM,
+    )
+    copies.keep()
+    copies.wait_one(WAIT_S)
+    copies.keep()
+    begin_s, used_s = time.perf_counter(), time.process_time()
+    while time.perf_counter() - begin_s < BUSY_S:
+        copies.wait_one(WAIT_S)
+        copies.keep()
+    end_s, used_s = time.perf_counter(), time.process_time() - used_s
+    copies.drain()
+    path, _ = chosen_path({name: count - before[name] for name, count in path_bytes(engine).items()})
+    gbps = copies.gbps(kind, begin_s, end_s)
+    assert gbps is not None
+    return ProcessorRow(what, run_bytes, path, used_s / (end_s - begin_s), gbps, pinned)
+
+
+def _idle(run_bytes: int, pinned: bool) -> ProcessorRow:
+    """CPU time of the process while its engine has nothing to do."""
+    begin_s, used_s = time.perf_counter(), time.process_time()
+    time.sleep(BUSY_S)
+    seconds, used_s = time.perf_counter() - begin_s, time.process_time() - used_s
+    return ProcessorRow(IDLE, run_bytes, "", used_s / seconds, 0.0, pinned)
+
+
+def _us(seconds: list[float], share: float) -> float:
+    return float(np.percentile(np.array(seconds), share) * 1e6)

@@ -1,0 +1,143 @@
+"""A stream of loads or stores that keeps flexkv's lanes busy while something else is measured."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexkv.errors import ContractError
+from flexkv.transfer.base import Ticket
+from flexkv.transfer.engine import TransferEngine
+from flexkv.transfer.graph import OpId, OpKind, OpStatus, Priority, TransferGraph, TransferOp
+
+OUTSTANDING = 3
+"""Ops of each direction that are submitted and have not ended: one moves, one follows, one is planned."""
+DRAIN_S = 30.0
+"""Until the last op has ended."""
+
+
+class OpStream:
+    """Keeps `OUTSTANDING` ops of each direction submitted, whenever `keep` is called.
+
+    The caller calls it between two of its own measurements, in its own thread: a second Python thread would hold the
+    interpreter's lock while a measurement waits for it, and its cost would be taken for the lane's.
+
+    Args:
+        engine: with a view of group 0 of `blocks` blocks, and as many slots.
+        kinds: H2D, D2H or both.
+        blocks: of the engine's pool. Ops under way share none.
+        page_bytes: of a block, all layers.
+        layerwise: loads are moved layer by layer.
+        stream: of the engine, after whose work ops begin; None for plain memory.
+    """
+
+    def __init__(
+        self,
+        engine: TransferEngine,
+        kinds: Sequence[OpKind],
+        blocks: int,
+        page_bytes: int,
+        layerwise: bool = False,
+        stream: int | None = None,
+    ) -> None:
+        parts = np.array_split(
+            np.random.default_rng(0).permutation(blocks).astype(np.int32), OUTSTANDING * len(kinds)
+        )
+        self._engine, self._layerwise, self._stream = engine, layerwise, stream
+        self._page_bytes = page_bytes
+        self._ids = itertools.count(1)
+        self._parts = {
+            kind: [part for part in parts[number :: len(kinds)] if len(part)]
+            for number, kind in enumerate(kinds)
+        }
+        self._turn = dict.fromkeys(kinds, 0)
+        self._under_way: dict[OpId, tuple[OpKind, int, Ticket]] = {}
+        self._ended: dict[OpKind, list[tuple[float, int]]] = {
+            kind: [(time.perf_counter(), 0)] for kind in kinds
+        }
+
+    @property
+    def ended_ops(self) -> int:
+        """In the direction that has ended fewest."""
+        return min(len(ended) for ended in self._ended.values()) - 1
+
+    def keep(self) -> None:
+        """Counts what has ended, and submits as many ops anew.
+
+        Raises:
+            ContractError: a copy failed.
+        """
+        self._count()
+        for kind, parts in self._parts.items():
+            missing = len(parts) - sum(under_way is kind for under_way, _, _ in self._under_way.values())
+            for _ in range(missing):
+                self._submit(kind, parts)
+
+    def drain(self) -> None:
+        """Waits until all of its ops have ended.
+
+        Raises:
+            ContractError: they have not after `DRAIN_S`, or a copy failed.
+        """
+        ends_s = time.monotonic() + DRAIN_S
+        for _, _, ticket in list(self._under_way.values()):
+            if not self._engine.wait(ticket, max(0.0, ends_s - time.monotonic())):
+                raise ContractError(f"a copy did not end in {DRAIN_S:.0f} s")
+        while self._under_way:
+            if time.monotonic() > ends_s:
+                raise ContractError(f"{len(self._under_way)} copies have no result after {DRAIN_S:.0f} s")
+            self._count()
+
+    def wait_one(self, deadline_s: float) -> None:
+        """Sleeps until the op that was submitted first has ended, for at most `deadline_s` seconds.
+
+        Raises:
+            ContractError: it has not.
+        """
+        for _, _, ticket in self._under_way.values():
+            if not self._engine.wait(ticket, deadline_s):
+                raise ContractError(f"a copy did not end in {deadline_s:.0f} s")
+            return
+
+    def gbps(self, kind: OpKind, begin_s: float, end_s: float) -> float | None:
+        """1e9 bytes a second between two points of `time.perf_counter`; None of a direction that does not run.
+
+        Bytes are counted when their op ends, and are taken to have moved evenly since the end before it. To be asked
+        after `drain`, so that the last op counts.
+        """
+        if kind not in self._ended:
+            return None
+        times, moved = zip(*self._ended[kind], strict=True)
+        begin, end = np.interp((begin_s, end_s), times, moved)
+        return float(end - begin) / (end_s - begin_s) / 1e9
+
+    def _submit(self, kind: OpKind, parts: list[NDArray[np.int32]]) -> None:
+        ids = parts[self._turn[kind] % len(parts)]
+        self._turn[kind] += 1
+        load = kind is OpKind.H2D
+        op_id = OpId(next(self._ids))
+        op = TransferOp(
+            op_id,
+            kind,
+            0,
+            Priority.LOAD if load else Priority.STORE,
+            ids.copy(),
+            ids.copy(),
+            self._layerwise and load,
+        )
+        ticket = self._engine.submit(TransferGraph((op,), ()), stream=self._stream)
+        if ticket is None:
+            raise ContractError("an op found its queue full")
+        self._under_way[op_id] = kind, len(ids), ticket
+
+    def _count(self) -> None:
+        for result in self._engine.poll():
+            if result.status is not OpStatus.OK:
+                raise ContractError(f"a copy failed: {result.reason}")
+            kind, pages, _ = self._under_way.pop(result.op_id)
+            ended = self._ended[kind]
+            ended.append((time.perf_counter(), ended[-1][1] + pages * self._page_bytes))
