@@ -9,9 +9,11 @@ from typing import Any
 from xml.etree import ElementTree
 
 from benchmarks.gpu_files import UnreadableError, reading
-from benchmarks.gpu_goals import Row, goals
+from benchmarks.gpu_goal import Row
+from benchmarks.gpu_goals import goals
 from benchmarks.gpu_plan import STAGES
 from benchmarks.gpu_stages import BEGUN, ENDED, read_stage
+from benchmarks.gpu_vllm_page import vllm_section
 
 HEADING = """\
 # Results on a GPU
@@ -19,6 +21,8 @@ HEADING = """\
 Written by `python -m benchmarks.gpu_results render`; every figure was measured, and what did not run is named."""
 MOST_FAILURES = 20
 """Failed tests that are named."""
+ROW_KINDS = ("rows", "comparisons", "beside", "latency", "processor")
+"""Lists of rows in the JSON of `flexkv bench transfer`."""
 PARTIAL = "partial"
 """Beside a row: the step that measured it and did not pass, so that others of its rows are missing; else empty."""
 
@@ -28,8 +32,8 @@ def bench_of(folder: Path) -> dict[str, Any]:
 
     Each row has `PARTIAL` besides. `unread` has the parts that cannot be read, by name, and why.
     """
-    merged: dict[str, Any] = {"rows": [], "comparisons": [], "limit_gbps": {}, "thresholds": {}, "parts": []}
-    merged |= {"copies": {}, "unread": {}}
+    merged: dict[str, Any] = {kind: [] for kind in ROW_KINDS}
+    merged |= {"limit_gbps": {}, "thresholds": {}, "parts": [], "copies": {}, "unread": {}}
     try:
         steps = read_stage(folder, "bench")["steps"]
     except UnreadableError:  # `_read` names it
@@ -42,9 +46,9 @@ def bench_of(folder: Path) -> dict[str, Any]:
         except UnreadableError as error:
             merged["unread"][f"bench: {step['name']}"] = f"no result, because {error}"
             continue
-        for name in ("rows", "comparisons", "parts"):
+        for name in (*ROW_KINDS, "parts"):
             merged[name] += part[name]
-        merged["limit_gbps"] = merged["limit_gbps"] or part["limit_gbps"]
+        merged["limit_gbps"] = part["limit_gbps"] | merged["limit_gbps"]
         merged["thresholds"] |= part["thresholds"]
         merged["copies"] = merged["copies"] or part["copies"]
     return merged
@@ -59,7 +63,7 @@ def _bench_part(path: Path, step: Mapping[str, Any]) -> dict[str, Any]:
     with reading(path):
         part: dict[str, Any] = json.loads(path.read_text())
         of = "" if step["state"] == "passed" else f"{step['name']}: {step['state']}"
-        for name in ("rows", "comparisons"):
+        for name in ROW_KINDS:
             part[name] = [{**row, PARTIAL: of} for row in part[name]]
             _rows(part[name])
         goals(part)
@@ -102,12 +106,19 @@ def render(folder: Path) -> str:
         (goal.what, f"{'<=' if goal.at_most else '>='} {goal.reach:g}", _number(goal.found), goal.verdict)
         for goal in goals(bench)
     ))  # fmt: skip
-    if partial := sorted({row[PARTIAL] for row in (*bench["rows"], *bench["comparisons"])} - {""}):
+    if partial := sorted({row[PARTIAL] for kind in ROW_KINDS for row in bench[kind]} - {""}):
         lines += [f"Not all rows that they are judged by are there ({', '.join(partial)}).", ""]
     lines += ["## Lanes", "", f"GB/s, median. One contiguous copy: {_limits(bench) or 'not measured'}.", ""]
     lines += [*_copies(bench), ""]
     lines += _rows(bench["rows"])
-    lines += ["## Beside them", ""]
+    lines += ["## The engine's work beside them", ""]
+    lines += _rows(bench["beside"])
+    lines += ["## Single loads and stores", ""]
+    lines += _rows(bench["latency"])
+    lines += ["## CPU time of the process", ""]
+    lines += _rows(bench["processor"])
+    lines += vllm_section(folder)
+    lines += ["## Comparisons", ""]
     lines += _rows(bench["comparisons"])
     return "\n".join(lines).rstrip() + "\n"
 

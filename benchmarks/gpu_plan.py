@@ -1,22 +1,29 @@
 """What each stage of a visit to a GPU runs, and for how long at most.
 
 build, smoke and bench take 20 minutes together at most, so that one visit gives the figures; tests and sanitize are for
-another. Where a part is missing its step says so and is left out.
+another. `all` has parts of every stage within ten minutes. Where a part is missing its step says so and is left out.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks.gpu_machine import not_here
 from benchmarks.gpu_stages import Stage, Step
+from benchmarks.gpu_vllm_page import RESULT as VLLM_RESULT
 
 LIMITS_S = {"build": 440.0, "smoke": 240.0, "bench": 460.0, "tests": 460.0, "sanitize": 460.0}
 """From the call on. With `ENDING_S` each ends within eight minutes, the first three within twenty together."""
 STAGES = tuple(LIMITS_S)
+ALL = "all"
+"""Every stage in one call."""
+ALL_LIMIT_S = 570.0
+"""For `all`, from the call on: below ten minutes."""
+ALL_SHARES = {"build": 4.0, "smoke": 1.0, "bench": 3.5, "tests": 3.0, "sanitize": 2.0}
+"""How the time that is left is divided among the stages that are left; what one does not use is for the others."""
 NEED_A_CORE = STAGES[1:]
 """These run the native core that `build` has made."""
 
@@ -37,6 +44,7 @@ ENGINES = {
     "SGLang": ("SGLang on the GPU", "test_sglang_gpu.py"),
     "TensorRT-LLM": ("TensorRT-LLM on the GPU", "test_tensorrt_llm.py"),
 }
+CARRIED = "the core that is here was built with CUDA"
 TORCH_MISSING = "torch is not installed: the tests hold pools in its tensors"
 SMOKE = "(every_byte and 4096 and not 80) or capture or digests or measured"
 """Tests of the lanes that one minute is enough for: a few of every path."""
@@ -50,15 +58,16 @@ SANITIZED = {
 }
 
 
-def plan(name: str, out: Path, device: int, folder: Path | None) -> Stage:
+def plan(name: str, out: Path, device: int, folder: Path | None, carried: bool = False) -> Stage:
     """The stage `name`.
 
     Args:
         out: the folder of results.
         folder: on the disk to measure; None leaves disks out.
+        carried: the core that is here was built with CUDA, and is not built anew.
     """
     makers: dict[str, Callable[[], list[Step]]] = {
-        "build": _build,
+        "build": lambda: _build(CARRIED if carried else ""),
         "smoke": lambda: _smoke(out, device),
         "bench": lambda: _bench(out, device, folder),
         "tests": lambda: _tests(out),
@@ -67,7 +76,18 @@ def plan(name: str, out: Path, device: int, folder: Path | None) -> Stage:
     return Stage(name, LIMITS_S[name], tuple(makers[name]()))
 
 
-def _build() -> list[Step]:
+def all_deadlines_s(names: Sequence[str], name: str, now_s: float, ends_s: float) -> float:
+    """When stage `name` of `all` ends at the latest, by the same clock as `now_s` and `ends_s`.
+
+    Args:
+        names: stages that have not run yet, `name` the first of them.
+        ends_s: when all of them have ended.
+    """
+    whole = sum(ALL_SHARES[left] for left in names)
+    return now_s + (ends_s - now_s) * ALL_SHARES[name] / whole
+
+
+def _build(carried: str) -> list[Step]:
     needed = "pybind11, setuptools, numpy, pydantic, yaml, click, rich, pytest, torch"
     asked = (
         "import importlib.util as u, sys; "
@@ -80,6 +100,7 @@ def _build() -> list[Step]:
             "core",
             (sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"),
             LIMITS_S["build"],
+            missing=carried,
             required=True,
             # For the GPUs of a data centre that has them now; a build for every architecture takes three times as long.
             environ={"FLEXKV_CUDA": "1", "FLEXKV_CUDA_ARCHS": "90"},
@@ -89,7 +110,7 @@ def _build() -> list[Step]:
 
 def _smoke(out: Path, device: int) -> list[Step]:
     info = (sys.executable, "-m", "flexkv", "info")
-    quick = _bench_command(out, "smoke-lanes.json", device, 64, 2, "lanes")
+    quick = _bench_command(out, "smoke-lanes.json", device, 256, 5, "lanes")
     files = ("tests/gpu/test_transfer_gpu.py", "tests/gpu/test_large_moves_gpu.py")
     without = TORCH_MISSING if find_spec("torch") is None else ""
     return [
@@ -107,12 +128,14 @@ def _bench(out: Path, device: int, folder: Path | None) -> list[Step]:
 
     disk = () if folder is None else ("--folder", str(folder))
     return [
-        part("lanes", 1024, 9, 200.0),
-        part("small", 1024, 9, 60.0),
-        part("transform", 1024, 9, 90.0),
-        part("torch", 1024, 5, 90.0),
-        part("events", 1024, 9, 60.0),
-        part("disk", 512, 5, 150.0, *disk, missing="" if disk else "no --folder was given"),
+        part("latency", 512, 9, 60.0),
+        part("beside", 512, 5, 90.0),
+        part("lanes", 1024, 15, 200.0),
+        part("small", 1024, 15, 60.0),
+        part("transform", 1024, 15, 90.0),
+        part("torch", 1024, 9, 90.0),
+        part("events", 1024, 15, 60.0),
+        part("disk", 512, 9, 150.0, *disk, missing="" if disk else "no --folder was given"),
     ]
 
 
@@ -135,6 +158,8 @@ def _tests(out: Path) -> list[Step]:
         steps.append(
             _pytest(out, "tests", name, 240.0, (f"tests/gpu/{file}",), missing=lacking.get(needed, ""))
         )
+    beside = (sys.executable, "-m", "benchmarks.vllm_beside_gpu", "--json", str(out / VLLM_RESULT))
+    steps.append(Step("vLLM beside copies", beside, 180.0, VLLM_RESULT, lacking.get("vLLM on the GPU", "")))
     return steps
 
 

@@ -1,10 +1,12 @@
 """All that waits for a GPU, in stages; and docs/gpu-results.md with what came of them.
 
+`python -m benchmarks.gpu_results all --out DIR [--limit-s 570] [--device N] [--folder DIR] [--again]`
 `python -m benchmarks.gpu_results build|smoke|bench|tests|sanitize --out DIR [--device N] [--folder DIR] [--again]`
 `python -m benchmarks.gpu_results render --out DIR`
 
 A stage writes DIR/<stage>.json as it goes and ends within 8 minutes; called again it goes on behind what has a result,
-or is refused where that is another machine's or another source's.
+or is refused where that is another machine's or another source's. `all` runs every stage in one call within
+`--limit-s` seconds, and builds the core only where the one that is here has no CUDA.
 Needs an NVIDIA GPU with its driver and the CUDA toolkit; torch with CUDA for all tests and the comparisons with torch.
 `--folder` is on the disk to measure; without it nothing is said of disks. What is missing is named.
 """
@@ -12,15 +14,17 @@ Needs an NVIDIA GPU with its driver and the CUDA toolkit; torch with CUDA for al
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import re
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks.gpu_files import RefusedError
 from benchmarks.gpu_machine import ROOT, driver_refusal, machine, not_here, refusal
 from benchmarks.gpu_page import PARTIAL, bench_of, render
-from benchmarks.gpu_plan import NEED_A_CORE, STAGES, plan
-from benchmarks.gpu_stages import run_stage
+from benchmarks.gpu_plan import ALL, ALL_LIMIT_S, NEED_A_CORE, STAGES, all_deadlines_s, plan
+from benchmarks.gpu_stages import ENDING_S, State, run_stage
 
 PAGE = ROOT / "docs" / "gpu-results.md"
 STATUS = (ROOT / "README.md", ROOT / "docs" / "status.md")
@@ -73,14 +77,44 @@ def draw_page(out: Path, picture: Path) -> str:
     return f"{picture}: the picture"
 
 
+def run_all(
+    out: Path, device: int, folder: Path | None, again: bool, ends_s: float, lacking: str
+) -> list[State]:
+    """Every stage, and the state of every step of theirs.
+
+    Args:
+        ends_s: by `time.monotonic`, when the last step has ended.
+        lacking: why the core that is here cannot be used; empty where it can.
+
+    Raises:
+        RefusedError: as `run_stage`; nothing more was run.
+    """
+    facts: Mapping[str, str] = machine(device)
+    missing = not_here()
+    states: list[State] = []
+    for number, name in enumerate(STAGES):
+        if name in NEED_A_CORE and lacking:
+            lacking = refusal()
+            if lacking:
+                print(f"{name}: nothing was run: {lacking}", flush=True)
+                return [*states, "failed"]
+        now_s = time.monotonic()
+        until_s = all_deadlines_s(STAGES[number:], name, now_s, ends_s - ENDING_S)
+        stage = plan(name, out, device, folder, carried=not lacking)
+        stage = dataclasses.replace(stage, limit_s=max(0.0, until_s - now_s))
+        states += run_stage(stage, out, facts, missing, again, now_s)
+    return states
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("stage", choices=(*STAGES, "render"))
+    parser.add_argument("stage", choices=(ALL, *STAGES, "render"))
     parser.add_argument("--out", type=Path, required=True, help="folder of results")
     parser.add_argument("--device", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="on the disk to measure")
+    parser.add_argument("--limit-s", type=float, default=ALL_LIMIT_S, help="for all of `all`")
     parser.add_argument("--again", action="store_true", help="also what has a result")
     parser.add_argument(
         "--page", type=Path, default=PAGE, help="that render writes; a picture lies beside it"
@@ -98,8 +132,12 @@ def main() -> None:
     lacking = refusal() if arguments.stage in NEED_A_CORE else driver_refusal()
     if lacking:
         raise SystemExit(f"nothing was run: {lacking}")
-    stage = plan(arguments.stage, out, arguments.device, arguments.folder)
     try:
+        if arguments.stage == ALL:
+            ends_s = began_s + arguments.limit_s
+            states = run_all(out, arguments.device, arguments.folder, arguments.again, ends_s, refusal())
+            raise SystemExit(0 if set(states) <= {"passed", "not run"} else 1)
+        stage = plan(arguments.stage, out, arguments.device, arguments.folder)
         states = run_stage(stage, out, machine(arguments.device), not_here(), arguments.again, began_s)
     except RefusedError as error:
         raise SystemExit(f"nothing was run: {error}") from error

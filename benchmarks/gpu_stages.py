@@ -12,7 +12,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -183,13 +183,17 @@ def _run_steps(stage: Stage, folder: Path, content: Mapping[str, Any], ends_s: f
         write_whole(stage_file(folder, stage.name), json.dumps(content, indent=1))
 
     write()
+    pairs = [
+        (step, record)
+        for step, record in zip(stage.steps, content["steps"], strict=True)
+        if record["state"] not in ENDED and not step.missing
+    ]
     with _ended_by_term():
-        for step, record in zip(stage.steps, content["steps"], strict=True):
-            if record["state"] in ENDED or step.missing:
-                continue
+        for number, (step, record) in enumerate(pairs):
             left_s = ends_s - time.monotonic()
             if left_s < SHORTEST_S:
                 break
+            limit_s = fair_limit_s(left_s, [later.limit_s for later, _ in pairs[number:]])
             _forget_result(step, folder)
             record |= {
                 **_not_yet(step),
@@ -199,12 +203,18 @@ def _run_steps(stage: Stage, folder: Path, content: Mapping[str, Any], ends_s: f
             }
             write()
             print(f"{stage.name}: {step.name} ...", flush=True)
-            record |= _run(step, folder, stage.name, min(step.limit_s, left_s))
+            record |= _run(step, folder, stage.name, limit_s)
             write()
             print(f"{stage.name}: {step.name}: {record['state']}, {record['seconds']:.0f} s", flush=True)
             # Beside a process that cannot be ended nothing is measured.
             if record["left"] or (step.required and record["state"] != "passed"):
                 break
+
+
+def fair_limit_s(left_s: float, limits_s: Sequence[float]) -> float:
+    """What the first of some steps may take: its own limit, or where there is not time for the limits of all, its share
+    of what is left. What a step does not use is for those behind it."""
+    return min(limits_s[0], max(SHORTEST_S, left_s * limits_s[0] / sum(limits_s)), left_s)
 
 
 def _run(step: Step, folder: Path, stage: str, limit_s: float) -> dict[str, Any]:

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from benchmarks import gpu_machine, gpu_plan
-from benchmarks.gpu_goals import Goal, goals
+from benchmarks.gpu_goal import Goal
+from benchmarks.gpu_goals import goals
 from benchmarks.gpu_page import failed_tests, outcomes, render
 from benchmarks.gpu_plan import LIMITS_S, STAGES, plan
 from benchmarks.gpu_results import closing_words, status_text, waiting_rows

@@ -1,0 +1,54 @@
+"""The part of docs/gpu-results.md about the real vLLM, from what `benchmarks.vllm_beside_gpu` has written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from benchmarks.gpu_files import UnreadableError, reading
+
+RESULT = "vllm-beside.json"
+"""Its name in a folder of results."""
+STEPS = ("decoding steps", "quiet steps", "decoding steps beside stores", "decoding steps beside loads")
+
+
+def vllm_section(folder: Path) -> list[str]:
+    """Lines of Markdown; a file that cannot be read is named."""
+    heading = ["## vLLM's steps beside loads and stores", ""]
+    path = folder / RESULT
+    if not path.exists():
+        return [*heading, "Not measured.", ""]
+    try:
+        with reading(path):
+            return [*heading, *_lines(path)]
+    except UnreadableError as error:
+        return [*heading, f"No result, because {error}.", ""]
+
+
+def _lines(path: Path) -> list[str]:
+    content = json.loads(path.read_text())
+    lines = [f"Void: {reason}." for reason in content["void"]]
+    lines += [
+        "",
+        "| engine | beside | steps | p50 ms | p90 ms | p99 ms | max ms |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, engine in content["engines"].items():
+        taken = {"alone": engine["alone"]}
+        for window in ("computed", "again"):
+            taken |= {f"prompts {window}: {steps}": engine[window][steps] for steps in STEPS}
+        for label, numbers in taken.items():
+            if numbers["steps"]:
+                times = " | ".join(f"{numbers[f'{part}_ms']:.3f}" for part in ("p50", "p90", "p99", "max"))
+                lines.append(f"| {name} | {label} | {numbers['steps']} | {times} |")
+    lines += ["", "| | at most | measured | |", "|---|---|---|---|"]
+    for verdict in content["verdicts"]:
+        value = "-" if verdict["value"] is None else f"{verdict['value']:.3f}"
+        met = {True: "reached", False: "**missed**", None: "not measured"}[verdict["met"]]
+        lines.append(f"| {verdict['what']} | {verdict['limit']:g} | {value} | {met} |")
+    for name, engine in content["engines"].items():
+        lines += ["", f"{name}: longest decoding steps while prompts come again, ms:", ""]
+        lines += [
+            f"- {step['ms']:.3f}: {step['cause']}" for step in engine["again"]["longest decoding steps"]
+        ]
+    return [*lines, ""]
