@@ -19,7 +19,7 @@ from benchmarks import gpu_machine, gpu_plan
 from benchmarks.gpu_goal import Goal
 from benchmarks.gpu_goals import goals
 from benchmarks.gpu_page import failed_tests, outcomes, render
-from benchmarks.gpu_plan import LIMITS_S, STAGES, plan
+from benchmarks.gpu_plan import ALL, LIMITS_S, STAGES, plan
 from benchmarks.gpu_results import closing_words, status_text, waiting_rows
 from benchmarks.gpu_stages import ENDING_S, Stage, Step, read_stage, run_stage
 from flexkv import c_ext
@@ -59,6 +59,30 @@ def beside(what: str, run_bytes: int = 4096, **values: object) -> dict[str, Any]
     return {"what": what, "direction": "", "run_bytes": run_bytes, **empty, **values}
 
 
+def work_row(work: str, direction: str, path: str, **values: object) -> dict[str, Any]:
+    measured = {
+        "alone_p50_ms": 0.6,
+        "alone_p99_ms": 0.7,
+        "beside_p50_ms": 0.6,
+        "beside_p99_ms": 0.8,
+        "factor": 1.0,
+        "load_gbps": 45.0,
+        "store_gbps": 30.0,
+        "pinned": True,
+    }
+    names = {"work": work, "direction": direction, "path": path, "run_bytes": 4096}
+    return {**names, **measured, **values}
+
+
+def latency_row(what: str, run_bytes: int, blocks: int, p50_us: float, first: float | None) -> dict[str, Any]:
+    names = {"what": what, "run_bytes": run_bytes, "blocks": blocks, "pinned": True}
+    return {**names, "p50_us": p50_us, "first_layer_us": first}
+
+
+def processor_row(what: str, path: str, cores: float) -> dict[str, Any]:
+    return {"what": what, "path": path, "cores": cores, "pinned": True}
+
+
 def bench() -> dict[str, Any]:
     note = "cuFile, GPUDirect Storage (nvidia-fs 2.20) to GPU 0"
     return {
@@ -68,52 +92,122 @@ def bench() -> dict[str, Any]:
         "limit_gbps": {"H2D": 50.0, "D2H": 50.0},
         "rows": [
             lane_row(MIB, "H2D", "batch", 0.95, None),
-            lane_row(MIB, "D2H", "kernel", 0.2, None),
-            lane_row(256 << 10, "D2H", "batch", 0.9, None),
-            lane_row(32 << 10, "H2D", "batch", 0.6, None),
-            lane_row(2 * MIB, "both", "batch", None, 1.7),
+            lane_row(MIB, "D2H", "batch", 0.8, None),
+            lane_row(32 << 10, "H2D", "batch", 0.86, None),
+            lane_row(64 << 10, "H2D", "batch", 0.6, None),
+            lane_row(4096, "D2H", "kernel", 0.66, None),
+            lane_row(2 * MIB, "both", "batch", 0.85, 1.7),
         ],
         "comparisons": [
-            beside("4 KiB copy, p99", p99_ms=0.1),
-            beside("4 KiB copy, p99", p99_ms=0.3),
             beside("layout transform", share=0.9, gbps=2000.0, multiprocessors=132),
             beside("layout transform", share=0.1, gbps=90.0, multiprocessors=8),
             beside("disk to pool, staged", gbps=6.0, calls=10, share=0.97, note=note),
             beside("disk to pool, a call a run", gbps=1.0, calls=1600, share=0.2, note=note),
         ],
+        "beside": [
+            work_row("decoding step", "D2H", "batch", factor=1.05),
+            work_row("decoding step", "H2D", "kernel", factor=1.2),
+            work_row("decoding step", "both", "batch", factor=1.1),
+            work_row("large product", "H2D", "kernel", factor=1.01, store_gbps=None),
+            work_row("large product", "D2H", "kernel", factor=1.0, load_gbps=None, store_gbps=7.0),
+            work_row("small D2H", "D2H", "batch", beside_p99_ms=5.0),
+        ],
+        "latency": [
+            latency_row("load by layer", 4096, 1, 38.0, 25.0),
+            latency_row("store", 4096, 1, 60.0, None),
+            latency_row("load by layer", 32 << 10, 1024, 5700.0, 800.0),
+        ],
+        "processor": [
+            processor_row("loads", "kernel", 0.2),
+            processor_row("loads", "batch", 1.5),
+            processor_row("idle", "", 0.0),
+        ],
     }
 
 
-def verdicts(content: dict[str, Any]) -> list[str]:
-    return [goal.verdict for goal in goals(content)]
+def judged(content: dict[str, Any]) -> dict[str, tuple[float | None, str]]:
+    """By name: what was found, and the verdict."""
+    return {goal.what: (goal.found, goal.verdict) for goal in goals(content)}
 
 
-def test_each_goal_is_judged_by_its_own_rows() -> None:
-    good, missed = "reached", "**missed**"
-    assert verdicts(bench()) == [good, good, missed, good, good, good, missed, good, good, good]
-    found = [goal.found for goal in goals(bench())]
-    assert found == pytest.approx([0.95, 0.9, 0.6, 1.7, 0.2, 0.9, 90.0, 160.0, 0.97, 6.0])
-    slow = bench()
-    slow["comparisons"][1]["p99_ms"] = 0.5
-    slow["rows"][4]["share_of_one_way"] = 1.5
-    assert verdicts(slow)[3:5] == [missed, missed]
+GOOD, MISSED, NOTHING = "reached", "**missed**", "not measured"
+JUDGED = {
+    "a decoding step beside copies by copy engine: of alone": (1.05, GOOD),
+    "its p99, more than alone, ms": (0.1, GOOD),
+    "p99 of the engine's 4 KiB copies beside them, more than alone, ms": (4.3, MISSED),
+    "a decoding step beside copies by kernel: of alone": (1.2, MISSED),
+    "a decoding step beside both ways at once: of alone": (1.1, GOOD),
+    "a large product beside either way: of its rate alone": (1 / 1.01, GOOD),
+    "loads beside the large product, runs of 4 KiB, GB/s": (45.0, GOOD),
+    "stores beside the large product, runs of 4 KiB, GB/s": (7.0, MISSED),
+    "loads, runs of 4 KiB: of one contiguous copy": (None, NOTHING),
+    "stores, runs of 4 KiB: of one contiguous copy": (0.66, GOOD),
+    "loads, runs of 32 and 64 KiB: of one contiguous copy": (0.6, MISSED),
+    "loads, runs of 256 KiB and more: of one contiguous copy": (0.95, GOOD),
+    "stores, runs of 256 KiB and more: of one contiguous copy": (0.8, MISSED),
+    "both ways at once, runs of less than 256 KiB: of a contiguous copy each way": (None, NOTHING),
+    "both ways at once, runs of 256 KiB and more: of a contiguous copy each way": (0.85, GOOD),
+    "load by layer of 1 block of 8 layers of 4 KiB, ms": (0.038, GOOD),
+    "store of 1 block of 8 layers of 4 KiB, ms": (0.06, MISSED),
+    "load by layer of 1,024 blocks of 8 layers of 32 KiB (268 MB), ms": (5.7, GOOD),
+    # The layer's 32 MiB take 671 us of the 800.
+    "first layer of a load, more than its bytes take, us": (800.0 - 32 * 1024 * 1024 / 50e3, MISSED),
+    "CPU while the link is full, by kernel, cores": (0.2, GOOD),
+    "CPU while the link is full, by copy engine, cores": (1.5, MISSED),
+    "CPU when idle, cores": (0.0, GOOD),
+    "layout transform with digests, full grid: of a device-to-device copy": (0.9, GOOD),
+    "the same, at most 8 SMs, GB/s": (90.0, MISSED),
+    "staged GDS, 80 layers: calls fewer than a call a run, times": (160.0, GOOD),
+    "staged GDS: of the disk's 2 MiB rate": (0.97, GOOD),
+    "staged GDS, runs of at most 16 KiB: of a call a run, times": (6.0, GOOD),
+}
+
+
+@pytest.mark.parametrize("what", JUDGED)
+def test_each_goal_is_judged_by_its_own_rows(what: str) -> None:
+    found, verdict = judged(bench())[what]
+    expected, right = JUDGED[what]
+    assert verdict == right
+    assert found == (None if expected is None else pytest.approx(expected))
 
 
 def test_compatibility_mode_and_what_did_not_run_are_no_results() -> None:
     content = bench()
     for row in content["comparisons"]:
         row["note"] = row["note"] and "cuFile in compatibility mode (no GPUDirect Storage) to GPU 0"
-    assert verdicts(content)[-3:] == ["not measured"] * 3
-    content["comparisons"], content["rows"] = [], []
-    assert set(verdicts(content)) == {"not measured"}
+    assert [goal.verdict for goal in goals(content)][-3:] == [NOTHING] * 3
+    for kind in ("comparisons", "rows", "beside", "latency", "processor"):
+        content[kind] = []
+    assert {goal.verdict for goal in goals(content)} == {NOTHING}
 
 
-def test_a_row_that_was_measured_before_memory_was_pinned_counts_for_no_goal() -> None:
+@pytest.mark.parametrize(
+    ("kind", "row", "what"),
+    [
+        ("rows", lane_row(MIB, "H2D", "batch", 0.1, None), "loads, runs of 256 KiB and more: of one contiguous copy"),
+        ("beside", work_row("decoding step", "H2D", "batch", factor=3.0),
+         "a decoding step beside copies by copy engine: of alone"),
+        ("latency", latency_row("load by layer", 4096, 1, 900.0, 1.0),
+         "load by layer of 1 block of 8 layers of 4 KiB, ms"),
+        ("processor", processor_row("stores", "kernel", 2.0), "CPU while the link is full, by kernel, cores"),
+    ],
+)  # fmt: skip
+def test_a_row_that_was_measured_before_memory_was_pinned_counts_for_no_goal(
+    kind: str, row: dict[str, Any], what: str
+) -> None:
     content = bench()
-    content["rows"].append({**lane_row(MIB, "H2D", "batch", 0.1, None), "pinned": False})
-    assert verdicts(content)[0] == "reached"
-    content["rows"][-1]["pinned"] = True
-    assert verdicts(content)[0] == "**missed**"
+    content[kind].append({**row, "pinned": False})
+    assert judged(content)[what][1] == GOOD
+    content[kind][-1]["pinned"] = True
+    assert judged(content)[what][1] == MISSED
+
+
+def test_a_work_that_could_not_run_is_not_measured() -> None:
+    content = bench()
+    content["beside"] = [
+        {**row, "factor": None, "note": "torch is not installed"} for row in content["beside"]
+    ]
+    assert judged(content)["a decoding step beside both ways at once: of alone"] == (None, NOTHING)
 
 
 REPORT = """<testsuites><testsuite tests="9" failures="2" errors="1" skipped="3">
@@ -162,7 +256,7 @@ def gpu_results(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [ALL, *STAGES])
 def test_without_a_gpu_nothing_is_written(stage: str, tmp_path: Path) -> None:
     found = c_ext.cuda_info()
     if found["built"] and found["device_count"]:
@@ -245,7 +339,7 @@ def test_without_torch_its_tests_are_left_out_by_name(
     monkeypatch.setattr(gpu_plan, "find_spec", lambda name: None)
     for stage, runs in (("smoke", {"info", "lanes, quick"}), ("tests", set()), ("sanitize", {"controls"})):
         steps = plan(stage, tmp_path, 0, None).steps
-        assert {step.name for step in steps if not step.missing} - {"vLLM"} == runs
+        assert {step.name for step in steps if not step.missing} - {"vLLM", "vLLM beside copies"} == runs
         assert any(step.missing.startswith("torch is not installed") for step in steps)
 
 
@@ -372,7 +466,8 @@ def test_a_run_killed_in_the_middle_is_rendered_and_goes_on(tmp_path: Path) -> N
     assert "| vLLM | no wheel |" in page
     assert "| stage tests | never called |" in page
     assert "| GPU | none, made up for a test |" in page
-    assert "| the same, 32 KiB | >= 0.65 | 0.6 | **missed** |" in page
+    assert "| loads, runs of 32 and 64 KiB: of one contiguous copy | >= 0.85 | 0.6 | **missed** |" in page
+    assert "| decoding step | D2H | batch | 4096 |" in page
     assert page.count("| disk to pool, staged |") == 1
     assert "One contiguous copy: H2D 50.0, D2H 50.0" in page
     assert "batch 64 MiB" in page

@@ -33,12 +33,16 @@ def test_without_a_gpu_the_host_lanes_are_measured_and_said_to_be(tmp_path: Path
         str(out),
         "--folder",
         str(tmp_path),
+        "--seconds",
+        "2",
     ]
     done = CliRunner().invoke(command, arguments)
     assert done.exit_code == 0, (done.output, done.exception)
     assert "say nothing of a GPU" in done.output
     assert [line for line in done.output.splitlines() if line.endswith(" ...")] == [
         "copying ...",
+        "timing single loads and stores ...",
+        "copying beside an engine's work ...",
         "comparing ...",
         "reading from disk ...",
     ]
@@ -114,10 +118,12 @@ def test_what_was_measured_before_a_failure_is_kept(tmp_path: Path, monkeypatch:
 
     out = tmp_path / "rows.json"
     monkeypatch.setattr(bench_command, "transform_rows", fail)
-    done = CliRunner().invoke(command, ["transfer", "--megabytes", "1", "--repeats", "1", "--json", str(out)])
+    done = CliRunner().invoke(
+        command, ["transfer", "--megabytes", "1", "--repeats", "1", "--seconds", "1", "--json", str(out)]
+    )
     assert str(done.exception) == "cut"
     content = json.loads(out.read_text())
-    assert content["parts"] == ["lanes", "torch", "small"]
+    assert content["parts"] == ["lanes", "latency", "beside", "torch", "small"]
     assert {row["run_bytes"] for row in content["rows"]} >= {4096, 32768}
     assert {row["what"] for row in content["comparisons"]} == {"torch index_select + copy", "4 KiB copy, p99"}
     assert content["limit_gbps"]["H2D"] > 0
@@ -230,7 +236,7 @@ def test_the_rows_are_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     picture = tmp_path / "rows.png"
     done = CliRunner().invoke(
-        command, ["transfer", "--megabytes", "1", "--repeats", "1", "--png", str(picture)]
+        command, ["transfer", "--megabytes", "1", "--repeats", "1", "--seconds", "1", "--png", str(picture)]
     )
     assert done.exit_code == 0, (done.output, done.exception)
     assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
