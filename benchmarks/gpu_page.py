@@ -262,12 +262,8 @@ def _limits(bench: Mapping[str, Any]) -> str:
 
 
 def _copies(bench: Mapping[str, Any]) -> list[str]:
-    """What the lane measured at its start, a line a direction; empty where no part says it."""
-    return [
-        f"Chosen for {name}: link {chosen['link_bytes_per_s'] / 1e9:.1f} GB/s, "
-        f"pieces of {chosen['piece_bytes']} bytes, {chosen['ways']}."
-        for name, chosen in bench["copies"].items()
-    ]
+    """Which way the lane copied, a line a direction; empty where no part says it."""
+    return [f"{name.upper()}: {ways}." for name, ways in bench["copies"].items()]
 
 
 def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

@@ -203,26 +203,14 @@ class Lane:
 class StreamPoint:
     """A point in a device stream's work, of `TransferEngine.record`."""
 
-class CopyChoices(TypedDict):
-    """What a GPU's copies of one direction go by."""
-
-    link_bytes_per_s: float
-    """Of one long copy; 0: not measured."""
-    piece_bytes: int
-    """What is enqueued as one."""
-    ways: str
-    """Which runs the kernel takes, and for which rows go before batches, in words."""
-
 class CudaLane(Lane):
     """Copies between a GPU and the host pool. Raises ConfigError where there is no such device, and unless
     1 <= digest_threads <= 16."""
 
-    def __init__(
-        self, device: int, batch: bool, kernel: bool, measure: bool, digest_threads: int
-    ) -> None: ...
+    def __init__(self, device: int, batch: bool, kernel: bool, digest_threads: int) -> None: ...
     @property
-    def chosen(self) -> dict[str, CopyChoices]:
-        """Of "h2d" and "d2h"."""
+    def ways(self) -> dict[str, str]:
+        """Which runs the kernel takes and what the others go by, in words: of "h2d" and "d2h"."""
     @property
     def notes(self) -> str:
         """What is not used and why; empty when everything is."""

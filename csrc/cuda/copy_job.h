@@ -1,7 +1,9 @@
 // The copy kernel's work, as plain tables: g++ and nvcc compile the same functor, and run_on_cpu() runs it
 // thread by thread.
 #pragma once
+#include <cstddef>
 #include <cstdint>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -12,8 +14,11 @@
 
 namespace flexkv::cuda {
 
-// Unit: bytes. What one warp copies before it turns to the next: four rounds of 16 bytes a thread with four
-// loads in flight. A multiple of 16, so that cutting a run keeps its alignment.
+// Loads of a thread in flight: a warp has a run of 4 KiB on its way at once, so that two multiprocessors fill
+// the link.
+inline constexpr int kCopyLoadsInFlight = 8;
+// Unit: bytes. What one warp copies before it turns to the next: two rounds of 16 bytes a thread. A multiple
+// of 16, so that cutting a run keeps its alignment.
 inline constexpr int64_t kChunkBytes = 8192;
 
 // A part of a run, for every block.
@@ -31,11 +36,15 @@ struct CopyPage {
 };
 
 struct CopyJob {
-  const CopyChunk* chunks;
-  const CopyPage* pages;
-  int32_t chunk_count;
-  int32_t page_count;
-  bool to_device;
+  const CopyChunk* chunks = nullptr;
+  const CopyPage* pages = nullptr;
+  int32_t chunk_count = 0;
+  int32_t page_count = 0;
+  bool to_device = false;
+  // In memory of the device, which is quick to read again and again: once it is `number`, warps begin no
+  // further item. Null: nothing ends it early.
+  const uint32_t* stop = nullptr;
+  uint32_t number = 0;
 };
 
 FLEXKV_HD inline int64_t item_count(const CopyJob& job) {
@@ -51,16 +60,35 @@ FLEXKV_HD inline void copy_item(const CopyJob& job, int64_t item, int lane, int 
   auto* host =
       reinterpret_cast<unsigned char*>(job.pages[page].host + static_cast<uintptr_t>(chunk.page_offset));
   if (job.to_device) {
-    copy_lane(device, host, chunk.bytes, lane, lanes);
+    copy_lane<kCopyLoadsInFlight>(device, host, chunk.bytes, lane, lanes);
   } else {
-    copy_lane(host, device, chunk.bytes, lane, lanes);
+    copy_lane<kCopyLoadsInFlight>(host, device, chunk.bytes, lane, lanes);
   }
+}
+
+FLEXKV_HD inline bool is_stopped(const CopyJob& job) {
+  if (job.stop == nullptr) return false;
+#if defined(__CUDA_ARCH__)
+  return *static_cast<const volatile uint32_t*>(job.stop) == job.number;
+#else
+  return __atomic_load_n(job.stop, __ATOMIC_RELAXED) == job.number;
+#endif
 }
 
 // The items of warp `warp` of `warps`.
 FLEXKV_HD inline void copy_share(const CopyJob& job, int64_t warp, int64_t warps, int lane) {
   const int64_t items = item_count(job);
-  for (int64_t item = warp; item < items; item += warps) copy_item(job, item, lane, kWarpThreads);
+  for (int64_t item = warp; item < items && !is_stopped(job); item += warps) {
+    copy_item(job, item, lane, kWarpThreads);
+  }
+}
+
+// The same job with its tables in one piece of memory: the chunks, then the pages.
+FLEXKV_HD inline CopyJob with_tables(const CopyJob& job, const void* tables) {
+  CopyJob placed = job;
+  placed.chunks = static_cast<const CopyChunk*>(tables);
+  placed.pages = reinterpret_cast<const CopyPage*>(placed.chunks + job.chunk_count);
+  return placed;
 }
 
 // Segments cut to chunks, in order.
@@ -69,9 +97,15 @@ std::vector<CopyChunk> cut_to_chunks(const Segment* segments, size_t count);
 // The kernel on the CPU, thread after thread from last to first.
 void run_on_cpu(const CopyJob& job, int64_t warps);
 
-// Starts `job` on `stream`, with tables in memory that the device can read until the stream has passed it.
-// Empty, or why not. `multiprocessors` bounds what it takes from the engine's kernels.
-using KernelLauncher = std::string (*)(const CopyJob& job, int multiprocessors, void* stream);
+// Unit: bytes. Tables of so many travel with the launch, which spares it a copy that it would wait for: what
+// kernels of any toolkit may be given as parameters, less the job.
+inline constexpr size_t kTablesInLaunch = 3840;
+
+// Starts `job` on `stream`; `multiprocessors` bounds what it takes from the engine's kernels. Its tables lie
+// in memory that the device can read until the stream has passed it; or they are `tables`, of at most
+// kTablesInLaunch, in memory of the caller that is read before this returns. Empty, or why not.
+using KernelLauncher = std::string (*)(const CopyJob& job, std::span<const std::byte> tables,
+                                       int multiprocessors, void* stream);
 
 // The launcher of this build; null without a CUDA toolkit.
 KernelLauncher copy_kernel_launcher();

@@ -1,15 +1,24 @@
 #include <cuda_runtime.h>
 
+#include <cstring>
+
 #include "cuda/copy_kernel.cuh"
 
 namespace flexkv::cuda {
 namespace {
 
-std::string launch(const CopyJob& job, int multiprocessors, void* stream) {
+std::string launch(const CopyJob& job, std::span<const std::byte> tables, int multiprocessors, void* stream) {
   const int blocks = blocks_for(item_count(job), kFullBlockThreads, multiprocessors);
   if (blocks == 0) return {};
-  copy_kernel<<<static_cast<unsigned>(blocks), kFullBlockThreads, 0, static_cast<cudaStream_t>(stream)>>>(
-      job);
+  const auto grid = static_cast<unsigned>(blocks);
+  const auto on = static_cast<cudaStream_t>(stream);
+  if (tables.empty()) {
+    copy_kernel<<<grid, kFullBlockThreads, 0, on>>>(job);
+  } else {
+    LaunchTables own;
+    std::memcpy(own.bytes, tables.data(), tables.size());
+    copy_kernel_with_tables<<<grid, kFullBlockThreads, 0, on>>>(job, own);
+  }
   const cudaError_t error = cudaGetLastError();
   return error == cudaSuccess ? std::string() : std::string("copy kernel: ") + cudaGetErrorString(error);
 }

@@ -4,12 +4,24 @@
 #include "cuda/copy_job.h"
 
 namespace flexkv::cuda {
+
+struct LaunchTables {
+  alignas(16) unsigned char bytes[kTablesInLaunch];
+};
+
 namespace {
 
-__global__ void __launch_bounds__(kFullBlockThreads, 1) copy_kernel(CopyJob job) {
+__device__ inline void copy_own_share(const CopyJob& job) {
   const int64_t block_warps = blockDim.x / kWarpThreads;
   const int64_t warp = blockIdx.x * block_warps + threadIdx.x / kWarpThreads;
   copy_share(job, warp, gridDim.x * block_warps, static_cast<int>(threadIdx.x % kWarpThreads));
+}
+
+__global__ void __launch_bounds__(kFullBlockThreads, 1) copy_kernel(CopyJob job) { copy_own_share(job); }
+
+__global__ void __launch_bounds__(kFullBlockThreads, 1)
+    copy_kernel_with_tables(CopyJob job, const __grid_constant__ LaunchTables tables) {
+  copy_own_share(with_tables(job, tables.bytes));
 }
 
 }  // namespace

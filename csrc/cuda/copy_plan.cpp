@@ -2,8 +2,6 @@
 
 #include <algorithm>
 
-#include "base/align.h"
-
 namespace flexkv::cuda {
 namespace {
 
@@ -44,57 +42,66 @@ const char* to_string(Path path) {
   return kNames[static_cast<int>(path)];
 }
 
-int64_t portion_bytes(int64_t bytes, int64_t most) {
-  constexpr int64_t kStep = 64 << 10;
-  most = std::max(kStep, most / kStep * kStep);
-  const int64_t portions = std::max<int64_t>(1, (bytes + most - 1) / most);
-  return std::min(most, round_up((bytes + portions - 1) / portions, kStep));
+CopyLister::CopyLister(std::span<const Segment> segments, std::span<const PageEnds> pages, int64_t longest)
+    : segments_(segments), pages_(pages), longest_(longest) {
+  uintptr_t region = 0;
+  int64_t stride = 0;  // of the region's blocks
+  for (const Segment& segment : segments) {
+    if (segment.base < region || segment.base - region >= static_cast<uintptr_t>(stride)) {
+      region = segment.base;
+      stride = segment.block_stride;
+    }
+    regions_.push_back(region);
+  }
+  skip_empty();
 }
 
-std::vector<std::vector<Segment>> cut_to_portions(std::span<const Segment> segments, int64_t max_bytes) {
-  std::vector<std::vector<Segment>> portions(1);
-  int64_t room = max_bytes;
-  for (Segment rest : segments) {
-    while (rest.run_bytes > 0) {
-      if (room == 0) {
-        portions.emplace_back();
-        room = max_bytes;
-      }
-      Segment& part = portions.back().emplace_back(rest);
-      part.run_bytes = std::min(rest.run_bytes, room);
-      room -= part.run_bytes;
-      rest.base += static_cast<uintptr_t>(part.run_bytes);
-      rest.page_offset += part.run_bytes;
-      rest.run_bytes -= part.run_bytes;
+void CopyLister::skip_empty() {
+  while (!ended()) {
+    for (; segment_ < segments_.size(); ++segment_, offset_ = 0) {
+      if (offset_ < segments_[segment_].run_bytes) return;
     }
+    ++page_;
+    segment_ = 0;
   }
-  return portions;
 }
 
-std::vector<Copy> list_copies(std::span<const Segment> segments, std::span<const PageEnds> pages) {
-  std::vector<Copy> copies;
-  copies.reserve(segments.size() * pages.size());
-  for (const PageEnds& page : pages) {
-    uintptr_t region = 0;
-    int64_t stride = 0;  // of the region's blocks
-    for (const Segment& segment : segments) {
-      if (segment.run_bytes <= 0) continue;
-      if (segment.base < region || segment.base - region >= static_cast<uintptr_t>(stride)) {
-        region = segment.base;
-        stride = segment.block_stride;
-      }
-      const Copy copy{run_address(segment, page.block), page.stripe + segment.page_offset,
-                      static_cast<size_t>(segment.run_bytes), page.piece, region};
-      if (!copies.empty() && copies.back().piece == copy.piece && copies.back().region == copy.region &&
-          copies.back().device + copies.back().bytes == copy.device &&
-          copies.back().host + copies.back().bytes == copy.host) {
-        copies.back().bytes += copy.bytes;
-      } else {
-        copies.push_back(copy);
-      }
+Copy CopyLister::run_from_here() const {
+  const Segment& segment = segments_[segment_];
+  const PageEnds& page = pages_[page_];
+  return {run_address(segment, page.block) + static_cast<uintptr_t>(offset_),
+          page.stripe + segment.page_offset + offset_, static_cast<size_t>(segment.run_bytes - offset_),
+          page.piece, regions_[segment_]};
+}
+
+void CopyLister::go_on(int64_t bytes) {
+  offset_ += bytes;
+  skip_empty();
+}
+
+int64_t CopyLister::next(int64_t most_bytes, size_t most_copies, std::vector<Copy>& copies) {
+  copies.clear();
+  int64_t room = most_bytes;
+  while (!ended() && room > 0) {
+    Copy run = run_from_here();
+    const bool joins = !copies.empty() && copies.back().piece == run.piece &&
+                       copies.back().region == run.region &&
+                       copies.back().device + copies.back().bytes == run.device &&
+                       copies.back().host + copies.back().bytes == run.host &&
+                       copies.back().bytes < static_cast<size_t>(longest_);
+    if (!joins && copies.size() == most_copies) break;
+    const auto before = joins ? static_cast<int64_t>(copies.back().bytes) : 0;
+    const int64_t bytes = std::min({static_cast<int64_t>(run.bytes), longest_ - before, room});
+    if (joins) {
+      copies.back().bytes += static_cast<size_t>(bytes);
+    } else {
+      run.bytes = static_cast<size_t>(bytes);
+      copies.push_back(run);
     }
+    room -= bytes;
+    go_on(bytes);
   }
-  return copies;
+  return most_bytes - room;
 }
 
 std::vector<PitchedCopy> group_rows(std::span<const Copy> copies, size_t max_pitch_bytes) {

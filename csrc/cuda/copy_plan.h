@@ -12,7 +12,7 @@ namespace flexkv::cuda {
 enum class Direction { kToDevice, kToHost };
 
 enum class Path {
-  kKernel,   // a kernel on few multiprocessors reads or writes host memory
+  kKernel,   // a kernel on one or two multiprocessors reads or writes host memory
   kBatch,    // cuMemcpyBatchAsync
   kPitched,  // cuMemcpy2DAsync for rows of equal distance, single calls for the rest
   kSingle,   // one call a run
@@ -20,35 +20,12 @@ enum class Path {
 inline constexpr int kPaths = 4;
 const char* to_string(Path path);
 
-// Unit: bytes. Where nothing is measured and calls are single, runs up to this length go by kernel: one
-// copy-engine call costs about 2 us whatever its length, which is the time PCIe 5 takes for 100 KiB. Source:
-// published block-copy rates on an H100 (PCIe 5), where 64 KiB runs reach 14.5 GB/s by single calls and 42 by
-// kernel, and 512 KiB runs 39.5 and 47. Not measured on our own hardware.
-inline constexpr int64_t kKernelUpToBytes = 256 << 10;
-// The same where calls come in batches, which pay the call once: the kernel takes multiprocessors from the
-// engine (6 % of its throughput in the same source), so the copy engine is preferred early. 32 KiB itself, a
-// common length, is the kernel's: vLLM's block swapper found its kernel ahead there, and switches at 28 KiB
-// for the multiprocessors' sake. Not measured on our own hardware.
-inline constexpr int64_t kKernelUpToBytesWithBatch = 32 << 10;
-// Unit: descriptors. Batches of 51,828 crashed a driver (vllm-project/vllm#49276).
-inline constexpr size_t kMostBatchCopies = 4096;
-// Unit: multiprocessors. What the kernel may take. vLLM's block swapper uses 12 on the same kind of GPU; the
-// link is full with fewer when each thread keeps several loads in flight.
-inline constexpr int kKernelMultiprocessors = 8;
-
 // What can be used here.
 struct Capabilities {
   bool kernel = false;
   bool batch = false;
   size_t max_pitch_bytes = 0;  // 0: no pitched copies
 };
-
-// Unit: bytes. Of the portions of `bytes`, so that each is at most `most` (or 64 KiB, of which it is a
-// multiple) and none much shorter: one that is would have ended before the next is there.
-int64_t portion_bytes(int64_t bytes, int64_t most);
-
-// The same runs in consecutive portions of at most `max_bytes` of one page; a run that is longer is cut.
-std::vector<std::vector<Segment>> cut_to_portions(std::span<const Segment> segments, int64_t max_bytes);
 
 // One contiguous copy, in either direction.
 struct Copy {
@@ -66,10 +43,31 @@ struct PageEnds {
   int64_t piece = 0;  // that the stripe's slot was registered with
 };
 
-// All runs of `pages`, page by page; neighbours in one piece and region that continue each other at both ends
-// are one copy, empty runs none. Segments that lie within each other's blocks are of one region, as of pools
-// with all layers in a block; others may be layers that were allocated one by one.
-std::vector<Copy> list_copies(std::span<const Segment> segments, std::span<const PageEnds> pages);
+// All runs of some pages as copies, page by page and so many at a time. Neighbours in one piece and region
+// that continue each other at both ends are one copy, empty runs none; what is longer than `longest` is cut.
+// Segments that lie within each other's blocks are of one region, as of pools with all layers in a block;
+// others may be layers that were allocated one by one. Segments and pages live as long as it does.
+class CopyLister {
+ public:
+  CopyLister(std::span<const Segment> segments, std::span<const PageEnds> pages, int64_t longest);
+  bool ended() const { return page_ == pages_.size(); }
+  // The next ones, of at most so many bytes in all (or one copy) and at most so many; `copies` is replaced.
+  // Returns their bytes; 0 only at the end.
+  int64_t next(int64_t most_bytes, size_t most_copies, std::vector<Copy>& copies);
+
+ private:
+  Copy run_from_here() const;
+  void skip_empty();
+  void go_on(int64_t bytes);
+
+  const std::span<const Segment> segments_;
+  const std::span<const PageEnds> pages_;
+  const int64_t longest_;
+  std::vector<uintptr_t> regions_;  // a segment
+  size_t page_ = 0;
+  size_t segment_ = 0;
+  int64_t offset_ = 0;  // into the run
+};
 
 // `rows` copies of equal length, each `device_step` and `host_step` bytes after the one before.
 struct PitchedCopy {

@@ -1,10 +1,9 @@
-// Which way the runs of a piece go, by their length and number. Arithmetic only: no driver.
+// Which way runs go, and how much of them at a time: constants, from measurements on an H200 (PCIe 5 x16,
+// driver 580). docs/gpu.md has the figures.
 #pragma once
 #include <array>
 #include <cstddef>
 #include <cstdint>
-#include <functional>
-#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -13,58 +12,53 @@
 
 namespace flexkv::cuda {
 
-// Unit: bytes. Lengths of run that are told apart: a run counts as the next longer one.
-inline constexpr std::array<int64_t, 7> kRunLengths = {4 << 10,  8 << 10,   16 << 10, 32 << 10,
-                                                       64 << 10, 128 << 10, 256 << 10};
-inline constexpr int64_t kNever = INT64_MAX;
+// Unit: bytes. Runs shorter than this are the kernel's, loads and stores; the copy engine, which costs the
+// engine's kernels nothing, has all for which a thread can make its batches fast enough.
+inline constexpr std::array<int64_t, 2> kKernelBelowBytes = {64 << 10, 32 << 10};
+// The same where calls come one by one: a call costs about 2 us whatever its length, which is the time that
+// PCIe 5 takes for 100 KiB. Source: published block-copy rates on an H100, where runs of 64 KiB reach
+// 14.5 GB/s by single calls and 42 by kernel, and of 512 KiB 39.5 and 47.
+inline constexpr int64_t kKernelBelowBytesWithoutBatch = 512 << 10;
 
-// Of one direction.
-struct Ways {
-  // Unit: runs. By length, from how many of them in a piece on the kernel takes them; kNever. Longer runs are
-  // the copy engine's.
-  std::array<int64_t, kRunLengths.size()> kernel_from{};
-  // By length, the last also for longer runs: whether rows of equal distance go by cuMemcpy2DAsync where
-  // there are batches. The kernel's place is beside those, as blocks that are in use lie anywhere.
-  std::array<bool, kRunLengths.size()> rows_first{};
+// Unit: multiprocessors. What fills the link, loads and stores. More of them gain nothing and slow the
+// engine's step: a store on two made it 2.8 times as long, on eight 4.6 times.
+inline constexpr std::array<int, 2> kKernelMultiprocessors = {2, 1};
 
-  friend bool operator==(const Ways&, const Ways&) = default;
-};
+// Unit: portions. What a direction has under way by turns: while one moves the next is in the queue. Those of
+// an op that the engine's stream is ordered behind come on top.
+inline constexpr size_t kPortionsUnderWay = 2;
+// Unit: bytes, copies. What is given to the copy engine as one: a small copy of the engine's waits for two of
+// them, 0.15 ms, and between the calls it is seen what has ended.
+inline constexpr int64_t kPortionBytes = 4 << 20;
+inline constexpr size_t kPortionCopies = 256;
+// Unit: bytes. To the host longer copies are cut: the copy engine turns to another stream between two copies
+// of a batch, and behind two longer ones small copies of the engine's waited 10 to 370 ms.
+inline constexpr int64_t kStoreCopyBytes = 32 << 10;
 
-// The place of a run in kRunLengths; its size for a longer one.
-size_t length_place(int64_t run_bytes);
-
-// Where nothing was measured.
-Ways usual_ways(const Capabilities& capabilities);
-
-// What the copy engine is given for runs that are not the kernel's, where nothing speaks for rows.
-Path engine_path(const Capabilities& capabilities);
+// Unit: bytes. What one kernel takes, the first of an item and the others: the first soon, as its tables are
+// made meanwhile; then few, as each waits for a multiprocessor beside a large product.
+inline constexpr int64_t kFirstLaunchBytes = 4 << 20;
+inline constexpr int64_t kLaunchBytes = 64 << 20;
+// Unit: pages. The same; what tables have room for.
+inline constexpr size_t kLaunchPages = 8192;
+// Unit: bytes. Layers of an op by layer that are smaller go together: an issue costs some 10 us, in which the
+// link moves this.
+inline constexpr int64_t kLeastRangeBytes = 512 << 10;
 
 // The segments of each way, in order. A view may have both: short rows of an index beside long ones of a
 // cache.
 struct SplitRuns {
   std::vector<Segment> by_kernel, by_engine;
 };
-SplitRuns split_runs(std::span<const Segment> segments, size_t pages, const Ways& ways);
+SplitRuns split_runs(std::span<const Segment> segments, int64_t kernel_below);
 
-// Unit: seconds. What `runs` runs of `run_bytes`, at equal distances, took by a path; not above 0: nothing is
-// known.
-using TimeRuns = std::function<double(Path, int64_t run_bytes, int64_t runs)>;
-// The fastest by what is measured, with few runs and with many of each length: a path costs so much a piece
-// and so much a run. Runs are taken to lie anywhere, so that the kernel is compared with batches, or with
-// single calls where there are none. None where a path that is needed gives no time.
-std::optional<Ways> measured_ways(const Capabilities& capabilities, const TimeRuns& time);
+// Unit: bytes. 0: the kernel has none.
+int64_t kernel_below(const Capabilities& capabilities, Direction direction);
 
-// Unit: bytes. The most that a measurement copies at once.
-inline constexpr int64_t kMostMeasuredBytes = 4 << 20;
+// Unit: bytes, of one copy.
+int64_t longest_copy(const Capabilities& capabilities, Direction direction);
 
-// Unit: bytes. What is enqueued as one on a link of this rate: kPieceS of it, in whole MiB, at least one and
-// at most `most`; `most` for a rate of 0, which is not known.
-int64_t piece_bytes(double bytes_per_s, int64_t most);
-// Unit: seconds. Two pieces are under way: a small copy of the engine's waits for twice that in its
-// direction.
-inline constexpr double kPieceS = 100e-6;
-
-// "kernel for runs of 4 KiB from 8 runs on, 8 KiB; rows of 64 KiB", in words.
-std::string to_string(const Ways& ways);
+// "kernel for runs below 64 KiB, 2 multiprocessors; others in batches", in words.
+std::string describe_ways(const Capabilities& capabilities, Direction direction);
 
 }  // namespace flexkv::cuda

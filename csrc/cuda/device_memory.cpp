@@ -28,7 +28,7 @@ double DeviceMemory::time_copies(bool to_device, size_t call_bytes, int64_t call
   }
   const Current here(*device_);
   const Driver& driver = device_->driver();
-  const PinnedMemory host(driver, bytes_);
+  const PinnedMemory host(device_, bytes_);
   Stream stream(device_);
   const size_t places = bytes_ / call_bytes;
   const auto start = Clock::now();

@@ -59,7 +59,10 @@ LoadedDriver find_functions(FindFunction find) {
   need("cuCtxGetDevice", d.context_get_device);
   need("cuThreadExchangeStreamCaptureMode", d.exchange_capture_mode);
   need("cuStreamIsCapturing", d.stream_is_capturing);
-  need("cuStreamCreate", d.stream_create);
+  need("cuStreamCreateWithPriority", d.stream_create);
+  need("cuCtxGetStreamPriorityRange", d.stream_priority_range);
+  need("cuStreamQuery", d.stream_query);
+  need("cuStreamWriteValue32", d.stream_write_value);
   need("cuStreamDestroy", d.stream_destroy);
   need("cuStreamSynchronize", d.stream_synchronize);
   need("cuStreamWaitEvent", d.stream_wait_event);
@@ -67,7 +70,6 @@ LoadedDriver find_functions(FindFunction find) {
   need("cuEventRecord", d.event_record);
   need("cuEventQuery", d.event_query);
   need("cuEventSynchronize", d.event_synchronize);
-  need("cuEventElapsedTime", d.event_elapsed);
   need("cuEventDestroy", d.event_destroy);
   need("cuMemHostRegister", d.host_register);
   need("cuMemHostUnregister", d.host_unregister);

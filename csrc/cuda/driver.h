@@ -30,6 +30,7 @@ using DeviceAddress = unsigned long long;
 inline constexpr unsigned kStreamNonBlocking = 1;
 inline constexpr unsigned kEventBlockingSync = 1;
 inline constexpr unsigned kEventDisableTiming = 2;
+inline constexpr unsigned kWriteValueDefault = 0;
 inline constexpr unsigned kHostRegisterPortable = 1;
 inline constexpr unsigned kHostRegisterDeviceMap = 2;
 inline constexpr unsigned kHostAllocPortable = 1;
@@ -110,7 +111,10 @@ struct Driver {
   Code (*context_get_device)(DeviceNumber*) = nullptr;
   Code (*exchange_capture_mode)(int* mode) = nullptr;
   Code (*stream_is_capturing)(StreamHandle, int* status) = nullptr;
-  Code (*stream_create)(StreamHandle*, unsigned flags) = nullptr;
+  Code (*stream_create)(StreamHandle*, unsigned flags, int priority) = nullptr;
+  Code (*stream_priority_range)(int* least, int* greatest) = nullptr;
+  Code (*stream_query)(StreamHandle) = nullptr;
+  Code (*stream_write_value)(StreamHandle, DeviceAddress, uint32_t value, unsigned flags) = nullptr;
   Code (*stream_destroy)(StreamHandle) = nullptr;
   Code (*stream_synchronize)(StreamHandle) = nullptr;
   Code (*stream_wait_event)(StreamHandle, EventHandle, unsigned flags) = nullptr;
@@ -118,7 +122,6 @@ struct Driver {
   Code (*event_record)(EventHandle, StreamHandle) = nullptr;
   Code (*event_query)(EventHandle) = nullptr;
   Code (*event_synchronize)(EventHandle) = nullptr;
-  Code (*event_elapsed)(float* milliseconds, EventHandle from, EventHandle to) = nullptr;
   Code (*event_destroy)(EventHandle) = nullptr;
   Code (*host_register)(void*, size_t, unsigned flags) = nullptr;
   Code (*host_unregister)(void*) = nullptr;

@@ -4,11 +4,14 @@
 
 namespace flexkv::cuda {
 
-Stream::Stream(std::shared_ptr<Device> device) : device_(std::move(device)) {
+Stream::Stream(std::shared_ptr<Device> device, bool urgent) : device_(std::move(device)) {
   const Current current(*device_);
   const Driver& driver = device_->driver();
-  const Code code = driver.stream_create(&handle_, kStreamNonBlocking);
-  if (code != kSuccess) throw CapacityError(driver.error_text(code, "cuStreamCreate"));
+  int least = 0, greatest = 0;
+  Code code = driver.stream_priority_range(&least, &greatest);
+  if (code != kSuccess) throw CapacityError(driver.error_text(code, "cuCtxGetStreamPriorityRange"));
+  code = driver.stream_create(&handle_, kStreamNonBlocking, urgent ? greatest : least);
+  if (code != kSuccess) throw CapacityError(driver.error_text(code, "cuStreamCreateWithPriority"));
 }
 
 Stream::~Stream() {
@@ -16,9 +19,9 @@ Stream::~Stream() {
   device_->driver().stream_destroy(handle_);
 }
 
-Event::Event(std::shared_ptr<Device> device, StreamHandle stream, bool timed) : device_(std::move(device)) {
+Event::Event(std::shared_ptr<Device> device, StreamHandle stream) : device_(std::move(device)) {
   const Driver& driver = device_->driver();
-  Code code = driver.event_create(&handle_, kEventBlockingSync | (timed ? 0 : kEventDisableTiming));
+  Code code = driver.event_create(&handle_, kEventBlockingSync | kEventDisableTiming);
   if (code != kSuccess) throw CapacityError(driver.error_text(code, "cuEventCreate"));
   code = driver.event_record(handle_, stream);
   if (code == kSuccess) return;
@@ -47,14 +50,6 @@ std::string Event::wait() {
   const Driver& driver = device_->driver();
   const Code code = driver.event_synchronize(handle_);
   return code == kSuccess ? std::string() : driver.error_text(code, "cuEventSynchronize");
-}
-
-double Event::seconds_after(const Event& earlier) const {
-  const Driver& driver = device_->driver();
-  float milliseconds = 0;
-  const Code code = driver.event_elapsed(&milliseconds, earlier.handle_, handle_);
-  if (code != kSuccess) throw CapacityError(driver.error_text(code, "cuEventElapsedTime"));
-  return static_cast<double>(milliseconds) * 1e-3;
 }
 
 std::shared_ptr<Event> record_engine(const std::shared_ptr<Device>& device, StreamId stream) {

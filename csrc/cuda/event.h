@@ -11,8 +11,8 @@ namespace flexkv::cuda {
 // An own stream that does not wait for the legacy null stream, nor that for it.
 class Stream {
  public:
-  // Throws CapacityError.
-  explicit Stream(std::shared_ptr<Device> device);
+  // `urgent`: its kernels are given multiprocessors before those of other streams. Throws CapacityError.
+  explicit Stream(std::shared_ptr<Device> device, bool urgent = false);
   ~Stream();
   Stream(const Stream&) = delete;
   Stream& operator=(const Stream&) = delete;
@@ -27,9 +27,8 @@ class Stream {
 // A recorded event. Waiting for it on the host sleeps.
 class Event : public StreamEvent {
  public:
-  // Records it on `stream`, of which the device must be current; `timed`: with the device's time. Throws
-  // CapacityError.
-  Event(std::shared_ptr<Device> device, StreamHandle stream, bool timed = false);
+  // Records it on `stream`, of which the device must be current. Throws CapacityError.
+  Event(std::shared_ptr<Device> device, StreamHandle stream);
   ~Event() override;
   Event(const Event&) = delete;
   Event& operator=(const Event&) = delete;
@@ -39,8 +38,6 @@ class Event : public StreamEvent {
   // Sleeps until what was enqueued before the event has ended. Empty, or how that failed: then nothing moves
   // either.
   std::string wait();
-  // Unit: seconds of the device. Both are timed and were waited for. Throws CapacityError.
-  double seconds_after(const Event& earlier) const;
 
  private:
   const std::shared_ptr<Device> device_;

@@ -1,15 +1,16 @@
 // Host memory that all devices know, owned.
 #pragma once
 #include <cstddef>
+#include <memory>
 
-#include "cuda/driver.h"
+#include "cuda/device.h"
 
 namespace flexkv::cuda {
 
 class PinnedMemory {
  public:
-  // Precondition, here and at the end: a device is current. Throws CapacityError.
-  PinnedMemory(const Driver& driver, size_t bytes);
+  // Throws CapacityError.
+  PinnedMemory(std::shared_ptr<Device> device, size_t bytes);
   ~PinnedMemory();
   PinnedMemory(const PinnedMemory&) = delete;
   PinnedMemory& operator=(const PinnedMemory&) = delete;
@@ -17,7 +18,7 @@ class PinnedMemory {
   std::byte* bytes() const { return static_cast<std::byte*>(memory_); }
 
  private:
-  const Driver& driver_;
+  const std::shared_ptr<Device> device_;
   void* memory_ = nullptr;
 };
 

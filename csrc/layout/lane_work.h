@@ -31,17 +31,17 @@ FLEXKV_HD inline bool aligned_for(const void* a, const void* b, uintptr_t width)
 
 // Copies the whole words of a run that fall to `lane`, interleaved over the lanes; returns the bytes of all
 // of them.
-template <typename Word>
+template <typename Word, int kInFlight>
 FLEXKV_HD inline int64_t copy_words(unsigned char* dst, const unsigned char* src, int64_t bytes, int lane,
                                     int lanes) {
   const int64_t words = bytes / static_cast<int64_t>(sizeof(Word));
   auto* to = reinterpret_cast<Word*>(dst);
   const auto* from = reinterpret_cast<const Word*>(src);
   int64_t i = lane;
-  for (; i + (kLoadsInFlight - 1) * lanes < words; i += kLoadsInFlight * lanes) {
-    Word held[kLoadsInFlight];
-    for (int k = 0; k < kLoadsInFlight; ++k) held[k] = from[i + k * lanes];
-    for (int k = 0; k < kLoadsInFlight; ++k) to[i + k * lanes] = held[k];
+  for (; i + (kInFlight - 1) * lanes < words; i += kInFlight * lanes) {
+    Word held[kInFlight];
+    for (int k = 0; k < kInFlight; ++k) held[k] = from[i + k * lanes];
+    for (int k = 0; k < kInFlight; ++k) to[i + k * lanes] = held[k];
   }
   for (; i < words; i += lanes) to[i] = from[i];
   return words * static_cast<int64_t>(sizeof(Word));
@@ -49,22 +49,23 @@ FLEXKV_HD inline int64_t copy_words(unsigned char* dst, const unsigned char* src
 
 // Copies what falls to `lane`: words as wide as both ends allow, then a tail of at most one word of 8, one of
 // 4 and single bytes. Any size and alignment.
+template <int kInFlight = kLoadsInFlight>
 FLEXKV_HD inline void copy_lane(unsigned char* dst, const unsigned char* src, int64_t bytes, int lane,
                                 int lanes) {
   int64_t done = 0;
   if (aligned_for(dst, src, 16)) {
-    done = copy_words<Vector16>(dst, src, bytes, lane, lanes);
+    done = copy_words<Vector16, kInFlight>(dst, src, bytes, lane, lanes);
   } else if (aligned_for(dst, src, 8)) {
-    done = copy_words<Vector8>(dst, src, bytes, lane, lanes);
+    done = copy_words<Vector8, kInFlight>(dst, src, bytes, lane, lanes);
   } else if (aligned_for(dst, src, 4)) {
-    done = copy_words<Vector4>(dst, src, bytes, lane, lanes);
+    done = copy_words<Vector4, kInFlight>(dst, src, bytes, lane, lanes);
   }
   if (bytes - done >= 8 && aligned_for(dst, src, 8)) {
-    if (lane == 0) copy_words<Vector8>(dst + done, src + done, 8, 0, 1);
+    if (lane == 0) copy_words<Vector8, kInFlight>(dst + done, src + done, 8, 0, 1);
     done += 8;
   }
   if (bytes - done >= 4 && aligned_for(dst, src, 4)) {
-    if (lane == lanes - 1) copy_words<Vector4>(dst + done, src + done, 4, 0, 1);
+    if (lane == lanes - 1) copy_words<Vector4, kInFlight>(dst + done, src + done, 4, 0, 1);
     done += 4;
   }
   for (int64_t i = done + lane; i < bytes; i += lanes) dst[i] = src[i];

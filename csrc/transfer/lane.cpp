@@ -32,6 +32,4 @@ PageSizes Lane::check(const OpSpec& op) const {
   throw ContractError(std::string("lane ") + name() + " needs a view for " + to_string(op.kind));
 }
 
-const std::shared_ptr<StreamEvent>& WorkItem::fence() const { return op_->fence_of(stage_); }
-
 }  // namespace flexkv

@@ -18,21 +18,31 @@
 
 namespace flexkv {
 
-// Pages of one op, under way through one stage or, where the op is expedited, through all that are left:
-// extend() moves layer_hi() and fence(), and nothing else changes. The lane touches `touch()` whenever a page
-// is done; the op's memory stays mapped until finish().
+// Pages of one op, under way through a stage, or through several where the lane takes all that there are:
+// extend() then moves the last one, and nothing else changes. The lane touches `touch()` whenever a page is
+// done; the op's memory stays mapped until finish().
 class WorkItem {
  public:
   OpKind kind() const { return kind_; }
   const std::vector<int32_t>& positions() const { return positions_; }
-  int32_t layer_lo() const { return layer_lo_; }
-  int32_t layer_hi() const { return layer_hi_; }
+  int32_t first_stage() const { return first_stage_; }
+  int32_t last_stage() const { return last_stage_; }
+  // The op's, of which this has some.
+  int32_t stages() const { return op_->stages(); }
+  int32_t layer_lo() const { return op_->layers_of(first_stage_).first; }
+  int32_t layer_hi() const { return op_->layers_of(last_stage_).second; }
+  std::pair<int32_t, int32_t> layers_of(int32_t stage) const { return op_->layers_of(stage); }
+  bool layerwise() const { return op_->spec().layerwise; }
   PageMove page(size_t index) const;
-  // What the engine's stream had been given at submit, or when the layer of a gated graph was opened; null
+  // What the engine's stream had been given at submit, or when the stage of a gated graph was opened; null
   // where there is no fence.
-  const std::shared_ptr<StreamEvent>& fence() const;
+  const std::shared_ptr<StreamEvent>& fence_of(int32_t stage) const { return op_->fence_of(stage); }
+  const std::shared_ptr<StreamEvent>& fence() const { return fence_of(last_stage_); }
   // Whether the engine's stream is to be ordered behind its op, so that all of it is to be enqueued at once.
   bool expedited() const { return op_->expedited(); }
+  // Whether what of the op's pages is not enqueued need not be any more, and whether what is may end early.
+  bool cancelled() const { return op_->cancelled; }
+  bool unwanted() const { return op_->unwanted; }
   void touch() { last_moved_.store(Clock::now().time_since_epoch().count(), std::memory_order_relaxed); }
 
  private:
@@ -41,17 +51,18 @@ class WorkItem {
   std::shared_ptr<const AttachedView> view_;
   OpKind kind_ = OpKind::kH2D;
   int32_t lane_ = 0;
-  int32_t layer_lo_ = 0;
-  int32_t layer_hi_ = 0;
-  int32_t stage_ = 0;
+  int32_t first_stage_ = 0;
+  int32_t last_stage_ = 0;
   std::vector<int32_t> positions_;
-  size_t unfinished_ = 0;  // guarded by the scheduler's lock
+  // Guarded by the scheduler's lock.
+  size_t unfinished_ = 0;
+  int32_t issued_stages_ = 0;
+  bool advanced_ = false;  // a page of it has gone on, and may be another item's
   std::atomic<Clock::rep> last_moved_{0};
   // The watchdog's, guarded by the scheduler's lock.
   Clock::rep seen_moved_ = 0;
   int32_t quiet_looks_ = 0;
   bool stuck_ = false;
-  bool out_of_turn_ = false;  // taken beyond the lane's concurrency(), in whose count it is not
 };
 
 class WorkSource {
@@ -61,20 +72,25 @@ class WorkSource {
   // end.
   virtual std::shared_ptr<WorkItem> take(int32_t lane) = 0;
   // A work item of one of the kinds in `allowed`, or null. Null also while something more urgent of another
-  // kind waits: a store does not start past a load for which the lane has no room yet.
+  // kind waits, but for a lane whose kinds_are_apart(): a store does not start past a load for which the lane
+  // has no room yet.
   virtual std::shared_ptr<WorkItem> try_take(int32_t lane, KindSet allowed) = 0;
-  // A work item of an expedited op, or null. For a lane with streams, which enqueues it beyond what it
-  // otherwise has under way: what is under way may itself wait for the engine.
+  // A work item of an expedited op, or null. For a lane with streams, which enqueues it however much is under
+  // way: that may itself wait for the engine.
   virtual std::shared_ptr<WorkItem> try_take_expedited(int32_t lane) = 0;
-  // Has an item of an expedited op cover the later layers of its pages too, which it was taken without: they
-  // would be ready only when its bytes have arrived, and these may wait for the engine. Also where the op was
-  // cancelled since: the pages then end as whole ones. True: layer_hi() is
-  // the op's last now, and fence() is what those layers are copied after. By the lane, before finish(), and
-  // by one thread while no other asks for the item's layers.
+  // Has an item of a lane that takes all stages cover those that have become free since: opened, or arrived
+  // in their slots. They would be ready only when its bytes have arrived, and these may wait for the engine.
+  // True: last_stage() has grown. By the lane, while a page of the item has not been finished, and by one
+  // thread.
   virtual bool extend(const std::shared_ptr<WorkItem>& item) = 0;
-  // The item's bytes are enqueued on a stream and `event` was recorded after them. Optional; before
-  // finish(), once for what it was taken with, and then once for what extend() added.
-  virtual void issued(const std::shared_ptr<WorkItem>& item, std::shared_ptr<StreamEvent> event) = 0;
+  // The bytes of the item's stages up to this one, of all its pages that have not been finished, are enqueued
+  // on a stream, and `event` was recorded after them. Of a cancelled store it may be said of stages that
+  // never will be. Optional, and before finish().
+  virtual void issued(const std::shared_ptr<WorkItem>& item, int32_t stage,
+                      std::shared_ptr<StreamEvent> event) = 0;
+  // The bytes of the item's stages up to this one have arrived, of all its pages that have not been finished.
+  // Optional, for stages before the last.
+  virtual void passed(const std::shared_ptr<WorkItem>& item, int32_t stage) = 0;
   // Ends a work item, after its last byte has stopped moving: one result a position. Every item taken must be
   // finished.
   virtual void finish(const std::shared_ptr<WorkItem>& item, const std::vector<MoveResult>& results) = 0;
@@ -95,12 +111,14 @@ class Lane {
   void unclaim() { claimed_ = false; }
   virtual const char* name() const = 0;
   virtual KindSet kinds() const = 0;
-  // Pieces that can be under way at once, out of turn ones aside: when as many are stuck, nothing else of
-  // this lane can move either.
+  // Items that can be under way at once: when as many are stuck, nothing else of this lane can move either.
   virtual int32_t concurrency() const = 0;
-  // Unit: bytes. What it takes as one piece, or a single page that is larger: at most kSubBatchBytes. Asked
-  // under the scheduler's lock.
-  virtual int64_t piece_bytes(OpKind) const { return kSubBatchBytes; }
+  // Unit: bytes. What it takes as one item, or a single page that is larger.
+  virtual int64_t item_bytes() const { return kSubBatchBytes; }
+  // Whether an item has all stages of its pages that are free, which the lane moves in order, instead of one.
+  virtual bool takes_all_stages() const { return false; }
+  // Whether its kinds are in nobody's way: what is taken of one does not wait for what is urgent of another.
+  virtual bool kinds_are_apart() const { return false; }
   // For a lane whose kinds have no device side, and so no view to say it: what one page is. Throws what
   // submit throws when the op names a group, slot or place that is not there, or cannot be run.
   virtual PageSizes check(const OpSpec& op) const;
@@ -109,9 +127,9 @@ class Lane {
   // Called once, when the first op of these kinds is submitted: threads are started here, not before. What
   // they use they must own (`source` too): they may outlive the lane object when a device hangs for good.
   virtual void start(std::shared_ptr<WorkSource> source, int32_t lane) = 0;
-  // There may be a work item to try_take() or try_take_expedited(), or one under way to extend(). Called
-  // under the scheduler's lock: only signal.
-  virtual void wake() {}
+  // There may be a work item of this kind to try_take() or try_take_expedited(), or one under way to extend()
+  // or to leave, as it was cancelled. Called under the scheduler's lock: only signal.
+  virtual void wake(OpKind) {}
   // A page of a kDiskRead has ended, also one that no lane took. Under the scheduler's lock: only signal.
   virtual void read_ended(const OpSpec&, int32_t /*page*/, bool /*verified*/) {}
   // Layers [0, layers) of a page of a layerwise kDiskRead are in place and verified, and more is to come.

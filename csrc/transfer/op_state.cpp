@@ -38,7 +38,7 @@ OpState::OpState(OpSpec spec, int64_t ticket, uint64_t sequence, std::shared_ptr
   open_pages_ = pages();
   left_.assign(stages, pages());
   unissued_ = left_;
-  issued_here_.resize(states_.size());
+  issued_stages_.resize(states_.size());
   open_stages_ = static_cast<int32_t>(stages);
   stage_events.resize(stages);
 }
@@ -55,11 +55,9 @@ int32_t OpState::stage_of(int32_t layer) const {
 
 bool OpState::stage_done(int32_t stage) const { return left_[static_cast<size_t>(stage)] == 0; }
 
-void OpState::mark_issued(int32_t page) {
-  const auto at = static_cast<size_t>(page);
-  if (issued_here_[at]) return;
-  issued_here_[at] = true;
-  --unissued_[static_cast<size_t>(stage_at(page))];
+void OpState::mark_issued(int32_t page, int32_t stage) {
+  int32_t& count = issued_stages_[static_cast<size_t>(page)];
+  for (; count <= stage; ++count) --unissued_[static_cast<size_t>(count)];
 }
 
 bool OpState::stage_issued(int32_t stage) const { return unissued_[static_cast<size_t>(stage)] == 0; }
@@ -85,8 +83,9 @@ const std::shared_ptr<StreamEvent>& OpState::fence_of(int32_t stage) const {
   return stage_fences_.empty() ? fence : stage_fences_[static_cast<size_t>(stage)];
 }
 
-void OpState::arrive(int32_t page, int32_t layers) {
-  arrived_[static_cast<size_t>(page)] = std::min(layers, layers_);
+bool OpState::arrive(int32_t page, int32_t layers) {
+  const int32_t before = std::exchange(arrived_[static_cast<size_t>(page)], std::min(layers, layers_));
+  return before < arrived_[static_cast<size_t>(page)];
 }
 
 bool OpState::has_arrived(int32_t page) const {
@@ -113,17 +112,15 @@ void OpState::make_ready(int32_t page) {
   ++ready_pages_;
 }
 
-OpState::Taken OpState::take(int64_t max_bytes) {
+OpState::Taken OpState::take(int64_t max_bytes, bool all_stages) {
   while (ready_[static_cast<size_t>(lowest_ready_)].empty()) ++lowest_ready_;
   int32_t stage = lowest_ready_;
   if (!spec_.layerwise) {  // what waits for whole pages may start while others still move
     for (stage = stages() - 1; ready_[static_cast<size_t>(stage)].empty();) --stage;
   }
   ReadyList& list = ready_[static_cast<size_t>(stage)];
-  // All that is left of a page: its next stage would be ready when this one has ended, which may be long.
-  const int32_t last = takes_all() ? stages() - 1 : stage;
   const int32_t lo = layers_of(stage).first;
-  const int32_t hi = layers_of(last).second;
+  const int32_t hi = layers_of(all_stages ? stages() - 1 : stage).second;
   const int64_t page_bytes = stages() == 1 ? page_bytes_
                              : view_       ? view_->layer_bytes(lo, hi)
                                            : page_bytes_ / layers_ * (hi - lo);
@@ -133,44 +130,39 @@ OpState::Taken OpState::take(int64_t max_bytes) {
   std::vector<int32_t> taken(begin, begin + static_cast<std::ptrdiff_t>(count));
   list.head += count;
   if (list.empty()) list = {};
-  for (const int32_t page : taken) {
-    states_[static_cast<size_t>(page)] = PageState::kMoving;
-    pass_to(page, last);
-  }
+  for (const int32_t page : taken) states_[static_cast<size_t>(page)] = PageState::kMoving;
   ready_pages_ -= static_cast<int32_t>(count);
   moving_pages_ += static_cast<int32_t>(count);
   issued_ = true;
+  const int32_t last = all_stages ? last_free(taken, stage) : stage;
   return {stage, last, std::move(taken)};
 }
 
-bool OpState::extend(const std::vector<int32_t>& pages) {
-  const int32_t last = stages() - 1;
-  const bool may = takes_all() && std::all_of(pages.begin(), pages.end(), [&](int32_t page) {
-                     return state(page) == PageState::kMoving && stage_at(page) < last;
-                   });
-  if (!may) return false;
-  for (const int32_t page : pages) pass_to(page, last);
-  return true;
-}
-
-// The stages before `stage` are behind the page, or under way with it.
-void OpState::pass_to(int32_t page, int32_t stage) {
-  for (int32_t passed = stage_at(page); passed < stage; ++passed) {
-    const auto at = static_cast<size_t>(page);
-    mark_issued(page);
-    issued_here_[at] = false;
-    --left_[static_cast<size_t>(passed)];
-    stage_[at] = passed + 1;
+int32_t OpState::last_free(const std::vector<int32_t>& pages, int32_t last) const {
+  int32_t arrived = layers_;
+  for (size_t i = 0; !arrived_.empty() && i < pages.size(); ++i) {
+    const auto at = static_cast<size_t>(pages[i]);
+    if (states_[at] == PageState::kMoving) arrived = std::min(arrived, arrived_[at]);
   }
+  while (last + 1 < open_stages_ && layers_of(last + 1).second <= arrived) ++last;
+  return last;
 }
 
-bool OpState::advance(int32_t page) {
+bool OpState::pass(int32_t page, int32_t stage) {
+  const auto at = static_cast<size_t>(page);
+  mark_issued(page, stage);
+  bool done = false;
+  for (int32_t passed = stage_at(page); passed <= stage; ++passed) {
+    done |= --left_[static_cast<size_t>(passed)] == 0;
+    if (!stage_.empty()) stage_[at] = passed + 1;
+  }
+  return done;
+}
+
+bool OpState::advance(int32_t page, int32_t stage) {
   const auto at = static_cast<size_t>(page);
   --moving_pages_;
-  mark_issued(page);
-  issued_here_[at] = false;
-  const int32_t stage = stage_.empty() ? 0 : stage_[at]++;
-  const bool done = --left_[static_cast<size_t>(stage)] == 0;
+  const bool done = pass(page, stage);
   if (stage + 1 < stages()) {
     if (has_arrived(page)) {
       make_ready(page);
@@ -201,9 +193,8 @@ void OpState::fail(int32_t page, PageState end, const std::string& reason, Failu
     causes_[at] = cause;
   }
   --open_pages_;
-  mark_issued(page);
+  mark_issued(page, stages() - 1);
   for (auto later = static_cast<size_t>(stage); later < left_.size(); ++later) --left_[later];
-  for (auto later = static_cast<size_t>(stage) + 1; later < unissued_.size(); ++later) --unissued_[later];
   if (reason_.empty()) reason_ = reason;
 }
 

@@ -68,8 +68,8 @@ class OpState : public std::enable_shared_from_this<OpState> {
   // What a copy of this stage must come after; may be null.
   const std::shared_ptr<StreamEvent>& fence_of(int32_t stage) const;
 
-  // Layers [0, layers) of a page that a read elsewhere brings are in its slot.
-  void arrive(int32_t page, int32_t layers);
+  // Layers [0, layers) of a page that a read elsewhere brings are in its slot. Returns whether that is news.
+  bool arrive(int32_t page, int32_t layers);
   // Whether what the page's current stage moves is in its slot.
   bool has_arrived(int32_t page) const;
   // Layers of the page that have passed their stage: [0, layers_done).
@@ -82,14 +82,20 @@ class OpState : public std::enable_shared_from_this<OpState> {
     int32_t last_stage = 0;
     std::vector<int32_t> pages;
   };
-  // Takes up to `max_bytes` of ready pages (at least one), all at one stage. Precondition: has_ready().
-  Taken take(int64_t max_bytes);
-  // kMoving -> kReady for its next stage, kWaiting where that has not arrived, or kOk after the last. Returns
-  // whether the stage that it leaves is done now.
-  bool advance(int32_t page);
-  // The bytes of a page at its current stage are on their way: nothing but the device decides when they
+  // Takes up to `max_bytes` of ready pages (at least one), all at one stage; `all_stages`: with those of
+  // their later ones that are open and have arrived. Precondition: has_ready().
+  Taken take(int64_t max_bytes, bool all_stages);
+  // The last stage, from `last` on, that is open and has arrived of all these pages.
+  int32_t last_free(const std::vector<int32_t>& pages, int32_t last) const;
+  // A moving page is behind its stages up to this one, which may be behind it already. Returns whether one of
+  // them is done now, of all pages.
+  bool pass(int32_t page, int32_t stage);
+  // The same, and then kMoving -> kReady for its next stage, kWaiting where that has not arrived, or kOk
+  // after the last.
+  bool advance(int32_t page, int32_t stage);
+  // The bytes of a page's stages up to this one are on their way: nothing but the device decides when they
   // arrive.
-  void mark_issued(int32_t page);
+  void mark_issued(int32_t page, int32_t stage);
   // Whether the bytes of every page at this stage are on their way, in place, or will never come.
   bool stage_issued(int32_t stage) const;
   // Any open state -> `end`, one of the bad ones. The first reason given is the op's. `cause` counts where
@@ -97,14 +103,9 @@ class OpState : public std::enable_shared_from_this<OpState> {
   void fail(int32_t page, PageState end, const std::string& reason,
             FailureCause cause = FailureCause::kUnknown);
 
-  // From now on take() gives a page's remaining stages as one, once all stages are open. Precondition: all of
-  // a page is there, as of a store.
+  // The engine's stream is to be ordered behind it.
   void expedite() { expedited_ = true; }
   bool expedited() const { return expedited_; }
-  // Has these pages, all under way at one stage, move through all later ones as well, as take() would have
-  // done had the op been expedited by then. False, and nothing has changed: they are at their last stage, one
-  // is not under way, or stages are not open.
-  bool extend(const std::vector<int32_t>& pages);
   // Whether every page's last bytes are on their way, in place, or will never come.
   bool all_issued() const { return unissued_.back() == 0; }
 
@@ -129,7 +130,9 @@ class OpState : public std::enable_shared_from_this<OpState> {
   std::vector<std::shared_ptr<StreamEvent>>
       stage_events;                         // a stage: after the last item of it that was issued
   std::shared_ptr<StreamEvent> last_event;  // after the last item that was issued
-  bool cancelled = false;
+  // The next two are read by the lane without the scheduler's lock.
+  std::atomic<bool> cancelled{false};
+  std::atomic<bool> unwanted{false};  // cancelled by a caller; at close what is under way may still arrive
   bool ended = false;
 
  private:
@@ -141,9 +144,6 @@ class OpState : public std::enable_shared_from_this<OpState> {
 
   int32_t stage_at(int32_t page) const { return stage_.empty() ? 0 : stage_[static_cast<size_t>(page)]; }
   FailureCause cause(int32_t page) const;
-  // Whether take() gives all that is left of a page.
-  bool takes_all() const { return expedited_ && open_stages_ == stages(); }
-  void pass_to(int32_t page, int32_t stage);
 
   OpSpec spec_;
   int64_t ticket_;
@@ -159,7 +159,7 @@ class OpState : public std::enable_shared_from_this<OpState> {
   std::vector<ReadyList> ready_;               // a stage
   std::vector<int32_t> left_;                  // a stage: pages that have not passed it
   std::vector<int32_t> unissued_;              // a stage: pages that are not on their way through it
-  std::vector<bool> issued_here_;              // a page: is on its way through its current stage
+  std::vector<int32_t> issued_stages_;         // a page: how many are on their way, or behind it
   int32_t open_stages_ = 0;                    // the stages before it may move
   std::vector<std::vector<int32_t>> at_gate_;  // a stage of a gated op: pages that wait for it to be opened
   std::vector<std::shared_ptr<StreamEvent>> stage_fences_;  // a stage of a gated op

@@ -243,7 +243,7 @@ Scheduler::Enqueued Scheduler::enqueue_all(int64_t ticket, double deadline_s, bo
     if (!on_streams || op->spec().kind != OpKind::kD2H || op->expedited()) continue;
     op->expedite();
     expedited_.push_back(op);
-    lanes_[static_cast<size_t>(queue_of(*op).lane)]->lane->wake();
+    lane_of(*op).wake(op->spec().kind);
   }
   Enqueued answer;
   for (const auto& op : stores) {
@@ -290,8 +290,7 @@ void Scheduler::open_layers(const std::vector<int64_t>& tickets, int32_t layers,
       if (op->ended) continue;
       op->open(layers, fence);
       update_runnable(*op);
-      // For what of it is under way, which has no page that is ready.
-      if (op->expedited()) lanes_[static_cast<size_t>(queue_of(*op).lane)]->lane->wake();
+      wake_lane_of_moving(*op);
     }
   }
 }
@@ -306,10 +305,11 @@ int64_t Scheduler::cancel(int64_t ticket) {
   // Successors first, so that they end as cancelled and not as skipped.
   for (auto op = ops.rbegin(); op != ops.rend(); ++op) {
     if ((*op)->ended) continue;
-    (*op)->cancelled = true;
+    (*op)->cancelled = (*op)->unwanted = true;
     const auto before = static_cast<int64_t>((*op)->failed_pages().size());
     end_all_pages(**op, PageState::kCancelled, "cancelled");
     dropped += static_cast<int64_t>((*op)->failed_pages().size()) - before;
+    wake_lane_of_moving(**op);
     carry_on();
   }
   return dropped;
@@ -327,12 +327,10 @@ void Scheduler::begin_close() {
   for (auto op = open.rbegin(); op != open.rend(); ++op) {
     (*op)->cancelled = true;
     end_all_pages(**op, PageState::kCancelled, "the transfer engine was closed");
+    wake_lane_of_moving(**op);
     carry_on();
   }
-  for (const auto& entry : lanes_) {
-    entry->work.notify_all();
-    entry->lane->wake();
-  }
+  for (const auto& entry : lanes_) entry->work.notify_all();
   watchdog_.notify_all();
   arrivals_.notify_all();
 }

@@ -116,7 +116,9 @@ class Scheduler : public WorkSource {
   std::shared_ptr<WorkItem> try_take(int32_t lane, KindSet allowed) override;
   std::shared_ptr<WorkItem> try_take_expedited(int32_t lane) override;
   bool extend(const std::shared_ptr<WorkItem>& item) override;
-  void issued(const std::shared_ptr<WorkItem>& item, std::shared_ptr<StreamEvent> event) override;
+  void issued(const std::shared_ptr<WorkItem>& item, int32_t stage,
+              std::shared_ptr<StreamEvent> event) override;
+  void passed(const std::shared_ptr<WorkItem>& item, int32_t stage) override;
   void finish(const std::shared_ptr<WorkItem>& item, const std::vector<MoveResult>& results) override;
   void finish_pages(const std::shared_ptr<WorkItem>& item, const std::vector<size_t>& indices,
                     const std::vector<MoveResult>& results) override;
@@ -158,6 +160,11 @@ class Scheduler : public WorkSource {
   };
 
   KindQueue& queue_of(const OpState& op) { return queues_[static_cast<size_t>(op.spec().kind)]; }
+  Lane& lane_of(const OpState& op) { return *lanes_[static_cast<size_t>(queue_of(op).lane)]->lane; }
+  // For what of it is under way, which has no page that is ready.
+  void wake_lane_of_moving(OpState& op) {
+    if (op.moving_pages() > 0) lane_of(op).wake(op.spec().kind);
+  }
   // Keeps an ended graph for wait_layer(), and moves the oldest such to `forgotten`, which is to end without
   // the lock: the last reference to an event calls the driver.
   void remember(int64_t ticket, std::vector<Graph>& forgotten);

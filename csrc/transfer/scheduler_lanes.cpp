@@ -47,18 +47,19 @@ KindSet Scheduler::kinds() const {
 }
 
 // The op that lane runs next: the oldest of the most urgent, unless a less urgent one has waited its turn
-// out. Null also when its turn has come, but its kind is not `allowed`.
+// out. Null also when its turn has come, but its kind is not `allowed`, unless the lane's kinds are apart.
 OpState* Scheduler::pick(LaneEntry& entry, KindSet allowed) {
   OpState* urgent = nullptr;
   OpState* patient = nullptr;  // the oldest that is less urgent
   bool urgent_found = false;
   bool patient_found = false;
+  const bool apart = entry.lane->kinds_are_apart();
   for (int priority = 0; priority < kPriorities; ++priority) {
     OpState* oldest = nullptr;
     bool found = false;
     for (int kind = 0; kind < kOpKinds; ++kind) {
       const KindSet bit = kind_bit(static_cast<OpKind>(kind));
-      if ((entry.lane->kinds() & bit) == 0) continue;
+      if (((apart ? allowed : entry.lane->kinds()) & bit) == 0) continue;
       const auto& runnable = queues_[static_cast<size_t>(kind)].runnable[static_cast<size_t>(priority)];
       if (runnable.empty()) continue;
       found = true;
@@ -98,11 +99,10 @@ std::shared_ptr<WorkItem> Scheduler::take_of(OpState& chosen, int32_t lane) {
   OpState* op = &chosen;
   auto item = std::make_shared<WorkItem>();
   item->op_ = op->shared_from_this();
-  auto [first_stage, last_stage, positions] =
-      op->take(lanes_[static_cast<size_t>(lane)]->lane->piece_bytes(op->spec().kind));
-  item->stage_ = last_stage;
-  item->layer_lo_ = op->layers_of(first_stage).first;
-  item->layer_hi_ = op->layers_of(last_stage).second;
+  const Lane& taker = *lanes_[static_cast<size_t>(lane)]->lane;
+  auto [first_stage, last_stage, positions] = op->take(taker.item_bytes(), taker.takes_all_stages());
+  item->first_stage_ = first_stage;
+  item->last_stage_ = last_stage;
   item->view_ = op->view();
   item->kind_ = op->spec().kind;
   item->lane_ = lane;
@@ -125,9 +125,7 @@ std::shared_ptr<WorkItem> Scheduler::try_take_expedited(int32_t lane) {
   if (closing_ || expedited_.empty()) return nullptr;
   for (const auto& op : expedited_) {
     if (queue_of(*op).lane != lane || !op->has_ready()) continue;
-    auto item = take_of(*op, lane);
-    item->out_of_turn_ = true;
-    return item;
+    return take_of(*op, lane);
   }
   return nullptr;
 }
@@ -148,21 +146,36 @@ std::shared_ptr<WorkItem> Scheduler::take(int32_t lane) {
 bool Scheduler::extend(const std::shared_ptr<WorkItem>& item) {
   const std::lock_guard lock(mutex_);
   OpState& op = *item->op_;
-  if (closing_ || !queue_of(op).up || !op.extend(item->positions_)) return false;
-  item->stage_ = op.stages() - 1;
-  item->layer_hi_ = op.layers();
-  return true;
+  if (closing_ || op.cancelled || item->advanced_ || !queue_of(op).up) return false;
+  const int32_t last = op.last_free(item->positions_, item->last_stage_);
+  return std::exchange(item->last_stage_, last) < last;
 }
 
-void Scheduler::issued(const std::shared_ptr<WorkItem>& item, std::shared_ptr<StreamEvent> event) {
+void Scheduler::issued(const std::shared_ptr<WorkItem>& item, int32_t stage,
+                       std::shared_ptr<StreamEvent> event) {
   // What it replaces: the last reference to an event calls the driver, so not under the lock.
-  std::shared_ptr<StreamEvent> last, of_stage;
+  std::vector<std::shared_ptr<StreamEvent>> replaced;
   const std::lock_guard lock(mutex_);
   OpState& op = *item->op_;
-  for (const int32_t page : item->positions_) op.mark_issued(page);
-  last = std::exchange(op.last_event, event);
-  of_stage = std::exchange(op.stage_events[static_cast<size_t>(item->stage_)], std::move(event));
-  if (op.stage_issued(item->stage_)) progress_.notify_all();
+  for (const int32_t page : item->positions_) op.mark_issued(page, stage);
+  replaced.push_back(std::exchange(op.last_event, event));
+  bool all = false;
+  for (int32_t one = item->first_stage_ + item->issued_stages_; one <= stage; ++one) {
+    replaced.push_back(std::exchange(op.stage_events[static_cast<size_t>(one)], event));
+    all |= op.stage_issued(one);
+  }
+  item->issued_stages_ = std::max(item->issued_stages_, stage + 1 - item->first_stage_);
+  if (all || op.all_issued()) progress_.notify_all();
+}
+
+void Scheduler::passed(const std::shared_ptr<WorkItem>& item, int32_t stage) {
+  const std::lock_guard lock(mutex_);
+  OpState& op = *item->op_;
+  bool done = false;
+  for (const int32_t page : item->positions_) {
+    if (op.state(page) == PageState::kMoving) done |= op.pass(page, stage);
+  }
+  if (done) progress_.notify_all();
 }
 
 void Scheduler::finish(const std::shared_ptr<WorkItem>& item, const std::vector<MoveResult>& results) {
@@ -195,7 +208,8 @@ void Scheduler::finish_pages(const std::shared_ptr<WorkItem>& item, const std::v
       continue;
     }
     op.keep_digests(page, results[i].digests);
-    layer_done |= op.advance(page);
+    item->advanced_ = true;
+    layer_done |= op.advance(page, item->last_stage_);
     if (op.state(page) == PageState::kOk) {
       page_arrived(op, page);
     } else if (op.cancelled) {

@@ -35,7 +35,7 @@ void Scheduler::update_runnable(OpState& op) {
     return;
   }
   LaneEntry& entry = *lanes_[static_cast<size_t>(queue.lane)];
-  if (runnable.emplace(op.sequence(), &op).second) entry.lane->wake();
+  if (runnable.emplace(op.sequence(), &op).second) entry.lane->wake(op.spec().kind);
   if (entry.idle > entry.woken) {
     ++entry.woken;
     entry.work.notify_one();

@@ -32,7 +32,7 @@ void Scheduler::look_for_stuck() {
     const bool was_stuck = item->stuck_;
     item->stuck_ = item->quiet_looks_ >= kLooksUntilStuck;
     moved_again |= was_stuck && !item->stuck_;
-    if (item->stuck_ && !item->out_of_turn_) ++stuck_of_lane[item->lane_];
+    if (item->stuck_) ++stuck_of_lane[item->lane_];
   }
   // Ending pages below changes no item under way, so `moving_` stays as it is.
   for (const auto& item : moving_) {
@@ -63,7 +63,7 @@ void Scheduler::revive() {
     bool of_this_kind = false;
     for (const auto& item : moving_) {
       if (!item->stuck_ || item->lane_ != queue.lane) continue;
-      if (!item->out_of_turn_) ++stuck;
+      ++stuck;
       of_this_kind |= item->kind_ == static_cast<OpKind>(kind);
     }
     const Lane& lane = *lanes_[static_cast<size_t>(queue.lane)]->lane;
@@ -79,13 +79,14 @@ bool Scheduler::look_for_arrivals(Coming& coming) {
   if (op.ended) return false;
   const SlotArrivals arrivals = op.view()->pool().slot_arrivals();
   std::vector<int32_t> waiting;
+  bool advanced = false;
   for (const int32_t page : coming.pages) {
     if (!is_open(op.state(page))) continue;  // cancelled, or its copy failed
     const auto at = static_cast<size_t>(page);
     const int64_t read = op.spec().reads[at];
     const SlotArrival arrival = arrivals.look(op.spec().slots[at], read);
     if (!arrival.failed) {
-      op.arrive(page, arrival.layers);
+      advanced |= op.arrive(page, arrival.layers);
       make_ready(op, page);
       if (arrival.layers < op.layers()) waiting.push_back(page);
     } else if (op.state(page) == PageState::kMoving) {
@@ -96,6 +97,7 @@ bool Scheduler::look_for_arrivals(Coming& coming) {
           "page " + std::to_string(page) + " was not read from disk (read " + std::to_string(read) + ")");
     }
   }
+  if (advanced) wake_lane_of_moving(op);
   coming.pages = std::move(waiting);
   update_runnable(op);
   settle(op);

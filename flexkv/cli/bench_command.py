@@ -122,7 +122,7 @@ def transfer(
 ) -> None:
     """Copy blocks between an engine's pool and a host pool, beside what torch does and what the limit is.
 
-    A GPU's lane goes by the settings transfer.batch_copies, transfer.copy_kernel and transfer.measure_copies. Runs
+    A GPU's lane goes by the settings transfer.batch_copies and transfer.copy_kernel. Runs
     longer than what a measurement moves are left out.
     """
     if "disk" in parts and folder is None:
@@ -203,8 +203,8 @@ def transfer(
     if device is not None:
         for name, value in c_ext.CUDA_THRESHOLDS.items():
             console.print(f"{name} = {value}", highlight=False)
-    for direction, choice in copies.items():
-        console.print(f"{direction}: {choice}", highlight=False)
+    for direction, ways in copies.items():
+        console.print(f"{direction}: {ways}", highlight=False)
     if png_file is not None:
         draw(results.rows, results.compared, png_file)
 

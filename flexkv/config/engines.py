@@ -86,7 +86,6 @@ EVERYWHERE = frozenset(
         "transfer.copy_threads",
         "transfer.batch_copies",
         "transfer.copy_kernel",
-        "transfer.measure_copies",
         "transfer.stuck_s",
         "transfer.close_s",
         "disk.folders",

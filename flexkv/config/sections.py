@@ -216,13 +216,8 @@ class TransferConfig(Section):
     )
     copy_kernel: bool = Field(
         True,
-        description="Let a kernel on a few multiprocessors copy a GPU's short runs; off leaves all of them to the copy "
-        "engine, which is slower for short runs and takes nothing from the model.",
-    )
-    measure_copies: bool = Field(
-        True,
-        description="Measure a GPU's copies at start, in a few tenths of a second, and choose by that which runs the "
-        "kernel takes, and pieces so short that the engine's own copies hardly wait for them. Off: constants decide.",
+        description="Let a kernel on one or two multiprocessors copy a GPU's short runs; off leaves all of them to the "
+        "copy engine, which is slower for short runs and takes nothing from the model.",
     )
     stuck_s: Seconds = Field(
         60.0,

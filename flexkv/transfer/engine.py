@@ -67,17 +67,9 @@ def cuda_device_of(tensors: Sequence[OnDevice]) -> int | None:
 
 
 def log_choices(device: int, lane: c_ext.CudaLane) -> None:
-    """Says what was measured of a GPU's copies, and what is not used of what they might go by."""
-    for direction, chosen in lane.chosen.items():
-        if chosen["link_bytes_per_s"] > 0:
-            logger.info(
-                "cuda:%d %s: %.1f GB/s; pieces of %d MiB; %s",
-                device,
-                direction.upper(),
-                chosen["link_bytes_per_s"] / 1e9,
-                chosen["piece_bytes"] >> 20,
-                chosen["ways"],
-            )
+    """Says which way a GPU's copies go, and what is not used of what they might go by."""
+    for direction, ways in lane.ways.items():
+        logger.info("cuda:%d %s: %s", device, direction.upper(), ways)
     if lane.notes:
         logger.info("cuda:%d: %s", device, lane.notes)
 
@@ -94,7 +86,6 @@ class TransferEngine(DataPlane):
         device: the CUDA device that the engine's pools lie on; None for plain memory. Its lane has threads of its own.
         batch_copies: whether the copy engine may be given batches (it is tested at start in any case).
         copy_kernel: whether short runs may be copied by a kernel.
-        measure_copies: whether copies are measured here, and ways and pieces chosen by that; else constants decide.
         digest_threads: that make and check the digests of a CUDA device's pages together, 1 to 16.
         current_stream: what `submit` takes for the engine's stream when it is given none.
 
@@ -113,7 +104,6 @@ class TransferEngine(DataPlane):
         device: int | None = None,
         batch_copies: bool = True,
         copy_kernel: bool = True,
-        measure_copies: bool = False,
         digest_threads: int = 4,
         current_stream: Callable[[], StreamLike] | None = None,
     ) -> None:
@@ -123,7 +113,7 @@ class TransferEngine(DataPlane):
         self.device = device
         self.cuda_lane = None
         if device is not None:
-            self.cuda_lane = c_ext.CudaLane(device, batch_copies, copy_kernel, measure_copies, digest_threads)
+            self.cuda_lane = c_ext.CudaLane(device, batch_copies, copy_kernel, digest_threads)
             log_choices(device, self.cuda_lane)
         self.kernel_given_up = False
         """The copy kernel could not be started, and is not used any more."""

@@ -34,7 +34,6 @@ class GpuWorld:
         batch: bool,
         kernel: bool,
         device: int = 0,
-        measure: bool = False,
     ) -> None:
         self.torch, self.layers, self.run_bytes, self.device = torch, layers, run_bytes, device
         shape = (BLOCKS, layers, run_bytes) if block_first else (layers, BLOCKS, run_bytes)
@@ -52,9 +51,7 @@ class GpuWorld:
         while self.pool.pinned_slots < BLOCKS:  # before that nothing would be the kernel's
             assert time.monotonic() < ends_s, f"{self.pool.pinned_slots} of {BLOCKS} slots are pinned"
             time.sleep(0.01)
-        self.engine = TransferEngine(
-            device=device, batch_copies=batch, copy_kernel=kernel, measure_copies=measure
-        )
+        self.engine = TransferEngine(device=device, batch_copies=batch, copy_kernel=kernel)
         self.engine.attach_view(0, self.view, self.pool, owners=[self.pool_memory])
         self.ids = itertools.count(1)
 
@@ -149,29 +146,6 @@ def test_every_byte_arrives_and_no_other_is_touched(
         assert list(paths) == ["kernel"]
     if not batch:
         assert "batch" not in paths
-
-
-@pytest.mark.parametrize("run_bytes", [4096, 32768, 262144])
-@pytest.mark.parametrize("block_first", [False, True])
-def test_ways_that_were_measured_bring_the_same_bytes(
-    make_gpu_world: Callable[..., GpuWorld], run_bytes: int, block_first: bool
-) -> None:
-    world = make_gpu_world(run_bytes=run_bytes, block_first=block_first, measure=True)
-    lane = world.engine.cuda_lane
-    assert lane is not None
-    assert "measured" not in lane.notes
-    assert "timed" not in lane.notes
-    for chosen in lane.chosen.values():
-        assert chosen["link_bytes_per_s"] > 1e9
-        assert 1 << 20 <= chosen["piece_bytes"] <= 8 << 20
-    world.pool_memory.random_(0, 256)
-    before = world.by_block.clone()
-    world.run(OpKind.D2H, list(range(6)), list(range(6)))
-    world.run(OpKind.H2D, [6, 7, 8, 9], [3, 2, 1, 0])
-    expected = before.clone()
-    for block, source in ((6, 3), (7, 2), (8, 1), (9, 0)):
-        expected[block] = before[source]
-    assert world.torch.equal(world.by_block, expected)
 
 
 # A control hands in a stream that has nothing to do: each fence test must then see wrong bytes, else it shows nothing.

@@ -20,6 +20,7 @@
 #define __host__
 #define __device__
 #define __launch_bounds__(...)
+#define __grid_constant__
 
 namespace emulated {
 

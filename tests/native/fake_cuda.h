@@ -5,6 +5,7 @@
 // calls it knows, and fails on request. It shows ordering and bookkeeping; it says nothing about speed, nor
 // about a real driver's bugs.
 #pragma once
+#include <array>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -23,16 +24,23 @@ struct Settings {
   int max_pitch = 1 << 30;
   bool batch_corrupts = false;   // a driver whose batched copies lose a byte
   bool kernel_corrupts = false;  // a kernel that changes one
-  bool rows_corrupt = false;     // pitched copies that lose the last byte of a row
-  // Seconds that so many copies of so many bytes in all take by a path, on a clock of each stream that
-  // nothing else moves. None: it stands still.
-  std::function<double(cuda::Path, int64_t copies, int64_t bytes)> seconds = nullptr;
+  bool words_refused = false;    // streams that write no word for a mark
+  bool words_lost = false;       // streams that take such a write, and never make it
 };
 
 struct Calls {
   int64_t single = 0, pitched = 0, batch = 0, kernel = 0;
   int64_t largest_batch = 0;
-  int64_t bytes = 0;  // enqueued
+  int64_t bytes = 0;    // enqueued
+  int64_t queries = 0;  // looks at a stream, by the driver
+  int64_t words = 0;    // that streams have written
+  // Of one direction, loads and stores: by the copy engine at most under way at once, the longest copy, the
+  // longest batch, and what the kernel was given.
+  std::array<int64_t, 2> peak_bytes{}, longest_copy{}, most_batch_bytes{}, multiprocessors{}, peak_kernels{};
+  // Stores of more than kLongStoreCopy that were under way by the copy engine at once: behind two of them a
+  // small copy of another stream was seen to wait for 10 to 370 ms, and once for 2 s.
+  int64_t peak_long_stores = 0;
+  std::vector<int> priorities;  // of the streams made, 0 the least
   int64_t records = 0;
   int64_t waits = 0;
   std::map<int, int64_t> bytes_of_device;  // enqueued, by the device of the stream
@@ -94,7 +102,8 @@ void hold_all(bool held);
 
 // What the fake holds against a caller, from the sources that the product names for them.
 inline constexpr size_t kMostBatchCopies = 4096;
-inline constexpr int kMostMultiprocessors = 8;
+inline constexpr int kMostMultiprocessors = 2;
+inline constexpr int64_t kLongStoreCopy = 32 << 10;
 
 // The engine's side: a stream, and work on it.
 uintptr_t make_stream(bool held, int device = 0);

@@ -28,7 +28,6 @@ struct FakeStream {
   bool ends = false;
   bool busy = false;
   int device = 0;
-  double clock_s = 0;
   int64_t moving = 0;  // copies and kernels that have not ended
   cuda::Code error = cuda::kSuccess;
   std::thread thread;
@@ -49,6 +48,8 @@ struct World {
   std::vector<std::string> violations;
   std::set<FakeStream*> streams;
   std::map<void*, size_t> registered;
+  std::array<int64_t, 2> bytes_under_way{}, kernels_under_way{};  // loads, stores
+  int64_t long_stores_under_way = 0;
   std::map<void*, size_t> allocations;  // that a test has named
   std::map<std::string, std::pair<int64_t, cuda::Code>> refusals;
   std::function<void()> on_free;

@@ -19,8 +19,6 @@ struct FakeEvent {
   int64_t reached = 0;   // latest that its stream has passed
   FakeStream* stream = nullptr;
   bool captured = false;
-  bool timed = false;
-  double at_s = 0;  // of its stream's clock, when that passed it last
 };
 
 Code get_error_string(Code code, const char** text) {
@@ -108,8 +106,14 @@ Code context_get_device(int* device) {
   *device = contexts().empty() ? 0 : contexts().back();
   return contexts().empty() ? kInvalidValue : cuda::kSuccess;
 }
-Code stream_create(StreamHandle* handle, unsigned flags) {
+Code stream_priority_range(int* least, int* greatest) {
+  *least = 0;
+  *greatest = -5;
+  return contexts().empty() ? kInvalidValue : cuda::kSuccess;
+}
+Code stream_create(StreamHandle* handle, unsigned flags, int priority) {
   const std::lock_guard lock(world().mutex);
+  world().calls.priorities.push_back(priority);
   if (const Code code = unsafe_call(); code != cuda::kSuccess) return code;
   require(flags == cuda::kStreamNonBlocking, "an own stream must not wait for the null stream");
   require(!contexts().empty(), "stream_create without a current context");
@@ -122,6 +126,32 @@ Code stream_destroy(StreamHandle handle) {
     if (const Code code = unsafe_call(); code != cuda::kSuccess) return code;
   }
   end_stream(as_stream(handle));
+  return cuda::kSuccess;
+}
+Code stream_query(StreamHandle handle) {
+  const std::lock_guard lock(world().mutex);
+  if (const Code code = unsafe_call(); code != cuda::kSuccess) return code;
+  ++world().calls.queries;
+  const FakeStream* stream = as_stream(handle);
+  if (stream->error != cuda::kSuccess) return stream->error;
+  return stream->queue.empty() && !stream->busy ? cuda::kSuccess : cuda::kErrorNotReady;
+}
+// Not made on a stream that has failed, as all else.
+Code stream_write_value(StreamHandle handle, cuda::DeviceAddress address, uint32_t value, unsigned) {
+  const std::lock_guard lock(world().mutex);
+  if (world().settings.words_refused) return kInvalidValue;
+  if (const Code code = refusal_of("cuStreamWriteValue32"); code != cuda::kSuccess) return code;
+  if (const Code code = unsafe_call(); code != cuda::kSuccess) return code;
+  require(capture_of(as_stream(handle)) == nullptr, "a word on a stream that is captured");
+  if (world().settings.words_lost) return cuda::kSuccess;
+  push(as_stream(handle), [address, value, stream = as_stream(handle)] {
+    {
+      const std::lock_guard inner(world().mutex);
+      if (stream->error != cuda::kSuccess) return;
+      ++world().calls.words;
+    }
+    __atomic_store_n(reinterpret_cast<uint32_t*>(address), value, __ATOMIC_RELEASE);
+  });
   return cuda::kSuccess;
 }
 Code stream_synchronize(StreamHandle handle) {
@@ -137,7 +167,6 @@ Code event_create(EventHandle* handle, unsigned flags) {
   require((flags & cuda::kEventBlockingSync) != 0, "host waits must sleep");
   require(!contexts().empty(), "event_create without a current context");
   auto event = std::make_shared<FakeEvent>();
-  event->timed = (flags & cuda::kEventDisableTiming) == 0;
   event->device = contexts().empty() ? 0 : contexts().back();
   *handle = reinterpret_cast<EventHandle>(new std::shared_ptr<FakeEvent>(std::move(event)));
   return cuda::kSuccess;
@@ -155,10 +184,9 @@ Code event_record(EventHandle handle, StreamHandle stream) {
   if (event->captured) return cuda::kSuccess;
   const int64_t number = ++event->recorded;
   event->stream = as_stream(stream);
-  push(as_stream(stream), [event, number, at = as_stream(stream)] {
+  push(as_stream(stream), [event, number] {
     const std::lock_guard inner(world().mutex);
     event->reached = number;
-    event->at_s = at->clock_s;
     world().changed.notify_all();
   });
   return cuda::kSuccess;
@@ -196,14 +224,6 @@ Code event_synchronize(EventHandle handle) {
   if (event->stream == nullptr || world().streams.count(event->stream) == 0) return cuda::kSuccess;
   return std::exchange(event->stream->error, cuda::kSuccess);
 }
-Code event_elapsed(float* milliseconds, EventHandle from, EventHandle to) {
-  const std::lock_guard lock(world().mutex);
-  const auto begin = shared_event(from), end = shared_event(to);
-  if (!begin->timed || !end->timed || begin->recorded == 0 || end->recorded == 0) return kInvalidValue;
-  if (begin->reached < begin->recorded || end->reached < end->recorded) return cuda::kErrorNotReady;
-  *milliseconds = static_cast<float>((end->at_s - begin->at_s) * 1e3);
-  return cuda::kSuccess;
-}
 Code event_destroy(EventHandle handle) {
   const std::lock_guard lock(world().mutex);
   delete reinterpret_cast<std::shared_ptr<FakeEvent>*>(handle);
@@ -230,7 +250,10 @@ Code find(const char* name, void** function, int version, uint64_t, int*) {
       FAKE_ENTRY("cuMemsetD8Async", memset_bytes),
       FAKE_ENTRY("cuPointerGetAttribute", pointer_attribute),
       FAKE_ENTRY("cuCtxGetDevice", context_get_device),
-      FAKE_ENTRY("cuStreamCreate", stream_create),
+      FAKE_ENTRY("cuStreamCreateWithPriority", stream_create),
+      FAKE_ENTRY("cuCtxGetStreamPriorityRange", stream_priority_range),
+      FAKE_ENTRY("cuStreamQuery", stream_query),
+      FAKE_ENTRY("cuStreamWriteValue32", stream_write_value),
       FAKE_ENTRY("cuStreamDestroy", stream_destroy),
       FAKE_ENTRY("cuStreamWaitEvent", stream_wait_event),
       FAKE_ENTRY("cuStreamSynchronize", stream_synchronize),
@@ -238,7 +261,6 @@ Code find(const char* name, void** function, int version, uint64_t, int*) {
       FAKE_ENTRY("cuEventRecord", event_record),
       FAKE_ENTRY("cuEventQuery", event_query),
       FAKE_ENTRY("cuEventSynchronize", event_synchronize),
-      FAKE_ENTRY("cuEventElapsedTime", event_elapsed),
       FAKE_ENTRY("cuEventDestroy", event_destroy),
       FAKE_ENTRY("cuMemHostRegister", host_register),
       FAKE_ENTRY("cuMemHostUnregister", host_unregister),

@@ -1,6 +1,7 @@
 // Memory and what moves it: registration, copies, kernels.
 #include <algorithm>
 #include <cstring>
+#include <memory>
 #include <numeric>
 #include <utility>
 
@@ -35,30 +36,6 @@ bool fails_now() {
   return w.fail_in-- == 0;
 }
 
-void enqueue_copy(FakeStream* stream, void* dst, const void* src, size_t bytes) {
-  World& w = world();
-  w.calls.bytes += static_cast<int64_t>(bytes);
-  w.calls.bytes_of_device[stream->device] += static_cast<int64_t>(bytes);
-  const bool breaks = w.break_next;
-  ++stream->moving;
-  push(stream, [=] {
-    if (!breaks) std::memcpy(dst, src, bytes);
-    const std::lock_guard lock(world().mutex);
-    if (breaks) stream->error = kIllegalAddress;
-    --stream->moving;
-  });
-}
-
-// Precondition: the lock is held.
-void take_time(FakeStream* stream, cuda::Path path, int64_t copies, size_t bytes) {
-  if (!world().settings.seconds) return;
-  const double seconds = world().settings.seconds(path, copies, static_cast<int64_t>(bytes));
-  push(stream, [=] {
-    const std::lock_guard lock(world().mutex);
-    stream->clock_s += seconds;
-  });
-}
-
 using Ranges = std::map<void*, size_t>;
 
 // The range of `all` that `memory` lies in; the map's end: in none. Precondition: the lock is held.
@@ -78,6 +55,31 @@ bool of_one_range(const void* memory, size_t bytes) {
   const Ranges& allocations = world().allocations;
   return registration_of(memory) == registration_of(last) &&
          range_of(allocations, memory) == range_of(allocations, last);
+}
+
+// A store ends in host memory that is registered; all else is the device's.
+void enqueue_copy(FakeStream* stream, void* dst, const void* src, size_t bytes) {
+  World& w = world();
+  const auto count = static_cast<int64_t>(bytes);
+  const size_t to_host = registration_of(dst) != w.registered.end() ? 1 : 0;
+  const bool is_long = to_host == 1 && count > kLongStoreCopy;
+  w.calls.bytes += count;
+  w.calls.bytes_of_device[stream->device] += count;
+  w.calls.longest_copy[to_host] = std::max(w.calls.longest_copy[to_host], count);
+  w.bytes_under_way[to_host] += count;
+  w.calls.peak_bytes[to_host] = std::max(w.calls.peak_bytes[to_host], w.bytes_under_way[to_host]);
+  w.long_stores_under_way += is_long ? 1 : 0;
+  w.calls.peak_long_stores = std::max(w.calls.peak_long_stores, w.long_stores_under_way);
+  const bool breaks = w.break_next;
+  ++stream->moving;
+  push(stream, [=] {
+    if (!breaks) std::memcpy(dst, src, bytes);
+    const std::lock_guard lock(world().mutex);
+    if (breaks) stream->error = kIllegalAddress;
+    world().bytes_under_way[to_host] -= count;
+    world().long_stores_under_way -= is_long ? 1 : 0;
+    --stream->moving;
+  });
 }
 
 // Precondition: the lock is held.
@@ -152,7 +154,6 @@ Code copy_to_device(DeviceAddress dst, const void* src, size_t bytes, StreamHand
   if (fails_now() || !of_one_range(src, bytes)) return kInvalidValue;
   if (!of_one_range(reinterpret_cast<const void*>(dst), bytes)) return kInvalidValue;
   enqueue_copy(as_stream(stream), reinterpret_cast<void*>(dst), src, bytes);
-  take_time(as_stream(stream), cuda::Path::kSingle, 1, bytes);
   return cuda::kSuccess;
 }
 Code copy_to_host(void* dst, DeviceAddress src, size_t bytes, StreamHandle stream) {
@@ -199,11 +200,8 @@ Code copy_2d(const Copy2D* copy, StreamHandle stream) {
                      of_one_range(dst, (copy->height - 1) * copy->dst_pitch + copy->width);
   if (!whole) return kInvalidValue;
   for (size_t row = 0; row < copy->height; ++row) {
-    enqueue_copy(as_stream(stream), dst + row * copy->dst_pitch, src + row * copy->src_pitch,
-                 copy->width - (world().settings.rows_corrupt ? 1 : 0));
+    enqueue_copy(as_stream(stream), dst + row * copy->dst_pitch, src + row * copy->src_pitch, copy->width);
   }
-  take_time(as_stream(stream), cuda::Path::kPitched, static_cast<int64_t>(copy->height),
-            copy->height * copy->width);
   return cuda::kSuccess;
 }
 Code batch(DeviceAddress* dsts, DeviceAddress* srcs, size_t* sizes, size_t count, BatchAttributes* attributes,
@@ -218,6 +216,10 @@ Code batch(DeviceAddress* dsts, DeviceAddress* srcs, size_t* sizes, size_t count
   calls.orders.push_back(attributes->order);
   if (const Code code = unsafe_call(); code != cuda::kSuccess) return code;
   if (fails_now()) return kInvalidValue;
+  const size_t to_host =
+      registration_of(reinterpret_cast<void*>(dsts[0])) != world().registered.end() ? 1 : 0;
+  calls.most_batch_bytes[to_host] =
+      std::max(calls.most_batch_bytes[to_host], std::accumulate(sizes, sizes + count, int64_t{0}));
   for (size_t i = 0; i < count; ++i) {
     require(sizes[i] > 0, "an empty copy in a batch");
     if (!of_one_range(reinterpret_cast<const void*>(dsts[i]), sizes[i]) ||
@@ -228,8 +230,6 @@ Code batch(DeviceAddress* dsts, DeviceAddress* srcs, size_t* sizes, size_t count
     enqueue_copy(as_stream(stream), reinterpret_cast<void*>(dsts[i]), reinterpret_cast<const void*>(srcs[i]),
                  sizes[i] - lost);
   }
-  take_time(as_stream(stream), cuda::Path::kBatch, static_cast<int64_t>(count),
-            std::accumulate(sizes, sizes + count, size_t{0}));
   return cuda::kSuccess;
 }
 Code batch_12080(DeviceAddress* dsts, DeviceAddress* srcs, size_t* sizes, size_t count,
@@ -241,8 +241,12 @@ Code batch_12080(DeviceAddress* dsts, DeviceAddress* srcs, size_t* sizes, size_t
 
 namespace {
 
-std::string launch(const cuda::CopyJob& job, int multiprocessors, void* stream) {
+std::string launch(const cuda::CopyJob& given, std::span<const std::byte> tables, int multiprocessors,
+                   void* stream) {
   const std::lock_guard lock(world().mutex);
+  require(tables.size() <= cuda::kTablesInLaunch, "more tables than a launch has room for");
+  const auto own = std::make_shared<std::vector<std::byte>>(tables.begin(), tables.end());
+  const cuda::CopyJob job = tables.empty() ? given : cuda::with_tables(given, own->data());
   ++world().calls.kernel;
   require(stream != nullptr, "a kernel on the legacy null stream");
   require(multiprocessors <= kMostMultiprocessors, "the kernel takes too many multiprocessors");
@@ -255,17 +259,20 @@ std::string launch(const cuda::CopyJob& job, int multiprocessors, void* stream) 
   auto* one = static_cast<FakeStream*>(stream);
   require_current(one->device, "a kernel on a stream of a device that is not current");
   ++one->moving;
-  const bool corrupts = world().settings.kernel_corrupts;
-  push(one, [job, one, corrupts] {
+  World& w = world();
+  const size_t to_host = job.to_device ? 0 : 1;
+  w.calls.multiprocessors[to_host] = std::max(w.calls.multiprocessors[to_host], int64_t{multiprocessors});
+  ++w.kernels_under_way[to_host];
+  w.calls.peak_kernels[to_host] = std::max(w.calls.peak_kernels[to_host], w.kernels_under_way[to_host]);
+  const bool corrupts = w.settings.kernel_corrupts;
+  push(one, [job, own, one, corrupts, to_host] {
     cuda::run_on_cpu(job, 3);
     if (corrupts && !job.to_device)
       *reinterpret_cast<std::byte*>(job.pages[0].host + job.chunks[0].page_offset) ^= std::byte{1};
     const std::lock_guard inner(world().mutex);
+    --world().kernels_under_way[to_host];
     --one->moving;
   });
-  int64_t bytes = 0;
-  for (int32_t i = 0; i < job.chunk_count; ++i) bytes += job.chunks[i].bytes;
-  take_time(one, cuda::Path::kKernel, cuda::item_count(job), static_cast<size_t>(bytes * job.page_count));
   return {};
 }
 

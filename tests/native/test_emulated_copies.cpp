@@ -43,14 +43,26 @@ struct CopyWorld {
     where = {{2, at(pages)}, {0, at(pages) + static_cast<uintptr_t>(2 * run)}};
   }
 
-  // The kernel's copy, and the same with plain copies of whole runs, leave the same bytes everywhere.
-  bool copies_alike(bool to_device) {
+  // The kernel's copy, with its tables in memory or in the launch, and the same with plain copies of whole
+  // runs leave the same bytes everywhere.
+  bool copies_alike(bool to_device, bool with_launch) {
     const ByteVector pool_before = random_bytes(pool.size(), 1), pages_before = random_bytes(pages.size(), 2);
     std::copy(pool_before.begin(), pool_before.end(), pool.begin());
     std::copy(pages_before.begin(), pages_before.end(), pages.begin());
     const cuda::CopyJob job{chunks.data(), where.data(), static_cast<int32_t>(chunks.size()),
                             static_cast<int32_t>(where.size()), to_device};
-    emulated::launch(kBlocks, kBlockThreads, [&] { cuda::copy_kernel(job); });
+    if (with_launch) {
+      cuda::LaunchTables tables;
+      std::memcpy(tables.bytes, chunks.data(), chunks.size() * sizeof(chunks[0]));
+      std::memcpy(tables.bytes + chunks.size() * sizeof(chunks[0]), where.data(),
+                  where.size() * sizeof(where[0]));
+      cuda::CopyJob without = job;
+      without.chunks = nullptr;
+      without.pages = nullptr;
+      emulated::launch(kBlocks, kBlockThreads, [&] { cuda::copy_kernel_with_tables(without, tables); });
+    } else {
+      emulated::launch(kBlocks, kBlockThreads, [&] { cuda::copy_kernel(job); });
+    }
     const ByteVector pool_after = pool, pages_after = pages;
     std::copy(pool_before.begin(), pool_before.end(), pool.begin());
     std::copy(pages_before.begin(), pages_before.end(), pages.begin());
@@ -164,8 +176,10 @@ TEST_CASE(
       CAPTURE(run);
       CAPTURE(skew);
       CopyWorld world(run, skew);
-      CHECK(world.copies_alike(false));
-      CHECK(world.copies_alike(true));
+      for (const bool with_launch : {false, true}) {
+        CHECK(world.copies_alike(false, with_launch));
+        CHECK(world.copies_alike(true, with_launch));
+      }
     }
   }
 }
@@ -182,7 +196,7 @@ TEST_CASE("emulated: the rotation kernel gives the CPU's bits for all element ty
 
 TEST_CASE("emulated, control: a launch without its last block does not pass for a whole one") {
   const emulated::WithFaults broken({.blocks_left_out = 1});
-  CHECK(!CopyWorld(73728, 0).copies_alike(false));
+  CHECK(!CopyWorld(73728, 0).copies_alike(false, false));
   with_every_rotation(
       [](auto kind, ElementType type) { CHECK(!RotationWorld<decltype(kind)>(0).turns_alike(type)); });
 }
@@ -190,8 +204,8 @@ TEST_CASE("emulated, control: a launch without its last block does not pass for 
 TEST_CASE("emulated, control: a chunk that is one byte short is found") {
   CopyWorld world(656, 0);
   world.chunks[1].bytes -= 1;
-  CHECK(!world.copies_alike(false));
-  CHECK(!world.copies_alike(true));
+  CHECK(!world.copies_alike(false, true));
+  CHECK(!world.copies_alike(true, false));
 }
 
 TEST_CASE("a launch takes one full block a multiprocessor, and no more than its work needs") {

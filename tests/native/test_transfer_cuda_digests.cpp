@@ -148,5 +148,5 @@ TEST_CASE("cuda digests: a lane that is abandoned leaves no thread for them behi
   store_and_load(*world, false);
   CHECK(threads_named(kName) == 3);
   world->lane->abandon();
-  for (const char* name : {kName, "flexkv-cuda", "flexkv-h2d", "flexkv-d2h"}) CHECK(come_to(0, name));
+  for (const char* name : {kName, "flexkv-h2d", "flexkv-d2h"}) CHECK(come_to(0, name));
 }

@@ -2,6 +2,7 @@
 // fails for it. Over the fake driver; nothing here ran on a GPU.
 #include <doctest/doctest.h>
 
+#include "cuda/copy_ways.h"
 #include "cuda/event.h"
 #include "cuda_world.h"
 
@@ -68,7 +69,7 @@ TEST_CASE("cuda kernel: short and long runs of one page each go their own way") 
     const auto device = cuda::Device::open(0, loaded.driver);
     const cuda::Current here(*device);
     cuda::Copier copier(device, fake_cuda::kernel_launcher(), kAll);
-    const cuda::Stream stream(device);
+    cuda::CopyStream stream(device, false);
     constexpr int64_t kLong = 72 << 10, kShort = 4 << 10;
     std::vector<std::byte> pool(2 * 2 * (kLong + kShort)), host(2 * (kLong + kShort));
     for (size_t i = 0; i < pool.size(); ++i) pool[i] = static_cast<std::byte>(i * 13 + (i >> 8));
@@ -79,8 +80,13 @@ TEST_CASE("cuda kernel: short and long runs of one page each go their own way") 
                                 {base + 2 * (kLong + kShort), kLong, kLong, kLong + kShort, 1},
                                 {base + 2 * (2 * kLong + kShort), kShort, kShort, 2 * kLong + kShort, 1}};
     const cuda::PageEnds page{1, host.data()};
-    CHECK(copier.enqueue(cuda::Direction::kToHost, segments, std::span(&page, 1), true, 0, stream.handle())
-              .empty());
+    const cuda::SplitRuns runs = cuda::split_runs(segments, 32 << 10);
+    const std::span pages(&page, 1);
+    CHECK(copier.launch(cuda::Direction::kToHost, runs.by_kernel, pages, stream));
+    std::vector<cuda::Copy> copies;
+    cuda::CopyLister(runs.by_engine, pages, INT64_MAX).next(INT64_MAX, SIZE_MAX, copies);
+    CHECK(copier.copy(cuda::Direction::kToHost, copies, true, stream).empty());
+    CHECK(stream.mark().empty());
     CHECK(cuda::Event(device, stream.handle()).wait().empty());
     CHECK(copier.count(cuda::Path::kKernel).bytes == 2 * kShort);
     CHECK(copier.count(cuda::Path::kBatch).bytes == 2 * kLong);

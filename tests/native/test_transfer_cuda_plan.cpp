@@ -3,6 +3,8 @@
 
 #include <algorithm>
 #include <cstring>
+#include <span>
+#include <vector>
 
 #include "cuda/copy_job.h"
 #include "cuda/copy_plan.h"
@@ -11,29 +13,81 @@
 using namespace flexkv;
 using namespace flexkv::cuda;
 
-TEST_CASE("cuda plan: the path of a run follows from its own length and from what there is") {
-  const Capabilities all{true, true, 1 << 20};
-  const auto longest = [](const Ways& ways) {
-    int64_t most = -1;
-    for (size_t i = 0; i < kRunLengths.size(); ++i) {
-      if (ways.kernel_from[i] == 1) most = kRunLengths[i];
-    }
-    return most;
-  };
-  CHECK(longest(usual_ways(all)) == 32 << 10);  // the common length itself is the kernel's
-  CHECK(engine_path(all) == Path::kBatch);
-  const Capabilities no_batch{true, false, 1 << 20};
-  CHECK(longest(usual_ways(no_batch)) == 256 << 10);
-  CHECK(engine_path(no_batch) == Path::kPitched);
-  CHECK(engine_path({false, false, 0}) == Path::kSingle);
+namespace {
 
-  // MLA with an indexer: by the mean of 36 KiB the short runs went with the long ones.
+std::vector<Copy> list_copies(std::span<const Segment> segments, std::span<const PageEnds> pages) {
+  std::vector<Copy> copies;
+  CopyLister lister(segments, pages, INT64_MAX);
+  lister.next(INT64_MAX, SIZE_MAX, copies);
+  CHECK(lister.ended());
+  return copies;
+}
+
+}  // namespace
+
+TEST_CASE("cuda plan: the way of a run follows from its own length and from what there is") {
+  const Capabilities all{true, true, 1 << 20};
+  CHECK(kernel_below(all, Direction::kToDevice) == 64 << 10);
+  CHECK(kernel_below(all, Direction::kToHost) == 32 << 10);
+  CHECK(kernel_below({true, false, 1 << 20}, Direction::kToHost) == 512 << 10);
+  CHECK(kernel_below({false, true, 1 << 20}, Direction::kToHost) == 0);
+  CHECK(describe_ways(all, Direction::kToHost) ==
+        "kernel for runs below 32 KiB, 1 multiprocessor; others in batches");
+  CHECK(describe_ways(all, Direction::kToDevice) ==
+        "kernel for runs below 64 KiB, 2 multiprocessors; others in batches");
+  CHECK(describe_ways({false, false, 1 << 20}, Direction::kToHost) == "in rows");
+  CHECK(describe_ways({false, false, 0}, Direction::kToHost) == "one by one");
+
+  // MLA with an indexer: by the mean of 36 KiB the short runs would go with the long ones.
   const Segment segments[] = {
-      {1 << 20, 1, 32 << 10, 0, 0}, {1 << 21, 1, 72 << 10, 1, 0}, {1 << 22, 1, 4 << 10, 2, 1}};
-  const SplitRuns split = split_runs(segments, 1, usual_ways(all));
+      {1 << 20, 1, 31 << 10, 0, 0}, {1 << 21, 1, 72 << 10, 1, 0}, {1 << 22, 1, 4 << 10, 2, 1}};
+  const SplitRuns split = split_runs(segments, 32 << 10);
   CHECK(split.by_kernel == std::vector<Segment>{segments[0], segments[2]});
   CHECK(split.by_engine == std::vector<Segment>{segments[1]});
-  CHECK(split_runs(segments, 1, usual_ways({false, true, 1 << 20})).by_kernel.empty());
+  CHECK(split_runs(segments, 0).by_kernel.empty());
+}
+
+TEST_CASE("cuda plan: copies come so many at a time, none longer than allowed, and each byte once") {
+  std::vector<std::byte> host(1 << 16);
+  const Segment segments[] = {
+      {1 << 20, 4096, 1000, 0, 0}, {1 << 21, 4096, 0, 1000, 1}, {1 << 22, 4096, 3000, 1000, 2}};
+  const PageEnds pages[] = {{0, host.data()}, {3, host.data() + 8000}, {1, host.data() + 20000}};
+  for (const int64_t longest : {int64_t{7}, int64_t{1000}, int64_t{2999}, INT64_MAX}) {
+    for (const int64_t most : {int64_t{5}, int64_t{999}, int64_t{4000}, INT64_MAX}) {
+      for (const size_t count : {size_t{1}, size_t{3}, SIZE_MAX}) {
+        CAPTURE(longest);
+        CAPTURE(most);
+        std::vector<int> seen(host.size());
+        CopyLister lister(segments, pages, longest);
+        std::vector<Copy> copies;
+        int64_t all = 0;
+        while (!lister.ended()) {
+          const int64_t bytes = lister.next(most, count, copies);
+          REQUIRE(bytes > 0);
+          CHECK(bytes <= most);
+          CHECK(copies.size() <= count);
+          all += bytes;
+          for (const Copy& copy : copies) {
+            CHECK(copy.bytes <= static_cast<size_t>(longest));
+            const auto at = copy.host - host.data();
+            // Of the page and run that these bytes are of.
+            const PageEnds& page = pages[at < 8000 ? 0 : at < 20000 ? 1 : 2];
+            const auto offset = at - (page.stripe - host.data());
+            const Segment& run = segments[offset < 1000 ? 0 : 2];
+            CHECK(copy.device ==
+                  run_address(run, page.block) + static_cast<uintptr_t>(offset - run.page_offset));
+            for (size_t i = 0; i < copy.bytes; ++i) ++seen[static_cast<size_t>(at) + i];
+          }
+        }
+        CHECK(lister.next(most, count, copies) == 0);
+        CHECK(all == 3 * 4000);
+        for (size_t i = 0; i < seen.size(); ++i) {
+          const bool wanted = i < 4000 || (i >= 8000 && i < 12000) || (i >= 20000 && i < 24000);
+          REQUIRE(seen[i] == (wanted ? 1 : 0));
+        }
+      }
+    }
+  }
 }
 
 TEST_CASE("cuda plan: copies that continue each other are one, empty ones none") {
@@ -134,29 +188,19 @@ TEST_CASE("cuda plan: the kernel's functor moves every byte of odd runs at odd p
   }
 }
 
-TEST_CASE("cuda plan: portions are as long as each other") {
-  constexpr int64_t kMiB = 1 << 20;
-  for (const int64_t most : {kMiB, 5 * kMiB, 8 * kMiB}) {
-    for (int64_t bytes = 1; bytes < 64 * kMiB; bytes += bytes / 3 + 4097) {
-      const int64_t portion = portion_bytes(bytes, most);
-      CHECK(portion <= most);
-      const int64_t portions = (bytes + portion - 1) / portion;
-      CHECK(portions == (bytes + most - 1) / most);  // no more than there must be
-      // What rounding takes from the last.
-      CHECK(bytes - (portions - 1) * portion >= std::min(bytes, portion) - portions * (64 << 10));
-    }
+TEST_CASE("cuda plan: a kernel that is told to stop begins nothing more, and another does not care") {
+  std::vector<std::byte> pool(64 * 256, std::byte{7}), stripes(64 * 256);
+  const Segment segment{reinterpret_cast<uintptr_t>(pool.data()), 256, 256, 0, 0};
+  const auto chunks = cut_to_chunks(&segment, 1);
+  std::vector<CopyPage> pages;
+  for (int64_t i = 0; i < 64; ++i) {
+    pages.push_back({i, reinterpret_cast<uintptr_t>(stripes.data() + i * 256)});
   }
-  CHECK(portion_bytes(5 * kMiB + kMiB / 4, 5 * kMiB) == 2752512);
-}
-
-TEST_CASE("cuda plan: portions keep every byte in its place, and none is larger than it may be") {
-  const std::vector<Segment> segments = {{1000, 64, 10, 0, 0}, {2000, 64, 0, 10, 0}, {3000, 64, 25, 10, 1}};
-  const auto portions = cut_to_portions(segments, 12);
-  const std::vector<std::vector<Segment>> expected = {
-      {{1000, 64, 10, 0, 0}, {3000, 64, 2, 10, 1}},
-      {{3002, 64, 12, 12, 1}},
-      {{3014, 64, 11, 24, 1}},
-  };
-  CHECK(portions == expected);
-  CHECK(cut_to_portions(segments, 35).size() == 1);
+  uint32_t word = 5;
+  CopyJob job{chunks.data(), pages.data(), 1, 64, false, &word, 5};
+  run_on_cpu(job, 3);
+  CHECK(std::count(stripes.begin(), stripes.end(), std::byte{7}) == 0);
+  job.number = 6;
+  run_on_cpu(job, 3);
+  CHECK(stripes == pool);
 }

@@ -1,110 +1,167 @@
-// How the CUDA lane cuts pages into pieces over a fake driver: how many are under way, and of how many bytes.
-// Nothing here ran on a GPU.
+// How much the CUDA lane has under way and by what, over a fake driver that counts it. Nothing here ran on a
+// GPU.
 #include <doctest/doctest.h>
 
+#include <algorithm>
+#include <functional>
+#include <numeric>
 #include <thread>
 
-#include "cuda/copier.h"
+#include "cuda/copy_ways.h"
+#include "cuda_forward.h"
 #include "cuda_world.h"
 
 using namespace flexkv;
 
 namespace {
 
-// Unit: bytes. What an idle lane enqueues of `spec` while nothing enqueued moves.
-int64_t bytes_under_way(CudaWorld& world, const OpSpec& spec, int64_t expected) {
-  const int64_t before = fake_cuda::calls().bytes;
-  fake_cuda::hold_all(true);
-  const int64_t ticket = world.submit(spec);
-  const auto deadline = deadline_in(CudaWorld::kLongS);
-  while (fake_cuda::calls().bytes - before < expected && seconds_until(deadline) > 0) {
-    std::this_thread::yield();
-  }
-  CHECK_FALSE(world.engine->wait(ticket, 0.05));
-  const int64_t bytes = fake_cuda::calls().bytes - before;
-  fake_cuda::hold_all(false);
-  REQUIRE(world.engine->wait(ticket, CudaWorld::kLongS));
-  CHECK(world.engine->poll(1).front().status == Status::kOk);
-  return bytes;
+constexpr size_t kLoads = 0, kStores = 1;
+constexpr cuda::CopySwitches kAll{.batch = true, .kernel = true};
+constexpr cuda::CopySwitches kBatches{.batch = true, .kernel = false};
+constexpr cuda::CopySwitches kRows{.batch = false, .kernel = false};
+
+std::vector<int32_t> all_of(const CudaShape& shape) {
+  std::vector<int32_t> all(static_cast<size_t>(shape.blocks));
+  std::iota(all.begin(), all.end(), 0);
+  return all;
 }
 
-// Pages of 20 MiB, by some layers or by one.
-CudaShape large_pages(int32_t layers) {
-  CudaShape shape;
-  shape.layers = layers;
-  shape.run_bytes = (int64_t{20} << 20) / layers;
-  shape.blocks = 4;
-  shape.extent_slots = 2;
-  shape.digests = true;
-  return shape;
+bool comes_true(const std::function<bool()>& is_so) {
+  const auto deadline = deadline_in(CudaWorld::kLongS);
+  while (!is_so() && seconds_until(deadline) > 0) std::this_thread::yield();
+  return is_so();
+}
+
+// What was counted while all of `shape` was stored, and loaded into the blocks in reverse.
+fake_cuda::Calls there_and_back(const CudaShape& shape, const cuda::CopySwitches& switches,
+                                bool layerwise = false) {
+  CudaWorld world(shape, {}, switches);
+  for (int32_t block = 0; block < shape.blocks; ++block) world.fill(block, block + 1);
+  const std::vector<int32_t> all = all_of(shape);
+  const fake_cuda::Calls tried = fake_cuda::calls();
+  CHECK(world.run(world.op(OpKind::kD2H, all, all, layerwise)).status == Status::kOk);
+  const std::vector<int32_t> reversed(all.rbegin(), all.rend());
+  CHECK(world.run(world.op(OpKind::kH2D, reversed, all, layerwise)).status == Status::kOk);
+  for (int32_t block = 0; block < shape.blocks; ++block) CHECK(world.holds(block, shape.blocks - block));
+  fake_cuda::Calls calls = fake_cuda::calls();
+  calls.kernel -= tried.kernel;
+  calls.batch -= tried.batch;
+  return calls;
 }
 
 }  // namespace
 
-TEST_CASE("cuda lane: at most two pieces of a direction are under way, and their bytes are bounded") {
-  CudaShape shape;
-  shape.layers = 2;
-  shape.run_bytes = 1 << 20;
-  shape.blocks = 40;
-  shape.extent_slots = 40;
-  CudaWorld world(shape, {}, {.batch = true, .kernel = false});
-  const int64_t before = fake_cuda::calls().bytes;
-  fake_cuda::hold_all(true);
-  std::vector<int32_t> all;
-  for (int32_t i = 0; i < shape.blocks; ++i) all.push_back(i);
-  const int64_t ticket = world.submit(world.op(OpKind::kD2H, all, all));
-  const auto deadline = deadline_in(CudaWorld::kLongS);
-  while (fake_cuda::calls().bytes - before < 2 * kSubBatchBytes && seconds_until(deadline) > 0) {
-    std::this_thread::yield();
-  }
-  CHECK_FALSE(world.engine->wait(ticket, 0.05));
-  CHECK(fake_cuda::calls().bytes - before == 2 * kSubBatchBytes);
-  fake_cuda::hold_all(false);
-  CHECK(world.engine->wait(ticket, CudaWorld::kLongS));
+TEST_CASE("cuda portions: by kernel an op is one launch, on two multiprocessors or one") {
+  const CudaShape shape{.layers = 8, .blocks = 64, .run_bytes = 4096, .extent_slots = 64};
+  const fake_cuda::Calls calls = there_and_back(shape, kAll);
+  CHECK(calls.kernel == 2);  // 2 MiB each way
+  CHECK(calls.batch == 0);
+  CHECK(calls.multiprocessors[kLoads] == 2);
+  CHECK(calls.multiprocessors[kStores] == 1);
 }
 
-TEST_CASE("cuda lane: a page beyond 8 MiB moves in ranges of layers, and a layer beyond it in portions") {
+TEST_CASE("cuda portions: a large op is few launches, the first a small one") {
+  const CudaShape shape{.layers = 8, .blocks = 640, .run_bytes = 16384, .extent_slots = 640};  // 80 MiB
+  const fake_cuda::Calls calls = there_and_back(shape, kAll);
+  CHECK(calls.kernel == 2 * 3);  // 4, 64 and 12 MiB
+}
+
+TEST_CASE("cuda portions: the copy engine has two portions under way, and no long copy to the host") {
+  // Of 64 KiB: stores are cut; of 1 MiB.
+  for (const int64_t run_bytes : {int64_t{64} << 10, int64_t{1} << 20}) {
+    const int32_t blocks = static_cast<int32_t>((int64_t{24} << 20) / 4 / run_bytes);
+    const CudaShape shape{.layers = 4, .blocks = blocks, .run_bytes = run_bytes, .extent_slots = blocks};
+    const fake_cuda::Calls calls = there_and_back(shape, kBatches);
+    CHECK(calls.batch == 2 * 6);  // 24 MiB
+    for (const size_t direction : {kLoads, kStores}) {
+      CHECK(calls.peak_bytes[direction] <= 2 * cuda::kPortionBytes);
+      CHECK(calls.most_batch_bytes[direction] <= cuda::kPortionBytes);
+    }
+    CHECK(calls.longest_copy[kStores] <= cuda::kStoreCopyBytes);
+    CHECK(calls.longest_copy[kLoads] == run_bytes);
+    CHECK(calls.peak_long_stores == 0);
+    CHECK(calls.largest_batch <= static_cast<int64_t>(cuda::kPortionCopies));
+  }
+}
+
+TEST_CASE("cuda portions: without batches no two long copies to the host are under way") {
+  const CudaShape shape{.layers = 1, .blocks = 6, .run_bytes = 3 << 20, .extent_slots = 1};
+  const fake_cuda::Calls calls = there_and_back(shape, kRows);
+  CHECK(calls.peak_long_stores == 1);
+  CHECK(calls.peak_bytes[kStores] <= cuda::kPortionBytes);
+  CHECK(calls.peak_bytes[kLoads] <= 2 * cuda::kPortionBytes);
+}
+
+TEST_CASE("cuda portions: control: two portions given to the copier at once are both under way") {
+  const CudaShape shape{.layers = 1, .blocks = 4, .run_bytes = 3 << 20, .extent_slots = 1};
+  CudaWorld world(shape, {}, kRows);
+  const cuda::Current here(*world.device);
+  cuda::Copier copier(world.device, nullptr, kRows);
+  cuda::CopyStream stream(world.device, false);
+  fake_cuda::hold_all(true);
+  const std::vector<cuda::PageEnds> pages{{0, world.pool->slot_address(0), 0},
+                                          {1, world.pool->slot_address(1), 1}};
+  cuda::CopyLister lister(world.view->segments(), pages, INT64_MAX);
+  std::vector<cuda::Copy> copies;
+  while (lister.next(cuda::kPortionBytes, 1, copies) > 0) {
+    CHECK(copier.copy(cuda::Direction::kToHost, copies, true, stream).empty());
+  }
+  fake_cuda::hold_all(false);
+  CHECK(fake_cuda::calls().peak_long_stores == 2);
+}
+
+TEST_CASE("cuda portions: a small copy of the engine's waits for two portions at most") {
+  const CudaShape shape{.layers = 4, .blocks = 24, .run_bytes = 1 << 20, .extent_slots = 24};
+  CudaWorld world(shape, {}, kBatches);
+  const auto ahead_of_a_small_copy = [&](bool expedited) {
+    fake_cuda::Calls calls;
+    {
+      Forward forward(world, [] {});
+      const int64_t before = fake_cuda::calls().bytes;
+      const int64_t ticket = world.submit(world.op(OpKind::kD2H, all_of(shape), all_of(shape)));
+      const int64_t most = expedited ? int64_t{96} << 20 : 2 * cuda::kPortionBytes;
+      if (expedited) CHECK(world.engine->order_after(ticket, CudaWorld::kLongS, world.stream));
+      CHECK(comes_true([&] { return fake_cuda::calls().bytes - before >= most; }));
+      CHECK_FALSE(world.engine->wait(ticket, 0.05));
+      calls = fake_cuda::calls();
+      calls.bytes -= before;
+      forward.let_go();
+      CHECK(world.engine->wait(ticket, CudaWorld::kLongS));
+    }
+    return calls;
+  };
+  CHECK(ahead_of_a_small_copy(false).bytes == 2 * cuda::kPortionBytes);
+  // Where the next step waits for the copies all the same, all of them are there at once.
+  CHECK(ahead_of_a_small_copy(true).bytes == int64_t{96} << 20);
+}
+
+TEST_CASE("cuda portions: a page of layers or of one long one arrives whole, in either order") {
   for (const int32_t layers : {20, 5, 1}) {
     for (const bool layerwise : {false, true}) {
-      CAPTURE(layers);
-      CAPTURE(layerwise);
-      const CudaShape shape = large_pages(layers);
-      CudaWorld world(shape, {}, {.batch = true, .kernel = false});
-      for (int32_t block = 0; block < shape.blocks; ++block) world.fill(block, block + 1);
-      // Two pages at once for a range of layers; one page gives a lane with several portions both places.
-      const int64_t per_piece = kSubBatchBytes / shape.run_bytes * shape.run_bytes;
-      const int64_t most =
-          2 * (layers == 1 ? cuda::portion_bytes(shape.run_bytes, kSubBatchBytes) : per_piece);
-      CHECK(bytes_under_way(world, world.op(OpKind::kD2H, {0, 1}, {3, 0}), most) == most);
-      CHECK(world.slot_holds(3, 1));
-      CHECK(world.slot_holds(0, 2));
-      // Layer 0 of both pages is all that a layerwise op may have under way.
-      const int64_t first = layerwise && layers > 1 ? 2 * shape.run_bytes : most;
-      CHECK(bytes_under_way(world, world.op(OpKind::kH2D, {2, 3}, {3, 0}, layerwise), first) == first);
-      for (int32_t block = 0; block < shape.blocks; ++block) CHECK(world.holds(block, block % 2 + 1));
+      for (const cuda::CopySwitches& switches : {kBatches, kRows}) {
+        CAPTURE(layers);
+        CAPTURE(layerwise);
+        const CudaShape shape{.layers = layers,
+                              .blocks = 4,
+                              .run_bytes = (int64_t{20} << 20) / layers,
+                              .digests = true,
+                              .extent_slots = 2};
+        const fake_cuda::Calls calls = there_and_back(shape, switches, layerwise);
+        CHECK(calls.peak_bytes[kStores] <= 2 * cuda::kPortionBytes);
+        CHECK(calls.peak_bytes[kLoads] <= 2 * cuda::kPortionBytes);
+      }
     }
   }
 }
 
-TEST_CASE("cuda lane: control: a page given to the copier at once is all under way") {
-  const CudaShape shape = large_pages(20);
-  CudaWorld world(shape, {}, {.batch = true, .kernel = false});
-  const cuda::Current here(*world.device);
-  cuda::Copier copier(world.device, nullptr, {});
-  const int64_t before = fake_cuda::calls().bytes;
-  const cuda::PageEnds page{0, world.pool->slot_address(0)};
-  const std::string error =
-      copier.enqueue(cuda::Direction::kToHost, world.view->segments(), std::span(&page, 1), true, 0,
-                     reinterpret_cast<cuda::StreamHandle>(world.stream));
-  CHECK(error.empty());
-  CHECK(fake_cuda::calls().bytes - before == int64_t{20} << 20);
-  fake_cuda::drain(world.stream);
-}
-
-TEST_CASE("cuda lane: a large page that fails halfway is failed by name, and the next transfer works") {
+TEST_CASE("cuda portions: a large page that fails halfway is failed by name, and the next transfer works") {
   for (const int32_t layers : {20, 1}) {
-    const CudaShape shape = large_pages(layers);
-    CudaWorld world(shape, {}, {.batch = true, .kernel = false});
+    const CudaShape shape{.layers = layers,
+                          .blocks = 4,
+                          .run_bytes = (int64_t{20} << 20) / layers,
+                          .digests = true,
+                          .extent_slots = 2};
+    CudaWorld world(shape, {}, kBatches);
     world.fill(0, 1);
     fake_cuda::fail_copy(1);
     const OpResult result = world.run(world.op(OpKind::kD2H, {0}, {0}));
@@ -112,5 +169,144 @@ TEST_CASE("cuda lane: a large page that fails halfway is failed by name, and the
     CHECK(result.failed == std::vector<int32_t>{0});
     CHECK(world.run(world.op(OpKind::kD2H, {0}, {0})).status == Status::kOk);
     CHECK(world.slot_holds(0, 1));
+  }
+}
+
+TEST_CASE("cuda portions: by layer, each is on its way before the next one's turn, small ones together") {
+  // A layer of four pages is 512 KiB, or 16.
+  for (const int64_t run_bytes : {int64_t{128} << 10, int64_t{4} << 10}) {
+    const CudaShape shape{.layers = 6, .blocks = 8, .run_bytes = run_bytes, .extent_slots = 8};
+    CudaWorld world(shape, {}, kAll);
+    for (int32_t block = 0; block < 4; ++block) world.fill(block, block + 1);
+    CHECK(world.run(world.op(OpKind::kD2H, {0, 1, 2, 3}, {0, 1, 2, 3})).status == Status::kOk);
+    const int64_t before = fake_cuda::calls().bytes;
+    const int64_t kernels = fake_cuda::calls().kernel;
+    Forward forward(world, [] {});
+    const int64_t ticket = world.submit(world.op(OpKind::kH2D, {4, 5, 6, 7}, {0, 1, 2, 3}, true));
+    if (run_bytes >= 64 << 10) {
+      // Two layers are under way, the third's turn has not come.
+      CHECK(comes_true([&] { return fake_cuda::calls().bytes - before >= 2 * 4 * run_bytes; }));
+      CHECK(world.engine->wait_layer_on(ticket, 1, CudaWorld::kLongS, world.stream).in_time);
+      CHECK_FALSE(world.engine->wait_layer_on(ticket, 2, 0.05, world.stream).in_time);
+      CHECK(fake_cuda::calls().bytes - before == 2 * 4 * run_bytes);
+    } else {
+      CHECK(world.engine->wait_layer_on(ticket, 5, CudaWorld::kLongS, world.stream).in_time);
+      CHECK(fake_cuda::calls().kernel - kernels == 1);
+    }
+    forward.let_go();
+    CHECK(world.engine->wait(ticket, CudaWorld::kLongS));
+    for (int32_t block = 4; block < 8; ++block) CHECK(world.holds(block, block - 3));
+  }
+}
+
+TEST_CASE("cuda portions: loads that forwards wait for go on in turns, layer by layer, on an urgent stream") {
+  const CudaShape shape{.layers = 3, .blocks = 12, .run_bytes = 1 << 20, .extent_slots = 12};
+  CudaWorld world(shape, {}, kBatches);
+  const std::vector<int> priorities = fake_cuda::calls().priorities;
+  CHECK(*std::min_element(priorities.begin(), priorities.end()) < 0);
+  for (int32_t block = 0; block < 6; ++block) world.fill(block, block + 1);
+  CHECK(world.run(world.op(OpKind::kD2H, {0, 1, 2, 3, 4, 5}, {0, 1, 2, 3, 4, 5})).status == Status::kOk);
+  int64_t first = 0, second = 0;
+  {
+    Forward forward(world, [] {});
+    first = world.submit(world.op(OpKind::kH2D, {6, 7, 8}, {0, 1, 2}, true));
+    CHECK(world.engine->wait_layer_on(first, 1, CudaWorld::kLongS, world.stream).in_time);
+    second = world.submit(world.op(OpKind::kH2D, {9, 10, 11}, {3, 4, 5}, true));
+  }
+  // The second's first layer comes before the first's last.
+  CHECK(world.engine->wait(second, CudaWorld::kLongS));
+  CHECK(world.engine->wait(first, CudaWorld::kLongS));
+  for (int32_t block = 6; block < 12; ++block) CHECK(world.holds(block, block - 5));
+}
+
+TEST_CASE("cuda portions: stores go on beside loads that wait, and loads beside stores") {
+  const CudaShape shape{.layers = 1, .blocks = 8, .run_bytes = kSubBatchBytes, .extent_slots = 1};
+  CudaWorld world(shape, {}, kBatches);
+  for (int32_t block = 0; block < 8; ++block) world.fill(block, block + 1);
+  CHECK(world.run(world.op(OpKind::kD2H, {0, 1, 2, 3}, {0, 1, 2, 3})).status == Status::kOk);
+  const auto before = world.engine->record(world.stream);
+  for (const bool store_first : {false, true}) {
+    Forward forward(world, [] {});
+    GraphSpec free_graph;
+    const std::vector<int32_t> blocks{4, 5, 6, 7};
+    free_graph.ops.push_back(store_first ? world.op(OpKind::kH2D, {0, 1, 2, 3}, {0, 1, 2, 3})
+                                         : world.op(OpKind::kD2H, blocks, blocks));
+    free_graph.fence = before;  // it need not wait for the forward
+    const int64_t waiting = world.submit(store_first ? world.op(OpKind::kD2H, blocks, blocks)
+                                                     : world.op(OpKind::kH2D, {0, 1, 2, 3}, {0, 1, 2, 3}));
+    const auto goes = world.engine->submit(std::move(free_graph), world.stream);
+    REQUIRE(goes);
+    CHECK(world.engine->wait(*goes, CudaWorld::kLongS));
+    CHECK_FALSE(world.engine->wait(waiting, 0));
+    forward.let_go();
+    CHECK(world.engine->wait(waiting, CudaWorld::kLongS));
+    world.engine->poll(8);
+  }
+}
+
+TEST_CASE("cuda portions: a cancelled store's kernel is told to stop, and its pages end as cancelled") {
+  const CudaShape shape{.layers = 4, .blocks = 64, .run_bytes = 4096, .extent_slots = 64};
+  CudaWorld world(shape, {}, kAll);
+  for (int32_t block = 0; block < 64; ++block) world.fill(block, block + 1);
+  int64_t ticket = 0;
+  {
+    Forward forward(world, [] {});
+    const int64_t kernels = fake_cuda::calls().kernel;
+    ticket = world.submit(world.op(OpKind::kD2H, all_of(shape), all_of(shape)));
+    CHECK(comes_true([&] { return fake_cuda::calls().kernel > kernels; }));
+    const int64_t words = fake_cuda::calls().words;
+    world.engine->cancel(ticket);
+    // Its word is written by a stream of its own, before the kernel begins.
+    CHECK(comes_true([&] { return fake_cuda::calls().words > words; }));
+    CHECK_FALSE(world.engine->wait(ticket, 0.05));  // it may still write its slots
+  }
+  REQUIRE(world.engine->wait(ticket, CudaWorld::kLongS));
+  const OpResult result = world.engine->poll(1).front();
+  CHECK(result.failed.size() == 64);
+  CHECK(result.reason == "cancelled");
+  CHECK_FALSE(world.slot_holds(63, 64));  // nothing of it was copied
+  // The next is not stopped.
+  CHECK(world.run(world.op(OpKind::kD2H, {63}, {63})).status == Status::kOk);
+  CHECK(world.slot_holds(63, 64));
+}
+
+TEST_CASE("cuda portions: nothing is polled when nothing is under way") {
+  CudaWorld world({}, {}, kAll);
+  CHECK(world.run(world.op(OpKind::kD2H, {0, 1}, {0, 1})).status == Status::kOk);
+  const auto cpu_s = [] {
+    timespec spent{};
+    clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &spent);
+    return static_cast<double>(spent.tv_sec) + 1e-9 * static_cast<double>(spent.tv_nsec);
+  };
+  const int64_t queries = fake_cuda::calls().queries;
+  const double before = cpu_s();
+  std::this_thread::sleep_for(std::chrono::milliseconds(200));
+  const double idle_s = cpu_s() - before;
+  CHECK(fake_cuda::calls().queries == queries);
+  CHECK(idle_s < 0.05);
+  // Control: behind a forward that runs it is looked now and then.
+  {
+    Forward forward(world, [] {});
+    const int64_t ticket = world.submit(world.op(OpKind::kD2H, {0}, {0}));
+    CHECK(comes_true([&] { return fake_cuda::calls().queries > queries; }));
+    forward.let_go();
+    CHECK(world.engine->wait(ticket, CudaWorld::kLongS));
+  }
+}
+
+TEST_CASE("cuda portions: where the driver writes no words, events say what has ended") {
+  for (const fake_cuda::Settings& settings :
+       {fake_cuda::Settings{.words_refused = true}, fake_cuda::Settings{.words_lost = true}}) {
+    const CudaShape shape{
+        .layers = 4, .blocks = 24, .run_bytes = 1 << 20, .digests = true, .extent_slots = 24};
+    CudaWorld world(shape, settings, kBatches);
+    for (int32_t block = 0; block < 12; ++block) world.fill(block, block + 1);
+    std::vector<int32_t> half(12);
+    std::iota(half.begin(), half.end(), 0);
+    CHECK(world.run(world.op(OpKind::kD2H, half, half)).status == Status::kOk);
+    std::vector<int32_t> others(12);
+    std::iota(others.begin(), others.end(), 12);
+    CHECK(world.run(world.op(OpKind::kH2D, others, half, true)).status == Status::kOk);
+    for (int32_t block = 0; block < 12; ++block) CHECK(world.holds(12 + block, block + 1));
   }
 }

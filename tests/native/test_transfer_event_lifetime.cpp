@@ -86,9 +86,9 @@ TEST_CASE("transfer events: what a later item's event replaces ends without the 
   world.submit(2, nullptr);
   const auto first = world.scheduler.take(0);
   const auto second = world.scheduler.take(0);
-  world.scheduler.issued(first, world.event());
+  world.scheduler.issued(first, first->last_stage(), world.event());
   CHECK(world.seen.ended == 0);
-  world.scheduler.issued(second, world.event());
+  world.scheduler.issued(second, second->last_stage(), world.event());
   CHECK(world.seen.ended == 1);
   CHECK(world.seen.locked == 0);
   world.finish(first);
@@ -100,7 +100,7 @@ TEST_CASE("transfer events: a graph's end with it without the lock, when it is f
   for (size_t i = 0; i < kRememberedGraphs + 2; ++i) {
     world.submit(1, i == 0 ? world.event() : nullptr);
     const auto item = world.scheduler.take(0);
-    if (i == 1) world.scheduler.issued(item, world.event());
+    if (i == 1) world.scheduler.issued(item, item->last_stage(), world.event());
     world.finish(item);
   }
   CHECK(world.seen.ended == 0);

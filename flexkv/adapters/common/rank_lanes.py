@@ -86,7 +86,6 @@ def open_lanes(
             device=device,
             batch_copies=transfer.batch_copies,
             copy_kernel=transfer.copy_kernel,
-            measure_copies=transfer.measure_copies,
             digest_threads=config.host.verify_threads,
             current_stream=None if device is None else lambda: stream_of(device),
             queue_ops=transfer.queue_ops,

@@ -204,7 +204,7 @@ def _row(
 ) -> BesideRow:
     alone, beside = np.concatenate(found.alone), np.concatenate(found.beside)
     factors = pair_factors(found.alone, found.beside)
-    path, multiprocessors = chosen_path(moved)
+    path, multiprocessors = chosen_path(moved, kind.direction)
     return BesideRow(
         work,
         kind.direction,

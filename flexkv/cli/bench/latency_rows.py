@@ -158,9 +158,8 @@ def _latency(
             firsts.append(first_s - start_s)
         if time.monotonic() > stops_s:
             break
-    path, multiprocessors = chosen_path(
-        {name: count - before[name] for name, count in path_bytes(engine).items()}
-    )
+    moved = {name: count - before[name] for name, count in path_bytes(engine).items()}
+    path, multiprocessors = chosen_path(moved, "H2D" if load else "D2H")
     p50_us = _us(ends, 50)
     return LatencyRow(
         what,
@@ -199,7 +198,8 @@ def _busy(
         copies.keep()
     end_s, used_s = time.perf_counter(), time.process_time() - used_s
     copies.drain()
-    path, _ = chosen_path({name: count - before[name] for name, count in path_bytes(engine).items()})
+    moved = {name: count - before[name] for name, count in path_bytes(engine).items()}
+    path, _ = chosen_path(moved, kind.name)
     gbps = copies.gbps(kind, begin_s, end_s)
     assert gbps is not None
     return ProcessorRow(what, run_bytes, path, used_s / (end_s - begin_s), gbps, pinned)

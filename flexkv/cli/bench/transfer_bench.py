@@ -60,8 +60,8 @@ class TransferRow:
 
 
 def copy_path(engine: TransferEngine) -> tuple[str, int]:
-    """What moved most of the bytes between the engine's pool and host memory, and the multiprocessors it takes."""
-    return chosen_path(path_bytes(engine))
+    """What moved most of the bytes from host memory to the engine's pool, and the multiprocessors it takes."""
+    return chosen_path(path_bytes(engine), "H2D")
 
 
 def path_bytes(engine: TransferEngine) -> dict[str, int]:
@@ -71,12 +71,15 @@ def path_bytes(engine: TransferEngine) -> dict[str, int]:
     return {path: moved for path, _, moved, _ in engine.cuda_lane.counts()}
 
 
-def chosen_path(moved: Mapping[str, int]) -> tuple[str, int]:
-    """The path of most bytes, and the multiprocessors it takes."""
+def chosen_path(moved: Mapping[str, int], direction: str) -> tuple[str, int]:
+    """The path of most bytes, and the multiprocessors that it takes: of "H2D", "D2H", or both."""
     if not moved:
         return "cpu", 0
     path = max(moved, key=lambda name: moved[name])
-    return path, c_ext.CUDA_THRESHOLDS["kernel_multiprocessors"] if path == "kernel" else 0
+    if path != "kernel":
+        return path, 0
+    loads, stores = (c_ext.CUDA_THRESHOLDS[f"{way}_multiprocessors"] for way in ("load", "store"))
+    return path, {"H2D": loads, "D2H": stores}.get(direction, loads + stores)
 
 
 def engine_of(
@@ -88,7 +91,6 @@ def engine_of(
         device=device,
         batch_copies=settings.batch_copies,
         copy_kernel=settings.copy_kernel,
-        measure_copies=settings.measure_copies,
     )
 
 
@@ -151,14 +153,11 @@ class TransferBench:
         """One contiguous copy each way; "both" besides where somebody has measured two at once."""
 
     @property
-    def copies(self) -> dict[str, c_ext.CopyChoices]:
-        """What the GPU's lane measures at its start and goes by; empty without a GPU."""
+    def copies(self) -> dict[str, str]:
+        """Which way the GPU's lane copies, in words, by direction; empty without a GPU."""
         if self._device is None:
             return {}
-        ways = self._settings
-        return c_ext.CudaLane(
-            self._device, ways.batch_copies, ways.copy_kernel, ways.measure_copies, 1
-        ).chosen
+        return c_ext.CudaLane(self._device, self._settings.batch_copies, self._settings.copy_kernel, 1).ways
 
     @property
     def multiprocessors(self) -> int:
@@ -267,7 +266,7 @@ class TransferBench:
         seconds = self._median(lambda: self._transfer(engine, kinds, share))
         gbps = blocks * run_bytes * LAYERS / seconds / 1e9
         moved = {path: count - before[path] for path, count in path_bytes(engine).items()}
-        path, multiprocessors = chosen_path(moved)
+        path, multiprocessors = chosen_path(moved, direction)
         limit = self.limit_gbps.get(direction)
         single = None
         if self._device_memory is not None and direction in DIRECTIONS:

@@ -158,7 +158,7 @@ def test_rows_with_a_name_more_are_shown_and_not_drawn(tmp_path: Path) -> None:
     (tmp_path / "bench-lanes.json").write_text(json.dumps(content))
     page = render(tmp_path)
     assert "| later |" in page
-    assert "Chosen for h2d: link 54.2 GB/s, pieces of 5242880 bytes, no kernel." in page
+    assert "H2D: in batches." in page
     assert "later" in draw_page(tmp_path, tmp_path / "page.png")
 
 

@@ -62,6 +62,7 @@ VALUES = {
     "kStreamNonBlocking": "CU_STREAM_NON_BLOCKING",
     "kEventBlockingSync": "CU_EVENT_BLOCKING_SYNC",
     "kEventDisableTiming": "CU_EVENT_DISABLE_TIMING",
+    "kWriteValueDefault": "CU_STREAM_WRITE_VALUE_DEFAULT",
     "kHostRegisterPortable": "CU_MEMHOSTREGISTER_PORTABLE",
     "kHostRegisterDeviceMap": "CU_MEMHOSTREGISTER_DEVICEMAP",
     "kHostAllocPortable": "CU_MEMHOSTALLOC_PORTABLE",

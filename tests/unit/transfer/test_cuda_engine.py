@@ -46,7 +46,7 @@ def test_the_lane_of_a_gpu_is_made_by_the_settings(monkeypatch: pytest.MonkeyPat
     for settings in ({}, {"host.verify_threads": 7, "transfer.copy_kernel": False}):
         with pytest.raises(CapacityError, match="no GPU"):
             open_lanes(load_config(settings, {}), [], tensors, None, [], stream_of=lambda device: 0)  # type: ignore[arg-type]
-    assert given == [(3, True, True, True, 4), (3, True, False, True, 7)]
+    assert given == [(3, True, True, 4), (3, True, False, 7)]
 
 
 def test_plain_memory_has_no_stream(world: World) -> None:
@@ -65,21 +65,19 @@ def test_a_pool_is_not_pinned_where_there_is_no_device(world: World) -> None:
 
 
 def test_the_thresholds_are_told() -> None:
-    assert c_ext.CUDA_THRESHOLDS["most_batch_copies"] <= 4096
-    assert c_ext.CUDA_THRESHOLDS["sub_batch_bytes"] <= 8 << 20
-    assert c_ext.CUDA_THRESHOLDS["pieces_in_flight"] == 2
+    assert c_ext.CUDA_THRESHOLDS["portion_bytes"] == 4 << 20
+    assert c_ext.CUDA_THRESHOLDS["portions_under_way"] == 2
+    assert c_ext.CUDA_THRESHOLDS["store_multiprocessors"] == 1
 
 
-def test_what_was_measured_of_copies_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_which_way_copies_go_is_said(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "flexkv")
-    measured = {"link_bytes_per_s": 54.21e9, "piece_bytes": 5 << 20, "ways": "kernel for runs of 4 KiB"}
-    constant = {"link_bytes_per_s": 0.0, "piece_bytes": 8 << 20, "ways": "kernel for runs of no length"}
-    lane: Any = SimpleNamespace(
-        chosen={"h2d": measured, "d2h": constant}, notes="no copy kernel: switched off"
-    )
+    ways = {"h2d": "kernel for runs below 64 KiB; others in batches", "d2h": "in batches"}
+    lane: Any = SimpleNamespace(ways=ways, notes="no copy kernel: switched off")
     log_choices(1, lane)
     assert [record.getMessage() for record in caplog.records] == [
-        "cuda:1 H2D: 54.2 GB/s; pieces of 5 MiB; kernel for runs of 4 KiB",
+        "cuda:1 H2D: kernel for runs below 64 KiB; others in batches",
+        "cuda:1 D2H: in batches",
         "cuda:1: no copy kernel: switched off",
     ]
 

@@ -1,0 +1,119 @@
+#include "cuda/copy_stream.h"
+
+#include <algorithm>
+#include <new>
+#include <thread>
+
+#include "base/align.h"
+#include "base/error.h"
+#include "transfer/deadline.h"
+
+namespace flexkv::cuda {
+namespace {
+
+constexpr size_t kAlign = 64;
+// Words that kernels look at; more than are under way, so that a stop is not overwritten by the next.
+constexpr uint32_t kStopWords = 16;
+// Unit: seconds. What a word takes on an idle stream is some microseconds.
+constexpr double kWordTrialS = 1;
+
+}  // namespace
+
+CopyStream::CopyStream(std::shared_ptr<Device> device, bool urgent)
+    : device_(std::move(device)),
+      stream_(device_, urgent),
+      stops_(device_, true),
+      host_(device_, kTablesBytes + kAlign),
+      memory_(device_, kTablesBytes + kStopWords * sizeof(uint32_t)),
+      word_(new(host_.bytes() + kTablesBytes) std::atomic<uint32_t>(0)) {
+  const Driver& driver = device_->driver();
+  const Code code = driver.memset_bytes(static_cast<DeviceAddress>(memory_.address() + kTablesBytes), 0,
+                                        kStopWords * sizeof(uint32_t), handle());
+  if (code != kSuccess) throw CapacityError(driver.error_text(code, "cuMemsetD8Async"));
+  by_word_ = device_->host_addresses_work() && words_work();
+}
+
+CopyStream::~CopyStream() {
+  const QuietCurrent here(*device_);
+  // What a mark or a kernel writes lies in memory that goes.
+  device_->driver().stream_synchronize(handle());
+  device_->driver().stream_synchronize(stops_.handle());
+}
+
+bool CopyStream::words_work() {
+  if (!mark().empty()) return false;
+  const auto deadline = deadline_in(kWordTrialS);
+  while (by_word_ && !reached(marks_) && seconds_until(deadline) > 0) std::this_thread::yield();
+  return reached(marks_);
+}
+
+std::string CopyStream::mark() {
+  const Driver& driver = device_->driver();
+  ++marks_;
+  if (by_word_) {
+    const auto word = static_cast<DeviceAddress>(reinterpret_cast<uintptr_t>(word_));
+    const Code code = driver.stream_write_value(handle(), word, marks_, kWriteValueDefault);
+    if (code == kSuccess) return {};
+    by_word_ = false;
+  }
+  try {
+    events_.emplace_back(std::piecewise_construct, std::forward_as_tuple(marks_),
+                         std::forward_as_tuple(device_, handle()));
+    return {};
+  } catch (const CapacityError& error) {
+    driver.stream_synchronize(handle());
+    word_->store(marks_, std::memory_order_release);
+    return error.what();
+  }
+}
+
+bool CopyStream::reached(uint32_t mark) {
+  // Numbers go round after four thousand millions.
+  if (static_cast<int32_t>(word_->load(std::memory_order_acquire) - mark) >= 0) return true;
+  while (!events_.empty() && events_.front().second.reached()) {
+    word_->store(events_.front().first, std::memory_order_release);
+    events_.pop_front();
+  }
+  return static_cast<int32_t>(word_->load(std::memory_order_acquire) - mark) >= 0;
+}
+
+std::string CopyStream::failure() const {
+  const Driver& driver = device_->driver();
+  const Code code = driver.stream_query(handle());
+  return code == kErrorNotReady ? std::string() : driver.failure(code, "cuStreamQuery");
+}
+
+std::optional<CopyStream::Tables> CopyStream::reserve(size_t bytes) {
+  while (!in_use_.empty() && reached(in_use_.front().until)) in_use_.pop_front();
+  const auto wanted = static_cast<size_t>(round_up(static_cast<int64_t>(bytes), kAlign));
+  if (wanted > kTablesBytes) return std::nullopt;
+  const size_t after = in_use_.empty() ? 0 : in_use_.back().end;
+  const size_t begin = after + wanted <= kTablesBytes ? after : 0;
+  const bool free = std::none_of(in_use_.begin(), in_use_.end(), [&](const InUse& one) {
+    return one.begin < begin + wanted && begin < one.end;
+  });
+  if (!free) return std::nullopt;
+  in_use_.push_back({next_mark(), begin, begin + wanted});
+  return Tables{host_.bytes() + begin, static_cast<DeviceAddress>(memory_.address() + begin)};
+}
+
+std::string CopyStream::send(const Tables& tables, size_t bytes) {
+  const Driver& driver = device_->driver();
+  return driver.failure(driver.copy_to_device(tables.device, tables.host, bytes, handle()),
+                        "cuMemcpyHtoDAsync");
+}
+
+DeviceAddress CopyStream::stop_word() const {
+  return static_cast<DeviceAddress>(memory_.address() + kTablesBytes +
+                                    next_mark() % kStopWords * sizeof(uint32_t));
+}
+
+std::string CopyStream::stop(uint32_t mark) {
+  const Driver& driver = device_->driver();
+  const auto word =
+      static_cast<DeviceAddress>(memory_.address() + kTablesBytes + mark % kStopWords * sizeof(uint32_t));
+  return driver.failure(driver.stream_write_value(stops_.handle(), word, mark, kWriteValueDefault),
+                        "cuStreamWriteValue32");
+}
+
+}  // namespace flexkv::cuda

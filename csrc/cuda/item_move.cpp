@@ -1,0 +1,187 @@
+#include "cuda/item_move.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace flexkv::cuda {
+namespace {
+
+// Unit: bytes. What is given to the copy engine, and of which digests are checked, as one part: so much ends
+// at once for what waits for its pages.
+constexpr int64_t kPartBytes = kSubBatchBytes;
+
+}  // namespace
+
+ItemMove::ItemMove(std::shared_ptr<WorkItem> item, Direction direction, int64_t kernel_below)
+    : item_(std::move(item)),
+      direction_(direction),
+      view_(*item_->page(0).view),
+      kernel_below_(kernel_below),
+      pages_(item_->positions().size()),
+      unfinished_(pages_.size()),
+      good_(pages_.size()),
+      first_of_pass_(item_->first_stage()),
+      stage_(first_of_pass_) {
+  const auto segments = view_.segments(0, view_.view().num_layers());
+  has_short_runs_ = std::any_of(segments.begin(), segments.end(),
+                                [&](const Segment& segment) { return segment.run_bytes < kernel_below; });
+  begin_pass();
+}
+
+// Layers of an op by layer go together as far as they are open for the same reason and small; of other pages
+// all stages do.
+void ItemMove::begin_pass() {
+  first_of_pass_ = last_of_pass_ = stage_;
+  page_ = 0;
+  const int32_t lo = item_->layers_of(stage_).first;
+  while (last_of_pass_ < item_->last_stage()) {
+    if (item_->layerwise()) {
+      const int64_t bytes = view_.layer_bytes(lo, item_->layers_of(last_of_pass_).second);
+      if (bytes * static_cast<int64_t>(pages_.size()) >= kLeastRangeBytes) break;
+    }
+    if (item_->fence_of(last_of_pass_ + 1) != item_->fence_of(stage_)) break;
+    ++last_of_pass_;
+  }
+}
+
+int64_t ItemMove::most_bytes() const {
+  const bool checked = direction_ == Direction::kToDevice && view_.has_digests();
+  if (checked || !has_short_runs_) return kPartBytes;
+  return first_ ? kFirstLaunchBytes : kLaunchBytes;
+}
+
+// The next part without its pages' ends; the cursor is behind it.
+std::shared_ptr<Part> ItemMove::cut() {
+  auto part = std::make_shared<Part>();
+  const int64_t most = most_bytes();
+  const auto bytes_to = [&](int32_t stage) {
+    return view_.layer_bytes(item_->layers_of(stage_).first, item_->layers_of(stage).second);
+  };
+  part->first_stage = stage_;
+  part->last_stage = last_of_pass_;
+  // A page that is longer goes in ranges of its layers.
+  while (part->last_stage > stage_ && bytes_to(part->last_stage) > most) --part->last_stage;
+  size_t count = 1;
+  if (part->last_stage == last_of_pass_ && stage_ == first_of_pass_) {
+    const int64_t fit = most / std::max<int64_t>(1, bytes_to(last_of_pass_));
+    count = std::min(static_cast<size_t>(std::max<int64_t>(1, fit)), kLaunchPages);
+  }
+  const bool whole_pass = part->last_stage == last_of_pass_;
+  for (; page_ < pages_.size() && part->indices.size() < count; ++page_) {
+    if (!may_move(page_)) continue;
+    part->indices.push_back(page_);
+    if (!whole_pass) break;  // the page's other layers are next
+  }
+  first_ = false;
+  stage_ = whole_pass ? first_of_pass_ : part->last_stage + 1;
+  skip_bad_pages();
+  part->last_of_stages = page_ == pages_.size();
+  return part;
+}
+
+// Moves the cursor to a page that may move, or behind the pass.
+void ItemMove::skip_bad_pages() {
+  for (; page_ < pages_.size() && !may_move(page_); ++page_) stage_ = first_of_pass_;
+  if (page_ == pages_.size()) stage_ = last_of_pass_ + 1;
+}
+
+const std::shared_ptr<Part>& ItemMove::part(DigestCrew& digests) {
+  if (!now_ && !over_) skip_bad_pages();
+  if (now_ || over_ || !has_next()) return now_;
+  if (stage_ > last_of_pass_) begin_pass();
+  const std::shared_ptr<Part> part = cut();
+  const int32_t lo = item_->layers_of(part->first_stage).first;
+  const int32_t hi = item_->layers_of(part->last_stage).second;
+  if (direction_ == Direction::kToDevice && view_.has_digests()) {
+    std::vector<int32_t> slots;
+    for (const size_t index : part->indices) slots.push_back(item_->page(index).slot);
+    std::vector<MoveResult> results(slots.size());
+    digests.check(view_, slots, lo, hi, results);
+    std::vector<size_t> right;
+    for (size_t i = 0; i < results.size(); ++i) {
+      if (results[i].status == Status::kOk) {
+        right.push_back(part->indices[i]);
+      } else {
+        spoil(part->indices[i], results[i]);
+      }
+    }
+    part->indices = std::move(right);
+  }
+  part->pages.reserve(part->indices.size());
+  for (const size_t index : part->indices) {
+    const PageMove page = item_->page(index);
+    part->pages.push_back({page.block, view_.stripe(page.slot), view_.pool().pieces().piece_of(page.slot)});
+    part->registered = part->registered && view_.pool().registered(page.slot);
+    ++pages_[index].under_way;
+  }
+  part->runs = split_runs(view_.segments(lo, hi), part->registered ? kernel_below_ : 0);
+  return now_ = part;
+}
+
+void ItemMove::spoil(size_t index, const MoveResult& why) {
+  Page& page = pages_[index];
+  page.bad = true;
+  --good_;
+  why_bad_.emplace_back(index, why);
+  if (page.under_way > 0) {
+    ++refused_under_way_;
+  } else {
+    finish_if_over(index);
+  }
+}
+
+void ItemMove::stop(const MoveResult& why) {
+  if (over_) return;
+  over_ = why;
+  // A part of which something is missing is none.
+  if (const std::shared_ptr<Part> part = std::exchange(now_, nullptr)) {
+    part->bad = why;
+    part->enqueued = true;
+    if (part->portions == 0) end(*part);
+  }
+  for (size_t index = 0; index < pages_.size(); ++index) finish_if_over(index);
+}
+
+void ItemMove::finish_if_over(size_t index) {
+  Page& page = pages_[index];
+  if (page.finished || page.under_way > 0) return;
+  if (over_ && !page.bad && !page.through) {
+    page.bad = true;
+    --good_;
+    why_bad_.emplace_back(index, *over_);
+  }
+  if (!page.bad && !page.through) return;
+  MoveResult result;
+  if (page.bad) {
+    const auto found =
+        std::find_if(why_bad_.begin(), why_bad_.end(), [&](const auto& one) { return one.first == index; });
+    result = std::move(found->second);
+    why_bad_.erase(found);
+  } else {
+    --good_;
+  }
+  page.finished = true;
+  --unfinished_;
+  ended_.indices.push_back(index);
+  ended_.results.push_back(std::move(result));
+}
+
+void ItemMove::end(const Part& part) {
+  for (const size_t index : part.indices) {
+    Page& page = pages_[index];
+    const bool was_refused = page.bad;
+    if (--page.under_way == 0 && was_refused) --refused_under_way_;
+    if (part.bad.status != Status::kOk && !page.bad) {
+      page.bad = true;
+      --good_;
+      why_bad_.emplace_back(index, part.bad);
+      if (page.under_way > 0) ++refused_under_way_;
+    }
+    page.through = !page.bad && part.last_stage == item_->last_stage();
+    finish_if_over(index);
+  }
+}
+
+ItemMove::Ended ItemMove::take_ended() { return std::exchange(ended_, {}); }
+
+}  // namespace flexkv::cuda

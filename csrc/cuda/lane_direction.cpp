@@ -1,0 +1,361 @@
+#include "cuda/lane_direction.h"
+
+#include <sys/prctl.h>
+
+#include <algorithm>
+#include <exception>
+#include <thread>
+#include <utility>
+
+#include "base/error.h"
+#include "base/nvtx.h"
+
+namespace flexkv::cuda {
+namespace {
+
+// Unit: seconds a byte. Between these is what a portion is taken to need; a share of that it is not looked
+// at.
+constexpr double kFastestPace = 1 / 60e9;
+constexpr double kSlowestPace = 1 / 10e9;
+constexpr double kRestShare = 0.9;
+// Unit: seconds. So long before a portion is due the thread wakes up, as a sleep may take longer.
+constexpr double kEarlyS = 60e-6;
+// Unit: seconds. For so long after it was due its end is looked for without a pause.
+constexpr double kPollS = 2e-3;
+// Unit: seconds. Pauses of what is later than that, and stands behind the engine's work.
+constexpr double kShortPauseS = 50e-6;
+constexpr double kLongPauseS = 200e-6;
+// Unit: items. By layer, taken at once: they go on in turns, so that all have their first layers soon.
+constexpr size_t kItemsByLayer = 8;
+// Unit: bytes. Of digests that are made between two looks at what is under way.
+constexpr int64_t kDigestBytes = 2 << 20;
+
+}  // namespace
+
+LaneDirection::LaneDirection(Direction direction, std::shared_ptr<Device> device,
+                             std::shared_ptr<Copier> copier, std::shared_ptr<DigestCrew> digests)
+    : direction_(direction),
+      kind_(direction == Direction::kToDevice ? OpKind::kH2D : OpKind::kD2H),
+      device_(std::move(device)),
+      copier_(std::move(copier)),
+      digests_(std::move(digests)) {
+  queues_[0].stream = std::make_unique<CopyStream>(device_, false);
+  if (direction == Direction::kToDevice) queues_[1].stream = std::make_unique<CopyStream>(device_, true);
+}
+
+void LaneDirection::wake() {
+  const std::lock_guard lock(mutex_);
+  woken_ = true;
+  changed_.notify_one();
+}
+
+void LaneDirection::end() {
+  const std::lock_guard lock(mutex_);
+  ending_ = true;
+  changed_.notify_one();
+}
+
+void LaneDirection::run(WorkSource& source, int32_t lane) {
+  prctl(PR_SET_TIMERSLACK, 1000UL);  // ns; the usual 50 us would be half of a portion
+  const QuietCurrent here(*device_);
+  refused_ = here.error();
+  for (;;) {
+    look_at_items(source, lane);
+    const bool moved = end_portions(source);
+    if (enqueue_expedited(source) || enqueue_in_turn(source) || make_digests(source) || moved) continue;
+    if (!rest(source)) return;
+  }
+}
+
+LaneDirection::Queue& LaneDirection::queue_of(const ItemMove& move) const {
+  return queues_[direction_ == Direction::kToDevice && move.item()->layerwise() ? 1 : 0];
+}
+
+bool LaneDirection::has_room(const Queue& queue) const {
+  // Without batches the copy engine has single long copies: never two of them on their way to the host.
+  const bool one = direction_ == Direction::kToHost && !copier_->capabilities().batch;
+  return queue.under_way.size() < (one ? 1 : kPortionsUnderWay);
+}
+
+// Takes items while there is something to enqueue for, and has those under way grow or end early.
+void LaneDirection::look_at_items(WorkSource& source, int32_t lane) {
+  if (woken_.exchange(false)) {
+    may_take_ = true;
+    stop_cancelled(source);
+    for (const auto& move : moves_) {
+      if (move->may_grow()) source.extend(move->item());
+    }
+    while (direction_ == Direction::kToHost) {
+      std::shared_ptr<WorkItem> item = source.try_take_expedited(lane);
+      if (!item) break;
+      begin_move(std::move(item));
+    }
+  }
+  while (may_take_ && take_one(source, lane)) continue;
+}
+
+bool LaneDirection::take_one(WorkSource& source, int32_t lane) {
+  size_t waiting = 0;
+  for (const auto& move : moves_) {
+    if (!move->may_enqueue() || move->item()->expedited()) continue;
+    if (!move->item()->layerwise() || ++waiting >= kItemsByLayer) return false;
+  }
+  std::shared_ptr<WorkItem> item = source.try_take(lane, kind_bit(kind_));
+  may_take_ = item != nullptr;
+  if (item) begin_move(std::move(item));
+  return may_take_;
+}
+
+void LaneDirection::begin_move(std::shared_ptr<WorkItem> item) {
+  const int64_t below = kernel_below(copier_->capabilities(), direction_);
+  moves_.push_back(std::make_shared<ItemMove>(std::move(item), direction_, below));
+}
+
+void LaneDirection::stop_cancelled(WorkSource& source) {
+  for (auto at = moves_.begin(); at != moves_.end();) {
+    const std::shared_ptr<ItemMove> move = *at++;  // which may leave the list
+    if (!move->item()->cancelled() || move->stopped()) continue;
+    Queue& queue = queue_of(*move);
+    move->stop({Status::kCancelled, "cancelled", {}, FailureCause::kNotExecuted});
+    for (Portion& portion : queue.under_way) {
+      if (portion.move != move || !portion.by_kernel || !move->item()->unwanted()) continue;
+      portion.stopped = queue.stream->stop(portion.mark).empty();
+    }
+    // Whoever orders the engine's stream behind it has nothing more to wait for than what is under way.
+    if (direction_ == Direction::kToHost) say_issued(source, *move, move->item()->stages() - 1);
+    finish_pages(source, *move);
+  }
+}
+
+// Where there is no event, whoever would have a stream wait for it waits for the end.
+void LaneDirection::say_issued(WorkSource& source, const ItemMove& move, int32_t stage) {
+  std::shared_ptr<Event> event;
+  try {
+    event = std::make_shared<Event>(device_, queue_of(move).stream->handle());
+  } catch (const CapacityError&) {
+    return;
+  }
+  source.issued(move.item(), stage, std::move(event));
+}
+
+bool LaneDirection::end_portions(WorkSource& source) {
+  bool any = false;
+  for (Queue& queue : queues_) {
+    while (!queue.under_way.empty() && queue.stream->reached(queue.under_way.front().mark)) {
+      end_portion(source, queue, {});
+      any = true;
+    }
+  }
+  return any;
+}
+
+void LaneDirection::end_portion(WorkSource& source, Queue& queue, const std::string& error) {
+  const Portion portion = std::move(queue.under_way.front());
+  queue.under_way.pop_front();
+  learn_pace(queue, portion);
+  if (!queue.under_way.empty()) set_due(queue);
+  Part& part = *portion.part;
+  portion.move->item()->touch();
+  if (!error.empty()) {
+    part.bad = {Status::kFailed, error, {}, FailureCause::kTransport};
+    part.enqueued = true;
+    portion.move->stop(part.bad);
+  } else if (portion.stopped) {
+    part.bad = {Status::kCancelled, "cancelled", {}, FailureCause::kNotExecuted};
+  }
+  if (--part.portions > 0 || !part.enqueued) return;
+  if (direction_ == Direction::kToHost && part.bad.status == Status::kOk && !part.indices.empty() &&
+      portion.move->item()->page(part.indices.front()).view->has_digests()) {
+    undigested_.push_back({portion.move, portion.part});
+  } else {
+    end_part(source, *portion.move, part);
+  }
+}
+
+// When the oldest portion may be looked for: those behind it begin when it has ended.
+void LaneDirection::set_due(Queue& queue) {
+  Portion& next = queue.under_way.front();
+  const double pace = std::max(kFastestPace, queue.pace[next.by_kernel ? 1 : 0]);
+  next.due = Clock::now() + to_duration(kRestShare * pace * static_cast<double>(next.bytes));
+}
+
+void LaneDirection::learn_pace(Queue& queue, const Portion& ended) {
+  const auto now = Clock::now();
+  const double took = std::chrono::duration<double>(now - std::exchange(queue.last_end, now)).count();
+  // Else it is not known when it began.
+  const bool followed = std::exchange(queue.went_on, !queue.under_way.empty());
+  if (ended.bytes <= 0 || !followed) return;
+  double& pace = queue.pace[ended.by_kernel ? 1 : 0];
+  const double seen = std::clamp(took / static_cast<double>(ended.bytes), kFastestPace, kSlowestPace);
+  pace = seen < pace ? seen : pace + (seen - pace) / 8;
+}
+
+// Digests of stored pages, some at a time. False: there are none to make.
+bool LaneDirection::make_digests(WorkSource& source) {
+  if (undigested_.empty()) return false;
+  Undigested& next = undigested_.front();
+  const WorkItem& item = *next.move->item();
+  const AttachedView& view = *item.page(next.part->indices.front()).view;
+  const int32_t lo = item.layers_of(next.part->first_stage).first;
+  const int32_t hi = item.layers_of(next.part->last_stage).second;
+  const auto count = static_cast<size_t>(std::max<int64_t>(1, kDigestBytes / view.layer_bytes(lo, hi)));
+  std::vector<int32_t> slots;
+  for (; next.done < next.part->indices.size() && slots.size() < count; ++next.done) {
+    slots.push_back(item.page(next.part->indices[next.done]).slot);
+  }
+  digests_->write(view, slots, lo, hi);
+  next.move->item()->touch();
+  if (next.done < next.part->indices.size()) return true;
+  const Undigested made = std::move(next);
+  undigested_.pop_front();
+  end_part(source, *made.move, *made.part);
+  return true;
+}
+
+void LaneDirection::end_part(WorkSource& source, ItemMove& move, const Part& part) {
+  move.end(part);
+  const bool more = part.last_stage < move.item()->last_stage();
+  if (part.last_of_stages && more && part.bad.status == Status::kOk) {
+    source.passed(move.item(), part.last_stage);
+  }
+  finish_pages(source, move);
+}
+
+void LaneDirection::finish_pages(WorkSource& source, ItemMove& move) {
+  const ItemMove::Ended ended = move.take_ended();
+  if (ended.indices.empty()) return;
+  source.finish_pages(move.item(), ended.indices, ended.results);
+  if (move.ended()) std::erase_if(moves_, [&](const auto& one) { return one.get() == &move; });
+}
+
+// All of the items that the engine's stream is to be ordered behind.
+bool LaneDirection::enqueue_expedited(WorkSource& source) {
+  for (const auto& move : moves_) {
+    if (!move->item()->expedited() || !move->may_enqueue()) continue;
+    enqueue(source, std::shared_ptr<ItemMove>(move));
+    return true;
+  }
+  return false;
+}
+
+// One portion: of loads by layer, of which each forward waits for the next layer, the one that is least far;
+// else of the oldest item.
+bool LaneDirection::enqueue_in_turn(WorkSource& source) {
+  std::shared_ptr<ItemMove> chosen;
+  for (const auto& move : moves_) {
+    if (!move->may_enqueue() || !has_room(queue_of(*move))) continue;
+    const bool by_layer = direction_ == Direction::kToDevice && move->item()->layerwise();
+    const bool chosen_by_layer = chosen && direction_ == Direction::kToDevice && chosen->item()->layerwise();
+    if (!chosen || (by_layer && (!chosen_by_layer || move->stage() < chosen->stage()))) chosen = move;
+  }
+  if (!chosen) return false;
+  enqueue(source, chosen);
+  return true;
+}
+
+void LaneDirection::enqueue(WorkSource& source, const std::shared_ptr<ItemMove>& move) {
+  const nvtx::Range range(direction_ == Direction::kToDevice ? "flexkv H2D" : "flexkv D2H");
+  const std::shared_ptr<Part> part = move->part(*digests_);
+  finish_pages(source, *move);  // those that were refused
+  if (!part || move->ended() || !move->may_enqueue()) return;
+  Queue& queue = queue_of(*move);
+  Portion portion;
+  portion.move = move;
+  portion.part = part;
+  portion.mark = queue.stream->next_mark();
+  std::string error = refused_;
+  if (error.empty()) {
+    error = enqueue_next(*move->item(), *part, queue, portion);
+    // Also after a failure: what was enqueued before it moves, and the pages stay pinned until it has ended.
+    if (std::string unmarked = queue.stream->mark(); error.empty()) error = std::move(unmarked);
+  }
+  ++part->portions;
+  queue.under_way.push_back(std::move(portion));
+  if (queue.under_way.size() == 1) set_due(queue);
+  if (!error.empty()) {
+    part->bad = {Status::kFailed, error, {}, FailureCause::kTransport};
+    part->enqueued = true;
+    move->stop(part->bad);
+    if (!refused_.empty()) end_portion(source, queue, error);
+    finish_pages(source, *move);
+  } else if (part->runs.by_kernel.empty() && (!part->copies || part->copies->ended())) {
+    part_is_enqueued(source, *move, *part);
+  }
+}
+
+// What the kernel takes of a part, then the others, so much at a time. Empty, or why it is not enqueued.
+std::string LaneDirection::enqueue_next(const WorkItem& item, Part& part, Queue& queue, Portion& portion) {
+  // The engine's stream first: what a store reads must have been written, and what a load overwrites must
+  // have been read by the forwards enqueued before.
+  const auto& fence = item.fence_of(part.last_stage);
+  if (fence && fence != queue.waited_for) {
+    const auto stream = reinterpret_cast<StreamId>(queue.stream->handle());
+    if (std::string error = fence->make_wait(stream); !error.empty()) return error;
+    queue.waited_for = fence;
+  }
+  const std::vector<Segment> short_runs = std::exchange(part.runs.by_kernel, {});
+  if (part.pages.empty()) return {};
+  portion.by_kernel =
+      !short_runs.empty() && copier_->launch(direction_, short_runs, part.pages, *queue.stream);
+  std::vector<Segment>& others = part.runs.by_engine;
+  if (!portion.by_kernel) others.insert(others.end(), short_runs.begin(), short_runs.end());
+  if (!part.copies && !others.empty()) {
+    part.copies.emplace(others, part.pages, longest_copy(copier_->capabilities(), direction_));
+  }
+  if (portion.by_kernel) {
+    for (const Segment& run : short_runs) portion.bytes += run.run_bytes;
+    portion.bytes *= static_cast<int64_t>(part.pages.size());
+    return {};
+  }
+  if (!part.copies) return {};
+  // Calls for single long copies to the host go one by one.
+  const bool one = direction_ == Direction::kToHost && !copier_->capabilities().batch &&
+                   others.front().run_bytes > kStoreCopyBytes;
+  portion.bytes = part.copies->next(kPortionBytes, one ? 1 : kPortionCopies, copies_);
+  return copier_->copy(direction_, copies_, part.registered, *queue.stream);
+}
+
+void LaneDirection::part_is_enqueued(WorkSource& source, ItemMove& move, Part& part) {
+  part.enqueued = true;
+  move.part_is_enqueued();
+  if (part.last_of_stages) say_issued(source, move, part.last_stage);
+  if (move.may_grow()) source.extend(move.item());
+}
+
+// Ends what is under way on a stream on which nothing moves any more.
+void LaneDirection::end_failed(WorkSource& source, Queue& queue) {
+  if (queue.under_way.empty()) return;
+  const std::string failure = queue.stream->failure();
+  while (!failure.empty() && !queue.under_way.empty()) {
+    // What ended before it failed has ended well.
+    const bool ended = queue.stream->reached(queue.under_way.front().mark);
+    end_portion(source, queue, ended ? std::string() : failure);
+  }
+}
+
+// Until something has to be done. False: nothing ever will.
+bool LaneDirection::rest(WorkSource& source) {
+  auto due = Clock::time_point::max();
+  for (const Queue& queue : queues_) {
+    if (!queue.under_way.empty()) due = std::min(due, queue.under_way.front().due);
+  }
+  if (due == Clock::time_point::max()) {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [this] { return woken_ || ending_; });
+    return woken_ || !ending_;
+  }
+  const double late = seconds_since(due);
+  if (late > -kEarlyS && late < kPollS) {
+    std::this_thread::yield();
+    return true;
+  }
+  if (late > 0) {
+    for (Queue& queue : queues_) end_failed(source, queue);
+  }
+  const double pause = late < 0 ? -late - kEarlyS : late < 10 * kPollS ? kShortPauseS : kLongPauseS;
+  std::unique_lock lock(mutex_);
+  changed_.wait_for(lock, to_duration(pause), [this] { return woken_.load(); });
+  return true;
+}
+
+}  // namespace flexkv::cuda

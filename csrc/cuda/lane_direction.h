@@ -1,0 +1,101 @@
+// One direction of a GPU's lane: a thread that takes its items, enqueues them, sees what has ended and ends
+// them.
+//
+// A kernel takes as much of an item as its tables have room for; the copy engine is given portions, of which
+// kPortionsUnderWay are under way: it serves other streams between them. What the engine's stream waits for
+// goes out at once, however much is under way. Ends are looked for when they are due, in a loop that calls no
+// driver; what does not come in a while stands behind the engine's work, and is looked for now and then.
+#pragma once
+#include <array>
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "cuda/copier.h"
+#include "cuda/item_move.h"
+
+namespace flexkv::cuda {
+
+class LaneDirection {
+ public:
+  // Precondition: the device is current. Throws CapacityError.
+  LaneDirection(Direction direction, std::shared_ptr<Device> device, std::shared_ptr<Copier> copier,
+                std::shared_ptr<DigestCrew> digests);
+
+  // The thread's whole life, until end(). With the reason, every item fails of a thread that has no context.
+  void run(WorkSource& source, int32_t lane);
+  // The next two: by any thread.
+  void wake();
+  void end();
+
+ private:
+  // What a stream was given as one.
+  struct Portion {
+    std::shared_ptr<ItemMove> move;
+    std::shared_ptr<Part> part;
+    uint32_t mark = 0;
+    int64_t bytes = 0;
+    bool by_kernel = false;
+    bool stopped = false;
+    Clock::time_point due;  // it will hardly end before
+  };
+  struct Queue {
+    std::unique_ptr<CopyStream> stream;
+    std::deque<Portion> under_way;
+    std::shared_ptr<StreamEvent> waited_for;
+    Clock::time_point last_end;
+    bool went_on = false;  // with the next portion at once
+    // Unit: seconds a byte. Of the latest portions, by the copy engine and by kernel.
+    std::array<double, 2> pace{};
+  };
+
+  Queue& queue_of(const ItemMove& move) const;
+  bool has_room(const Queue& queue) const;
+  void look_at_items(WorkSource& source, int32_t lane);
+  bool take_one(WorkSource& source, int32_t lane);
+  void stop_cancelled(WorkSource& source);
+  void say_issued(WorkSource& source, const ItemMove& move, int32_t stage);
+  bool end_portions(WorkSource& source);
+  void end_portion(WorkSource& source, Queue& queue, const std::string& error);
+  bool enqueue_expedited(WorkSource& source);
+  bool enqueue_in_turn(WorkSource& source);
+  void enqueue(WorkSource& source, const std::shared_ptr<ItemMove>& move);
+  std::string enqueue_next(const WorkItem& item, Part& part, Queue& queue, Portion& portion);
+  void part_is_enqueued(WorkSource& source, ItemMove& move, Part& part);
+  bool make_digests(WorkSource& source);
+  void end_part(WorkSource& source, ItemMove& move, const Part& part);
+  void finish_pages(WorkSource& source, ItemMove& move);
+  void begin_move(std::shared_ptr<WorkItem> item);
+  static void set_due(Queue& queue);
+  static void learn_pace(Queue& queue, const Portion& ended);
+  void end_failed(WorkSource& source, Queue& queue);
+  bool rest(WorkSource& source);
+
+  const Direction direction_;
+  const OpKind kind_;
+  const std::shared_ptr<Device> device_;
+  const std::shared_ptr<Copier> copier_;
+  const std::shared_ptr<DigestCrew> digests_;
+  std::string refused_;                         // why the thread has no context
+  mutable std::array<Queue, 2> queues_;         // of loads by layer, which a forward waits for, the second
+  std::list<std::shared_ptr<ItemMove>> moves_;  // in the order they were taken
+  struct Undigested {
+    std::shared_ptr<ItemMove> move;
+    std::shared_ptr<Part> part;
+    size_t done = 0;  // pages
+  };
+  std::deque<Undigested> undigested_;  // stored parts that have arrived
+  std::vector<Copy> copies_;
+  bool may_take_ = false;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::atomic<bool> woken_{false};
+  std::atomic<bool> ending_{false};
+};
+
+}  // namespace flexkv::cuda
