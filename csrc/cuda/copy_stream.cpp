@@ -12,20 +12,21 @@ namespace flexkv::cuda {
 namespace {
 
 constexpr size_t kAlign = 64;
-// Words that kernels look at; more than are under way, so that a stop is not overwritten by the next.
+// Words that kernels look at. A stop that is overwritten by the sixteenth after it only ends later.
 constexpr uint32_t kStopWords = 16;
 // Unit: seconds. What a word takes on an idle stream is some microseconds.
 constexpr double kWordTrialS = 1;
 
 }  // namespace
 
-CopyStream::CopyStream(std::shared_ptr<Device> device, bool urgent)
+CopyStream::CopyStream(std::shared_ptr<Device> device, bool urgent, uint32_t marks)
     : device_(std::move(device)),
       stream_(device_, urgent),
       stops_(device_, true),
       host_(device_, kTablesBytes + kAlign),
       memory_(device_, kTablesBytes + kStopWords * sizeof(uint32_t)),
-      word_(new(host_.bytes() + kTablesBytes) std::atomic<uint32_t>(0)) {
+      word_(new(host_.bytes() + kTablesBytes) std::atomic<uint32_t>(marks)),
+      marks_(marks) {
   const Driver& driver = device_->driver();
   const Code code = driver.memset_bytes(static_cast<DeviceAddress>(memory_.address() + kTablesBytes), 0,
                                         kStopWords * sizeof(uint32_t), handle());
@@ -49,7 +50,7 @@ bool CopyStream::words_work() {
 
 std::string CopyStream::mark() {
   const Driver& driver = device_->driver();
-  ++marks_;
+  marks_ = next_mark();
   if (by_word_) {
     const auto word = static_cast<DeviceAddress>(reinterpret_cast<uintptr_t>(word_));
     const Code code = driver.stream_write_value(handle(), word, marks_, kWriteValueDefault);
@@ -61,8 +62,11 @@ std::string CopyStream::mark() {
                          std::forward_as_tuple(device_, handle()));
     return {};
   } catch (const CapacityError& error) {
-    driver.stream_synchronize(handle());
-    word_->store(marks_, std::memory_order_release);
+    // Where that fails nothing has ended well.
+    if (driver.stream_synchronize(handle()) == kSuccess) {
+      events_.clear();
+      word_->store(marks_, std::memory_order_release);
+    }
     return error.what();
   }
 }
@@ -70,7 +74,7 @@ std::string CopyStream::mark() {
 bool CopyStream::reached(uint32_t mark) {
   // Numbers go round after four thousand millions.
   if (static_cast<int32_t>(word_->load(std::memory_order_acquire) - mark) >= 0) return true;
-  while (!events_.empty() && events_.front().second.reached()) {
+  while (!events_.empty() && events_.front().second.ended_well()) {
     word_->store(events_.front().first, std::memory_order_release);
     events_.pop_front();
   }
@@ -103,17 +107,22 @@ std::string CopyStream::send(const Tables& tables, size_t bytes) {
                         "cuMemcpyHtoDAsync");
 }
 
-DeviceAddress CopyStream::stop_word() const {
-  return static_cast<DeviceAddress>(memory_.address() + kTablesBytes +
-                                    next_mark() % kStopWords * sizeof(uint32_t));
+DeviceAddress CopyStream::stop_word_of(uint32_t mark) const {
+  return static_cast<DeviceAddress>(memory_.address() + kTablesBytes + mark % kStopWords * sizeof(uint32_t));
 }
+
+DeviceAddress CopyStream::stop_word() const { return stop_word_of(next_mark()); }
 
 std::string CopyStream::stop(uint32_t mark) {
   const Driver& driver = device_->driver();
-  const auto word =
-      static_cast<DeviceAddress>(memory_.address() + kTablesBytes + mark % kStopWords * sizeof(uint32_t));
-  return driver.failure(driver.stream_write_value(stops_.handle(), word, mark, kWriteValueDefault),
-                        "cuStreamWriteValue32");
+  return driver.failure(
+      driver.stream_write_value(stops_.handle(), stop_word_of(mark), mark, kWriteValueDefault),
+      "cuStreamWriteValue32");
+}
+
+// Where that fails the context is broken.
+void CopyStream::forget_stop(uint32_t mark) {
+  device_->driver().stream_write_value(stops_.handle(), stop_word_of(mark), 0, kWriteValueDefault);
 }
 
 }  // namespace flexkv::cuda

@@ -1,5 +1,7 @@
 #include "cuda/copy_ways.h"
 
+#include <algorithm>
+
 namespace flexkv::cuda {
 
 SplitRuns split_runs(std::span<const Segment> segments, int64_t kernel_below) {
@@ -16,8 +18,12 @@ int64_t kernel_below(const Capabilities& capabilities, Direction direction) {
                             : kKernelBelowBytesWithoutBatch;
 }
 
-int64_t longest_copy(const Capabilities& capabilities, Direction direction) {
-  return direction == Direction::kToHost && capabilities.batch ? kStoreCopyBytes : kPortionBytes;
+EngineWay engine_way(const Capabilities& capabilities, Direction direction, std::span<const Segment> runs) {
+  if (direction == Direction::kToDevice) return {};
+  int64_t longest = 0;
+  for (const Segment& run : runs) longest = std::max(longest, run.run_bytes);
+  if (longest >= (capabilities.batch ? kAloneBytes : kStoreCopyBytes + 1)) return {kPortionBytes, true};
+  return {capabilities.batch ? kStoreCopyBytes : kPortionBytes, false};
 }
 
 std::string describe_ways(const Capabilities& capabilities, Direction direction) {

@@ -34,6 +34,9 @@ inline constexpr size_t kPortionCopies = 256;
 // Unit: bytes. To the host longer copies are cut: the copy engine turns to another stream between two copies
 // of a batch, and behind two longer ones small copies of the engine's waited 10 to 370 ms.
 inline constexpr int64_t kStoreCopyBytes = 32 << 10;
+// Unit: bytes. Runs to the host from this length on are not cut so short, as a thread hardly makes so many
+// calls: their copies go one by one, each when the one before has ended.
+inline constexpr int64_t kAloneBytes = 1 << 20;
 
 // Unit: bytes. What one kernel takes, the first of an item and the others: the first soon, as its tables are
 // made meanwhile; then few, as each waits for a multiprocessor beside a large product.
@@ -55,8 +58,13 @@ SplitRuns split_runs(std::span<const Segment> segments, int64_t kernel_below);
 // Unit: bytes. 0: the kernel has none.
 int64_t kernel_below(const Capabilities& capabilities, Direction direction);
 
-// Unit: bytes, of one copy.
-int64_t longest_copy(const Capabilities& capabilities, Direction direction);
+// How the copy engine is given these runs: a copy has at most so many bytes; `alone`: it is a portion, and
+// nothing else is under way beside it.
+struct EngineWay {
+  int64_t longest = kPortionBytes;
+  bool alone = false;
+};
+EngineWay engine_way(const Capabilities& capabilities, Direction direction, std::span<const Segment> runs);
 
 // "kernel for runs below 64 KiB, 2 multiprocessors; others in batches", in words.
 std::string describe_ways(const Capabilities& capabilities, Direction direction);

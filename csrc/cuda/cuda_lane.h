@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "cuda/copier.h"
+#include "cuda/copy_ways.h"
 #include "cuda/device.h"
 #include "transfer/digest_crew.h"
 #include "transfer/lane.h"
@@ -26,8 +27,8 @@ class CudaLane : public Lane {
   KindSet kinds() const override { return kind_bit(OpKind::kH2D) | kind_bit(OpKind::kD2H); }
   // What is stuck of one direction says nothing of the other.
   int32_t concurrency() const override { return INT32_MAX; }
-  // A whole op, so that the thread may look ahead; what of it is enqueued is bounded by copy_ways.h.
-  int64_t item_bytes() const override { return INT64_MAX; }
+  // So much of an op that the thread may look ahead, and one that is more urgent waits for a millisecond.
+  int64_t item_bytes() const override { return kLaunchBytes; }
   bool takes_all_stages() const override { return true; }
   bool kinds_are_apart() const override { return true; }
   void start(std::shared_ptr<WorkSource> source, int32_t lane) override;

@@ -46,6 +46,8 @@ bool Event::reached() {
   return device_->driver().event_query(handle_) != kErrorNotReady;
 }
 
+bool Event::ended_well() const { return device_->driver().event_query(handle_) == kSuccess; }
+
 std::string Event::wait() {
   const Driver& driver = device_->driver();
   const Code code = driver.event_synchronize(handle_);

@@ -35,6 +35,8 @@ class Event : public StreamEvent {
 
   std::string make_wait(StreamId stream) override;
   bool reached() override;
+  // Whether what was enqueued before the event has ended well. Precondition: the device is current.
+  bool ended_well() const;
   // Sleeps until what was enqueued before the event has ended. Empty, or how that failed: then nothing moves
   // either.
   std::string wait();

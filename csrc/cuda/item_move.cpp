@@ -12,11 +12,12 @@ constexpr int64_t kPartBytes = kSubBatchBytes;
 
 }  // namespace
 
-ItemMove::ItemMove(std::shared_ptr<WorkItem> item, Direction direction, int64_t kernel_below)
+ItemMove::ItemMove(std::shared_ptr<WorkItem> item, Direction direction, const Capabilities& usable)
     : item_(std::move(item)),
       direction_(direction),
       view_(*item_->page(0).view),
-      kernel_below_(kernel_below),
+      usable_(usable),
+      kernel_below_(kernel_below(usable, direction)),
       pages_(item_->positions().size()),
       unfinished_(pages_.size()),
       good_(pages_.size()),
@@ -24,7 +25,7 @@ ItemMove::ItemMove(std::shared_ptr<WorkItem> item, Direction direction, int64_t 
       stage_(first_of_pass_) {
   const auto segments = view_.segments(0, view_.view().num_layers());
   has_short_runs_ = std::any_of(segments.begin(), segments.end(),
-                                [&](const Segment& segment) { return segment.run_bytes < kernel_below; });
+                                [&](const Segment& segment) { return segment.run_bytes < kernel_below_; });
   begin_pass();
 }
 
@@ -47,7 +48,8 @@ void ItemMove::begin_pass() {
 int64_t ItemMove::most_bytes() const {
   const bool checked = direction_ == Direction::kToDevice && view_.has_digests();
   if (checked || !has_short_runs_) return kPartBytes;
-  return first_ ? kFirstLaunchBytes : kLaunchBytes;
+  const bool first_of_op = item_->positions().front() == 0;
+  return first_ && first_of_op ? kFirstLaunchBytes : kLaunchBytes;
 }
 
 // The next part without its pages' ends; the cursor is behind it.
@@ -115,6 +117,9 @@ const std::shared_ptr<Part>& ItemMove::part(DigestCrew& digests) {
     ++pages_[index].under_way;
   }
   part->runs = split_runs(view_.segments(lo, hi), part->registered ? kernel_below_ : 0);
+  Capabilities usable = usable_;
+  usable.batch = usable.batch && part->registered;
+  part->way = engine_way(usable, direction_, part->runs.by_engine);
   return now_ = part;
 }
 
@@ -133,7 +138,7 @@ void ItemMove::spoil(size_t index, const MoveResult& why) {
 void ItemMove::stop(const MoveResult& why) {
   if (over_) return;
   over_ = why;
-  // A part of which something is missing is none.
+  // A part that is not wholly enqueued counts as not copied.
   if (const std::shared_ptr<Part> part = std::exchange(now_, nullptr)) {
     part->bad = why;
     part->enqueued = true;

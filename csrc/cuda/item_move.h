@@ -21,6 +21,7 @@ struct Part {
   bool last_of_stages = false;  // with it all pages of the item are on their way through these
   bool registered = true;       // the device knows all of the pages' memory
   SplitRuns runs;
+  EngineWay way;                     // of runs.by_engine
   std::optional<CopyLister> copies;  // of runs.by_engine, from its first portion on
   // The lane's, while it enqueues it and until it ends.
   int portions = 0;  // under way
@@ -30,8 +31,8 @@ struct Part {
 
 class ItemMove {
  public:
-  // `kernel_below`: shorter runs are the kernel's; see copy_ways.h.
-  ItemMove(std::shared_ptr<WorkItem> item, Direction direction, int64_t kernel_below);
+  // `usable` decides which way its runs go; see copy_ways.h.
+  ItemMove(std::shared_ptr<WorkItem> item, Direction direction, const Capabilities& usable);
 
   const std::shared_ptr<WorkItem>& item() const { return item_; }
   bool ended() const { return unfinished_ == 0; }
@@ -83,6 +84,7 @@ class ItemMove {
   const std::shared_ptr<WorkItem> item_;
   const Direction direction_;
   const AttachedView& view_;
+  const Capabilities usable_;
   const int64_t kernel_below_;
   bool has_short_runs_ = false;
   std::vector<Page> pages_;

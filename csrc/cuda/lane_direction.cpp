@@ -22,7 +22,7 @@ constexpr double kRestShare = 0.9;
 constexpr double kEarlyS = 60e-6;
 // Unit: seconds. For so long after it was due its end is looked for without a pause.
 constexpr double kPollS = 2e-3;
-// Unit: seconds. Pauses of what is later than that, and stands behind the engine's work.
+// Unit: seconds. Pauses between looks at what is later than that, or stands behind the engine's work.
 constexpr double kShortPauseS = 50e-6;
 constexpr double kLongPauseS = 200e-6;
 // Unit: items. By layer, taken at once: they go on in turns, so that all have their first layers soon.
@@ -71,10 +71,13 @@ LaneDirection::Queue& LaneDirection::queue_of(const ItemMove& move) const {
   return queues_[direction_ == Direction::kToDevice && move.item()->layerwise() ? 1 : 0];
 }
 
-bool LaneDirection::has_room(const Queue& queue) const {
-  // Without batches the copy engine has single long copies: never two of them on their way to the host.
-  const bool one = direction_ == Direction::kToHost && !copier_->capabilities().batch;
-  return queue.under_way.size() < (one ? 1 : kPortionsUnderWay);
+// Whether the next portion of the move may go out by turns.
+bool LaneDirection::has_room(const Queue& queue, ItemMove& move) {
+  if (queue.under_way.empty()) return true;
+  if (queue.under_way.size() >= kPortionsUnderWay || queue.under_way.back().alone) return false;
+  if (direction_ == Direction::kToDevice) return true;
+  const std::shared_ptr<Part> part = move.part(*digests_);
+  return !part || !part->runs.by_kernel.empty() || !part->way.alone;
 }
 
 // Takes items while there is something to enqueue for, and has those under way grow or end early.
@@ -107,8 +110,7 @@ bool LaneDirection::take_one(WorkSource& source, int32_t lane) {
 }
 
 void LaneDirection::begin_move(std::shared_ptr<WorkItem> item) {
-  const int64_t below = kernel_below(copier_->capabilities(), direction_);
-  moves_.push_back(std::make_shared<ItemMove>(std::move(item), direction_, below));
+  moves_.push_back(std::make_shared<ItemMove>(std::move(item), direction_, copier_->capabilities()));
 }
 
 void LaneDirection::stop_cancelled(WorkSource& source) {
@@ -117,12 +119,15 @@ void LaneDirection::stop_cancelled(WorkSource& source) {
     if (!move->item()->cancelled() || move->stopped()) continue;
     Queue& queue = queue_of(*move);
     move->stop({Status::kCancelled, "cancelled", {}, FailureCause::kNotExecuted});
-    for (Portion& portion : queue.under_way) {
-      if (portion.move != move || !portion.by_kernel || !move->item()->unwanted()) continue;
-      portion.stopped = queue.stream->stop(portion.mark).empty();
+    // A forward may wait for what a load has under way.
+    if (direction_ == Direction::kToHost) {
+      for (Portion& portion : queue.under_way) {
+        if (portion.move != move || !portion.by_kernel || !move->item()->unwanted()) continue;
+        portion.stopped = queue.stream->stop(portion.mark).empty();
+      }
+      // Whoever orders the engine's stream behind it has nothing more to wait for than what is under way.
+      say_issued(source, *move, move->item()->stages() - 1);
     }
-    // Whoever orders the engine's stream behind it has nothing more to wait for than what is under way.
-    if (direction_ == Direction::kToHost) say_issued(source, *move, move->item()->stages() - 1);
     finish_pages(source, *move);
   }
 }
@@ -161,6 +166,7 @@ void LaneDirection::end_portion(WorkSource& source, Queue& queue, const std::str
     part.enqueued = true;
     portion.move->stop(part.bad);
   } else if (portion.stopped) {
+    queue.stream->forget_stop(portion.mark);
     part.bad = {Status::kCancelled, "cancelled", {}, FailureCause::kNotExecuted};
   }
   if (--part.portions > 0 || !part.enqueued) return;
@@ -198,7 +204,8 @@ bool LaneDirection::make_digests(WorkSource& source) {
   const AttachedView& view = *item.page(next.part->indices.front()).view;
   const int32_t lo = item.layers_of(next.part->first_stage).first;
   const int32_t hi = item.layers_of(next.part->last_stage).second;
-  const auto count = static_cast<size_t>(std::max<int64_t>(1, kDigestBytes / view.layer_bytes(lo, hi)));
+  const auto count = static_cast<size_t>(
+      std::max<int64_t>(1, kDigestBytes / std::max<int64_t>(1, view.layer_bytes(lo, hi))));
   std::vector<int32_t> slots;
   for (; next.done < next.part->indices.size() && slots.size() < count; ++next.done) {
     slots.push_back(item.page(next.part->indices[next.done]).slot);
@@ -215,7 +222,7 @@ bool LaneDirection::make_digests(WorkSource& source) {
 void LaneDirection::end_part(WorkSource& source, ItemMove& move, const Part& part) {
   move.end(part);
   const bool more = part.last_stage < move.item()->last_stage();
-  if (part.last_of_stages && more && part.bad.status == Status::kOk) {
+  if (part.last_of_stages && more && part.bad.status == Status::kOk && !move.stopped()) {
     source.passed(move.item(), part.last_stage);
   }
   finish_pages(source, move);
@@ -243,7 +250,12 @@ bool LaneDirection::enqueue_expedited(WorkSource& source) {
 bool LaneDirection::enqueue_in_turn(WorkSource& source) {
   std::shared_ptr<ItemMove> chosen;
   for (const auto& move : moves_) {
-    if (!move->may_enqueue() || !has_room(queue_of(*move))) continue;
+    if (!move->may_enqueue()) continue;
+    if (!has_room(queue_of(*move), *move)) {
+      // One that has to be alone would wait for ever behind those that need not.
+      if (direction_ == Direction::kToHost) break;
+      continue;
+    }
     const bool by_layer = direction_ == Direction::kToDevice && move->item()->layerwise();
     const bool chosen_by_layer = chosen && direction_ == Direction::kToDevice && chosen->item()->layerwise();
     if (!chosen || (by_layer && (!chosen_by_layer || move->stage() < chosen->stage()))) chosen = move;
@@ -255,7 +267,12 @@ bool LaneDirection::enqueue_in_turn(WorkSource& source) {
 
 void LaneDirection::enqueue(WorkSource& source, const std::shared_ptr<ItemMove>& move) {
   const nvtx::Range range(direction_ == Direction::kToDevice ? "flexkv H2D" : "flexkv D2H");
-  const std::shared_ptr<Part> part = move->part(*digests_);
+  std::shared_ptr<Part> part;
+  try {
+    part = move->part(*digests_);
+  } catch (const std::exception& failure) {
+    move->stop({Status::kFailed, failure.what(), {}, FailureCause::kTransport});
+  }
   finish_pages(source, *move);  // those that were refused
   if (!part || move->ended() || !move->may_enqueue()) return;
   Queue& queue = queue_of(*move);
@@ -265,7 +282,11 @@ void LaneDirection::enqueue(WorkSource& source, const std::shared_ptr<ItemMove>&
   portion.mark = queue.stream->next_mark();
   std::string error = refused_;
   if (error.empty()) {
-    error = enqueue_next(*move->item(), *part, queue, portion);
+    try {
+      error = enqueue_next(*move->item(), *part, queue, portion);
+    } catch (const std::exception& failure) {
+      error = failure.what();
+    }
     // Also after a failure: what was enqueued before it moves, and the pages stay pinned until it has ended.
     if (std::string unmarked = queue.stream->mark(); error.empty()) error = std::move(unmarked);
   }
@@ -291,7 +312,7 @@ std::string LaneDirection::enqueue_next(const WorkItem& item, Part& part, Queue&
   if (fence && fence != queue.waited_for) {
     const auto stream = reinterpret_cast<StreamId>(queue.stream->handle());
     if (std::string error = fence->make_wait(stream); !error.empty()) return error;
-    queue.waited_for = fence;
+    queue.waited_for = portion.fence = fence;
   }
   const std::vector<Segment> short_runs = std::exchange(part.runs.by_kernel, {});
   if (part.pages.empty()) return {};
@@ -300,7 +321,7 @@ std::string LaneDirection::enqueue_next(const WorkItem& item, Part& part, Queue&
   std::vector<Segment>& others = part.runs.by_engine;
   if (!portion.by_kernel) others.insert(others.end(), short_runs.begin(), short_runs.end());
   if (!part.copies && !others.empty()) {
-    part.copies.emplace(others, part.pages, longest_copy(copier_->capabilities(), direction_));
+    part.copies.emplace(others, part.pages, part.way.longest);
   }
   if (portion.by_kernel) {
     for (const Segment& run : short_runs) portion.bytes += run.run_bytes;
@@ -308,10 +329,8 @@ std::string LaneDirection::enqueue_next(const WorkItem& item, Part& part, Queue&
     return {};
   }
   if (!part.copies) return {};
-  // Calls for single long copies to the host go one by one.
-  const bool one = direction_ == Direction::kToHost && !copier_->capabilities().batch &&
-                   others.front().run_bytes > kStoreCopyBytes;
-  portion.bytes = part.copies->next(kPortionBytes, one ? 1 : kPortionCopies, copies_);
+  portion.alone = part.way.alone;
+  portion.bytes = part.copies->next(kPortionBytes, portion.alone ? 1 : kPortionCopies, copies_);
   return copier_->copy(direction_, copies_, part.registered, *queue.stream);
 }
 
@@ -333,28 +352,43 @@ void LaneDirection::end_failed(WorkSource& source, Queue& queue) {
   }
 }
 
+// When the end of the oldest portion is to be looked for; `now`: at once, and again.
+Clock::time_point LaneDirection::next_look(WorkSource& source, Queue& queue, Clock::time_point now) {
+  Portion& oldest = queue.under_way.front();
+  const double late = std::chrono::duration<double>(now - oldest.due).count();
+  const auto pause = to_duration(late < 10 * kPollS ? kShortPauseS : kLongPauseS);
+  if (oldest.fence) {
+    if (!oldest.fence->reached()) return now + pause;
+    oldest.fence.reset();
+    set_due(queue);
+    return now;
+  }
+  if (late < -kEarlyS) return oldest.due - to_duration(kEarlyS);
+  if (late < kPollS) return now;
+  if (now - queue.last_query >= to_duration(kPollS)) {
+    queue.last_query = now;
+    end_failed(source, queue);
+  }
+  return now + pause;
+}
+
 // Until something has to be done. False: nothing ever will.
 bool LaneDirection::rest(WorkSource& source) {
-  auto due = Clock::time_point::max();
-  for (const Queue& queue : queues_) {
-    if (!queue.under_way.empty()) due = std::min(due, queue.under_way.front().due);
+  const auto now = Clock::now();
+  auto look = Clock::time_point::max();
+  for (Queue& queue : queues_) {
+    if (!queue.under_way.empty()) look = std::min(look, next_look(source, queue, now));
   }
-  if (due == Clock::time_point::max()) {
-    std::unique_lock lock(mutex_);
-    changed_.wait(lock, [this] { return woken_ || ending_; });
-    return woken_ || !ending_;
-  }
-  const double late = seconds_since(due);
-  if (late > -kEarlyS && late < kPollS) {
+  if (look <= now) {
     std::this_thread::yield();
     return true;
   }
-  if (late > 0) {
-    for (Queue& queue : queues_) end_failed(source, queue);
-  }
-  const double pause = late < 0 ? -late - kEarlyS : late < 10 * kPollS ? kShortPauseS : kLongPauseS;
   std::unique_lock lock(mutex_);
-  changed_.wait_for(lock, to_duration(pause), [this] { return woken_.load(); });
+  if (look == Clock::time_point::max()) {
+    changed_.wait(lock, [this] { return woken_ || ending_; });
+    return woken_ || !ending_;
+  }
+  changed_.wait_until(lock, look, [this] { return woken_.load(); });
   return true;
 }
 

@@ -27,7 +27,8 @@ class LaneDirection {
   LaneDirection(Direction direction, std::shared_ptr<Device> device, std::shared_ptr<Copier> copier,
                 std::shared_ptr<DigestCrew> digests);
 
-  // The thread's whole life, until end(). With the reason, every item fails of a thread that has no context.
+  // The thread's whole life, until end(). If the thread cannot have the device's context, every item fails
+  // with that reason.
   void run(WorkSource& source, int32_t lane);
   // The next two: by any thread.
   void wake();
@@ -41,8 +42,10 @@ class LaneDirection {
     uint32_t mark = 0;
     int64_t bytes = 0;
     bool by_kernel = false;
+    bool alone = false;  // see EngineWay
     bool stopped = false;
-    Clock::time_point due;  // it will hardly end before
+    std::shared_ptr<StreamEvent> fence;  // of the engine's, that it may stand behind yet
+    Clock::time_point due;               // it will hardly end before
   };
   struct Queue {
     std::unique_ptr<CopyStream> stream;
@@ -50,12 +53,13 @@ class LaneDirection {
     std::shared_ptr<StreamEvent> waited_for;
     Clock::time_point last_end;
     bool went_on = false;  // with the next portion at once
+    Clock::time_point last_query;
     // Unit: seconds a byte. Of the latest portions, by the copy engine and by kernel.
     std::array<double, 2> pace{};
   };
 
   Queue& queue_of(const ItemMove& move) const;
-  bool has_room(const Queue& queue) const;
+  bool has_room(const Queue& queue, ItemMove& move);
   void look_at_items(WorkSource& source, int32_t lane);
   bool take_one(WorkSource& source, int32_t lane);
   void stop_cancelled(WorkSource& source);
@@ -74,6 +78,7 @@ class LaneDirection {
   static void set_due(Queue& queue);
   static void learn_pace(Queue& queue, const Portion& ended);
   void end_failed(WorkSource& source, Queue& queue);
+  Clock::time_point next_look(WorkSource& source, Queue& queue, Clock::time_point now);
   bool rest(WorkSource& source);
 
   const Direction direction_;
@@ -81,8 +86,8 @@ class LaneDirection {
   const std::shared_ptr<Device> device_;
   const std::shared_ptr<Copier> copier_;
   const std::shared_ptr<DigestCrew> digests_;
-  std::string refused_;                         // why the thread has no context
-  mutable std::array<Queue, 2> queues_;         // of loads by layer, which a forward waits for, the second
+  std::string refused_;                  // why the thread has no context
+  mutable std::array<Queue, 2> queues_;  // [1]: loads by layer, which a forward waits for; [0]: all else
   std::list<std::shared_ptr<ItemMove>> moves_;  // in the order they were taken
   struct Undigested {
     std::shared_ptr<ItemMove> move;

@@ -40,8 +40,9 @@ class WorkItem {
   const std::shared_ptr<StreamEvent>& fence() const { return fence_of(last_stage_); }
   // Whether the engine's stream is to be ordered behind its op, so that all of it is to be enqueued at once.
   bool expedited() const { return op_->expedited(); }
-  // Whether what of the op's pages is not enqueued need not be any more, and whether what is may end early.
+  // Whether nothing more of the op need be enqueued.
   bool cancelled() const { return op_->cancelled; }
+  // Whether what is under way of it may end early, too.
   bool unwanted() const { return op_->unwanted; }
   void touch() { last_moved_.store(Clock::now().time_since_epoch().count(), std::memory_order_relaxed); }
 
@@ -113,7 +114,8 @@ class Lane {
   virtual KindSet kinds() const = 0;
   // Items that can be under way at once: when as many are stuck, nothing else of this lane can move either.
   virtual int32_t concurrency() const = 0;
-  // Unit: bytes. What it takes as one item, or a single page that is larger.
+  // Unit: bytes. What it takes as one item, or a single page that is larger; by layer a lane that takes all
+  // stages has all pages that are ready.
   virtual int64_t item_bytes() const { return kSubBatchBytes; }
   // Whether an item has all stages of its pages that are free, which the lane moves in order, instead of one.
   virtual bool takes_all_stages() const { return false; }

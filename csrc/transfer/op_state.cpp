@@ -124,6 +124,8 @@ OpState::Taken OpState::take(int64_t max_bytes, bool all_stages) {
   const int64_t page_bytes = stages() == 1 ? page_bytes_
                              : view_       ? view_->layer_bytes(lo, hi)
                                            : page_bytes_ / layers_ * (hi - lo);
+  // By layer all pages go together: else the last ones' first layer came after the first ones' last.
+  if (all_stages && spec_.layerwise) max_bytes = INT64_MAX;
   const auto most = static_cast<size_t>(std::max<int64_t>(1, max_bytes / std::max<int64_t>(1, page_bytes)));
   const size_t count = std::min(most, list.pages.size() - list.head);
   const auto begin = list.pages.begin() + static_cast<std::ptrdiff_t>(list.head);

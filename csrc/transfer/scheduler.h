@@ -154,9 +154,9 @@ class Scheduler : public WorkSource {
   struct LaneEntry {
     std::shared_ptr<Lane> lane;
     std::condition_variable work;
-    int32_t idle = 0;   // threads asleep in take()
-    int32_t woken = 0;  // of these, how many have been notified and not run yet
-    int32_t urgent_streak = 0;
+    int32_t idle = 0;                                // threads asleep in take()
+    int32_t woken = 0;                               // of these, how many have been notified and not run yet
+    std::array<int32_t, kOpKinds> urgent_streaks{};  // a kind where these are apart, else the first
   };
 
   KindQueue& queue_of(const OpState& op) { return queues_[static_cast<size_t>(op.spec().kind)]; }

@@ -1,5 +1,6 @@
 // The lanes' side of the scheduler: handing out items and taking their results.
 #include <algorithm>
+#include <bit>
 #include <numeric>
 #include <utility>
 
@@ -54,6 +55,7 @@ OpState* Scheduler::pick(LaneEntry& entry, KindSet allowed) {
   bool urgent_found = false;
   bool patient_found = false;
   const bool apart = entry.lane->kinds_are_apart();
+  int32_t& streak = entry.urgent_streaks[apart ? static_cast<size_t>(std::countr_zero(allowed)) : 0];
   for (int priority = 0; priority < kPriorities; ++priority) {
     OpState* oldest = nullptr;
     bool found = false;
@@ -79,14 +81,14 @@ OpState* Scheduler::pick(LaneEntry& entry, KindSet allowed) {
     }
   }
   if (!patient_found) {
-    entry.urgent_streak = 0;
+    streak = 0;
     return urgent;
   }
-  if (entry.urgent_streak >= kPiecesBeforeAged && patient != nullptr) {
-    entry.urgent_streak = 0;
+  if (streak >= kPiecesBeforeAged && patient != nullptr) {
+    streak = 0;
     return patient;
   }
-  if (urgent != nullptr) ++entry.urgent_streak;
+  if (urgent != nullptr) ++streak;
   return urgent;
 }
 
@@ -188,7 +190,7 @@ void Scheduler::finish_pages(const std::shared_ptr<WorkItem>& item, const std::v
                              const std::vector<MoveResult>& results) {
   const std::lock_guard lock(mutex_);
   if (moving_.count(item) == 0 || indices.size() > item->unfinished_)
-    throw ContractError("a lane finished a item that it had not taken");
+    throw ContractError("a lane finished an item that it had not taken");
   if (results.size() != indices.size()) throw ContractError("a lane must give one result for each page");
   item->unfinished_ -= indices.size();
   item->touch();

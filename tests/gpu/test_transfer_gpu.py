@@ -177,7 +177,9 @@ def fill(world: GpuWorld, value: int) -> None:
 
 def warm_up(world: GpuWorld) -> None:
     """One store and one load, so that the first turn's copies do not begin later than the stream sleeps: kernels are
-    loaded and threads started."""
+    loaded, threads started, and torch's 32 streams made, which are with the first one that is asked for."""
+    world.torch.cuda.Stream(0)
+    world.torch.cuda._sleep(1)
     world.run(OpKind.D2H, FENCE_BLOCKS, FENCE_BLOCKS)
     world.run(OpKind.H2D, FENCE_BLOCKS, FENCE_BLOCKS)
 

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <utility>
 
 #include "fake_cuda_device.h"
@@ -129,6 +130,13 @@ void drain(uintptr_t stream) {
   auto* one = reinterpret_cast<FakeStream*>(stream);
   std::unique_lock lock(world().mutex);
   world().changed.wait(lock, [&] { return one->queue.empty() && !one->busy; });
+}
+void settle() {
+  std::unique_lock lock(world().mutex);
+  world().changed.wait(lock, [] {
+    return std::all_of(world().streams.begin(), world().streams.end(),
+                       [](const FakeStream* one) { return one->queue.empty() && !one->busy; });
+  });
 }
 void destroy_stream(uintptr_t stream) { end_stream(reinterpret_cast<FakeStream*>(stream)); }
 

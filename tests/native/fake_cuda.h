@@ -109,8 +109,9 @@ inline constexpr int64_t kLongStoreCopy = 32 << 10;
 uintptr_t make_stream(bool held, int device = 0);
 void enqueue(uintptr_t stream, std::function<void()> work);
 void release_stream(uintptr_t stream);
-// Sleeps until the stream has worked off its queue.
+// Sleeps until the stream has worked off its queue; settle: until all have.
 void drain(uintptr_t stream);
+void settle();
 void destroy_stream(uintptr_t stream);
 
 }  // namespace flexkv::fake_cuda

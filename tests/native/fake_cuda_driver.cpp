@@ -160,7 +160,8 @@ Code stream_synchronize(StreamHandle handle) {
     if (const Code code = unsafe_call(); code != cuda::kSuccess) return code;
   }
   drain(reinterpret_cast<uintptr_t>(handle));
-  return cuda::kSuccess;
+  const std::lock_guard lock(world().mutex);
+  return as_stream(handle)->error;
 }
 Code event_create(EventHandle* handle, unsigned flags) {
   const std::lock_guard lock(world().mutex);
@@ -212,7 +213,9 @@ Code event_query(EventHandle handle) {
   const std::lock_guard lock(world().mutex);
   if (const Code code = unsafe_call(); code != cuda::kSuccess) return code;
   const auto event = shared_event(handle);
-  return event->reached >= event->recorded ? cuda::kSuccess : cuda::kErrorNotReady;
+  if (event->reached < event->recorded) return cuda::kErrorNotReady;
+  const bool there = event->stream != nullptr && world().streams.count(event->stream) != 0;
+  return there ? event->stream->error : cuda::kSuccess;
 }
 Code event_synchronize(EventHandle handle) {
   std::unique_lock lock(world().mutex);

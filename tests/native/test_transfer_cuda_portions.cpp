@@ -67,21 +67,51 @@ TEST_CASE("cuda portions: a large op is few launches, the first a small one") {
 }
 
 TEST_CASE("cuda portions: the copy engine has two portions under way, and no long copy to the host") {
-  // Of 64 KiB: stores are cut; of 1 MiB.
-  for (const int64_t run_bytes : {int64_t{64} << 10, int64_t{1} << 20}) {
-    const int32_t blocks = static_cast<int32_t>((int64_t{24} << 20) / 4 / run_bytes);
-    const CudaShape shape{.layers = 4, .blocks = blocks, .run_bytes = run_bytes, .extent_slots = blocks};
-    const fake_cuda::Calls calls = there_and_back(shape, kBatches);
-    CHECK(calls.batch == 2 * 6);  // 24 MiB
-    for (const size_t direction : {kLoads, kStores}) {
-      CHECK(calls.peak_bytes[direction] <= 2 * cuda::kPortionBytes);
-      CHECK(calls.most_batch_bytes[direction] <= cuda::kPortionBytes);
-    }
-    CHECK(calls.longest_copy[kStores] <= cuda::kStoreCopyBytes);
-    CHECK(calls.longest_copy[kLoads] == run_bytes);
-    CHECK(calls.peak_long_stores == 0);
-    CHECK(calls.largest_batch <= static_cast<int64_t>(cuda::kPortionCopies));
+  const CudaShape shape{.layers = 4, .blocks = 96, .run_bytes = 64 << 10, .extent_slots = 96};
+  const fake_cuda::Calls calls = there_and_back(shape, kBatches);
+  CHECK(calls.batch == 2 * 6);  // 24 MiB
+  for (const size_t direction : {kLoads, kStores}) {
+    CHECK(calls.peak_bytes[direction] <= 2 * cuda::kPortionBytes);
+    CHECK(calls.most_batch_bytes[direction] <= cuda::kPortionBytes);
   }
+  CHECK(calls.longest_copy[kStores] <= cuda::kStoreCopyBytes);
+  CHECK(calls.longest_copy[kLoads] == shape.run_bytes);
+  CHECK(calls.peak_long_stores == 0);
+  CHECK(calls.largest_batch <= static_cast<int64_t>(cuda::kPortionCopies));
+}
+
+TEST_CASE("cuda portions: copies of long runs to the host go alone, and no two are under way") {
+  const CudaShape shape{.layers = 4, .blocks = 6, .run_bytes = 1 << 20, .extent_slots = 6};
+  const fake_cuda::Calls calls = there_and_back(shape, kBatches);
+  CHECK(calls.batch == 6);  // of the loads
+  CHECK(calls.longest_copy[kStores] == shape.run_bytes);
+  CHECK(calls.peak_long_stores == 1);
+  CHECK(calls.peak_bytes[kStores] == shape.run_bytes);
+}
+
+TEST_CASE("cuda portions: a long copy to the host waits for short ones, and they for it") {
+  const CudaShape shape{.layers = 1, .blocks = 24, .run_bytes = 64 << 10, .extent_slots = 24};
+  CudaWorld world(shape, {}, kBatches);
+  std::vector<std::byte> long_blocks(4 * (2 << 20));
+  const Segment run{reinterpret_cast<uintptr_t>(long_blocks.data()), 2 << 20, 2 << 20, 0, 0};
+  const auto pool = HostPool::create({2 << 20, 4, 8 << 20}, {});
+  pool->pin(cuda::make_registrar(world.device), {.tries = 0});
+  REQUIRE(comes_true([&] { return pool->pinned_slots() == 4; }));
+  world.engine->attach_view(1, std::make_shared<KvView>(std::vector{run}, 4, 2 << 20), pool, 0, kNoDigests);
+  for (int round = 0; round < 20; ++round) {
+    std::vector<int64_t> tickets;
+    for (int32_t i = 0; i < 4; ++i) {
+      OpSpec spec = world.op(OpKind::kD2H, {i}, {i});
+      spec.group = 1;
+      tickets.push_back(world.submit(spec));
+      tickets.push_back(world.submit(world.op(OpKind::kD2H, all_of(shape), all_of(shape))));
+    }
+    for (const int64_t ticket : tickets) REQUIRE(world.engine->wait(ticket, CudaWorld::kLongS));
+    for (const OpResult& result : world.engine->poll(64)) CHECK(result.status == Status::kOk);
+  }
+  const fake_cuda::Calls calls = fake_cuda::calls();
+  CHECK(calls.peak_long_stores == 1);
+  CHECK(calls.peak_bytes[kStores] <= 2 << 20);  // nothing beside it
 }
 
 TEST_CASE("cuda portions: without batches no two long copies to the host are under way") {
@@ -111,7 +141,7 @@ TEST_CASE("cuda portions: control: two portions given to the copier at once are 
 }
 
 TEST_CASE("cuda portions: a small copy of the engine's waits for two portions at most") {
-  const CudaShape shape{.layers = 4, .blocks = 24, .run_bytes = 1 << 20, .extent_slots = 24};
+  const CudaShape shape{.layers = 4, .blocks = 384, .run_bytes = 64 << 10, .extent_slots = 384};
   CudaWorld world(shape, {}, kBatches);
   const auto ahead_of_a_small_copy = [&](bool expedited) {
     fake_cuda::Calls calls;

@@ -2,9 +2,11 @@
 // does. Over the fake driver; nothing here ran on a GPU.
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <array>
 
 #include "base/error.h"
+#include "cuda/copy_stream.h"
 #include "cuda/event.h"
 #include "cuda_world.h"
 
@@ -14,6 +16,11 @@ namespace {
 
 constexpr cuda::CopySwitches kAll{.batch = true, .kernel = true};
 constexpr cuda::CopySwitches kRows{.batch = false, .kernel = false};
+
+struct NoFence : StreamEvent {
+  std::string make_wait(StreamId) override { return {}; }
+  bool reached() override { return true; }
+};
 
 // The result of a store that a lane runs of whose threads so many are refused the context.
 OpResult run_with_refused_threads(int64_t count) {
@@ -116,4 +123,72 @@ TEST_CASE("cuda refusals: no copy has bytes of two layers, also where these lie 
   copy.dst_host = host.data();
   copy.dst_pitch = 1024;
   CHECK(world.device->driver().copy_2d(&copy, stream.handle()) != cuda::kSuccess);
+}
+
+TEST_CASE("cuda refusals: pages of a stream that fails are failed, however its ends are seen") {
+  for (const bool words_refused : {false, true}) {
+    for (const bool no_marks : {false, true}) {
+      CAPTURE(words_refused);
+      CAPTURE(no_marks);
+      CudaShape shape;
+      shape.digests = true;
+      CudaWorld world(shape, {.words_refused = words_refused}, {.batch = true, .kernel = false});
+      std::vector<int64_t> tickets;
+      fake_cuda::break_stream(true);
+      fake_cuda::hold_all(true);
+      for (int32_t i = 0; i < 2; ++i) tickets.push_back(world.submit(world.op(OpKind::kD2H, {i}, {i})));
+      const auto deadline = deadline_in(CudaWorld::kLongS);
+      while (fake_cuda::calls().bytes < 2 * 3 * 1024 && seconds_until(deadline) > 0)
+        std::this_thread::yield();
+      if (no_marks) {
+        fake_cuda::refuse("cuStreamWriteValue32", fake_cuda::kAlways);
+        fake_cuda::refuse("cuEventRecord", fake_cuda::kAlways);
+      }
+      fake_cuda::hold_all(false);
+      GraphSpec later;
+      later.ops.push_back(world.op(OpKind::kD2H, {2}, {2}));
+      later.fence = std::make_shared<NoFence>();
+      const auto third = world.engine->submit(std::move(later), world.stream);
+      REQUIRE(third);
+      tickets.push_back(*third);
+      for (const int64_t ticket : tickets) REQUIRE(world.engine->wait(ticket, CudaWorld::kLongS));
+      for (const OpResult& result : world.engine->poll(3)) CHECK(result.status == Status::kFailed);
+      fake_cuda::break_stream(false);
+      fake_cuda::refuse("cuEventRecord", 0);
+    }
+  }
+}
+
+TEST_CASE("cuda refusals: marks go round, and no kernel takes a word of nobody's for its stop") {
+  fake_cuda::reset();
+  const cuda::LoadedDriver loaded = cuda::find_functions(fake_cuda::finder());
+  {
+    const auto device = cuda::Device::open(0, loaded.driver);
+    const cuda::Current here(*device);
+    cuda::Copier copier(device, fake_cuda::kernel_launcher(), kAll);
+    cuda::CopyStream stream(device, false, UINT32_MAX - 4);
+    std::vector<std::byte> pool(4096, std::byte{9}), host(4096);
+    const Segment segment{reinterpret_cast<uintptr_t>(pool.data()), 4096, 4096, 0, 0};
+    const cuda::PageEnds page{0, host.data()};
+    for (int i = 0; i < 40; ++i) {
+      CAPTURE(i);
+      std::fill(host.begin(), host.end(), std::byte{0});
+      const uint32_t mark = stream.next_mark();
+      CHECK(mark != 0);
+      CHECK_FALSE(stream.reached(mark));
+      const bool stopped = i % 3 == 0;
+      if (stopped) {
+        CHECK(stream.stop(mark).empty());
+        fake_cuda::settle();
+      }
+      REQUIRE(copier.launch(cuda::Direction::kToHost, std::span(&segment, 1), std::span(&page, 1), stream));
+      REQUIRE(stream.mark().empty());
+      const auto deadline = deadline_in(CudaWorld::kLongS);
+      while (!stream.reached(mark) && seconds_until(deadline) > 0) std::this_thread::yield();
+      CHECK((host == pool) == !stopped);
+      if (stopped) stream.forget_stop(mark);
+      fake_cuda::settle();
+    }
+  }
+  for (const std::string& rule : fake_cuda::violations()) FAIL_CHECK("broken rule: " << rule);
 }
