@@ -10,6 +10,7 @@ from flexkv.adapters.tensorrt_llm.identity_fields import ARGUMENTS as TENSORRT_A
 from flexkv.adapters.vllm.identity_fields import markdown as vllm_fields
 from flexkv.cli.config_command import markdown_reference
 from flexkv.observe.metrics import markdown_table
+from flexkv.observe.page_losses import markdown_table as losses_table
 
 
 def markdown_identity() -> str:
@@ -22,12 +23,17 @@ def markdown_identity() -> str:
     return "\n\n".join(f"## {engine}\n\n{tables}" for engine, tables in parts.items())
 
 
+def markdown_metrics() -> str:
+    """Every metric, and every reason why pages are lost."""
+    return f"{markdown_table()}\n\n## Pages that are not stored or not served\n\n{losses_table()}"
+
+
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 MARKER = "<!-- what follows is written by `make docs` -->\n"
 TABLES: dict[str, Callable[[], str]] = {
     "configuration.md": markdown_reference,
     "identity.md": markdown_identity,
-    "metrics.md": markdown_table,
+    "metrics.md": markdown_metrics,
 }
 
 

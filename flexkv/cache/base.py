@@ -15,6 +15,7 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
+from flexkv.observe import PageLoss
 from flexkv.transfer.graph import BlockIds, OpId, OpResult, SlotIds, TransferGraph
 
 KEY_BYTES = 16
@@ -221,6 +222,7 @@ class Completion:
         blocks: the engine blocks of the op (all of its pages).
         failed_blocks: for a load, the engine blocks that hold no valid KV; for a store, blocks not published.
         published: for a store, the positions of the op's pages that became visible, or do when they have been sealed.
+        loss: for a store that a rank never began, why.
     """
 
     op_id: OpId
@@ -231,6 +233,7 @@ class Completion:
     failed_blocks: BlockIds
     published: NDArray[np.int32]
     reason: str = ""
+    loss: PageLoss | None = None
 
 
 class CacheListener:

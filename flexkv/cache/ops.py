@@ -13,6 +13,7 @@ from flexkv.cache.base import Completion, Keys, OpRole
 from flexkv.cache.checks import good_pages
 from flexkv.cache.ids import HUB, NO_ENTRIES, EntryIds, TierId
 from flexkv.errors import ContractError
+from flexkv.observe import PageLoss
 from flexkv.transfer.graph import (
     NO_BLOCKS,
     BlockIds,
@@ -185,6 +186,7 @@ class RankOp(Op):
     load: OpId | None = None
     abandoned: bool = False
     reasons: list[str] = field(default_factory=list)
+    loss: PageLoss | None = None
 
     def __post_init__(self) -> None:
         Op.__post_init__(self)  # `super()` does not know a class that slots have made anew
@@ -223,6 +225,7 @@ class RankOp(Op):
             failed_blocks=blocks[failed],
             published=published,
             reason="; ".join(self.reasons),
+            loss=self.loss,
         )
 
     def report(self, rank: int, result: OpResult) -> None:
@@ -249,6 +252,7 @@ class RankOp(Op):
         self.damaged |= (marks & Mark.DAMAGED) != 0
         self.withheld |= (marks & Mark.WITHHELD) != 0
         self.source_failed |= bool((marks & Mark.SOURCE_FAILED).any())
+        self.loss = self.loss or result.loss
         if result.reason:
             self.reasons.append(f"rank {rank}: {result.reason}")
 

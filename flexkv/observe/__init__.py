@@ -1,5 +1,5 @@
-"""What flexkv shows of itself: the table of metrics, counters that travel between processes, logging, spans, threads
-by name, which package of this name runs, and the time of day.
+"""What flexkv shows of itself: the table of metrics, why pages are lost, counters that travel between processes,
+logging, spans, threads by name, which package of this name runs, and the time of day.
 
 A leaf: every package may use it, it uses none.
 """
@@ -9,6 +9,7 @@ from flexkv.observe.failed_ops import FailedOps
 from flexkv.observe.log import configure_logging, get_logger, log_package, warn_once
 from flexkv.observe.metrics import METRICS, Metric, MetricKind
 from flexkv.observe.named_thread import NamedThread, name_this_thread
+from flexkv.observe.page_losses import PageLoss
 from flexkv.observe.spans import OpSpans
 from flexkv.observe.unix_clock import unix_now_ms, unix_now_s
 
@@ -20,6 +21,7 @@ __all__ = [
     "MetricKind",
     "NamedThread",
     "OpSpans",
+    "PageLoss",
     "configure_logging",
     "get_logger",
     "log_package",

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
 
+from flexkv.observe.page_losses import NOT_MOVED, NOT_ON_DISK, NOT_READ, NOT_STORED, NOT_WRITTEN, reasons_of
+
 
 class MetricKind(Enum):
     """How values of a metric add up."""
@@ -61,17 +63,6 @@ class Metric:
         return tuple(series.split(",")) if self.labels else ()
 
 
-DROP_REASONS = (
-    "busy",
-    "ended",
-    "hold_expired",
-    "no_slot",
-    "preempted",
-    "reference_limit",
-    "released",
-    "reset",
-    "reused",
-)
 _DIRECTION = ("direction", ("load", "store"))
 # From a hit of a few blocks (under a millisecond) to the default load deadline.
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
@@ -128,8 +119,8 @@ _TABLE = (
         "flexkv_failed_pages_total",
         MetricKind.COUNTER,
         "pages",
-        "Pages that did not arrive: moved wrongly, never issued, behind a failed one, on a dead lane, or too late.",
-        (_DIRECTION, ("reason", ("failed", "skipped", "lane_down", "deadline"))),
+        "Pages of loads and stores that did not arrive.",
+        (_DIRECTION, ("reason", reasons_of(NOT_MOVED))),
     ),
     Metric(
         "flexkv_cancelled_pages_total",
@@ -157,12 +148,8 @@ _TABLE = (
         "flexkv_dropped_store_pages_total",
         MetricKind.COUNTER,
         "pages",
-        "Pages that were computed and not stored, so that the engine need not wait: a rank's queue was full (busy), no "
-        "slot or place in flight was free (no_slot), too many blocks that no request holds had a store in flight "
-        "(reference_limit), the engine preempted their request (preempted), needed the blocks after its end (reused), "
-        "nothing says what becomes of them then (ended), store.hold_s was over (hold_expired), the weights changed or "
-        "the engine reset its own cache (reset), or it took its KV memory away for a sleep (released).",
-        (("reason", DROP_REASONS),),
+        "Pages that were computed and not stored, so that the engine need not wait.",
+        (("reason", reasons_of(NOT_STORED)),),
     ),
     Metric(
         "flexkv_lazy_missed_pages_total",
@@ -174,7 +161,7 @@ _TABLE = (
         "flexkv_unpublished_pages_total",
         MetricKind.COUNTER,
         "pages",
-        "Pages stored and thrown away, because a load that their step consumed had failed, or the weights changed.",
+        "Pages stored and thrown away: their copy or a load that their step read failed, or the weights changed.",
     ),
     Metric(
         "flexkv_refused_messages_total",
@@ -221,8 +208,8 @@ _TABLE = (
         "flexkv_disk_lost_pages_total",
         MetricKind.COUNTER,
         "pages",
-        "Pages that are not on disk: the write queue was full, they left host memory first, or their disk failed.",
-        (("reason", ("busy", "evicted", "disk")),),
+        "Pages that are not on disk.",
+        (("reason", reasons_of(NOT_ON_DISK)),),
     ),
     Metric(
         "flexkv_disk_evictions_total", MetricKind.COUNTER, "pages", "Pages evicted from disk to make room."
@@ -307,18 +294,15 @@ _TABLE = (
         "flexkv_remote_missed_pages_total",
         MetricKind.COUNTER,
         "pages",
-        "Pages that the store said it has and did not give as they were: gone by then (`absent`), of another length "
-        "(`size`), damaged or another page (`content`), past their time to live (`expired`), or not given in time "
-        "(`failed`).",
-        (("reason", ("absent", "size", "content", "expired", "failed")),),
+        "Pages that the store said it has and did not give as they were.",
+        (("reason", reasons_of(NOT_READ)),),
     ),
     Metric(
         "flexkv_remote_dropped_pages_total",
         MetricKind.COUNTER,
         "pages",
-        "Pages that are not written to the store: the queue was full or the store was not there (`busy`), the store "
-        "has no room (`full`), or did not take them (`failed`). `known`: it had them.",
-        (("reason", ("busy", "full", "failed", "known")),),
+        "Pages that are not written to the store.",
+        (("reason", reasons_of(NOT_WRITTEN)),),
     ),
     Metric(
         "flexkv_remote_lookups_total",

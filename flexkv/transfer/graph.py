@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexkv.errors import ContractError
+from flexkv.observe import PageLoss
 
 OpId = NewType("OpId", int)
 """Number of an op, unique for the life of the manager that planned it. Never reused."""
@@ -239,6 +240,7 @@ class OpResult:
         digests: of GDS_WRITE, this rank's run digests of each page, which DISK_SEAL needs; zeros for failed pages, and
             empty where all failed.
         causes: `FailureCause` of each page in `failed`; empty where nobody said more than `status` does.
+        loss: of a store that was never begun, why its pages are not stored; None where that has no reason of its own.
     """
 
     op_id: OpId
@@ -247,6 +249,7 @@ class OpResult:
     reason: str = ""
     digests: RunDigests = field(default_factory=lambda: NO_DIGESTS)
     causes: PageCauses = field(default_factory=lambda: NO_CAUSES)
+    loss: PageLoss | None = None
 
     def page_causes(self, pages: int) -> PageCauses:
         """`FailureCause` of each page of an op that did not end OK; UNKNOWN also for pages that did not fail.
@@ -265,9 +268,9 @@ class OpResult:
         return causes
 
     @classmethod
-    def cancelled(cls, op_id: OpId, pages: int, reason: str) -> OpResult:
+    def cancelled(cls, op_id: OpId, pages: int, reason: str, loss: PageLoss | None = None) -> OpResult:
         """Of an op of which no page may be used, because it never ran or was given up."""
-        return cls(op_id, OpStatus.CANCELLED, np.arange(pages, dtype=np.int32), reason)
+        return cls(op_id, OpStatus.CANCELLED, np.arange(pages, dtype=np.int32), reason, loss=loss)
 
 
 _STATUS_CAUSES = {

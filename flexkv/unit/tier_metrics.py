@@ -7,7 +7,7 @@ from dataclasses import fields
 from flexkv.cache.ids import TierId
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.cache.tier import Series, TierCounts
-from flexkv.observe import Counters
+from flexkv.observe import Counters, PageLoss
 
 ON_DISK = frozenset({"disk", "peers"})
 """Labels of the tiers whose pages lie on disks of this machine: `flexkv_disk_*` adds these up, and no others."""
@@ -64,8 +64,7 @@ class TierMetrics:
                 self._counted_hits[number] = hits
             no_room = tier.counts.no_room_pages
             if no_room != self._counted_no_room[number]:
-                new_pages = no_room - self._counted_no_room[number]
-                counters.add("flexkv_no_room_pages_total", new_pages, tier=label)
+                PageLoss.NO_ROOM.count(counters, no_room - self._counted_no_room[number], tier=label)
                 self._counted_no_room[number] = no_room
         for tier, counted in zip(self._manager.tiers, self._counted_totals, strict=True):
             for name, value in tier.gauges().items():
@@ -93,16 +92,16 @@ class TierMetrics:
         counters.add("flexkv_disk_pages_total", new["written"], direction="write")
         counters.add("flexkv_disk_failed_pages_total", new["failed_reads"], direction="read")
         counters.add("flexkv_disk_failed_pages_total", new["failed_writes"], direction="write")
-        counters.add("flexkv_disk_lost_pages_total", new["dropped_writes"], reason="busy")
-        counters.add("flexkv_disk_lost_pages_total", new["lost"], reason="evicted")
-        counters.add("flexkv_disk_lost_pages_total", new["gone"], reason="disk")
+        PageLoss.DISK_BUSY.count(counters, new["dropped_writes"])
+        PageLoss.DISK_EVICTED.count(counters, new["lost"])
+        PageLoss.DISK_GONE.count(counters, new["gone"])
         counters.add("flexkv_disk_evictions_total", new["evicted"])
-        counters.add("flexkv_disk_expired_pages_total", new["expired"])
+        PageLoss.DISK_EXPIRED.count(counters, new["expired"])
         counters.add("flexkv_disk_lookups_total", new["waits"], outcome="waited")
         counters.add("flexkv_disk_lookups_total", new["late"], outcome="late")
         counters.add("flexkv_disk_lookups_total", new["left"], outcome="computed")
         counters.add("flexkv_disk_lookups_total", new["no_room"], outcome="no_room")
-        counters.add("flexkv_disk_left_pages_total", new["left_pages"])
+        PageLoss.DISK_LEFT.count(counters, new["left_pages"])
         counters.add("flexkv_disk_prefetched_pages_total", new["prefetched"])
         counters.add("flexkv_disk_gds_pages_total", new["gds_read"], direction="read")
         counters.add("flexkv_disk_gds_pages_total", new["gds_written"], direction="write")

@@ -16,7 +16,7 @@ from flexkv.adapters.common.rank_reports import RankReports
 from flexkv.adapters.common.submitted_op import PAST_DEADLINE, SubmittedOp
 from flexkv.config import FlexKVConfig
 from flexkv.errors import ClosedError
-from flexkv.observe import Counters
+from flexkv.observe import Counters, PageLoss
 from flexkv.transfer.base import Ticket
 from flexkv.transfer.graph import OpId, OpKind, OpResult, OpStatus, Priority, TransferGraph, TransferOp
 
@@ -25,9 +25,6 @@ if TYPE_CHECKING:
 
 NO_TICKET = Ticket(-1)
 """Ticket of an op that was refused."""
-
-STORE_QUEUE_FULL = "the store lane's queue is full"
-"""Reason of stores that found no place in it. The manager's side counts them: it may offer their blocks again."""
 
 FULL_WAIT_S = 0.002
 """How often a load that a forward waits for is tried again while its lane's queue is full."""
@@ -154,12 +151,17 @@ class RankOps:
         ticket = None if refused else self.engine.submit(graph, gated=gated, after=after)
         for op in graph.ops:
             if ticket is None:
-                if self.released:
-                    self._counters.add("flexkv_dropped_store_pages_total", op.pages, reason="released")
-                reason = self.released or self.refusal or STORE_QUEUE_FULL
-                self.reports.add(OpResult.cancelled(op.op_id, op.pages, reason), self.step)
+                self.reports.add(self._refused_store(op), self.step)
             else:
                 self._ops[op.op_id] = SubmittedOp(ticket, op.pages, op.group, started_s, self.step)
+
+    def _refused_store(self, op: TransferOp) -> OpResult:
+        """The manager's side counts it, once for all ranks: of a full queue it may offer the blocks again."""
+        if self.released:
+            return OpResult.cancelled(op.op_id, op.pages, self.released, PageLoss.RELEASED)
+        if self.refusal:
+            return OpResult.cancelled(op.op_id, op.pages, self.refusal)
+        return OpResult.cancelled(op.op_id, op.pages, "the store lane's queue is full", PageLoss.BUSY)
 
     def open_layers(self, op_ids: Collection[OpId], layers: int) -> None:
         """Layers 0 to `layers` - 1 of these gated stores have been written; those that have ended are left out."""

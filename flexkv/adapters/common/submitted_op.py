@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from flexkv.adapters.common.base import LoadJob
-from flexkv.observe import Counters, get_logger
+from flexkv.observe import Counters, PageLoss, get_logger
 from flexkv.transfer.base import Ticket
 from flexkv.transfer.graph import OpResult, OpStatus
 
@@ -16,13 +16,15 @@ logger = get_logger(__name__)
 
 PAST_DEADLINE = "past load.deadline_s"
 
-FAILURE_LABELS = {
-    OpStatus.OK: "failed",
-    OpStatus.FAILED: "failed",
-    OpStatus.SKIPPED: "skipped",
-    OpStatus.LANE_DOWN: "lane_down",
+LOSSES = {
+    OpStatus.OK: PageLoss.MOVE_FAILED,
+    OpStatus.FAILED: PageLoss.MOVE_FAILED,
+    OpStatus.SKIPPED: PageLoss.MOVE_SKIPPED,
+    OpStatus.LANE_DOWN: PageLoss.LANE_DOWN,
+    # Nothing went wrong: a client has hung up, say.
+    OpStatus.CANCELLED: PageLoss.CANCELLED,
 }
-"""The `reason` of `flexkv_failed_pages_total`; OK where pages of a whole op were torn."""
+"""What happened to failed pages of an op; OK where pages of a whole op were torn."""
 
 
 def count_ended(
@@ -32,7 +34,7 @@ def count_ended(
     pages: int,
     page_bytes: int,
     started_s: float | None,
-    reason: str | None = None,
+    loss: PageLoss | None = None,
 ) -> None:
     """Adds an op that has ended to the metrics.
 
@@ -41,21 +43,14 @@ def count_ended(
         pages: of the op.
         page_bytes: what one page moves on this rank.
         started_s: when it was submitted (`time.monotonic`); None where it never was, and took no time.
-        reason: why pages failed, where it is not what the status says.
+        loss: why pages failed, where it is not what the status says.
     """
     failed = len(result.failed)
     counters.add("flexkv_moved_pages_total", pages - failed, direction=direction)
     counters.add("flexkv_moved_bytes_total", (pages - failed) * page_bytes, direction=direction)
     if started_s is not None:
         counters.observe("flexkv_transfer_seconds", time.monotonic() - started_s, direction=direction)
-    if not failed:
-        return
-    if reason is None and result.status is OpStatus.CANCELLED:
-        # Nothing went wrong: a client has hung up, say.
-        counters.add("flexkv_cancelled_pages_total", failed, direction=direction)
-        return
-    why = reason or FAILURE_LABELS[result.status]
-    counters.add("flexkv_failed_pages_total", failed, direction=direction, reason=why)
+    (loss or LOSSES[result.status]).count(counters, failed, direction=direction)
 
 
 @dataclass(slots=True)
@@ -99,7 +94,7 @@ class SubmittedOp:
             stripe_bytes: what one page moves on this rank.
         """
         direction = "load" if self.load is not None else "store"
-        reason = "deadline" if self.given_up == PAST_DEADLINE else None
-        count_ended(counters, direction, result, self.pages, stripe_bytes, self.started_s, reason)
+        loss = PageLoss.DEADLINE if self.given_up == PAST_DEADLINE else None
+        count_ended(counters, direction, result, self.pages, stripe_bytes, self.started_s, loss)
         if len(result.failed):
             logger.debug("op %d: %d pages failed: %s", result.op_id, len(result.failed), result.reason)

@@ -17,7 +17,7 @@ from flexkv.cache.base import Completion, Keys, StorePlan
 from flexkv.cache.keys import namespace_digest
 from flexkv.config import FlexKVConfig
 from flexkv.layout.tensor import dtype_name
-from flexkv.observe import Counters, get_logger
+from flexkv.observe import Counters, PageLoss, get_logger
 from flexkv.transfer.base import Ticket
 from flexkv.transfer.graph import BlockIds, OpId, OpResult, TransferGraph
 from flexkv.unit.base import CacheRole
@@ -188,11 +188,9 @@ class RankCache:
     ) -> StorePlan:
         """Stores what is not stored yet, as far as there is room. Where the plan has a graph, the watcher is called."""
         plan = self.manager.begin_store(request_id, GROUP, keys, blocks, 0)
-        if plan.dropped:
-            self.counters.add("flexkv_dropped_store_pages_total", plan.dropped, reason="no_slot")
+        PageLoss.NO_SLOT.count(self.counters, plan.dropped)
         if plan.graph is not None and self.submit(plan.graph, watcher, stream) is None:
-            busy = sum(op.pages for op in plan.graph.ops)
-            self.counters.add("flexkv_dropped_store_pages_total", busy, reason="busy")
+            PageLoss.BUSY.count(self.counters, sum(op.pages for op in plan.graph.ops))
             self.drop(plan.graph, "the store lane's queue is full")
         return plan
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flexkv.adapters.common.metric_report import MetricReport
-from flexkv.adapters.common.rank_ops import STORE_QUEUE_FULL
 from flexkv.adapters.tensorrt_llm.arguments import EngineArguments
 from flexkv.adapters.tensorrt_llm.identity import engine_namespace, engine_weights
 from flexkv.adapters.tensorrt_llm.link import Listener, Wire
@@ -135,8 +134,8 @@ class RankCoordinator:
             self._ready.add(report.rank)
         for result in report.results:
             done = unit.manager.complete(report.rank, result)
-            if done is not None and STORE_QUEUE_FULL in done.reason:
-                self._counters.add("flexkv_dropped_store_pages_total", len(done.failed_blocks), reason="busy")
+            if done is not None and done.loss is not None:
+                done.loss.count(self._counters, len(done.failed_blocks))
             if done is None or done.role is not OpRole.LOAD or len(done.failed_blocks):
                 # A load that failed is reported nowhere, so its request still waits for it.
                 continue

@@ -38,6 +38,11 @@ class RequestKeys:
             self._keys.extend(self._chain.digests)
         return self._keys.keys
 
+    @property
+    def made(self) -> Keys:
+        """Those that were made already."""
+        return self._keys.keys
+
 
 @dataclass(slots=True)
 class Tracked:

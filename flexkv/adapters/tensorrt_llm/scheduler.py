@@ -12,7 +12,7 @@ from flexkv.adapters.tensorrt_llm.promises import Promises
 from flexkv.adapters.tensorrt_llm.rank_coordinator import Joined, RankCoordinator
 from flexkv.adapters.tensorrt_llm.requests import GROUP, Tracked, present_runs
 from flexkv.config import FlexKVConfig
-from flexkv.observe import Counters, get_logger
+from flexkv.observe import Counters, PageLoss, get_logger
 from flexkv.transfer.graph import OpResult, TransferGraph, TransferOp
 from flexkv.unit.base import EngineUnit
 
@@ -65,7 +65,12 @@ class SchedulerSide:
         """Tokens that can be loaded beyond those that the engine has, and whether the load runs between its steps."""
         self.poll()
         joined = self.ranks.joined
-        tokens = self._promises.match(joined, request, computed_tokens) if joined is not None else 0
+        if joined is None:
+            return 0, False
+        if (tracked := joined.requests.get(int(request.request_id))) is not None:
+            # The engine asks only for requests that hold no block: it has taken those of this one.
+            self._count_preempted(joined, tracked)
+        tokens = self._promises.match(joined, request, computed_tokens)
         return tokens, bool(tokens) and not self.sync
 
     def allocated(self, request: Any, block_ids: list[int]) -> None:
@@ -133,7 +138,7 @@ class SchedulerSide:
             plan = joined.unit.manager.begin_store(
                 str(tracked.request_id), GROUP, keys[first:last], blocks[first:last], first
             )
-            self.counters.add("flexkv_dropped_store_pages_total", plan.dropped, reason="no_slot")
+            PageLoss.NO_SLOT.count(self.counters, plan.dropped)
             if plan.graph is not None:
                 ops += plan.graph.ops
         return TransferGraph(tuple(ops)) if ops else None
@@ -148,11 +153,23 @@ class SchedulerSide:
     def forget(self, request_id: int) -> None:
         """The request lost its blocks and starts again: nothing that it computed may be stored from the new ones."""
         joined = self.ranks.joined
-        if joined is not None and joined.requests.get(request_id) is not None:
+        tracked = joined.requests.get(request_id) if joined is not None else None
+        if joined is not None and tracked is not None:
+            self._count_preempted(joined, tracked)
             self.cancel_load(request_id)
             self._drop_planned(joined, request_id)
             joined.unit.manager.release(str(request_id))
             joined.requests.reset(request_id)
+
+    def _count_preempted(self, joined: Joined, tracked: Tracked) -> None:
+        """Stores come at a request's end: whole blocks that its forwards have computed, and that no other request has
+        stored, are lost. Blocks of generated tokens have no key here, and count as lost."""
+        if tracked.keys is None or tracked.load or not self.usable:
+            return
+        computed = min(tracked.computed, tracked.prompt_tokens) if self._prompt_only else tracked.computed
+        blocks = computed // joined.block_tokens
+        stored = int(joined.unit.manager.present(GROUP, tracked.keys.made[:blocks]).sum())
+        PageLoss.PREEMPTED.count(self.counters, blocks - stored)
 
     def _drop_planned(self, joined: Joined, request_id: int) -> None:
         joined.unit.manager.abandon_loads(str(request_id))

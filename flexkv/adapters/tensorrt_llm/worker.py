@@ -24,7 +24,7 @@ from flexkv.adapters.tensorrt_llm.no_store import NoStoreRequests
 from flexkv.config import FlexKVConfig
 from flexkv.errors import ClosedError, TransferError
 from flexkv.layout.tensor import dtype_name
-from flexkv.observe import Counters, FailedOps, get_logger
+from flexkv.observe import Counters, FailedOps, PageLoss, get_logger
 from flexkv.transfer.graph import OpId, OpResult, TransferOp
 from flexkv.transfer.stream import stream_address
 from flexkv.unit.ranks import GroupFacts, PoolGrant
@@ -282,7 +282,7 @@ class WorkerSide(RankWorker):
                     self._cancelled.discard(request_id)
                 no_store = self._no_store.take(request_id)
                 if wanted.graph is not None and no_store:
-                    self._dropped(wanted.graph.ops, "a step that computed it broke off")
+                    self._dropped(wanted.graph.ops, "a step that computed it broke off", PageLoss.BROKEN_STEP)
                 elif wanted.graph is not None:
                     save.open = {op.op_id for op in wanted.graph.ops}
                     self._save_of.update(dict.fromkeys(save.open, request_id))
@@ -306,8 +306,8 @@ class WorkerSide(RankWorker):
         for op_id in load.open:
             self._ops.give_up(op_id, "the request ended")
 
-    def _dropped(self, ops: Iterable[TransferOp], reason: str) -> None:
-        self._report(tuple(OpResult.cancelled(op.op_id, op.pages, reason) for op in ops))
+    def _dropped(self, ops: Iterable[TransferOp], reason: str, loss: PageLoss | None = None) -> None:
+        self._report(tuple(OpResult.cancelled(op.op_id, op.pages, reason, loss) for op in ops))
 
     # --- reports ---
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from vllm.v1.request import RequestStatus
 
-from flexkv.adapters.common.rank_ops import STORE_QUEUE_FULL
 from flexkv.adapters.vllm.engine_spec import RUNNER_V2, EngineSpec
 from flexkv.adapters.vllm.events import EventLog
 from flexkv.adapters.vllm.loads import Loads
@@ -17,7 +16,7 @@ from flexkv.adapters.vllm.store_watch import StoreWatch
 from flexkv.adapters.vllm.stores import StoreMode, first_failed
 from flexkv.adapters.vllm.worker import WorkerSide
 from flexkv.cache.base import Completion, OpRole
-from flexkv.observe import Counters, get_logger, warn_once
+from flexkv.observe import Counters, PageLoss, get_logger, warn_once
 from flexkv.transfer.graph import OpResult
 from flexkv.unit.base import EngineUnit
 from flexkv.unit.ranks import NO_UNIT
@@ -152,11 +151,9 @@ class CompletionHandler:
 
     def _end_store(self, completion: Completion) -> None:
         self._watch.end(completion.op_id)
-        failed = len(completion.failed_blocks)
-        if STORE_QUEUE_FULL not in completion.reason:
-            self._counters.add("flexkv_unpublished_pages_total", failed)
-        elif not self._stores.offer_again(completion):
-            self._counters.add("flexkv_dropped_store_pages_total", failed, reason="busy")
+        loss = completion.loss or PageLoss.UNPUBLISHED
+        if loss is not PageLoss.BUSY or not self._stores.offer_again(completion):
+            loss.count(self._counters, len(completion.failed_blocks))
         if self._events is not None:
             self._events.ended(completion.op_id)
         self._stores.unpublished(completion.failed_blocks)

@@ -22,6 +22,7 @@ from flexkv.adapters.vllm.requests import RequestTracker
 from flexkv.adapters.vllm.stores import BlocksByGroup, RequestStores, StoreTables, first_failed
 from flexkv.cache.base import Completion, Rule, StorePlan
 from flexkv.cache.keys import tail_key
+from flexkv.observe import PageLoss
 from flexkv.transfer.graph import BlockIds, TransferGraph
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ class EagerStores(RequestStores):
     def preempted(self, tracker: RequestTracker) -> None:
         """What was certain has been offered at every step; what found no room until now is lost."""
         self._watch.release(tracker.request_id)
-        self._give_up(tracker, tracker.certain, "preempted")
+        self._give_up(tracker, tracker.certain, PageLoss.PREEMPTED)
 
     def ended(
         self, tracker: RequestTracker, step: int, blocks: BlocksByGroup | None = None
@@ -90,7 +91,7 @@ class EagerStores(RequestStores):
         """What was generated since the last whole block was stored, and the tail. What finds no room is held."""
         certain = self._certain_at_end(tracker)
         if self._within_steps:
-            self._give_up(tracker, certain, "ended")
+            self._give_up(tracker, certain, PageLoss.ENDED)
             return []
         self._watch.release(tracker.request_id)
         self._full.clear()
@@ -129,7 +130,7 @@ class EagerStores(RequestStores):
         return True
 
     def reset(self, stale_hashes: dict[int, bytes]) -> None:
-        self.holds.end_all("reset")
+        self.holds.end_all(PageLoss.RESET)
         self._stale_hashes = stale_hashes
 
     # --- whole blocks of full attention ---
@@ -150,7 +151,7 @@ class EagerStores(RequestStores):
             if tracker.stale:
                 self._taint(tracker, table.ids[table.cursor : end])
                 self.holds.count(
-                    sum(last - first for first, last in self._runs(tracker, group, end)), "reset"
+                    sum(last - first for first, last in self._runs(tracker, group, end)), PageLoss.RESET
                 )
                 table.cursor, table.has_pending = end, False
                 continue
@@ -213,12 +214,12 @@ class EagerStores(RequestStores):
                 graphs.append(graph)
         if fits < end and table.cursor >= fits:
             # They would push out the request's own blocks before them, without which they are of no use.
-            self.holds.count(end - table.cursor, "no_slot")
+            self.holds.count(end - table.cursor, PageLoss.NO_SLOT)
             table.cursor = end
         table.has_pending = table.cursor < end
         return graphs
 
-    def _give_up(self, tracker: RequestTracker, certain_tokens: int, reason: str) -> None:
+    def _give_up(self, tracker: RequestTracker, certain_tokens: int, reason: PageLoss) -> None:
         """Counts the request's pending pages; its blocks are lost."""
         for group in self._full_groups:
             for first, end in self._runs(tracker, group, self._end_of(tracker, group, certain_tokens)):
@@ -229,7 +230,7 @@ class EagerStores(RequestStores):
         behind one that the caller keeps out."""
         runs = list(self._runs(tracker, group, self._end_of(tracker, group, certain_tokens)))
         for first, end in runs[1:]:
-            self.holds.count(end - first, "no_slot")
+            self.holds.count(end - first, PageLoss.NO_SLOT)
         return runs[0][1] if runs else 0
 
     # --- ended requests ---
@@ -251,17 +252,17 @@ class EagerStores(RequestStores):
             if has_changed and not hold.pages:
                 self.holds.end(hold)
             elif now_s > hold.until_s:
-                self.holds.end(hold, "hold_expired")
+                self.holds.end(hold, PageLoss.HOLD_EXPIRED)
             elif idle and not graphs and not self._manager.inflight_ops() and not self._unit.busy:
                 # Nothing moves whose end would make room.
-                self.holds.end(hold, "no_slot")
+                self.holds.end(hold, PageLoss.NO_SLOT)
         return graphs
 
     def _drop_unwatched(self, hold: Hold, group: int) -> None:
         """Drops pending blocks whose watcher was replaced: nothing would report their reuse."""
         table = hold.tracker.tables[group]
         if hold.pending(group) and not self._watch.still_held(table.ids[table.cursor : table.cursor + 1]):
-            self.holds.cut_at(hold, group, table.cursor, "reused")
+            self.holds.cut_at(hold, group, table.cursor, PageLoss.REUSED)
 
     def _planned(
         self,
@@ -369,7 +370,7 @@ class EagerStores(RequestStores):
             pages[at] = first, ids
         needed = sum(len(ids) for _, ids in pages.values())
         if needed > self._watch.room:
-            self.holds.count(needed, "reference_limit")
+            self.holds.count(needed, PageLoss.REFERENCE_LIMIT)
             return []
         graphs = []
         for at, (first, ids) in pages.items():
@@ -377,7 +378,7 @@ class EagerStores(RequestStores):
             plan = self._manager.begin_store(
                 tracker.request_id, at, keys, np.array(ids, dtype=np.int32), first, spare=spare
             )
-            self.holds.count(plan.dropped, "no_slot")
+            self.holds.count(plan.dropped, PageLoss.NO_SLOT)
             graphs.append(self._planned(tracker, at, plan, first))
         return [graph for graph in graphs if graph is not None]
 
@@ -397,12 +398,12 @@ class EagerStores(RequestStores):
         tail = request.all_token_ids[first:certain_tokens]
         key = tail_key(keys.namespace, GROUP, parent, extra, tail, block)
         if self._watch.room < 1:
-            self.holds.count(1, "reference_limit")
+            self.holds.count(1, PageLoss.REFERENCE_LIMIT)
             return None
         plan = self._manager.begin_store(
             tracker.request_id, GROUP, key, tracker.tables[0].blocks(block, block + 1), block, tokens
         )
-        self.holds.count(plan.dropped, "no_slot")
+        self.holds.count(plan.dropped, PageLoss.NO_SLOT)
         for op in plan.graph.ops if plan.graph is not None else ():
             self._watch.add(op.op_id, op.blocks)
         return plan.graph

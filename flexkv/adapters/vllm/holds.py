@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from flexkv.adapters.vllm.requests import RequestTracker
 from flexkv.adapters.vllm.store_watch import HeldBlocks, StoreWatch
 from flexkv.cache.base import CacheManager
-from flexkv.observe import Counters
+from flexkv.observe import Counters, PageLoss
 
 
 @dataclass(slots=True, eq=False)
@@ -84,11 +84,11 @@ class Holds:
         for group, blocks in enumerate(hold.blocks):
             if blocks is not None and blocks.lost:
                 has_lost = True
-                self.cut(hold, group, blocks.lost, "reset" if blocks.was_reset else "reused")
+                self.cut(hold, group, blocks.lost, PageLoss.RESET if blocks.was_reset else PageLoss.REUSED)
                 blocks.lost.clear()
         return has_lost
 
-    def cut(self, hold: Hold, group: int, lost: set[int], reason: str | None) -> None:
+    def cut(self, hold: Hold, group: int, lost: set[int], reason: PageLoss | None) -> None:
         """Ends a group's pending blocks before the first of these; counts them where there is a reason to name."""
         numbers, cursor, end = hold.numbers[group], hold.tracker.tables[group].cursor, hold.ends[group]
         # Blocks before the cursor have been offered and stay watched.
@@ -98,13 +98,13 @@ class Holds:
         if first < end:
             self.cut_at(hold, group, first, reason)
 
-    def cut_at(self, hold: Hold, group: int, number: int, reason: str | None) -> None:
+    def cut_at(self, hold: Hold, group: int, number: int, reason: PageLoss | None) -> None:
         """As `cut`, before block `number` of the request."""
         if reason is not None:
             self.count(hold.ends[group] - number, reason)
         hold.ends[group] = number
 
-    def end(self, hold: Hold, reason: str | None = None) -> None:
+    def end(self, hold: Hold, reason: PageLoss | None = None) -> None:
         """Forgets a request; its pending pages are counted by the reason. The manager ends the request only now."""
         if reason is not None:
             self.count(hold.pages, reason)
@@ -115,16 +115,15 @@ class Holds:
         # Last, because it marks the request's blocks as used together.
         self._manager.end_request(hold.tracker.request_id)
 
-    def end_request(self, request_id: str, reason: str) -> None:
+    def end_request(self, request_id: str, reason: PageLoss) -> None:
         """`end` for a request that may have no hold."""
         if (hold := self._of_request.get(request_id)) is not None:
             self.end(hold, reason)
 
-    def end_all(self, reason: str) -> None:
+    def end_all(self, reason: PageLoss) -> None:
         for hold in self:
             self.end(hold, reason)
 
-    def count(self, pages: int, reason: str) -> None:
+    def count(self, pages: int, reason: PageLoss) -> None:
         """These pages were computed and will not be stored."""
-        if pages > 0:
-            self._counters.add("flexkv_dropped_store_pages_total", pages, reason=reason)
+        reason.count(self._counters, pages)

@@ -15,7 +15,7 @@ from flexkv.adapters.vllm.requests import RequestTracker
 from flexkv.adapters.vllm.stores import BlocksByGroup, RequestStores, StoreTables
 from flexkv.cache.base import KEY_BYTES, CacheListener, Completion, Keys
 from flexkv.cache.keys import EngineKeyChain
-from flexkv.observe import get_logger, warn_once
+from flexkv.observe import PageLoss, get_logger, warn_once
 from flexkv.transfer.graph import BlockIds, TransferGraph
 
 if TYPE_CHECKING:
@@ -245,7 +245,7 @@ class LazyStores(RequestStores, CacheListener):
         missed = sum(blocks[block].block_hash != known for block, known in self._passed_over.items())
         self._passed_over.clear()
         if missed:
-            self._counters.add("flexkv_lazy_missed_pages_total", missed)
+            PageLoss.LAZY_MISSED.count(self._counters, missed)
             warn_once(
                 logger,
                 "lazy-missed",
@@ -266,8 +266,7 @@ class LazyStores(RequestStores, CacheListener):
             key.tobytes() for key in self._keys([block for block in blocks if block.block_hash is not None])
         }
         gone = {key.tobytes() for key in keys[:end]} - there - self._block_of_key.keys()
-        if gone:
-            self._counters.add("flexkv_dropped_store_pages_total", len(gone), reason="preempted")
+        PageLoss.PREEMPTED.count(self._counters, len(gone))
 
     def _withdraw(self, block: int) -> None:
         """The block counts as never offered."""

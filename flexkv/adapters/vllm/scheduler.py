@@ -23,7 +23,7 @@ from flexkv.adapters.vllm.stores import BlocksByGroup, NoStores, StoreMode, Stor
 from flexkv.adapters.vllm.worker import WorkerSide, current_device_is_host
 from flexkv.cache.base import CacheListener
 from flexkv.errors import ClosedError
-from flexkv.observe import Counters, get_logger
+from flexkv.observe import Counters, PageLoss, get_logger
 from flexkv.transfer.graph import OpId
 from flexkv.unit.base import EngineUnit, UnitState
 from flexkv.unit.build import build_unit
@@ -211,7 +211,7 @@ class SchedulerSide:
     def _tracker(self, request: Request) -> RequestTracker:
         """The request's tracker. The manager knows requests by their ids: one that is used again ends its hold."""
         if self._stores.holds:
-            self._stores.holds.end_request(request.request_id, "hold_expired")
+            self._stores.holds.end_request(request.request_id, PageLoss.HOLD_EXPIRED)
         return self.requests.of(request)
 
     # --- the step ---
@@ -231,7 +231,7 @@ class SchedulerSide:
         if unit.usable:
             self._stores.plan_step(output, self._step, self.orders)
         elif self._stores.holds:
-            self._stores.holds.end_all("no_slot")
+            self._stores.holds.end_all(PageLoss.NO_SLOT)
         if self._watch.ops and (reused := self._watch.take_reused()):
             self._order_ends(reused, output)
         if unit.has_tiers:

@@ -15,6 +15,8 @@ from flexkv.adapters.vllm.holds import Hold, Holds
 from flexkv.adapters.vllm.store_watch import BlockWatch
 from flexkv.cache.base import OpRole
 from flexkv.cache.manager import LocalCacheManager
+from flexkv.observe import PageLoss
+from flexkv.observe.page_losses import NOT_STORED, reasons_of
 from tests import testing_ext
 from tests.unit.adapters.faulty_worker import FaultyWorker, faulty_worker
 from tests.unit.adapters.mini_engine import MiniEngine
@@ -26,7 +28,6 @@ D2H = 1
 PAGES = 5
 PROMPT = list(range(100, 100 + BLOCK_TOKENS * PAGES + 3))
 MANY_STEPS = 16
-REASONS = ("busy", "ended", "hold_expired", "no_slot", "preempted", "reference_limit", "reset", "reused")
 
 
 def two_in_flight(make_engine: Make, **options: Any) -> tuple[MiniEngine, type[FaultyWorker]]:
@@ -40,7 +41,7 @@ def dropped(engine: MiniEngine) -> dict[str, int]:
     """Pages that were computed and not stored, by reason."""
     counted = {
         reason: int(engine.counters.value("flexkv_dropped_store_pages_total", reason=reason))
-        for reason in REASONS
+        for reason in reasons_of(NOT_STORED)
     }
     return {reason: pages for reason, pages in counted.items() if pages}
 
@@ -149,6 +150,19 @@ def test_pending_pages_of_a_preempted_request_are_counted(make_engine: Make) -> 
     worker.movers[0].release()
     engine.drain()
     assert engine.stored_pages == 2
+
+
+def test_a_tail_beyond_the_share_of_unheld_blocks_is_counted(make_engine: Make) -> None:
+    engine, worker = two_in_flight(
+        make_engine, **{"store.max_reference_share": 0.01, "store.partial_blocks": True}
+    )
+    engine.add(make_request(PROMPT, "one"))
+    engine.step()
+    engine.finish("one")
+    worker.movers[0].release()
+    engine.drain()
+    assert engine.stored_pages == PAGES
+    assert dropped(engine) == {"reference_limit": 1}
 
 
 def test_a_prompt_longer_than_the_host_tier_keeps_its_beginning(make_engine: Make) -> None:
@@ -342,8 +356,8 @@ def test_what_is_held_is_given_up_after_hold_s(make_engine: Make) -> None:
 def test_control_a_hold_beyond_its_time_is_seen(make_engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     end = Holds.end
 
-    def never(self: Holds, hold: Hold, reason: str | None = None) -> None:
-        if reason != "hold_expired":
+    def never(self: Holds, hold: Hold, reason: PageLoss | None = None) -> None:
+        if reason is not PageLoss.HOLD_EXPIRED:
             end(self, hold, reason)
 
     monkeypatch.setattr(Holds, "end", never)

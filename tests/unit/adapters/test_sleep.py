@@ -299,12 +299,13 @@ def test_stores_not_begun_before_a_sleep_are_dropped(
     engine.add(make_request(PROMPT, "one"))
     engine.step()
     engine.finish("one")
-    assert engine.side.orders.early
+    assert (pages := sum(op.pages for graph in engine.side.orders.early for op in graph.ops))
     assert engine.pool.reset_prefix_cache()
     assert engine.side.reset()
     assert not engine.side.orders.early
     engine.drain()
     assert engine.unit.manager.inflight_ops() == 0
+    assert engine.counters.value("flexkv_dropped_store_pages_total", reason="released") == pages
 
 
 class BuiltinEngine(MiniEngine):

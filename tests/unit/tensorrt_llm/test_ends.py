@@ -11,7 +11,18 @@ from flexkv.errors import ClosedError
 from flexkv.transfer.graph import OpKind
 from tests.unit.tensorrt_llm.faults import Faults
 from tests.unit.tensorrt_llm.group import LONG_S
-from tests.unit.tensorrt_llm.world import PROMPT, SHAPE, WHOLE, Make, promised, stalled_load, steps, stored
+from tests.unit.tensorrt_llm.request import Request
+from tests.unit.tensorrt_llm.world import (
+    PROMPT,
+    SHAPE,
+    WHOLE,
+    Make,
+    World,
+    promised,
+    stalled_load,
+    steps,
+    stored,
+)
 from tests.unit.transfer.transfer_world import STALL
 
 
@@ -84,6 +95,41 @@ def test_pages_that_find_no_slot_are_counted_by_that_name(make_world: Make) -> N
     lost = counters.value("flexkv_dropped_store_pages_total", reason="no_slot") - before
     assert lost == WHOLE // SHAPE.tokens - world.scheduler.side.unit.slots == 3
     assert counters.value("flexkv_dropped_store_pages_total", reason="busy") == 0
+
+
+@pytest.mark.parametrize("asks", [False, True], ids=["reset", "asks again"])
+def test_pages_that_a_preempted_request_computed_are_counted(make_world: Make, asks: bool) -> None:
+    world = make_world(chunk=6)
+    world.warm_up()
+    request = world.request(PROMPT)
+    steps(world, 2)
+    _lose_blocks(world, request, asks)
+    computed = 12 // SHAPE.tokens
+    assert _preempted(world) == computed
+    _lose_blocks(world, request, asks)
+    assert _preempted(world) == computed, "it had computed nothing since"
+    world.executor.requests.clear()
+
+
+@pytest.mark.parametrize("asks", [False, True], ids=["reset", "asks again"])
+def test_control_pages_that_another_request_stored_are_not_lost(make_world: Make, asks: bool) -> None:
+    world = stored(make_world)
+    request = world.request(PROMPT, new_tokens=50)
+    world.executor.run(until=lambda: request.state == "generation")
+    _lose_blocks(world, request, asks)
+    assert _preempted(world) == 0
+    world.executor.requests.clear()
+
+
+def _lose_blocks(world: World, request: Request, asks: bool) -> None:
+    if asks:
+        world.scheduler.get_num_new_matched_tokens(request, 0)
+    else:
+        world.scheduler.request_reset(request)
+
+
+def _preempted(world: World) -> float:
+    return world.scheduler.side.counters.value("flexkv_dropped_store_pages_total", reason="preempted")
 
 
 def test_a_request_that_lost_its_blocks_stores_nothing_of_its_new_ones(

@@ -176,6 +176,8 @@ def test_a_step_that_breaks_off_stores_nothing(make_world: Make, mode: str) -> N
     world.request(LONGER)
     break_at(world, 1)
     end_failed(world)
+    lost = world.scheduler.side.counters.value("flexkv_dropped_store_pages_total", reason="broken_step")
+    assert lost == MORE // SHAPE.tokens
     assert world.hit(world.serve(LONGER)) == 0
     assert world.hit(world.serve(LONGER)) == MORE
     world.check()

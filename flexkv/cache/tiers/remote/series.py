@@ -6,21 +6,22 @@ from collections import Counter
 from collections.abc import Mapping
 
 from flexkv.cache.tier import Series, TierCounts
+from flexkv.observe import PageLoss
 from flexkv.remote.plane import LOST, RemoteTotals
 
 OK = "ok"
 MISSED = {
-    "absent": "absent",
-    "other_size": "size",
-    "expired": "expired",
-    "failed": "failed",
-    "away": "failed",
-    LOST: "failed",
+    "absent": PageLoss.REMOTE_ABSENT,
+    "other_size": PageLoss.REMOTE_SIZE,
+    "expired": PageLoss.REMOTE_EXPIRED,
+    "failed": PageLoss.REMOTE_LATE,
+    "away": PageLoss.REMOTE_LATE,
+    LOST: PageLoss.REMOTE_LATE,
 }
-"""Outcome of a get -> reason; every other one is a check that failed."""
+"""Outcome of a get -> what happened; every other one is a check that failed."""
 
-DROPPED = frozenset({"full", "known"})
-"""Outcomes of a put that are reasons by their own names; every other one is a failure."""
+DROPPED = {"full": PageLoss.REMOTE_FULL, "known": PageLoss.REMOTE_KNOWN}
+"""Outcome of a put -> what happened; every other one is a failure."""
 
 
 def remote_series(counts: TierCounts, totals: RemoteTotals) -> Mapping[Series, int]:
@@ -31,22 +32,20 @@ def remote_series(counts: TierCounts, totals: RemoteTotals) -> Mapping[Series, i
         if value:
             found[name, ((label, of),) if label else ()] += value
 
+    def lost(loss: PageLoss, pages: int) -> None:
+        add(loss.metric, pages, "reason", loss.reason)
+
     add("flexkv_remote_pages_total", totals.gets[OK], "direction", "read")
     add("flexkv_remote_pages_total", totals.puts[OK], "direction", "write")
     add("flexkv_remote_bytes_total", totals.bytes_got, "direction", "read")
     add("flexkv_remote_bytes_total", totals.bytes_put, "direction", "write")
     for outcome, pages in totals.gets.items():
         if outcome != OK:
-            add("flexkv_remote_missed_pages_total", pages, "reason", MISSED.get(outcome, "content"))
+            lost(MISSED.get(outcome, PageLoss.REMOTE_CONTENT), pages)
     for outcome, pages in totals.puts.items():
         if outcome != OK:
-            add(
-                "flexkv_remote_dropped_pages_total",
-                pages,
-                "reason",
-                outcome if outcome in DROPPED else "failed",
-            )
-    add("flexkv_remote_dropped_pages_total", counts.dropped_writes, "reason", "busy")
+            lost(DROPPED.get(outcome, PageLoss.REMOTE_FAILED), pages)
+    lost(PageLoss.REMOTE_BUSY, counts.dropped_writes)
     for outcome, lookups in totals.lookups.items():
         add("flexkv_remote_lookups_total", lookups, "outcome", outcome)
     add("flexkv_remote_lookups_total", counts.waits, "outcome", "waited")
