@@ -61,7 +61,7 @@ class EagerStores(RequestStores):
         """Groups that had no room for a page since the step began: nobody else offers any of them."""
 
     def plan_step(self, output: SchedulerOutput, step: int, orders: ConnectorMetadata) -> None:
-        self._full.clear()
+        self._begin_offers()
         if self.holds:
             orders.early += self._plan_holds(idle=not output.total_num_scheduled_tokens)
         for request_id, scheduled in output.num_scheduled_tokens.items():
@@ -94,7 +94,7 @@ class EagerStores(RequestStores):
             self._give_up(tracker, certain, PageLoss.ENDED)
             return []
         self._watch.release(tracker.request_id)
-        self._full.clear()
+        self._begin_offers()
         graphs = self._plan(tracker, certain, None)
         if self._with_tails and (tail := self._plan_tail(tracker, certain)) is not None:
             graphs.append(tail)
@@ -134,6 +134,12 @@ class EagerStores(RequestStores):
         self._stale_hashes = stale_hashes
 
     # --- whole blocks of full attention ---
+
+    def _begin_offers(self) -> None:
+        """Room may have come since the last offers."""
+        self._full.clear()
+        if self._queue_is_full:
+            self._full.update(self._full_groups)
 
     def _plan(self, tracker: RequestTracker, certain_tokens: int, holder: str | None) -> list[TransferGraph]:
         """Stores of certain whole blocks that are not stored yet, as far as there is room.

@@ -178,7 +178,7 @@ class LazyStores(RequestStores, CacheListener):
             return None
         self._seen = seen
         candidates = self._candidates()
-        room = self._watch.room
+        room = 0 if self._queue_is_full else self._watch.room
         if len(candidates) > room:
             self._pass_over(candidates[max(0, room) :])
             del candidates[max(0, room) :]

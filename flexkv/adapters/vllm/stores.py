@@ -32,9 +32,11 @@ class StoreMode(ABC):
 
     Attributes:
         holds: ended requests with pending pages; None for a mode that has none.
+        awaits_queue: the store that ended last had found a rank's queue full.
     """
 
     holds: Holds | None = None
+    awaits_queue = False
 
     @abstractmethod
     def plan_step(self, output: SchedulerOutput, step: int, orders: ConnectorMetadata) -> None:
@@ -73,8 +75,8 @@ class StoreMode(ABC):
         """A store of these engine blocks ended without being published."""
 
     def offer_again(self, completion: Completion) -> bool:
-        """A store found no room in a rank's queue. Offers its blocks again with the next steps, if they still hold what
-        they held; returns whether it does."""
+        """A store found no room in a rank's queue. Offers its blocks again once another store has ended, if they still
+        hold what they held then; returns whether it does."""
         return False
 
     @abstractmethod
@@ -139,6 +141,12 @@ class RequestStores(StoreMode):
         self._block_tokens = self._groups[0].block_tokens
         self._prompt_only = spec.config.store.tokens == "prompt"
         self._stale_hashes: dict[int, bytes] = {}
+
+    @property
+    def _queue_is_full(self) -> bool:
+        """Whether a store would find no place in a rank's queue: until one that is in flight has ended. Without any
+        nothing would tell, so the next one tries."""
+        return self.awaits_queue and bool(self._watch.ops)
 
     def _certain_after_step(self, tracker: RequestTracker, scheduled_tokens: int) -> int:
         """Tokens whose KV is computed and accepted once this step's forward has run.

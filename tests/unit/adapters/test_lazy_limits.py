@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from tests import testing_ext
 from tests.unit.adapters.faulty_worker import faulty_worker
 from tests.unit.adapters.mini_engine import MiniEngine
 from tests.unit.adapters.vllm_objects import make_request
-from tests.unit.transfer.transfer_world import FAIL
+from tests.unit.transfer.transfer_world import FAIL, STALL
 
 Make = Callable[..., MiniEngine]
 D2H = 1
@@ -166,3 +167,49 @@ def test_what_a_preempted_request_loses_is_counted(make_engine: Make, taken: int
     assert engine.counters.value("flexkv_dropped_store_pages_total", reason="preempted") == lost
     engine.pool.free_blocks(others)
     engine.side.finished(live.request)
+
+
+def _offers_to_a_full_queue(make_engine: Make, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+    """Blocks that are offered in many steps while a rank's queue has no place; and after a store has ended."""
+    worker = faulty_worker(testing_ext.FaultRule(STALL, kind=D2H, nth_op=0))
+    engine = make_engine(blocks=12, worker_class=worker, **LAZY, **{"transfer.queue_ops": 1})
+    for number in range(6):
+        engine.add(make_request(range(100 * number, 100 * number + 11), f"r{number}"))
+        engine.step()
+        engine.finish(f"r{number}")
+        engine.step({})
+    assert worker.movers[0].wait_stalled(1, 10)
+    engine.step({})
+    offered: list[int] = []
+    begin_store = engine.unit.manager.begin_store
+
+    def noted(request_id: str, group: int, keys: Any, *rest: Any) -> Any:
+        offered.append(len(keys))
+        return begin_store(request_id, group, keys, *rest)
+
+    monkeypatch.setattr(engine.unit.manager, "begin_store", noted)
+    for _ in range(8):
+        engine.step({})
+    found = len(offered)
+    worker.movers[0].release()
+    for _ in range(4):
+        engine.drain()
+        engine.step({})
+    engine.drain()
+    return found, engine.stored_pages
+
+
+def test_a_full_queue_is_offered_nothing_until_a_store_has_ended(
+    make_engine: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offers, stored = _offers_to_a_full_queue(make_engine, monkeypatch)
+    assert offers == 0
+    assert stored > 2
+
+
+def test_control_without_the_wait_each_step_plans_a_store(
+    make_engine: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LazyStores, "_queue_is_full", False)
+    offers, _ = _offers_to_a_full_queue(make_engine, monkeypatch)
+    assert offers == 8

@@ -197,6 +197,48 @@ def test_a_store_for_which_a_rank_has_no_room_is_offered_again(make_engine: Make
     assert _full_lane(make_engine) == (PAGES, {})
 
 
+def _offers_while_full(make_engine: Make, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+    """Stores that are planned in many steps while a rank's queue has no place, and pages stored in the end."""
+    worker = faulty_worker(testing_ext.FaultRule(STALL, kind=D2H, nth_op=0))
+    engine = make_engine(blocks=17, worker_class=worker, **{"transfer.queue_ops": 1})
+    engine.add(make_request(PROMPT, "one"))
+    for _ in range(PAGES):
+        engine.step({"one": BLOCK_TOKENS})
+    assert worker.movers[0].wait_stalled(1, 10)
+    engine.step({"one": 0})
+    offers = 0
+    begin_store = engine.unit.manager.begin_store
+
+    def noted(*args: Any, **named: Any) -> Any:
+        nonlocal offers
+        offers += 1
+        return begin_store(*args, **named)
+
+    monkeypatch.setattr(engine.unit.manager, "begin_store", noted)
+    for _ in range(MANY_STEPS):
+        engine.step({"one": 0})
+    found = offers
+    worker.movers[0].release()
+    for _ in range(PAGES):
+        engine.drain()
+        engine.step({"one": 0})
+    engine.drain()
+    return found, engine.stored_pages
+
+
+def test_a_full_queue_is_offered_nothing_until_a_store_has_ended(
+    make_engine: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert _offers_while_full(make_engine, monkeypatch) == (0, PAGES)
+
+
+def test_control_without_the_wait_each_step_plans_a_store(
+    make_engine: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(EagerStores, "_begin_offers", lambda self: self._full.clear())
+    assert _offers_while_full(make_engine, monkeypatch) == (MANY_STEPS, PAGES)
+
+
 def test_control_a_full_queue_loses_pages(make_engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EagerStores, "offer_again", lambda self, completion: False)
     stored, lost = _full_lane(make_engine)
