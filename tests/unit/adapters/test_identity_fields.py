@@ -18,7 +18,7 @@ import pytest
 import torch
 import vllm.config
 from safetensors.torch import save_file
-from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig
+from transformers import Idefics3Config, Idefics3VisionConfig, LlamaConfig
 from vllm.config.quantization import QuantizationConfigArgs
 from vllm.engine.arg_utils import EngineArgs
 
@@ -52,12 +52,13 @@ def write_weights(folder: Path) -> None:
     save_file({"weight": torch.arange(4096, dtype=torch.float32)}, folder / "model.safetensors")
 
 
-def write_llava(folder: Path) -> Path:
+def write_image_model(folder: Path) -> Path:
     """What vLLM reads of a model that takes images at its configuration; the weights are never loaded."""
     text = LlamaConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=128)
-    vision = CLIPVisionConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, projection_dim=32)
-    shape = LlavaConfig(vision_config=vision, text_config=text, image_token_index=100)
-    shape.architectures = ["LlavaForConditionalGeneration"]
+    vision = Idefics3VisionConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2)
+    shape = Idefics3Config(vision_config=vision, text_config=text, image_token_id=100)
+    # vLLM imports a model to resolve its configuration: this one needs neither torchvision nor mistral_common.
+    shape.architectures = ["Idefics3ForConditionalGeneration"]
     shape.save_pretrained(folder)
     write_weights(folder)
     (folder / PROCESSOR).write_text(json.dumps({"image_processor": {"size": 112}, "chat_template": "a"}))
@@ -74,7 +75,7 @@ def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def image_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_llava(tmp_path_factory.mktemp("images"))
+    return write_image_model(tmp_path_factory.mktemp("images"))
 
 
 def resolved(folder: Path, **arguments: Any) -> Any:
@@ -250,7 +251,7 @@ def test_one_configuration_has_one_namespace(image_folder: Path) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"hf_overrides": {"vision_feature_layer": -1}},
+        {"hf_overrides": {"scale_factor": 4}},
         {"hf_overrides": {"vision_config": {"hidden_act": "gelu"}}},
         {"hf_overrides": {"text_config": {"rope_theta": 5e5}}},
         {"mm_processor_kwargs": {"size": {"height": 56}}},
@@ -332,7 +333,7 @@ def copied(tmp_path: Path) -> Callable[[str, str], Path]:
     made: list[Path] = []
 
     def copy_with(name: str, content: str) -> Path:
-        made.append(write_llava(tmp_path / f"{len(made)}"))
+        made.append(write_image_model(tmp_path / f"{len(made)}"))
         if name:
             (made[-1] / name).write_text(content)
         return made[-1]
