@@ -71,6 +71,8 @@ PRESETS = {
     # A layer has 101,000 weights for each number of its queries, about as many as a Llama of 70B (104,000; "medium" has
     # 6,000): products with weights and attention share the time of a prompt as they do in a large model.
     "wide": ModelShape(layers=4, hidden=1024, heads=2, kv_heads=1, intermediate=4096, head=64),
+    # Two GB of weights: long enough to read for what reading them costs to be seen.
+    "heavy": ModelShape(layers=8, hidden=2048, heads=16, kv_heads=4, intermediate=8192),
 }
 
 
