@@ -36,6 +36,9 @@ SECRETIVE = FAULTY | {"kv_connector": "SecretiveConnector"}
 SLAB_BYTES = 64 << 20
 SMALL_HOST_BYTES = 8 << 20
 """About 58 blocks of the tiny model: three prompts of 600 tokens."""
+FOUR_PROMPTS_HOST_BYTES = 10 << 20
+"""Four prompts of 600 tokens."""
+QUEUED = 16
 STREAMING: dict[str, Any] = {"disk__stream": True, "disk__prefetch_requests": 0}
 """What a queue gave the disk time to bring up would be promised from host memory."""
 DURABLE_WITHIN_S = 30.0
@@ -402,14 +405,27 @@ def test_two_ranks_and_a_scheduler_in_a_process_of_its_own(
     assert session.metric(DISK_READS) > 0
 
 
+@pytest.mark.long
+def test_control_queued_prompts_that_wait_for_no_room_are_computed(
+    engines: Engines, stream: int, folder: Path
+) -> None:
+    session = start(engines, folder, host__bytes=FOUR_PROMPTS_HOST_BYTES, disk__wait_s=0.001)
+    prompts = [Prompt.of(600, stream + n) for n in range(QUEUED)]
+    for number, prompt in enumerate(prompts):
+        assert session.check_one(prompt).cached == 0
+        session.forget(number)
+    answers = session.check(*prompts)
+    assert sum(answer.cached for answer in answers) < sum(prompt.whole_blocks for prompt in prompts)
+
+
 @pytest.mark.parametrize("load_mode", ["async", "sync"])
 def test_what_does_not_fit_host_memory_is_served_until_the_disk_fails(
     engines: Engines, stream: int, folder: Path, load_mode: str
 ) -> None:
     session = start(
-        engines, folder, host__bytes=SMALL_HOST_BYTES, load__mode=load_mode, disk__wait_s=DISK_WAIT_S
+        engines, folder, host__bytes=FOUR_PROMPTS_HOST_BYTES, load__mode=load_mode, disk__wait_s=DISK_WAIT_S
     )
-    prompts = [Prompt.of(600, stream + n) for n in range(8)]
+    prompts = [Prompt.of(600, stream + n) for n in range(QUEUED)]
     for number, prompt in enumerate(prompts):
         assert session.check_one(prompt).cached == 0
         session.forget(number)
