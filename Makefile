@@ -8,8 +8,8 @@ WORKERS ?= 2
 PARALLEL = -n $(WORKERS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test preflight preflight-test env env-test env-sglang build build-test lint format check test-unit \
-        test-native test-sanitizers test-engines test-sglang steady soak bench docs clean distclean
+.PHONY: help demo test preflight preflight-test env env-test env-sglang env-vllm33 build build-test lint format check test-unit \
+        test-native test-sanitizers test-engines test-sglang test-vllm33 steady soak bench docs clean distclean
 
 help:  ## this list
 	@awk -F ':.*##' '/^[a-z-]+:.*##/ { printf "make %-16s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -17,9 +17,10 @@ help:  ## this list
 demo: build  ## the real vLLM engine with flexkv: a table, a PNG, and a check of every token
 	$(PY) -m demo
 
-# Without SGLang's wheels its tests fail and say why; the others are run all the same.
+# Without SGLang's wheels its tests fail and say why, without vLLM 0.33's they are skipped; the others are run all the same.
 test: build-test  ## all tests but those marked `long`; the last line is pytest's summary
 	@$(PYTHON) -m build_support.sglang_environment || true
+	@$(PY) -m build_support.vllm33_environment || true
 	@$(PYTEST) $(PARALLEL)
 
 preflight:
@@ -36,6 +37,9 @@ env-test: preflight-test  ## the same, with what tests and lints
 
 env-sglang: preflight  ## the second environment, for the tests with the real SGLang
 	@$(PYTHON) -m build_support.sglang_environment
+
+env-vllm33: env-test  ## the Python of vLLM 0.33, for the tests that run it on a mocked CUDA
+	@$(PY) -m build_support.vllm33_environment
 
 BUILD = $(PY) setup.py --quiet build_ext --inplace
 build: env  ## the native core, in place
@@ -82,10 +86,13 @@ test-engines: build-test  ## tests with the real vLLM engine
 test-sglang: build-test env-sglang  ## tests with the real SGLang engine
 	@$(PYTEST) tests/engines_sglang
 
+test-vllm33: build-test env-vllm33  ## tests with the Python of vLLM 0.33 on a mocked CUDA, long ones too
+	@$(PYTEST) -m "" tests/engines_vllm33
+
 steady: build-test  ## repeats test files under load, an hour a call: make steady FILES="tests/unit/storage"
 	@$(PY) -m tests.steady $(FILES)
 
-soak: build-test env-sglang  ## simulation, stress, fuzz, flipped bits, engine pressure, kills, power cuts, 20 times as long (or FLEXKV_SOAK); long tests
+soak: build-test env-sglang env-vllm33  ## simulation, stress, fuzz, flipped bits, engine pressure, kills, power cuts, 20 times as long (or FLEXKV_SOAK); long tests
 	@FLEXKV_SOAK=$${FLEXKV_SOAK:-20} $(PYTEST) $(PARALLEL) -m "soak or long" --timeout 14400
 
 # Every program in benchmarks/ takes --json, but for gpu_results, which writes a page and wants a GPU, and those that want
@@ -102,4 +109,4 @@ clean:  ## what the build made
 	rm -rf build dist out *.egg-info flexkv/*.so tests/*.so
 
 distclean: clean  ## and the environment
-	rm -rf $(VENV) .venv-sglang
+	rm -rf $(VENV) .venv-sglang .venv-vllm33

@@ -146,10 +146,19 @@ def _run_shown(python: Path, step: Step) -> None:
 
 
 def _pip_install(python: Path, step: Step, title: str, give_up_s: float | None) -> None:
-    """Says how long it took; what pip says is shown where it fails."""
     command = [str(python), "-m", "pip", "install", "--progress-bar", "off", *step.arguments]
     if step.apart:
         command += ["--upgrade", "--target", str(python.parents[1] / step.apart)]
+    run_pip(command, title, give_up_s, step.hint)
+
+
+def run_pip(command: Sequence[str], title: str, give_up_s: float | None = None, hint: str = "") -> None:
+    """Says how long it took; what pip says is shown where it fails, which ends the program.
+
+    Args:
+        give_up_s: a command that takes longer fails.
+        hint: for a person whose machine cannot carry it out.
+    """
     environ = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     began = time.monotonic()
     with tempfile.TemporaryFile("w+", errors="replace") as said:
@@ -164,8 +173,7 @@ def _pip_install(python: Path, step: Step, title: str, give_up_s: float | None) 
         print("".join(said.readlines()[-SHOWN_LINES:]), file=sys.stderr, flush=True)
     if late:
         fail(f"{title} did not end within {give_up_s:.0f} s; the command was: {' '.join(command)}")
-    hint = f"\n{step.hint}" if step.hint else ""
-    fail(f"{title} failed; the command was: {' '.join(command)}{hint}")
+    fail(f"{title} failed; the command was: {' '.join(command)}" + (f"\n{hint}" if hint else ""))
 
 
 def _wait_visibly(process: subprocess.Popen[bytes], title: str, give_up_s: float | None, output: int) -> bool:

