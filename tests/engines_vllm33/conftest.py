@@ -1,0 +1,168 @@
+"""Fixtures: a model, and cases run with flexkv and without."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from build_support.vllm33_environment import FOLDER, is_made
+from demo.model import write_model
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+CASE_DEADLINE_S = 280.0
+LOG_TAIL = 5000
+
+FLEXKV: dict[str, Any] = {
+    "kv_connector": "FlexKVConnector",
+    "kv_connector_module_path": "flexkv.adapters.vllm",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+}
+
+Found = dict[str, Any]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.engine)
+
+
+def flexkv(base: Mapping[str, Any] = FLEXKV, **settings: Any) -> dict[str, Any]:
+    """A `kv_transfer_config`; settings are dotted keys with `__` for the dot."""
+    named = {key.replace("__", "."): value for key, value in settings.items()}
+    return {**base, "kv_connector_extra_config": {"host.bytes": 1 << 26, "identity.model": "tiny", **named}}
+
+
+def environment(work: Path) -> dict[str, str]:
+    """What every process of an engine needs."""
+    paths = (HERE / "startup", FOLDER / "beside", FOLDER / "site", ROOT)
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, paths)),
+        "CUDA_VISIBLE_DEVICES": "0",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        # Kernels that no host has.
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "VLLM_CACHE_ROOT": str(work / "vllm"),
+        "TRITON_CACHE_DIR": str(work / "triton"),
+        # The models are tiny, and nothing is to be got from a network.
+        "OMP_NUM_THREADS": "1",
+        "VLLM_HOST_IP": "127.0.0.1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+
+
+class Cases:
+    """Runs cases, one after the other, and remembers those without flexkv."""
+
+    def __init__(self, work: Path, model: Path) -> None:
+        self.work, self.model = work, str(model)
+        self._count = 0
+        self._alone: dict[str, Found] = {}
+        with (work / "server.log").open("wb") as log:
+            self._server = subprocess.Popen(
+                [sys.executable, "-m", "tests.engines_vllm33.server"],
+                cwd=ROOT,
+                env=environment(work),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def run(
+        self,
+        case: str,
+        transfer: Mapping[str, Any] | None,
+        environment: Mapping[str, str] | None = None,
+        **arguments: Any,
+    ) -> Found:
+        """
+        Raises:
+            AssertionError: the case failed; with its words.
+        """
+        self._count += 1
+        log = self.work / f"{self._count}-{case}.log"
+        order = {
+            "case": case,
+            "log": str(log),
+            "environment": dict(environment or {}),
+            "arguments": {"model": self.model, "transfer": transfer, **arguments},
+        }
+        assert self._server.stdin is not None
+        self._server.stdin.write((json.dumps(order) + "\n").encode())
+        self._server.stdin.flush()
+        answer = self._answer(log)
+        said = log.read_text(errors="replace") if log.exists() else ""
+        assert "error" not in answer, f"{case}: {answer['error']}\n{said[-LOG_TAIL:]}"
+        return {**answer["value"], "log": said}
+
+    def alone(self, case: str, **arguments: Any) -> Found:
+        """The same case without flexkv."""
+        key = json.dumps([case, arguments], sort_keys=True)
+        if key not in self._alone:
+            self._alone[key] = self.run(case, None, **arguments)
+        return self._alone[key]
+
+    def close(self) -> None:
+        assert self._server.stdin is not None
+        self._server.stdin.close()
+        try:
+            self._server.wait(10.0)
+        except subprocess.TimeoutExpired:
+            # Its session is ours: nothing else is in that group.
+            os.killpg(self._server.pid, 9)
+            self._server.wait()
+
+    def _answer(self, log: Path) -> dict[str, Any]:
+        assert self._server.stdout is not None
+        descriptor, line = self._server.stdout.fileno(), b""
+        ends_s = time.monotonic() + CASE_DEADLINE_S
+        while not line.endswith(b"\n"):
+            ready, _, _ = select.select([descriptor], [], [], max(0.0, ends_s - time.monotonic()))
+            more = os.read(descriptor, 1 << 16) if ready else b""
+            if not more:
+                said = log if log.exists() else self.work / "server.log"
+                what = "the server of cases ended" if ready else f"no answer in {CASE_DEADLINE_S:.0f} s"
+                pytest.fail(f"{what}\n{said.read_text(errors='replace')[-LOG_TAIL:]}")
+            line += more
+        return dict(json.loads(line))
+
+
+@pytest.fixture(scope="session")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cases]:
+    if not is_made():
+        pytest.skip(f"{FOLDER.name} has no Python of vLLM 0.33: `make env-vllm33` gets it")
+    work = tmp_path_factory.mktemp("vllm33")
+    running = Cases(work, write_model(work / "models", "tiny"))
+    yield running
+    running.close()
+
+
+def tokens(found: Found, phase: str) -> list[list[int]]:
+    return list(found["phases"][phase]["tokens"])
+
+
+def cached(found: Found, phase: str) -> list[int]:
+    return list(found["phases"][phase]["cached"])
+
+
+def assert_same_tokens(found: Found, alone: Found) -> None:
+    """In every phase, each answer is the one without flexkv."""
+    assert found["phases"].keys() == alone["phases"].keys()
+    for phase in found["phases"]:
+        assert tokens(found, phase) == tokens(alone, phase), phase

@@ -1,0 +1,14 @@
+"""Importing this makes the CPU pass for a GPU in this process: torch, vLLM's compiled operators, its drivers.
+
+Nothing is changed on disk. vLLM's Python runs as it is but for what `mock_vllm.py` names. What cannot be seen so:
+streams and events (all work has ended when it was begun), CUDA graphs, real kernels and their numerics, device pointers
+(flexkv takes its CPU lane), and times.
+"""
+
+from tests.engines_vllm33 import mock_cuda, mock_operators, mock_vllm
+
+mock_vllm.replace_when_imported()
+mock_cuda.replace_torch()
+mock_operators.register()
+mock_vllm.replace_drivers()
+mock_vllm.replace_now()
