@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from build_support.vllm_names import markdown as vllm_names
 from flexkv.adapters.sglang.identity_fields import ARGUMENTS as SGLANG_ARGUMENTS
 from flexkv.adapters.tensorrt_llm.identity_fields import ARGUMENTS as TENSORRT_ARGUMENTS
 from flexkv.adapters.vllm.identity_fields import markdown as vllm_fields
@@ -34,6 +35,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "configuration.md": markdown_reference,
     "identity.md": markdown_identity,
     "metrics.md": markdown_metrics,
+    "vllm.md": vllm_names,
 }
 
 

@@ -29,6 +29,13 @@ FLEXKV: dict[str, Any] = {
     "kv_load_failure_policy": "recompute",
 }
 
+FAULTY = {
+    **FLEXKV,
+    "kv_connector": "FaultyConnector",
+    "kv_connector_module_path": "tests.engines.faulty_connector",
+}
+"""Its mover obeys the rules in FAULT_RULES."""
+
 Found = dict[str, Any]
 
 

@@ -126,6 +126,13 @@ class Engine:
         for cache in self.kv_tensors():
             torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage()).fill_(SPOILT)
 
+    def step_until_reset(self) -> None:
+        """Drops vLLM's own prefix cache, of a core in another process too, once no block is held."""
+        ends_s = time.monotonic() + DEADLINE_S
+        while not self.llm.reset_prefix_cache():
+            assert time.monotonic() < ends_s, f"not within {DEADLINE_S:.0f} s: no block is held"
+            time.sleep(0.05)
+
     def kv_tensors(self) -> list[torch.Tensor]:
         layers = self.llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
         found = [layer.kv_cache for layer in layers if getattr(layer, "kv_cache", None) is not None]

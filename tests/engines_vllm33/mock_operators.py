@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-
 SUPPORTED = "bool"
 """Operators that say whether a GPU has something: none has."""
 

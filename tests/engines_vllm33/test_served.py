@@ -6,15 +6,10 @@ import json
 
 import pytest
 
-from tests.engines_vllm33.conftest import FLEXKV, Cases, assert_same_tokens, cached, flexkv, tokens
+from tests.engines_vllm33.conftest import FAULTY, Cases, assert_same_tokens, cached, flexkv, tokens
 
 WHOLE_BLOCKS = [144, 64, 320]
 """Of the prompts' 150, 70 and 330 tokens."""
-FAULTY = {
-    **FLEXKV,
-    "kv_connector": "FaultyConnector",
-    "kv_connector_module_path": "tests.engines.faulty_connector",
-}
 
 
 def test_without_flexkv_nothing_is_served_once_forgotten(cases: Cases) -> None:

@@ -16,7 +16,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiCo
 
 from flexkv.adapters.common.refusals import log_refusal
 from flexkv.adapters.vllm import local_engines
-from flexkv.adapters.vllm.engine_checks import check_batch_invariance, check_engine, warn_of_policy
+from flexkv.adapters.vllm.engine_checks import (
+    check_batch_invariance,
+    check_engine,
+    warn_of_policy,
+    warn_of_version,
+)
 from flexkv.adapters.vllm.engine_spec import EngineRole, EngineSpec, step_load_needs
 from flexkv.adapters.vllm.geometry import config_of_tensors
 from flexkv.adapters.vllm.identity import check_hash
@@ -97,6 +102,7 @@ class FlexKVConnectorV1Impl:
         else:
             # vLLM's class imports whichever `flexkv` comes first on Python's path.
             log_package(logger)
+            warn_of_version()
             warn_of_policy(transfer)
             for words in without_effect(asked, "vllm"):
                 logger.warning("%s", words)

@@ -24,6 +24,7 @@ from flexkv.adapters.vllm.engine_checks import (
     check_groups,
     warn_of_policy,
     warn_of_sudden_end,
+    warn_of_version,
 )
 from flexkv.adapters.vllm.engine_spec import EngineRole, EngineSpec, units_on_node, with_possible_modes
 from flexkv.adapters.vllm.geometry import head_replicas, required_layout
@@ -113,6 +114,7 @@ class FlexKVConnector(KVConnectorBase_V1, SupportsHMA):
         self, vllm_config: VllmConfig, settings: FlexKVConfig, geometry: PoolGeometry
     ) -> None:
         log_package(logger)
+        warn_of_version()
         warn_of_policy(self._kv_transfer_config)
         warn_of_sudden_end(settings, vllm_config)
         for words in without_effect(settings, "vllm"):

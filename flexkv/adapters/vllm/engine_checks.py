@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from flexkv.errors import ConfigError
-from flexkv.observe import get_logger
+from flexkv.observe import get_logger, warn_once
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, ModelConfig, ParallelConfig, VllmConfig
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from flexkv.config import FlexKVConfig
 
 logger = get_logger(__name__)
+
+TESTED_VERSIONS = ("0.32", "0.33")
+"""Of vLLM, oldest first: what the tests run, and whose names they look for (the table in docs/vllm.md)."""
 
 
 def check_engine(config: VllmConfig) -> None:
@@ -128,6 +131,21 @@ def _kind_of(model: ModelConfig) -> str:
         kinds = [str(kind) for kind in (pooler.seq_pooling_type, pooler.tok_pooling_type) if kind]
         pooling = f", {' and '.join(kinds)} pooling"
     return f"{model.attn_type} attention{pooling}"
+
+
+def warn_of_version() -> None:
+    """Says once in a process that flexkv was not tested with this vLLM, and with which it was."""
+    from vllm import __version__
+
+    if ".".join(__version__.split(".")[:2]) not in TESTED_VERSIONS:
+        warn_once(
+            logger,
+            "untested vLLM",
+            "vLLM %s: flexkv was tested with vLLM %s. The connector interface of vLLM is experimental, so another "
+            "version may fail at its start or later; install a tested one to be sure",
+            __version__,
+            " and ".join(TESTED_VERSIONS),
+        )
 
 
 def warn_of_policy(transfer: KVTransferConfig) -> None:

@@ -1,0 +1,13 @@
+"""vLLM 0.33 has every name that the adapter touches."""
+
+from __future__ import annotations
+
+from build_support.vllm_names import absent_in
+from tests.engines_vllm33.conftest import Cases
+
+
+def test_this_version_has_every_name(cases: Cases) -> None:
+    found = cases.run("names", None)
+    assert found["version"] == "0.33.0"
+    assert set(found["missing"]) == absent_in("0.33") == frozenset()
+    assert found["control"] == ["vllm:NoSuchName"]
