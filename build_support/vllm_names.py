@@ -139,7 +139,8 @@ def _has_attribute(owner: Any, name: str) -> bool:
             source = inspect.getsource(base)
             if re.search(rf"\bself\.{name}\b[^=\n]*=(?!=)", source) or re.search(rf'"{name}"', source):
                 return True
-    return inspect.isclass(owner) and any(_has_attribute(kind, name) for kind in owner.__subclasses__())
+    kinds = owner.__subclasses__() if inspect.isclass(owner) else ()
+    return any(_has_attribute(kind, name) for kind in kinds if kind.__module__.startswith("vllm"))
 
 
 def markdown() -> str:

@@ -8,10 +8,19 @@ import pytest
 
 from tests.soak import soak_factor
 
-LONGEST_FIRST = ("sanitizers", "engines_sglang", "native", "engines", "faults", "gpu", "unit")
+LONGEST_FIRST = (
+    "sanitizers",
+    "engines_sglang",
+    "native",
+    "engines_vllm33",
+    "engines",
+    "faults",
+    "gpu",
+    "unit",
+)
 """Folders in the order in which a run takes them, by `durations.md`, so that no worker is last with minutes of work."""
 
-TOGETHER = ("sanitizers", "engines_sglang", "native")
+TOGETHER = ("sanitizers", "engines_sglang", "native", "engines_vllm33")
 """Folders that stay on one worker: their files share a build, or an engine that is started once. No run is shorter than
 the longest of them."""
 

@@ -120,14 +120,20 @@ def preempted(model: str, transfer: Transfer = None, **engine: Any) -> Found:
     lab, phases = Engine(model, transfer, **(small | engine)), Phases()
     prompts = [prompt_tokens(120 + 5 * number, 50 + number) for number in range(5)]
     for phase in ("first", "again"):
-        phases.add(phase, lab.run(prompts, 40))
+        phases.add(phase, lab.run(prompts, 30))
         lab.forget()
     found = {**lab.facts(), "phases": phases.found, "metrics": lab.metrics()}
     lab.close()
     return found
 
 
-SLEEPS = {"level 1": (1, [None]), "level 2": (2, [None]), "by tag": (1, [["weights"], ["kv_cache"]])}
+Tags = list[str] | None
+SLEEPS: dict[str, tuple[int, list[Tags]]] = {
+    "level 1": (1, [None]),
+    "level 2": (2, [None]),
+    "by tag": (1, [["weights"], ["kv_cache"]]),
+}
+"""The level of each sleep, and the tags of each call that wakes from it."""
 
 
 @case
@@ -179,14 +185,14 @@ def turns(model: str, transfer: Transfer = None, **engine: Any) -> Found:
     """Two turns of conversations: what was generated, drafted or not, is stored and served."""
     lab, phases = Engine(model, transfer, **engine), Phases()
     prompts = [prompt_tokens(30, 60) * 5, prompt_tokens(20, 61) * 9, SHORT]
-    first = lab.run(prompts, 40)
+    first = lab.run(prompts, 24)
     phases.add("first", first)
     lab.forget()
     answers = zip(prompts, first, strict=True)
     longer = [[*ids, *answer.tokens, *prompt_tokens(7, 62)] for ids, answer in answers]
-    phases.add("second", lab.run_each(longer, 12))
+    phases.add("second", lab.run_each(longer, 6))
     lab.forget()
-    phases.add("together", lab.run(longer, 12))
+    phases.add("together", lab.run(longer, 6))
     lab.drain()
     found = {**lab.facts(), "phases": phases.found, "metrics": lab.metrics()}
     lab.close()
@@ -268,7 +274,7 @@ def failed(model: str, transfer: Transfer = None, **engine: Any) -> Found:
 
 @case
 def names(model: str, transfer: Transfer = None) -> Found:
-    """No engine: names of vLLM that the adapter touches and this version lacks."""
+    """No engine: names of vLLM that the adapter touches and this version lacks, and what it calls on a connector."""
     import vllm
 
     from build_support.vllm_names import missing, touched

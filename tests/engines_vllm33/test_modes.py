@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
 from tests.engines_vllm33.conftest import FAULTY, Cases, assert_same_tokens, cached, flexkv
 
-OFF = {"async_scheduling": False}
+OFF: dict[str, Any] = {"async_scheduling": False}
 LONG = pytest.mark.long
-WITHIN_STEP = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
-"""With vLLM's first model runner loads within the step can be recomputed."""
 
 
 @pytest.mark.parametrize(
@@ -20,7 +19,7 @@ WITHIN_STEP = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 @pytest.mark.parametrize(
     "scheduling", [pytest.param({}, id="async scheduling"), pytest.param(OFF, id="without")]
 )
-def test_every_way_to_load_gives_the_same_tokens(cases: Cases, mode: str, scheduling: dict) -> None:
+def test_every_way_to_load_gives_the_same_tokens(cases: Cases, mode: str, scheduling: dict[str, Any]) -> None:
     found = cases.run("served", flexkv(load__mode=mode), **scheduling)
     assert found["async_scheduling"] is not bool(scheduling)
     assert cached(found, "hit") == cached(found, "together") == [144, 64, 320]
@@ -55,7 +54,7 @@ def test_what_a_small_pool_evicts_is_served(cases: Cases, mode: str) -> None:
 @pytest.mark.parametrize(
     "scheduling", [pytest.param({}, id="async scheduling"), pytest.param(OFF, marks=LONG, id="without")]
 )
-def test_an_abort_in_a_load_leaves_nothing_behind(cases: Cases, scheduling: dict) -> None:
+def test_an_abort_in_a_load_leaves_nothing_behind(cases: Cases, scheduling: dict[str, Any]) -> None:
     found = cases.run("aborted", flexkv(), **scheduling)
     assert "WAITING_FOR_REMOTE_KVS" in found["states"]
     assert cached(found, "hit") == [320]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from build_support.vllm_names import absent_in
 from tests.engines_vllm33.conftest import Cases
+from tests.unit.adapters.vllm_interface import INTERFACES
 
 
 def test_this_version_has_every_name(cases: Cases) -> None:
@@ -11,3 +12,10 @@ def test_this_version_has_every_name(cases: Cases) -> None:
     assert found["version"] == "0.33.0"
     assert set(found["missing"]) == absent_in("0.33") == frozenset()
     assert found["control"] == ["vllm:NoSuchName"]
+
+
+def test_the_connector_takes_every_call_of_this_version(cases: Cases) -> None:
+    found = cases.run("names", None)
+    hooks = {name: tuple(parameters) for name, parameters in found["hooks"].items()}
+    assert hooks == INTERFACES[(0, 33)]
+    assert found["misfits"] == []

@@ -36,7 +36,7 @@ from flexkv.adapters.vllm.metadata import ConnectorMetadata
 from flexkv.adapters.vllm.pool_geometry import one_group_geometry
 from flexkv.adapters.vllm.scheduler import SchedulerSide
 from flexkv.adapters.vllm.store_watch import NoWatch
-from flexkv.adapters.vllm.worker import MAY_SLEEP, WorkerSide
+from flexkv.adapters.vllm.worker import WorkerSide
 from flexkv.config import FlexKVConfig, load_config, without_effect
 from flexkv.errors import ConfigError
 from flexkv.observe import configure_logging, get_logger, log_package, warn_once
@@ -61,8 +61,8 @@ class FlexKVConnectorV1Impl:
     """What vLLM's built-in class delegates to.
 
     Raises:
-        ConfigError: a setting is unknown or not allowed, the engine has more than one rank or another connector of
-            flexkv, or it or its model is refused by `check_engine`.
+        ConfigError: a setting is unknown or not allowed, the engine may sleep, has more than one rank or another
+            connector of flexkv, or it or its model is refused by `check_engine`.
         KeySchemeError: the engine's block hashes are not cryptographic.
     """
 
@@ -79,6 +79,11 @@ class FlexKVConnectorV1Impl:
                 f"tensor_parallel_size is {ranks}: vLLM's built-in FlexKVConnectorV1 carries nothing from worker to "
                 f"scheduler, so it works with 1; set {FULL_CONNECTOR}"
             )
+        if vllm_config.model_config.enable_sleep_mode:
+            raise ConfigError(
+                "enable_sleep_mode is set: vLLM's built-in FlexKVConnectorV1 is told of no sleep, so after one of "
+                f"level 2 KV of the old weights would be served; set {FULL_CONNECTOR}, or leave --enable-sleep-mode out"
+            )
         needs = step_load_needs(vllm_config)
         if needs.because and transfer.kv_load_failure_policy == "recompute":
             raise ConfigError(
@@ -87,7 +92,6 @@ class FlexKVConnectorV1Impl:
             )
         self._vllm_config = vllm_config
         self._settings = _reduced(asked)
-        self._sleeps = bool(vllm_config.model_config.enable_sleep_mode)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role is KVConnectorRole.WORKER:
@@ -152,15 +156,8 @@ class FlexKVConnectorV1Impl:
         """Stores move whole blocks after the forward."""
 
     def wait_for_save(self) -> None:
-        """
-        Raises:
-            ClosedError: a store neither ended nor could be recalled, and the engine may sleep after this step.
-        """
         assert self._worker is not None
         self._worker.finish_stores(self._orders())
-        if self._sleeps:
-            # No hook comes before a sleep takes the memory away that a store which hangs would go on reading.
-            self._worker.end_copies((), MAY_SLEEP)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         return None, None

@@ -140,7 +140,15 @@ class FlexKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        return required_layout(vllm_config)
+        layout = required_layout(vllm_config)
+        if layout is not None:
+            # vLLM's own error names no remedy, and ends the start before any other hook of ours is called.
+            logger.info(
+                "asks vLLM for KV cache layout %s. Where another connector of a MultiConnector asks for another one, "
+                "vLLM does not start: set VLLM_KV_CACHE_LAYOUT to one of the two",
+                layout,
+            )
+        return layout
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:

@@ -37,7 +37,6 @@ lost page costs a recompute later, a waiting thread costs every running request 
 
 ASLEEP = "the engine's KV memory is released"
 RESET = "the cache was reset"
-MAY_SLEEP = "the engine may sleep after this step"
 """Reasons of ops that end refused."""
 
 IDLE_WAIT_S = 0.002
@@ -116,22 +115,21 @@ class WorkerSide(RankWorker):
         """The KV memory is back where it was, with other content. Idempotent."""
         self.restore_pool()
 
-    def end_copies(self, early: Sequence[TransferGraph], reason: str = RESET) -> None:
+    def end_copies(self, early: Sequence[TransferGraph]) -> None:
         """For an engine that may sleep after this and calls no hook of its workers then.
 
         Args:
             early: stores not begun yet; they end refused.
-            reason: of the ops that are ended.
 
         Raises:
             ClosedError: a copy neither ended nor could be recalled: the engine must not sleep.
         """
         self.layer_stores.abandon()
         try:
-            self._ops.release(reason)
+            self._ops.release(RESET)
         finally:
             # Also where a copy hangs: nobody else ends these.
-            self._ops.released = reason
+            self._ops.released = RESET
             for graph in early:
                 self._ops.submit_store(graph)
             self._ops.released = ""

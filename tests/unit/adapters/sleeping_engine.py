@@ -1,5 +1,5 @@
-"""A stand-in for vLLM 0.33, of which there is no build for a CPU: its order of calls around a sleep, and in a step
-whose end is deferred until a draft model has run. Written from reading that version; not that engine itself."""
+"""A stand-in for vLLM 0.33 whose copies can be made to hang: its order of calls around a sleep, and in a step whose end
+is deferred until a draft model has run. tests/engines_vllm33 runs that engine's own Python through the same."""
 
 from __future__ import annotations
 

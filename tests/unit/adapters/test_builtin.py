@@ -64,6 +64,7 @@ def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> p
         ),
         ({"parallel_config__pipeline_parallel_size": 3}, ConfigError, "pipeline_parallel_size is 3"),
         ({"scheduler_config__async_scheduling": True}, ConfigError, "--no-async-scheduling"),
+        ({"model_config__enable_sleep_mode": True}, ConfigError, "enable_sleep_mode is set.*FlexKVConnector"),
         ({"cache_config__prefix_caching_hash_algo": "xxhash"}, KeySchemeError, "xxhash"),
         ({"kv_transfer_config__kv_connector_extra_config": {"stor.mode": 1}}, ConfigError, "stor.mode"),
     ],

@@ -1,4 +1,4 @@
-"""flexkv's connector against what vLLM calls. Of 0.33 there is no build for a CPU: it is known by reading it."""
+"""flexkv's connector against what vLLM calls. tests/engines_vllm33 holds the table of 0.33 against that version."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from flexkv.adapters.vllm.connector import FlexKVConnector
 from flexkv.adapters.vllm.engine_spec import sleeps_without_hooks
-from tests.unit.adapters.vllm_interface import ABSTRACT, INTERFACES, PROPERTIES, misfits, parameters_of
+from tests.unit.adapters.vllm_interface import (
+    ABSTRACT,
+    INTERFACES,
+    PROPERTIES,
+    misfits,
+    parameters_of,
+    public_hooks,
+)
 
 MAJOR, MINOR = (int(part) for part in vllm.__version__.split(".")[:2])
 OURS_IN_ANY_VERSION = ("unregister_kv_caches", "restore_kv_caches")
@@ -59,15 +66,10 @@ def test_control_a_hook_with_other_parameters_is_found() -> None:
 
 def test_the_table_is_what_the_installed_engine_calls() -> None:
     """So the table is right where it can be compared; a new version that adds a hook fails here."""
-    members = {name: inspect.getattr_static(KVConnectorBase_V1, name) for name in dir(KVConnectorBase_V1)}
-    public = {
-        name: parameters_of(getattr(KVConnectorBase_V1, name))
-        for name, member in members.items()
-        if not name.startswith("_") and (inspect.isfunction(member) or isinstance(member, classmethod))
-    }
-    assert public == INTERFACES[MAJOR, MINOR]
+    assert public_hooks(KVConnectorBase_V1) == INTERFACES[MAJOR, MINOR]
     assert sorted(KVConnectorBase_V1.__abstractmethods__) == sorted(ABSTRACT)
-    properties = [name for name, member in members.items() if isinstance(member, property)]
+    names = dir(KVConnectorBase_V1)
+    properties = [n for n in names if isinstance(inspect.getattr_static(KVConnectorBase_V1, n), property)]
     assert sorted(properties) == sorted(PROPERTIES)
 
 

@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 import pytest
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from flexkv.adapters.vllm.builtin import FlexKVConnectorV1Impl
 from flexkv.adapters.vllm.engine_spec import EngineRole
 from flexkv.adapters.vllm.worker import ASLEEP
 from flexkv.errors import ClosedError
@@ -306,67 +305,3 @@ def test_stores_not_begun_before_a_sleep_are_dropped(
     engine.drain()
     assert engine.unit.manager.inflight_ops() == 0
     assert engine.counters.value("flexkv_dropped_store_pages_total", reason="released") == pages
-
-
-class BuiltinEngine(MiniEngine):
-    """Its steps end by the hook of vLLM's built-in connector class, which no hook tells of a sleep."""
-
-    def __init__(self, sleeps: bool, **options: Any) -> None:
-        super().__init__(**options)
-        self._connector = FlexKVConnectorV1Impl.__new__(FlexKVConnectorV1Impl)
-        self._connector._sleeps = sleeps
-
-    def _run_worker(self, worker: Any, orders: Any, scheduled: Any, before_forward: Any) -> Any:
-        worker.before_forward(orders)
-        worker.start_loads(orders)
-        self._forward(worker, scheduled, by_layer=False)
-        self._connector._worker = worker
-        self._connector._orders = lambda: orders  # type: ignore[method-assign]
-        self._connector.wait_for_save()
-        return set(), worker.reports.take_failed_blocks(), worker.take_metadata()
-
-
-@pytest.fixture
-def make_builtin() -> Iterator[Callable[..., BuiltinEngine]]:
-    engines: list[BuiltinEngine] = []
-
-    def make(sleeps: bool, *rules: Any) -> BuiltinEngine:
-        settings = {"load.mode": "sync", "transfer.stuck_s": 0.1}
-        engines.append(BuiltinEngine(sleeps, worker_class=faulty_worker(*rules), **SHORT, **settings))
-        return engines[-1]
-
-    yield make
-    for engine in engines:
-        worker = engine.workers[0]
-        assert isinstance(worker, FaultyWorker)
-        worker.movers[0].release()
-        engine.close()
-
-
-@pytest.mark.parametrize("sleeps", [True, False])
-def test_a_store_that_hangs_ends_a_builtin_engine_that_may_sleep(
-    make_builtin: Callable[..., BuiltinEngine], sleeps: bool
-) -> None:
-    """The control: an engine that cannot sleep goes on, with the copy under way."""
-    engine = make_builtin(sleeps, testing_ext.FaultRule(STALL, kind=D2H, nth_op=0))
-    engine.add(make_request(PROMPT, "one"))
-    if sleeps:
-        with pytest.raises(ClosedError, match=r"copies ended neither within transfer\.close_s"):
-            engine.step()
-    else:
-        engine.step()
-        assert engine.workers[0].busy
-    assert engine.stored_pages == 0
-
-
-def test_a_builtin_engine_that_may_sleep_has_no_copy_under_way_after_a_step(
-    make_builtin: Callable[..., BuiltinEngine],
-) -> None:
-    engine = make_builtin(True)
-    engine.run(make_request(PROMPT, "one"))
-    assert not engine.workers[0]._ops._ops
-    assert engine.stored_pages == 5
-    engine.forget()
-    assert engine.add(make_request(PROMPT, "two")) == 20
-    engine.step()
-    engine.check("two")

@@ -1,4 +1,4 @@
-"""What vLLM calls on a connector, as read in 0.32 and 0.33: names of hooks and of their parameters."""
+"""What vLLM 0.32 and 0.33 call on a connector: names of hooks and of their parameters."""
 
 from __future__ import annotations
 
@@ -82,6 +82,16 @@ def parameters_of(hook: object) -> Parameters:
     found = inspect.signature(hook).parameters.values()  # type: ignore[arg-type]
     named = [p for p in found if p.name != "self"]
     return tuple(f"**{p.name}" if p.kind is p.VAR_KEYWORD else p.name for p in named)
+
+
+def public_hooks(connector: type) -> dict[str, Parameters]:
+    """Every public method of a class and its parameters."""
+    members = {name: inspect.getattr_static(connector, name) for name in dir(connector)}
+    return {
+        name: parameters_of(getattr(connector, name))
+        for name, member in members.items()
+        if not name.startswith("_") and (inspect.isfunction(member) or isinstance(member, classmethod))
+    }
 
 
 def misfits(connector: type, hooks: Mapping[str, Parameters]) -> list[str]:
