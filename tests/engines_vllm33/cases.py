@@ -185,7 +185,7 @@ def turns(model: str, transfer: Transfer = None, **engine: Any) -> Found:
     """Two turns of conversations: what was generated, drafted or not, is stored and served."""
     lab, phases = Engine(model, transfer, **engine), Phases()
     prompts = [prompt_tokens(30, 60) * 5, prompt_tokens(20, 61) * 9, SHORT]
-    first = lab.run(prompts, 24)
+    first = lab.run(prompts, 40)
     phases.add("first", first)
     lab.forget()
     answers = zip(prompts, first, strict=True)
@@ -276,11 +276,16 @@ def failed(model: str, transfer: Transfer = None, **engine: Any) -> Found:
 def names(model: str, transfer: Transfer = None) -> Found:
     """No engine: names of vLLM that the adapter touches and this version lacks, and what it calls on a connector."""
     import vllm
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
     from build_support.vllm_names import missing, touched
+    from flexkv.adapters.vllm.connector import FlexKVConnector
+    from tests.unit.adapters.vllm_interface import ADDED_IN_0_33, COMMON, misfits, public_hooks
 
     return {
         "version": vllm.__version__,
         "missing": missing(touched()),
         "control": missing(["vllm:NoSuchName"]),
+        "hooks": public_hooks(KVConnectorBase_V1),
+        "misfits": misfits(FlexKVConnector, COMMON | ADDED_IN_0_33),
     }

@@ -46,7 +46,7 @@ from flexkv.unit.build import share_of_node
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
@@ -142,12 +142,7 @@ class FlexKVConnector(KVConnectorBase_V1, SupportsHMA):
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
         layout = required_layout(vllm_config)
         if layout is not None:
-            # vLLM's own error names no remedy, and ends the start before any other hook of ours is called.
-            logger.info(
-                "asks vLLM for KV cache layout %s. Where another connector of a MultiConnector asks for another one, "
-                "vLLM does not start: set VLLM_KV_CACHE_LAYOUT to one of the two",
-                layout,
-            )
+            _say_layout(vllm_config.kv_transfer_config, layout)
         return layout
 
     @classmethod
@@ -316,6 +311,23 @@ class FlexKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def reset_cache(self) -> bool:
         return self.scheduler.reset()
+
+
+@log_refusal(logger)
+def _say_layout(transfer: KVTransferConfig, layout: str) -> None:
+    """Where two connectors ask for different layouts, vLLM's error names no remedy, and no other hook of ours comes
+    before it.
+
+    Raises:
+        ConfigError: a setting is unknown or not allowed.
+    """
+    settings = load_config(transfer.kv_connector_extra_config)
+    configure_logging(settings.observe.log_level, settings.given("observe.log_level"))
+    logger.info(
+        "asks vLLM for KV cache layout %s. Where another connector of a MultiConnector asks for another one, vLLM does "
+        "not start: set VLLM_KV_CACHE_LAYOUT to one of the two",
+        layout,
+    )
 
 
 def _make_known(connector: type[FlexKVConnector]) -> None:
