@@ -120,7 +120,7 @@ def preempted(model: str, transfer: Transfer = None, **engine: Any) -> Found:
     lab, phases = Engine(model, transfer, **(small | engine)), Phases()
     prompts = [prompt_tokens(120 + 5 * number, 50 + number) for number in range(5)]
     for phase in ("first", "again"):
-        phases.add(phase, lab.run(prompts, 30))
+        phases.add(phase, lab.run(prompts, 40))
         lab.forget()
     found = {**lab.facts(), "phases": phases.found, "metrics": lab.metrics()}
     lab.close()
@@ -191,8 +191,6 @@ def turns(model: str, transfer: Transfer = None, **engine: Any) -> Found:
     answers = zip(prompts, first, strict=True)
     longer = [[*ids, *answer.tokens, *prompt_tokens(7, 62)] for ids, answer in answers]
     phases.add("second", lab.run_each(longer, 6))
-    lab.forget()
-    phases.add("together", lab.run(longer, 6))
     lab.drain()
     found = {**lab.facts(), "phases": phases.found, "metrics": lab.metrics()}
     lab.close()
