@@ -32,7 +32,7 @@ struct Calls {
   int64_t single = 0, pitched = 0, batch = 0, kernel = 0;
   int64_t largest_batch = 0;
   int64_t bytes = 0;    // enqueued
-  int64_t queries = 0;  // looks at a stream, by the driver
+  int64_t queries = 0;  // looks at a stream or an event, by the driver
   int64_t words = 0;    // that streams have written
   // Of one direction, loads and stores: by the copy engine at most under way at once, the longest copy, the
   // longest batch, and what the kernel was given.

@@ -212,6 +212,7 @@ Code stream_wait_event(StreamHandle stream, EventHandle handle, unsigned) {
 Code event_query(EventHandle handle) {
   const std::lock_guard lock(world().mutex);
   if (const Code code = unsafe_call(); code != cuda::kSuccess) return code;
+  ++world().calls.queries;
   const auto event = shared_event(handle);
   if (event->reached < event->recorded) return cuda::kErrorNotReady;
   const bool there = event->stream != nullptr && world().streams.count(event->stream) != 0;
