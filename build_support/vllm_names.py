@@ -27,7 +27,20 @@ BY_HAND = frozenset(
         "vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory._registry",
         "vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory.register_connector",
         "vllm.multimodal.hasher:MultiModalHasher.hash_kwargs",
+        "vllm.config:ModelConfig.enable_sleep_mode",
         "vllm.v1.attention.backends.cpu_attn:_get_attn_isa",
+        *(
+            f"vllm.v1.request:Request.{name}"
+            for name in (
+                "num_computed_tokens",
+                "num_in_flight_tokens",
+                "num_output_placeholders",
+                "num_prompt_tokens",
+                "num_tokens",
+                "shared_prefix_boundary",
+                "status",
+            )
+        ),
         *(
             f"vllm.v1.core.block_pool:BlockPool.{name}"
             for name in (

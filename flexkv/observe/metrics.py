@@ -127,7 +127,8 @@ _TABLE = (
         MetricKind.COUNTER,
         "pages",
         "Pages of loads and stores that were called off: a client hung up while its load ran, a reset or a sleep came, "
-        "a queue was full, the engine ended. No failure; of a load past its deadline see `flexkv_failed_pages_total`.",
+        "SGLang's queue of loads stayed full, the engine ended. No failure; of a load past its deadline see "
+        "`flexkv_failed_pages_total`.",
         (_DIRECTION,),
     ),
     Metric(

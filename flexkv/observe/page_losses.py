@@ -61,7 +61,8 @@ class PageLoss(Enum):
     CANCELLED = (
         "flexkv_cancelled_pages_total",
         "",
-        "called off: a client hung up, a reset or a sleep came, the engine ended; no failure",
+        "called off: a client hung up, a reset or a sleep came, SGLang's queue of loads stayed full, the engine ended; "
+        "no failure",
     )
     NO_ROOM = (
         "flexkv_no_room_pages_total",
@@ -96,7 +97,7 @@ class PageLoss(Enum):
         return {"reason": self.reason} if self.reason else {}
 
     def count(self, counters: Counters, pages: int, **labels: str) -> None:
-        """Adds pages that were lost so.
+        """Adds pages that were lost for this reason.
 
         Args:
             labels: what the counter has beside the reason, such as a direction.

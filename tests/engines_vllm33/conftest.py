@@ -145,6 +145,9 @@ class Cases:
             if not more:
                 said = log if log.exists() else self.work / "server.log"
                 what = "the server of cases ended" if ready else f"no answer in {CASE_DEADLINE_S:.0f} s"
+                if not ready:
+                    # Its late answer would be taken for the next case's.
+                    os.killpg(self._server.pid, 9)
                 pytest.fail(f"{what}\n{said.read_text(errors='replace')[-LOG_TAIL:]}")
             line += more
         return dict(json.loads(line))

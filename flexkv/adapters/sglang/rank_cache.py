@@ -178,10 +178,10 @@ class RankCache:
             self._started_s.update((op.op_id, now_s) for op in graph.ops)
         return ticket
 
-    def drop(self, graph: TransferGraph, reason: str) -> None:
-        """Ends ops that were planned and not submitted."""
+    def drop(self, graph: TransferGraph, reason: str, loss: PageLoss | None = None) -> None:
+        """Ends ops that were planned and not submitted; `loss`: what their pages are counted by, else as cancelled."""
         for op in graph.ops:
-            self._end(OpResult.cancelled(op.op_id, op.pages, reason))
+            self._end(OpResult.cancelled(op.op_id, op.pages, reason, loss))
 
     def store(
         self, request_id: str, keys: Keys, blocks: BlockIds, watcher: Watcher, stream: int | None
@@ -190,8 +190,7 @@ class RankCache:
         plan = self.manager.begin_store(request_id, GROUP, keys, blocks, 0)
         PageLoss.NO_SLOT.count(self.counters, plan.dropped)
         if plan.graph is not None and self.submit(plan.graph, watcher, stream) is None:
-            PageLoss.BUSY.count(self.counters, sum(op.pages for op in plan.graph.ops))
-            self.drop(plan.graph, "the store lane's queue is full")
+            self.drop(plan.graph, "the store lane's queue is full", PageLoss.BUSY)
         return plan
 
     def finish(self, graph: TransferGraph) -> None:
@@ -240,7 +239,10 @@ class RankCache:
         done = self.manager.complete(0, result)
         if done is None:
             return
-        count_ended(self.counters, done.role.value, result, len(done.blocks), self._page_bytes, started_s)
+        if result.loss is None:
+            count_ended(self.counters, done.role.value, result, len(done.blocks), self._page_bytes, started_s)
+        else:
+            result.loss.count(self.counters, len(result.failed))
         if watcher is not None:
             watcher(done)
 

@@ -46,7 +46,7 @@ def counted_by_name(module: ast.Module) -> set[str]:
     }
 
 
-def test_every_reason_is_counted_by_some_code() -> None:
+def test_every_reason_is_named_by_some_code() -> None:
     used = set().union(*map(named_in, product().values()))
     assert used == {loss.name for loss in PageLoss}
 
