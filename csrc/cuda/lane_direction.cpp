@@ -13,8 +13,7 @@
 namespace flexkv::cuda {
 namespace {
 
-// Unit: seconds a byte. Between these is what a portion is taken to need; a share of that it is not looked
-// at.
+// Unit: seconds a byte. A portion is taken to need between these; for that share of it nobody looks.
 constexpr double kFastestPace = 1 / 60e9;
 constexpr double kSlowestPace = 1 / 10e9;
 constexpr double kRestShare = 0.9;

@@ -9,7 +9,7 @@ import pytest
 from tests.engines_vllm33.conftest import FAULTY, Cases, assert_same_tokens, cached, flexkv, tokens
 
 WHOLE_BLOCKS = [144, 64, 320]
-"""Of the prompts' 150, 70 and 330 tokens."""
+"""Tokens served of the prompts' 150, 70 and 330."""
 
 
 def test_without_flexkv_nothing_is_served_once_forgotten(cases: Cases) -> None:

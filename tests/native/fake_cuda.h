@@ -34,7 +34,7 @@ struct Calls {
   int64_t bytes = 0;    // enqueued
   int64_t queries = 0;  // looks at a stream or an event, by the driver
   int64_t words = 0;    // that streams have written
-  // Of one direction, loads and stores: by the copy engine at most under way at once, the longest copy, the
+  // For loads, and for stores: by the copy engine at most under way at once, the longest copy, the
   // longest batch, and what the kernel was given.
   std::array<int64_t, 2> peak_bytes{}, longest_copy{}, most_batch_bytes{}, multiprocessors{}, peak_kernels{};
   // Stores of more than kLongStoreCopy that were under way by the copy engine at once: behind two of them a

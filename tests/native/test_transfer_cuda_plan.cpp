@@ -70,7 +70,7 @@ TEST_CASE("cuda plan: copies come so many at a time, none longer than allowed, a
           for (const Copy& copy : copies) {
             CHECK(copy.bytes <= static_cast<size_t>(longest));
             const auto at = copy.host - host.data();
-            // Of the page and run that these bytes are of.
+            // The page and the run that these bytes belong to.
             const PageEnds& page = pages[at < 8000 ? 0 : at < 20000 ? 1 : 2];
             const auto offset = at - (page.stripe - host.data());
             const Segment& run = segments[offset < 1000 ? 0 : 2];

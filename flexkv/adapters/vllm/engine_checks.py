@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 TESTED_VERSIONS = ("0.32", "0.33")
-"""Of vLLM, oldest first: what the tests run, and whose names they look for (the table in docs/vllm.md)."""
+"""Versions of vLLM, oldest first: what the tests run, and whose names they look for (the table in docs/vllm.md)."""
 
 
 def check_engine(config: VllmConfig) -> None:
