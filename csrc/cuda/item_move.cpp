@@ -105,6 +105,7 @@ const std::shared_ptr<Part>& ItemMove::part(DigestCrew& digests) {
         right.push_back(part->indices[i]);
       } else {
         spoil(part->indices[i], results[i]);
+        finish_if_over(part->indices[i]);
       }
     }
     part->indices = std::move(right);
@@ -123,16 +124,13 @@ const std::shared_ptr<Part>& ItemMove::part(DigestCrew& digests) {
   return now_ = part;
 }
 
+// From now on the page ends like this, once nothing of it is under way.
 void ItemMove::spoil(size_t index, const MoveResult& why) {
   Page& page = pages_[index];
   page.bad = true;
   --good_;
   why_bad_.emplace_back(index, why);
-  if (page.under_way > 0) {
-    ++refused_under_way_;
-  } else {
-    finish_if_over(index);
-  }
+  if (page.under_way > 0) ++refused_under_way_;
 }
 
 void ItemMove::stop(const MoveResult& why) {
@@ -150,11 +148,7 @@ void ItemMove::stop(const MoveResult& why) {
 void ItemMove::finish_if_over(size_t index) {
   Page& page = pages_[index];
   if (page.finished || page.under_way > 0) return;
-  if (over_ && !page.bad && !page.through) {
-    page.bad = true;
-    --good_;
-    why_bad_.emplace_back(index, *over_);
-  }
+  if (over_ && !page.bad && !page.through) spoil(index, *over_);
   if (!page.bad && !page.through) return;
   MoveResult result;
   if (page.bad) {
@@ -176,12 +170,7 @@ void ItemMove::end(const Part& part) {
     Page& page = pages_[index];
     const bool was_refused = page.bad;
     if (--page.under_way == 0 && was_refused) --refused_under_way_;
-    if (part.bad.status != Status::kOk && !page.bad) {
-      page.bad = true;
-      --good_;
-      why_bad_.emplace_back(index, part.bad);
-      if (page.under_way > 0) ++refused_under_way_;
-    }
+    if (part.bad.status != Status::kOk && !page.bad) spoil(index, part.bad);
     page.through = !page.bad && part.last_stage == item_->last_stage();
     finish_if_over(index);
   }
