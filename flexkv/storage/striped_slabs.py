@@ -384,18 +384,23 @@ class StripedSlabs(Volumes):
         self.begin_reset(epoch)
         self.finish_reset(deadline_s)
 
+    def _stop_flushed_journals(self) -> None:
+        """Stops each journal that takes no more records, so that a disk that hangs takes no time from the others."""
+        for disk, journal in enumerate(self._journals):
+            if journal is not None and not (disk in self._pending and self._pending[disk].waits):
+                journal.stop()
+
     def close(self, deadline_s: float) -> bool:
         if self._closed:
             return True
         deadline = time.monotonic() + deadline_s
         self._find_lost()
-        for disk, journal in enumerate(self._journals):
-            if journal is not None and not (disk in self._pending and self._pending[disk].waits):
-                journal.stop()  # those that hang must not take the others' time
+        self._stop_flushed_journals()
         while self.unflushed and time.monotonic() < deadline:
             self._find_lost()
             for records in list(self._pending.values()):
                 records.flush()
+            self._stop_flushed_journals()
             time.sleep(FLUSH_POLL_S)
         self._weights.finish(max(0.0, deadline - time.monotonic()))
         all_done = not any(records.pages for records in self._pending.values())
