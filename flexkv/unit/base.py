@@ -1,13 +1,13 @@
-"""The contract of an ownership unit: what an adapter has of the cache from its engine's start to its end.
+"""The contract of an ownership unit: an adapter's view of the cache from its engine's start to its end.
 
-An adapter always has a unit. Until its ranks are known, and after an error that the engine can live with, it is a
-`NullUnit`, which has nothing cached and stores nothing; `build_unit` makes the one that works.
+An adapter always has a unit. Until its ranks are known, and after an error that the engine can live with, that is a
+`NullUnit`, which has nothing cached and stores nothing; `build_unit` makes a unit that works.
 
 | state | `match` | stores | ops under way | `poll` | `reset` |
 |---|---|---|---|---|---|
 | `AWAITING_RANKS` | miss | none | none | idle | noted: `was_reset` |
 | `USABLE` | yes | yes | yes | yes | yes |
-| `DISABLED` | miss | none | end; what was published still goes to other tiers | yes | yes |
+| `DISABLED` | miss | none | end; published pages still go to other tiers | yes | yes |
 | `CLOSED` | miss | none | end | idle | yes |
 """
 
@@ -27,10 +27,10 @@ class UnitState(Enum):
     """What a unit does now."""
 
     AWAITING_RANKS = "awaiting ranks"
-    """Not every rank has said what its pool is, or what they said cannot be served."""
+    """A rank has not described its pool yet, or the ranks' pools cannot be served."""
     USABLE = "usable"
     DISABLED = "disabled"
-    """A rank cannot use the pool: what is under way ends, and nothing is promised or stored."""
+    """A rank cannot use the host pool: ops under way end, and nothing new is promised or stored."""
     CLOSED = "closed"
 
 
@@ -39,12 +39,13 @@ class CacheRole:
     """What one engine is configured to do with the cache.
 
     Attributes:
-        loads: answer lookups.
-        stores: store blocks.
+        loads: the engine looks up and loads blocks.
+        stores: the engine stores blocks.
         recomputes: the engine computes what a load did not bring.
-        fails_requests: the engine ends a request whose load fails or is late; not one that recomputes.
+        fails_requests: the engine ends a request whose load fails or is late; has no effect with `recomputes`.
         shared: workers live in processes of their own and map the host pool.
-        compute_if_faster: the engine's steps are measured, so that a tier may be left to it where it computes sooner.
+        compute_if_faster: the adapter measures the engine's steps, so a lookup may leave a tier's pages to the engine
+            where it computes them sooner.
         asks_again: the engine asks again with its next step for a request that has to wait.
     """
 
@@ -58,19 +59,19 @@ class CacheRole:
 
 
 class EngineUnit(ABC):
-    """One unit. Driven by the engine's scheduler thread; only `reset` and `close` may wait.
+    """One unit. The engine's scheduler thread drives it; only the manager's `reset` and `close` may wait.
 
     Attributes:
-        unit_id: see `UnitId`; `NO_UNIT` of a unit without ranks.
+        unit_id: see `UnitId`; `NO_UNIT` for a unit without ranks.
         state: see `UnitState`.
-        usable: whether anything is promised or stored: it is so in the state of that name.
+        usable: whether the unit promises and stores pages, which it does in `UnitState.USABLE` only.
         reason: why it is not usable; empty while it is.
         manager: the control plane.
-        slots: of the host pool, once all of it is up.
-        growing: some of the pool's memory is yet to be mapped, or to be used: `grow` takes it.
-        has_tiers: there is a tier behind host memory, which is to be polled; only fetching from one competes with
-            computing.
-        grant: what workers in other processes need to map the pool; None once all have it, and where none needs it.
+        slots: slots of the host pool once all of its memory is mapped.
+        growing: some of the pool's memory is not mapped or not in use yet; `grow` puts it to use.
+        has_tiers: there are tiers behind host memory, which need `poll`; only a fetch from one competes with computing.
+        grant: what workers in other processes need to map the pool; None once all have mapped it, and where no worker
+            needs it.
     """
 
     unit_id: UnitId = NO_UNIT
@@ -86,36 +87,36 @@ class EngineUnit(ABC):
     @property
     @abstractmethod
     def tier_names(self) -> tuple[str, ...]:
-        """As in metrics, by the tiers' numbers."""
+        """Labels of the tiers in metrics, in the order of the tiers' numbers."""
 
     @property
     @abstractmethod
     def busy(self) -> bool:
-        """Whether a tier has something to do, which `poll` gives it."""
+        """Whether some tier has work that further calls of `poll` move on."""
 
     @abstractmethod
     def poll(self) -> bool:
-        """Takes results of the tiers and gives them what there is to do; whether there is news for `count`."""
+        """Takes the tiers' results and submits their planned work; returns whether `count` may have news."""
 
     @abstractmethod
     def rank_ready(self, ready: Mapping[int, int]) -> None:
-        """Ranks report how many slots they can use."""
+        """Notes how many slots each rank in `ready` can use."""
 
     @abstractmethod
     def grow(self) -> None:
-        """Lets the manager use the memory that is there since."""
+        """Lets the manager use memory that became ready since the last call."""
 
     @abstractmethod
     def disable(self, rank: int, error: str) -> None:
-        """A rank cannot use the pool: the engine goes on without a cache."""
+        """Stops caching, because `rank` cannot use the pool; the engine goes on without a cache."""
 
     @abstractmethod
     def stop_straight_loads(self, rank: int, reason: str) -> None:
-        """A rank cannot load from a tier without a page of host memory: pages go through host memory, for good."""
+        """Sends all loads through host memory for good, because `rank` cannot load from a tier past it."""
 
     @abstractmethod
     def expire_if_due(self, counters: Counters) -> None:
-        """Ends leases of lookups that were never followed up, if it is time to look."""
+        """Ends expired leases of lookups that were never followed up, if it is time to look for them."""
 
     @abstractmethod
     def count(self, counters: Counters) -> None:
@@ -123,7 +124,7 @@ class EngineUnit(ABC):
 
     @abstractmethod
     def close(self) -> bool:
-        """Ends the tiers, and gives the memory back once the last worker has unmapped it. Idempotent.
+        """Closes the tiers, and frees host memory once the last worker has unmapped it. Idempotent.
 
-        False: not all that was to be written was, or is durable.
+        Returns False if a page that had to be written was not written or is not durable.
         """

@@ -1,4 +1,4 @@
-"""Builds a unit from what its ranks say: slot geometry, host memory, tiers, manager; all of it or nothing."""
+"""Builds a unit from its ranks' facts: slot geometry, host memory, tiers and manager, or nothing at all."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ START_WAIT_S = 10.0
 the first requests find room; the rest is mapped while the engine runs."""
 
 FAILED_LOAD_REST_S = 30.0
-"""How long nothing is promised to an engine that ends a request whose load is late. Each try costs a client its
-request, and what is slow for longer than `load.deadline_s` is seldom fast a moment later."""
+"""For how long after a failed load nothing is promised to an engine that ends a request whose load is late. Each try
+costs a client its request, and a tier that was slow for longer than `load.deadline_s` is seldom fast a moment later."""
 
 
 def share_of_node(config: FlexKVConfig, units: int) -> FlexKVConfig:
-    """The configuration of one of `units` units on this node, unless it says the number itself."""
+    """The configuration for one of `units` units on this node; unchanged if it sets `host.units_per_node` itself."""
     if units <= 1 or config.origin("host.units_per_node") != "default":
         return config
     return config.model_copy(update={"host": config.host.model_copy(update={"units_per_node": units})})
@@ -55,17 +55,17 @@ def build_unit(
 ) -> LiveUnit:
     """
     Args:
-        groups: of the engine's pool; they share the host pool's slots, each of which holds a page of any of them.
-        ranks: of every rank, by number.
-        slots: of the host pool; None for as many as `host.bytes` or its like hold.
-        listener: is told what becomes visible in host memory and what leaves it.
-        prompt_limit: a tier that holds less is warned of; None where the engine does not tell.
-        alignment_tokens: every hit is a multiple of it; None for whole blocks of every group and nothing more.
+        groups: KV groups of the engine's pool; they share the host pool's slots, and a slot can hold a page of any.
+        ranks: the facts of every rank, by rank number.
+        slots: slots of the host pool; None for as many as the configured host memory holds.
+        listener: receives the keys that become visible in host memory and those that leave it.
+        prompt_limit: the log warns of a tier that holds less; None where the engine does not say.
+        alignment_tokens: every hit is a multiple of it; None where hits need only be whole blocks of every group.
 
     Raises:
         GeometryError: a rank is missing, or the ranks do not agree.
-        CapacityError: the memory does not hold one slot, or is not there.
-        ConfigError: several settings cannot be had on this machine, or `host.numa_node`.
+        CapacityError: the memory does not hold one slot, or is not available.
+        ConfigError: this machine lacks what one or several settings ask for.
         FlexKVError: a folder cannot be used, or another process uses it.
     """
     facts = UnitFacts(config, tuple(groups), _stripes(ranks, len(groups)), owner, role.recomputes)
@@ -117,7 +117,7 @@ def _specs(groups: Sequence[KvGroup], slots: int) -> list[GroupSpec]:
 
 
 def _stripes(ranks: Mapping[int, RankFacts], groups: int) -> tuple[RankFacts, ...]:
-    """Each rank that has a stripe of its own: of those that hold the same bytes the first.
+    """The ranks that have a stripe of their own: the first of each row of ranks that hold the same bytes.
 
     Raises:
         GeometryError: a rank is missing, or the ranks do not agree.
@@ -142,7 +142,7 @@ def _stripes(ranks: Mapping[int, RankFacts], groups: int) -> tuple[RankFacts, ..
         raise GeometryError(
             f"{replicas} of {len(facts)} ranks hold the same bytes; allowed is what divides the ranks"
         )
-    # What one rank has stored in a shared stripe another loads: also where in it each run lies must be the same.
+    # A rank loads what another has stored in their shared stripe, so each run must lie at the same place in it.
     firsts = [facts[number - number % replicas] for number in range(len(facts))]
     if any(
         rank.replicas != replicas or _bytes_of(rank) != _bytes_of(first)
@@ -153,7 +153,7 @@ def _stripes(ranks: Mapping[int, RankFacts], groups: int) -> tuple[RankFacts, ..
 
 
 def _bytes_of(rank: RankFacts) -> list[tuple[int, str, bytes]]:
-    """What is the same of ranks that share stripes."""
+    """The facts that must be equal for ranks that share a stripe."""
     return [(group.stripe_bytes, group.format_id, group.run_table.tobytes()) for group in rank.groups]
 
 

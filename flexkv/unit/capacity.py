@@ -1,4 +1,4 @@
-"""What a tier holds in words that mean something to whoever sizes it: tokens, and prompts of the longest kind."""
+"""Describes a tier's capacity to the person who sizes it: in tokens, and in prompts of the greatest length."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class PromptLimit:
     """The longest prompt that the engine takes.
 
     Attributes:
-        setting: the engine's name for it.
+        setting: the engine's name for the limit.
     """
 
     tokens: int
@@ -24,14 +24,14 @@ class PromptLimit:
 
 @dataclass(frozen=True, slots=True)
 class TierCapacity:
-    """Of one tier of one unit.
+    """The capacity of one tier of one unit.
 
     Attributes:
         tier: its name in the log.
-        blocks: that it has room for.
-        block_bytes: of one block with everything that is stored beside it, over all ranks.
-        setting: that sizes the tier.
-        shares: how often the setting's bytes are taken: ranks, or disks in use.
+        blocks: how many blocks it has room for.
+        block_bytes: bytes of one block with everything that is stored beside it, over all ranks.
+        setting: the setting that sizes the tier.
+        shares: how many times the setting's bytes are taken: once per rank, or once per disk in use.
         groups: KV groups whose pages take its slots.
     """
 
@@ -44,16 +44,16 @@ class TierCapacity:
 
     @property
     def tokens(self) -> int:
-        """Of a tier of one group."""
+        """How many tokens a tier of one group has room for."""
         return self.blocks * self.groups[0].block_tokens
 
     @property
     def _has_whole_prompts(self) -> bool:
-        """Whether what a prompt takes is its tokens, and not what a hit on it needs."""
+        """Whether a prompt takes room for all of its tokens, rather than for the pages that a hit on it needs."""
         return len(self.groups) == 1 and self.groups[0].rule is Rule.FULL
 
     def words(self, limit: PromptLimit | None) -> str:
-        """Tokens, bytes, and prompts where the engine says how long one may be."""
+        """The capacity in tokens and bytes, and in prompts where the engine says how long one may be."""
         size = format_size(self.blocks * self.block_bytes)
         if len(self.groups) > 1:
             # How many tokens they hold depends on how prompts share pages.
@@ -68,15 +68,15 @@ class TierCapacity:
         return f"{words}, {prompts:.1f} prompts of {limit.setting} ({limit.tokens} tokens)"
 
     def pages_of(self, tokens: int) -> int:
-        """Pages that a prompt of so many tokens takes at least: those that a hit on all of it needs."""
+        """The fewest pages that a prompt of `tokens` tokens takes: those that a hit on all of it needs."""
         return sum(_pages_at_end(group, tokens) for group in self.groups)
 
     def needed_setting(self, limit: PromptLimit) -> int:
-        """Bytes of the setting that hold one prompt of the longest kind."""
+        """The setting's value, in bytes, with which the tier holds one prompt of the greatest length."""
         return -(-self.pages_of(limit.tokens) // self.shares) * self.block_bytes
 
     def shortage(self, limit: PromptLimit | None) -> str:
-        """What is to be said of a tier that does not hold one prompt of the longest kind; empty where it does."""
+        """The warning for a tier that cannot hold one prompt of the greatest length; empty if it can."""
         if limit is None or self.blocks >= self.pages_of(limit.tokens):
             return ""
         needed = self.needed_setting(limit)
@@ -88,15 +88,15 @@ class TierCapacity:
         )
 
     def log(self, logger: logging.Logger, limit: PromptLimit | None, more: str) -> None:
-        """One line with `more` at its end, and a warning where the tier is short."""
+        """Logs one line that ends with `more`, and a warning if the tier is short."""
         logger.info("%s: %s%s", self.tier, self.words(limit), more)
         if words := self.shortage(limit):
             logger.warning("%s", words)
 
 
 def _pages_at_end(group: KvGroup, tokens: int) -> int:
-    """Pages of a group that a hit of so many tokens needs at most: `GroupRule::most_pages`, with a part of a block at
-    the end counted as a page."""
+    """The most pages of a group that a hit of `tokens` tokens needs: `GroupRule::most_pages`, with a part of a block
+    at the end counted as a page."""
     whole = -(-tokens // group.block_tokens)
     if group.rule is Rule.WINDOW:
         return min(whole, group.reach)

@@ -1,4 +1,4 @@
-"""A unit that serves: made by `build_unit`, whole."""
+"""The unit that serves requests; `build_unit` makes it in one step."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ from flexkv.unit.weights_gate import WeightsGate
 logger = get_logger(__name__)
 
 EXPIRE_EVERY_S = 1.0
-"""How often leases of lookups that were never followed up are looked through; they live for a minute by default."""
+"""How often the unit looks for expired leases of lookups that were never followed up. A lease lives for a minute by
+default."""
 
 
 class LiveUnit(EngineUnit):
     """
     Args:
         places: each rank's share of a slot, by group.
-        slabs: for workers that move pages straight between a tier and the engine's pool; None where none does.
+        slabs: for workers that move pages straight between a tier and the engine's pool; None where no worker does.
         pools: see the attribute.
         close_s: how long a close may take.
-        gate: of the tiers behind host memory.
+        gate: see the attribute.
 
     Attributes:
-        pools: of each rank, the engine's pool that this was made for.
-        driver: of the tiers behind host memory.
-        gate: keeps these out of use until it is known whose pages they hold.
+        pools: each rank's engine pool, for which the unit was made.
+        driver: carries ops to the tiers behind host memory, and their results back.
+        gate: keeps these tiers out of use until the engine's weights are named.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class LiveUnit(EngineUnit):
         self._up = 0
         self._expire_at_s = 0.0
         self._closed: bool | None = None
-        """What the close found; None before it."""
+        """What `close` returned; None before the first call."""
 
     def make_grant(self, on_device: bool) -> PoolGrant:
         """What workers in other processes need to map the pool.
@@ -89,13 +90,13 @@ class LiveUnit(EngineUnit):
         up = self.pool.ready_slots
         if self._workers_pin:
             # Each worker registers the memory with its own device, which takes a while and may fall short. On a host
-            # device a slot is up for all at once, and workers map the pool before they touch it.
+            # device a mapped slot is ready for all workers, because they map the pool before they touch it.
             up = min(up, *self._ready.values()) if len(self._ready) == len(self.places) else 0
         if up > self._up:
             self._up = up
             # All groups share the slots of the first.
             self.manager.grow(0, up)
-        # Until its end is logged, too.
+        # The pool logs how bring-up ended when it is asked after the end, so growing lasts until then.
         self.growing = self._up < self.slots or not self.pool.settled
 
     def disable(self, rank: int, error: str) -> None:

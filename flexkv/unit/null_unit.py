@@ -1,4 +1,4 @@
-"""A unit that has nothing: before the ranks of the engine are known, and where they cannot be served."""
+"""A unit without a cache: for the time before the engine's ranks are known, and for ranks that cannot be served."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class NullManager(CacheManager):
         """Nothing is loaded."""
 
     def end_request(self, request_id: str) -> None:
-        """Nothing is known of it."""
+        """No request is known."""
 
     def forget(self, group: int, keys: Keys) -> int:
         return 0
@@ -106,7 +106,7 @@ class NullManager(CacheManager):
 class NullUnit(EngineUnit):
     """
     Args:
-        reason: why nothing is cached, of a unit that will never be usable; empty while ranks are awaited.
+        reason: why nothing is cached, for a unit that will never be usable; empty while ranks are awaited.
     """
 
     tier_names = ()
@@ -119,8 +119,8 @@ class NullUnit(EngineUnit):
 
     @property
     def was_reset(self) -> bool:
-        """Whether weights changed meanwhile. Tiers may hold pages of the old ones: the unit that follows is reset
-        before anything is promised or stored."""
+        """Whether the weights changed meanwhile. Tiers may hold pages of the old weights, so the unit that follows is
+        reset before it promises or stores anything."""
         return self.manager.was_reset
 
     def poll(self) -> bool:

@@ -1,8 +1,9 @@
-"""What a rank and its unit know of each other: what a worker says of its KV pool, and where it finds the host pool.
+"""What a rank and its unit exchange: a worker's facts about its KV pool, and the unit's grant of the host pool.
 
-A unit is built in this order: every worker says its `RankFacts`; `build_unit` sizes host memory from all of them and
-says in a `PoolGrant` where the pool is and which part of each slot is whose; a worker that has mapped it starts its
-lanes (`RankWorker.attach`). Plain and picklable: workers may be processes of their own.
+A unit is built in this order: every worker sends its `RankFacts`; `build_unit` sizes host memory from all of them; the
+unit's `PoolGrant` says where the pool is and which part of each slot belongs to which rank; a worker that has mapped it
+starts its lanes (`RankWorker.attach`). The records are plain and picklable, because workers may be processes of their
+own.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ PoolId = NewType("PoolId", bytes)
 """16 random bytes, made when a worker takes an engine's pool. A grant names the pools that its unit was made for."""
 
 NO_UNIT = UnitId(b"")
-"""Before there is a unit, and of a rank that serves none."""
+"""Stands for no unit: before one is built, and for a rank that serves none."""
 
 NO_POOL = PoolId(b"")
-"""Of a rank whose scheduler's side reaches it by no message."""
+"""For a rank that the scheduler's side reaches without messages."""
 
 
 def random_id() -> bytes:
@@ -40,13 +41,13 @@ def random_id() -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class UnitOwner:
-    """Whose pages the disks hold.
+    """The engine whose pages the disks hold.
 
     Attributes:
-        model: for people.
-        namespace: 32 bytes: what must be equal before two blocks' KV may be exchanged.
+        model: the model's name, for people.
+        namespace: 32 bytes that must be equal before two blocks' KV may be exchanged.
         unit: name of the ownership unit on this node, such as `dp0`.
-        weights: what of the weights the namespace names by samples alone.
+        weights: the weights that the namespace names by samples alone.
     """
 
     model: str
@@ -57,12 +58,12 @@ class UnitOwner:
 
 @dataclass(frozen=True, slots=True)
 class KvGroup:
-    """One KV group of a unit, as its adapter says it.
+    """One KV group of a unit, as its adapter describes it.
 
     Attributes:
         reach: see `GroupSpec`.
-        signature: what the adapter hashes into the keys of the group's blocks, so that no other group's block has them;
-            empty of a unit's only group.
+        signature: what the adapter hashes into the keys of the group's blocks, so that no block of another group has
+            the same key; empty for a unit's only group.
     """
 
     block_tokens: int
@@ -73,14 +74,14 @@ class KvGroup:
 
 @dataclass(frozen=True, slots=True)
 class GroupFacts:
-    """What one worker says about the blocks of one KV group.
+    """One worker's facts about the blocks of one KV group.
 
     Attributes:
         stripe_bytes: bytes of one block on this rank.
-        run_table: of each run its offset in the stripe, bytes and layer, int64 [runs, 3], ascending by offset.
+        run_table: each run's offset in the stripe, bytes and layer, int64 [runs, 3], ascending by offset.
         format_id: encoding of the pages.
-        heads: of K and V on this rank; 0 where a block is not made of heads.
-        dtype: of the pool's elements, by name.
+        heads: heads of K and V on this rank; 0 where a block is not made of heads.
+        dtype: name of the pool's element type.
     """
 
     stripe_bytes: int
@@ -91,7 +92,7 @@ class GroupFacts:
 
     @classmethod
     def of_view(cls, view: Any, format_id: str, heads: int = 0, dtype: str = "") -> GroupFacts:
-        """Of the blocks that `view` (a `KvView`) describes."""
+        """The facts of the blocks that `view` (a `KvView`) describes."""
         runs = view.runs[:, [3, 2, 4]]
         runs = runs[np.argsort(runs[:, 0])].astype(np.int64)
         return cls(view.stripe_bytes, runs, format_id, heads, dtype)
@@ -104,16 +105,16 @@ class GroupFacts:
 
 @dataclass(frozen=True, slots=True)
 class RankFacts:
-    """What one worker says about its KV pool before the first lookup.
+    """One worker's facts about its KV pool, sent before the first lookup.
 
     Attributes:
-        pid: process of the worker; the scheduler's own process means that both share memory anyway.
+        pid: process of the worker; in the scheduler's own process both share memory anyway.
         num_blocks: blocks of the engine's pool on this rank, which all groups share.
-        groups: in the order of the unit's.
-        replicas: so many ranks in a row, from the first on, hold the same bytes, and one stripe serves them: all ranks
-            with MLA (one latent for all heads), some where there are more ranks than KV heads.
-        gpudirect: files reach the pool's memory by GPUDirect Storage; asked only with `disk.gds` auto.
-        pool_id: of the pool that the worker has now.
+        groups: in the order of the unit's groups.
+        replicas: how many ranks in a row, counted from rank 0, hold the same bytes and share one stripe: all ranks with
+            MLA (one latent for all heads), some where there are more ranks than KV heads.
+        gpudirect: GPUDirect Storage reaches the pool's memory; the worker looks only with `disk.gds` auto.
+        pool_id: the engine's pool that the worker has now.
     """
 
     rank: int
@@ -126,7 +127,7 @@ class RankFacts:
 
     @classmethod
     def here(cls, rank: int, num_blocks: int, *groups: GroupFacts) -> RankFacts:
-        """Of a rank in this process that no message reaches."""
+        """The facts of a rank in this process, which needs no messages."""
         return cls(rank, os.getpid(), num_blocks, groups)
 
 
@@ -135,7 +136,7 @@ class RankPlace:
     """Where one rank's share of a slot lies, in bytes from the slot's start.
 
     Attributes:
-        digests: of the rank's run digests in the trailer; None where nothing is verified.
+        digests: start of the rank's run digests in the trailer; None where nothing is verified.
     """
 
     stripe: int
@@ -148,10 +149,10 @@ class PoolGrant:
 
     Attributes:
         descriptor: `HostPool.descriptor()`.
-        places: of each rank, one a group.
-        slabs: of the unit's disks, for ranks with gds loads; None where there are none.
-        unit: that the pool is of.
-        pools: of each rank, the engine's pool that the unit was made for.
+        places: each rank's places, one per group.
+        slabs: slabs of the unit's disks, for ranks with gds loads; None where there are none.
+        unit: the unit that owns the pool.
+        pools: each rank's engine pool, for which the unit was made.
     """
 
     unit: UnitId

@@ -11,17 +11,17 @@ from flexkv.errors import GeometryError
 from flexkv.unit.ranks import GroupFacts, RankFacts, RankPlace
 
 DIGEST_BYTES = 8
-"""Of one run."""
+"""Bytes of one run's digest."""
 
 
 def digest_areas(runs: Sequence[int]) -> tuple[int, list[int]]:
-    """Room for the run digests of all ranks behind the stripes, where no tier's format says where they lie.
+    """Lays out the run digests of all ranks behind the stripes, for when no tier's format says where they lie.
 
     Args:
-        runs: of each rank, how many runs its view has (`len(view.runs)`).
+        runs: how many runs each rank's view has (`len(view.runs)`).
 
     Returns:
-        Bytes of all areas, and where each rank's starts: to be added to `SlotImage.trailer_offset`.
+        Bytes of all areas, and each rank's offset from `SlotImage.trailer_offset`.
     """
     offsets = [DIGEST_BYTES * sum(runs[:rank]) for rank in range(len(runs))]
     return DIGEST_BYTES * sum(runs), offsets
@@ -32,8 +32,8 @@ class SlotGeometry:
     """One slot holds a block of any one group, of every rank: stripes, then the trailer.
 
     Attributes:
-        slot_bytes: of the largest group's image.
-        places: of each rank, one a group.
+        slot_bytes: bytes of the largest group's image.
+        places: each rank's places, one per group.
     """
 
     slot_bytes: int
@@ -49,12 +49,13 @@ class SlotGeometry:
     ) -> SlotGeometry:
         """
         Args:
-            stripes: of the first of those `ranks` in a row that hold the same bytes, as many everywhere.
+            stripes: facts of the ranks that have a stripe of their own: the first of each row of those `ranks` that
+                hold the same bytes. All rows are equally long.
             verify: pages have digests.
-            images: what each tier that stores anything beside the stripes stores, by group.
+            images: for each tier that stores anything beside the stripes, its needs by group.
 
         Raises:
-            GeometryError: two tiers want other images.
+            GeometryError: two tiers need different images.
         """
         if len(set(images)) > 1:
             raise GeometryError(f"the tiers store pages in different images: {images}")
@@ -71,7 +72,7 @@ class SlotGeometry:
 def _places(
     stripes: Sequence[GroupFacts], verify: bool, needs: ImageNeeds | None
 ) -> tuple[int, list[RankPlace]]:
-    """Bytes of one group's image, and where each stripe lies in it."""
+    """Bytes of one group's image, and the place of each stripe in it."""
     trailer_bytes, areas = digest_areas([stripe.runs for stripe in stripes]) if verify else (0, [])
     image = SlotImage([stripe.stripe_bytes for stripe in stripes], trailer_bytes)
     digests = [image.trailer_offset + area for area in areas]

@@ -1,4 +1,5 @@
-"""What the settings ask of this machine, looked at before anything is taken: by an engine's start and `flexkv info`."""
+"""Checks, before anything is taken, that this machine has what the settings ask for. An engine's start does so, and
+`flexkv info`."""
 
 from __future__ import annotations
 
@@ -12,10 +13,10 @@ from flexkv.storage.folder_share import OwnBytes, folder_faults, same_folders
 
 
 def start_faults(config: FlexKVConfig, ranks: int, lost: Mapping[str, str]) -> list[FlexKVError]:
-    """Why a unit of `ranks` ranks cannot start here; empty where it can, as far as is known without its model.
+    """Why a unit of `ranks` ranks cannot start here; empty if it can, as far as is known without its model.
 
     Args:
-        lost: folders that cannot be used, and why (`folder_faults`). Where all of them are, the last fault is a
+        lost: folders that cannot be used, and why (`folder_faults`). If none can be used, the last fault is a
             `DiskError` that names them.
     """
     faults: list[FlexKVError] = []
@@ -42,10 +43,10 @@ def start_faults(config: FlexKVConfig, ranks: int, lost: Mapping[str, str]) -> l
 def check_start(config: FlexKVConfig, ranks: int, own: OwnBytes) -> None:
     """
     Args:
-        own: bytes under a folder that the unit may write over.
+        own: tells how many bytes under a folder the unit may write over.
 
     Raises:
-        FlexKVError: the unit cannot start here; where there are several reasons, a ConfigError with all of them.
+        FlexKVError: the unit cannot start here; if there are several reasons, a ConfigError names all of them.
     """
     faults = start_faults(config, ranks, folder_faults(config, own))
     if len(faults) > 1:

@@ -1,4 +1,4 @@
-"""What a unit's tiers counted, as metrics."""
+"""Reports what a unit's tiers counted, as metrics."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ ON_DISK = frozenset({"disk", "peers"})
 
 
 class TierMetrics:
-    """Of one manager.
+    """The tier metrics of one manager.
 
     Args:
-        manager: whose tiers are counted; those on disk together.
+        manager: its tiers are counted, those on disk together.
     """
 
     def __init__(self, manager: LocalCacheManager) -> None:
@@ -116,7 +116,7 @@ class TierMetrics:
         cost = self._manager.cost
         for number, tier in self._disks.items():
             if tier.sink is not None:
-                # Of tiers that are only read, such as other units' folders, no cost has a name of its own.
+                # Tiers that are only read, such as other units' folders, have no metric for their costs.
                 counters.set("flexkv_disk_page_seconds", cost.fetch(number).line()[1], what="read")
                 counters.set("flexkv_disk_page_seconds", cost.straight(number).line()[1], what="gds")
         counters.set("flexkv_disk_page_seconds", cost.load.line()[1], what="load")

@@ -17,28 +17,28 @@ from flexkv.weights.table_folder import table_folder
 logger = get_logger(__name__)
 
 START_WAIT_S = 1.0
-"""How long an engine's start waits for the name of its weights, where it comes so soon: that of unchanged files is
-there at once, small models are read in that time."""
+"""The longest that an engine's start waits for the name of its weights. The name of unchanged files is known at once,
+and small models are read in that time."""
 
 OPEN_S = 10.0
-"""How long the tiers may take together to forget what was computed with other weights, while host memory serves."""
+"""How long the tiers together may take to forget what was computed with other weights; host memory serves meanwhile."""
 
 OPEN_LOOK_S = 0.002
-"""How often a start looks whether they have."""
+"""How often a start looks whether the tiers have forgotten it."""
 
 STOP_S = 1.0
-"""How long an end waits for a read of 4 MiB; one that hangs is left to the process's end."""
+"""How long a close waits for a reader to end its read of 4 MiB; a read that hangs is left to the process's end."""
 
 HELD = "the engine's weights are being read, to name them"
 
 
 class WeightsGate:
-    """Driven by the manager's thread; no call waits but `of` and `close`. A tier that cannot open goes down alone.
+    """The manager's thread drives it; only `of`, `start` and `close` wait. A tier that cannot open goes down alone.
 
-    Host memory serves all along. What is stored there meanwhile goes to the other tiers after it has opened.
+    Host memory serves all along. Pages stored there meanwhile go to the other tiers once these have opened.
 
     Args:
-        check: names the weights; None where the keys' namespace does.
+        check: names the weights; None where the keys' namespace names them already.
     """
 
     def __init__(self, manager: LocalCacheManager, check: WeightsCheck | None) -> None:
@@ -46,7 +46,7 @@ class WeightsGate:
         self._check = check
         self._is_settled = check is None
         self._open_by_s: float | None = None
-        """On the monotonic clock; None before the tiers begin to open."""
+        """Deadline on the monotonic clock; None before the tiers begin to open."""
 
     @classmethod
     def of(cls, config: FlexKVConfig, content: WeightsContent, manager: LocalCacheManager) -> WeightsGate:
@@ -61,11 +61,11 @@ class WeightsGate:
 
     @property
     def is_open(self) -> bool:
-        """Whether the tiers behind host memory may be used as far as the weights go."""
+        """Whether the gate lets the tiers behind host memory be used."""
         return self._check is None or (self._is_settled and bool(self._check.digest))
 
     def start(self) -> None:
-        """Begins to name the weights, and opens the tiers where that takes no longer than a start may wait."""
+        """Begins to name the weights, and opens the tiers if all of that takes no longer than `START_WAIT_S`."""
         assert self._check is not None
         ends_s = time.monotonic() + START_WAIT_S
         self._check.start(START_WAIT_S)
@@ -73,7 +73,7 @@ class WeightsGate:
             time.sleep(OPEN_LOOK_S)
 
     def poll(self) -> bool:
-        """Opens the tiers when the name is known, or takes them down when there will be none; whether it did."""
+        """Opens the tiers once the name is known, or takes them down if there will be none; returns whether it did."""
         check = self._check
         if self._is_settled or check is None or check.pending:
             return False
@@ -89,7 +89,8 @@ class WeightsGate:
         return True
 
     def _open(self, weights: bytes) -> bool:
-        """Whether all tiers are open, or down."""
+        """Begins to open the tiers, and opens them once they have forgotten other weights or `OPEN_S` is over; returns
+        whether all are open, or down."""
         if self._open_by_s is None:
             self._open_by_s = time.monotonic() + OPEN_S
             self._each(lambda tier: _begin_open(tier, weights))
@@ -102,8 +103,8 @@ class WeightsGate:
         return True
 
     def _each(self, step: Callable[[Tier], None]) -> None:
-        """Takes a step with each tier that is not down. Whatever one meets (no more threads, for one), the engine can
-        live without it."""
+        """Takes `step` with each tier behind host memory that is not down. If the step fails (no more threads, for
+        one), that tier is taken down: the engine can live without it."""
         for number, tier in enumerate(self._manager.tiers):
             if not number or tier.down:
                 continue
@@ -116,7 +117,7 @@ class WeightsGate:
                 )
 
     def close(self) -> None:
-        """Gives up what is still being read. Idempotent."""
+        """Stops reading the weights. Idempotent."""
         if self._check is not None:
             self._check.stop(STOP_S)
 
