@@ -1,4 +1,4 @@
-"""The data plane's contract: what may be asked of a transfer engine, and what it answers."""
+"""The data plane's contract: the methods of a transfer engine and the records that they return."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Ticket = NewType("Ticket", int)
 
 @dataclass(frozen=True, slots=True)
 class LayerResult:
-    """The answer of `wait_layer`.
+    """Result of `wait_layer`.
 
     Attributes:
         in_time: False when the deadline passed first; the ops go on.
-        failed: of the graph's loads that have any, the positions that will not arrive, int32 ascending. What fails
-            in a later layer is not known yet: the op's `OpResult` has the last word.
+        failed: for each load with failed pages, the positions that will not arrive, int32 ascending. Pages that fail in
+            a later layer are not known yet: the op's `OpResult` is final.
     """
 
     in_time: bool
@@ -41,10 +41,10 @@ class LayerResult:
 
 @dataclass(frozen=True, slots=True)
 class LaneReport:
-    """State of one kind of op.
+    """State of the lane for one kind of op.
 
     Attributes:
-        lane: what executes it.
+        lane: name of what executes the ops.
         up: False while an op on it has stopped moving; True again once that op has ended.
         reason: why it is down.
         open_ops: ops that have not ended.
@@ -75,65 +75,65 @@ class DataPlane(ABC):
         gated: bool = False,
         after: StreamPoint | None = None,
     ) -> Ticket | None:
-        """Queues all of `graph`, or nothing: None means BUSY, a queue is full. Never blocks.
+        """Queues all of `graph` or nothing of it. Returns None (BUSY) where a queue is full. Never blocks.
 
-        A queue entry is held from here until the op's result has been polled.
+        Each op holds a queue entry from here until its result has been polled.
 
         Args:
             stream: the engine's device stream (see `StreamLike`; 0 is torch's default), where the engine's pool lies on
-                a device. Copies start after what it was given until now: a store sees what was written, a
-                load overwrites nothing that is still to be read.
+                a device. Copies start after the work enqueued there so far: a store reads what that work wrote, and a
+                load overwrites nothing that it still reads.
             gated: a store of blocks that are not written yet, of layerwise D2H ops only: each layer is copied once
-                `open_layers` has named it. Until then the graph keeps its places; `cancel` ends it too.
-            after: a point that `record` gave earlier: copies start after it instead of after what the stream was given
-                until now, for blocks that nothing which it was given since then reads (a load) or writes. Of no effect
-                in a gated graph.
+                `open_layers` has opened it. Until then the graph keeps its queue entries; `cancel` ends it too.
+            after: a point that an earlier `record` returned. Copies start after it instead of after all work enqueued
+                so far. Only for blocks that no work enqueued since then writes or, for a load, reads. Ignored in a
+                gated graph.
 
         Raises:
             BlockRangeError: a block or slot is out of range, or the slot's memory is not up yet.
-            ContractError: unknown group, a kind without a lane, an edge that does not lead forward, other counts of
-                blocks and slots, arrays that are not int32 C-contiguous, a `stream` that is none, an op id in flight,
-                a block that two pages of a load are to fill or a slot that two of a store are, another op than a
+            ContractError: an unknown group, a kind without a lane, an edge that does not lead forward, different
+                numbers of blocks and slots, arrays that are not int32 C-contiguous, a `stream` that is not one, an op
+                id in flight, two pages of a load for one block or two of a store for one slot, or an op other than a
                 layerwise D2H in a gated graph. Nothing was queued.
             ClosedError: the transfer engine or the pool was closed, or this is a forked child of its process.
         """
 
     @abstractmethod
     def record(self, stream: StreamLike | None = None) -> StreamPoint | None:
-        """A point after all that the engine's stream was given until now; None where the pool is plain memory."""
+        """A point after all work enqueued on the engine's stream so far; None where the pool is plain memory."""
 
     @abstractmethod
     def order_after(self, ticket: Ticket, deadline_s: float, stream: StreamLike | None = None) -> bool:
-        """What the engine's stream is given from now on starts after all that the graph's stores read of its blocks.
+        """Makes later work on the engine's stream start after the graph's stores have read their blocks.
 
-        Returns when that much is enqueued, and so does not wait for a forward that runs; on plain memory, which has no
-        stream, when the stores have ended. Stores without a page of host memory (GDS_WRITE) must have ended too.
+        Returns once this is enqueued, without waiting for a forward that runs; on plain memory, which has no stream,
+        once the stores have ended. Stores without a page of host memory (GDS_WRITE) must have ended too.
 
         Returns:
-            False when `deadline_s` seconds were over first, and at once where a GDS_WRITE stands behind a forward that
-            runs: the stores go on, and nothing waits for them.
+            False if `deadline_s` seconds passed first, and at once where a GDS_WRITE waits for a forward that runs: the
+                stores go on, and the stream does not wait for them.
 
         Raises:
-            ContractError: the ticket was never given, or the stream is captured into a graph.
+            ContractError: the ticket was never issued, or the stream is captured into a graph.
         """
 
     @abstractmethod
     def open_layers(self, tickets: Sequence[Ticket], layers: int, stream: StreamLike | None = None) -> None:
-        """Layers 0 to `layers` - 1 of these gated graphs have been written and may be copied. Never blocks.
+        """Lets these gated graphs copy layers 0 to `layers` - 1, which have been written. Never blocks.
 
-        Saying so again, or of a graph that has ended, does nothing.
+        Opening layers again, or those of a graph that has ended, does nothing.
 
         Args:
-            stream: as for `submit`: what it was given until now has written them.
+            stream: as for `submit`: the work enqueued there so far writes the layers.
 
         Raises:
-            ContractError: a ticket was never given, or `stream` is none. No layer was opened.
+            ContractError: a ticket was never issued, or `stream` is not a stream. No layer was opened.
             BlockRangeError: fewer than 0 layers, or more than such a graph has. No layer was opened.
         """
 
     @abstractmethod
     def poll(self, max_results: int = 1024) -> list[OpResult]:
-        """Takes results, oldest first. Each op gives exactly one, after its last byte has stopped moving."""
+        """Takes results, oldest first. Each op has exactly one, after its last byte has stopped moving."""
 
     @property
     @abstractmethod
@@ -142,10 +142,10 @@ class DataPlane(ABC):
 
     @abstractmethod
     def wait(self, ticket: Ticket, deadline_s: float) -> bool:
-        """Whether every op of the graph ended within `deadline_s` seconds. On False the ops go on. Takes no result.
+        """Waits up to `deadline_s` seconds until all ops of the graph have ended. On False they go on. Takes no result.
 
         Raises:
-            ContractError: the ticket was never given.
+            ContractError: the ticket was never issued.
         """
 
     @abstractmethod
@@ -154,23 +154,23 @@ class DataPlane(ABC):
     ) -> LayerResult:
         """Waits until layer `layer` of all the graph's loads is in place, or has failed.
 
-        Of a graph that loads nothing to a device these are its DISK_READs: in place means verified in the host slot.
-        An op that is not layerwise counts when it has ended. With `stream` (the engine's, on a device) it returns when
-        the layer's copies are enqueued, and what `stream` is given from then on starts after them; if pages have failed
-        it names them and adds no wait. What fails later is in the op's `OpResult`, as always.
+        Where a graph loads nothing to a device, its DISK_READs count as loads: in place means verified in the host
+        slot. An op that is not layerwise counts when it has ended. With `stream` (the engine's, on a device) the call
+        returns once the layer's copies are enqueued, and work enqueued on `stream` from then on starts after them; if
+        pages have failed, it names them and adds no wait. Pages that fail later are in the op's `OpResult`, as always.
 
         Raises:
-            ContractError: the ticket was never given, or its results were polled many graphs ago; `stream` is none, or
-                is captured into a graph.
+            ContractError: the ticket was never issued, or its results were polled many graphs ago; `stream` is not a
+                stream, or is captured into a graph.
             BlockRangeError: no load of the graph has such a layer.
         """
 
     @abstractmethod
     def cancel(self, ticket: Ticket) -> int:
-        """Drops the pages that no lane has taken, and returns how many. The others end; results come as always.
+        """Drops the pages that no lane has taken, and returns their number. The others end; results come as always.
 
-        An op of which nothing was issued ends CANCELLED; one of which a part was, FAILED with the pages that did not
-        arrive; one that was through already, OK.
+        An op ends CANCELLED if none of it was issued; FAILED, with the pages that did not arrive, if part of it was;
+        and OK if it was done already.
         """
 
     @abstractmethod
@@ -179,7 +179,7 @@ class DataPlane(ABC):
 
     @abstractmethod
     def close(self, deadline_s: float) -> bool:
-        """Cancels what is queued and waits for what moves. Then every submit raises ClosedError; poll still works.
+        """Cancels queued pages and waits for those that move. Later submits raise ClosedError; poll still works.
 
-        False: after `deadline_s` seconds something still moves; nothing that it touches was freed. Call again.
+        False: something still moves after `deadline_s` seconds, and nothing that it touches was freed. Call again.
         """

@@ -1,4 +1,4 @@
-"""Where libcufile is: loaded in this process, on the loader's path, or in a wheel of this environment."""
+"""Finds libcufile: loaded in this process, on the loader's path, or in a wheel of this environment."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ FILE_NAME = "libcufile.so.0"
 
 @dataclass(frozen=True, slots=True)
 class CufileLibrary:
-    """What was found of libcufile.
+    """Result of the search for libcufile.
 
     Attributes:
         path: empty where it was not found.
         found: "already loaded", "by the loader" or "in a wheel".
-        version: such as "1.20"; empty where it does not say.
-        reason: why it was not found: what was searched, and what each place answered.
+        version: such as "1.20"; empty where the library does not say.
+        reason: why it was not found: the places that were searched, each with its error.
     """
 
     path: str
@@ -44,8 +44,8 @@ def find_cufile() -> CufileLibrary:
 
 @cache
 def name_wheels() -> tuple[str, ...]:
-    """Tells the native core, once a process, where wheels have libcufile. It loads one where neither the process nor
-    the loader has it.
+    """Gives the native core, once per process, the paths of libcufile in wheels. The core loads one of them where
+    neither the process nor the loader has the library.
 
     Returns:
         The paths, in the order in which they are tried; none where no wheel is needed.
@@ -59,16 +59,16 @@ def name_wheels() -> tuple[str, ...]:
 
 @cache
 def _first_look() -> CufileLibrary:
-    """In the process, and by the loader. Once, because what the loader has found is in the process afterwards."""
+    """Looks in the process and asks the loader. Once, because what the loader finds stays in the process."""
     return CufileLibrary(*c_ext.find_cufile())
 
 
 @cache
 def _by_pathfinder() -> tuple[tuple[str, ...], str]:
-    """NVIDIA's own search, which knows conda and CUDA_HOME too; comes with the extra `gpu`.
+    """Runs NVIDIA's own search, which also knows conda and CUDA_HOME; it comes with the extra `gpu`.
 
     Returns:
-        Where it found one; and what it says where it found none, or none that can be loaded.
+        The path that it found, if any; and its error if it found none, or none that can be loaded.
     """
     try:
         pathfinder = import_module("cuda.pathfinder")

@@ -1,4 +1,4 @@
-"""The transfer engine: names and types of the graph for the native one."""
+"""The transfer engine: wraps the native one with the graph's names and types."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ from flexkv.transfer.stream import StreamLike, optional_stream
 logger = logging.getLogger(__name__)
 
 NO_DIGEST_AREA = -1
-"""What the native engine takes for "this slot keeps no digests"."""
+"""The native engine's value for "this slot keeps no digests"."""
 
 AT_EXIT_S = 2.0
-"""How long the exit of the interpreter waits for copies under way, of all engines together, seconds."""
+"""Seconds that the interpreter's exit waits for copies under way, for all engines together."""
 
 _still_moving: dict[int, tuple[object, object]] = {}
-"""What engines that could not be closed may still touch. Never freed: a late DMA into reused memory is worse."""
+"""Objects that engines may touch after a failed close. Never freed: a late DMA into reused memory is worse."""
 
 _engines: weakref.WeakSet[TransferEngine] = weakref.WeakSet()
 
 
 @atexit.register
 def _close_all() -> None:
-    """Ends what moves while its memory is still there: a shutdown frees modules and their objects in any order."""
+    """Ends copies while their memory is still there: a shutdown frees modules and their objects in any order."""
     deadline = time.monotonic() + AT_EXIT_S
     for engine in list(_engines):
         engine.close(max(0.0, deadline - time.monotonic()))
     for kept in _still_moving.values():
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))  # not even by the shutdown
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))  # so that not even the shutdown frees it
 
 
 class OnDevice(Protocol):
-    """A tensor that says where it lies, as torch's do."""
+    """A tensor that names its device, as torch's do."""
 
     @property
     def device(self) -> Any: ...
@@ -67,7 +67,7 @@ def cuda_device_of(tensors: Sequence[OnDevice]) -> int | None:
 
 
 def log_choices(device: int, lane: c_ext.CudaLane) -> None:
-    """Says which way a GPU's copies go, and what is not used of what they might go by."""
+    """Logs which way a GPU's copies go, and which ways are not used and why."""
     for direction, ways in lane.ways.items():
         logger.info("cuda:%d %s: %s", device, direction.upper(), ways)
     if lane.notes:
@@ -79,15 +79,16 @@ class TransferEngine(DataPlane):
 
     Args:
         mover: moves the pages of host lanes; a `c_ext.HostMover` by default. Movers can be wrapped in one another.
-        queue_ops: places for each kind and priority of op.
+        queue_ops: queue entries for each kind and priority of op.
         copy_threads: shared by both directions of host copies, loads first. Started on first use; idle ones sleep.
-        op_stuck_s: an op that has not moved for longer takes its lane down; 0 for never.
+        op_stuck_s: seconds without progress after which an op takes its lane down; 0 for never.
         lanes: run the ops of further kinds, such as `Volumes.lane`. A lane serves one transfer engine.
         device: the CUDA device that the engine's pools lie on; None for plain memory. Its lane has threads of its own.
         batch_copies: whether the copy engine may be given batches (it is tested at start in any case).
         copy_kernel: whether short runs may be copied by a kernel.
-        digest_threads: that make and check the digests of a CUDA device's pages together, 1 to 16.
-        current_stream: what `submit` takes for the engine's stream when it is given none.
+        digest_threads: threads that together make and check the digests of a CUDA device's pages, 1 to 16.
+        current_stream: returns the engine's stream, for calls of `submit`, `record`, `order_after` and `open_layers`
+            without a `stream`.
 
     Raises:
         ConfigError: an argument is out of range, or there is no such device.
@@ -120,7 +121,7 @@ class TransferEngine(DataPlane):
         own = [] if self.cuda_lane is None else [self.cuda_lane]
         self._native = c_ext.TransferEngine(mover, queue_ops, copy_threads, op_stuck_s, [*own, *lanes])
         self._views = threading.Lock()
-        """Of the native core's views and the two tables of their owners, which change together."""
+        """Guards the native core's views and the two tables of their owners, which change together."""
         self._detached: dict[int, Sequence[object]] = {}
         self._down: dict[OpKind, str] = {}
         self._owners: dict[int, Sequence[object]] = {}
@@ -135,17 +136,17 @@ class TransferEngine(DataPlane):
         digest_offset: int | None = None,
         owners: Sequence[object] = (),
     ) -> None:
-        """From now on ops of `group` move blocks of `view` to and from this stripe of `pool`'s slots.
+        """Makes ops of `group` move blocks of `view` to and from this stripe of `pool`'s slots.
 
         Args:
-            stripe_offset: of this rank's stripe in a slot, bytes, a multiple of 4 KiB.
-            digest_offset: of this rank's run digests in a slot, 8 bytes a run: bytes, a multiple of 8.
+            stripe_offset: bytes from a slot's start to this rank's stripe, a multiple of 4 KiB.
+            digest_offset: bytes from a slot's start to this rank's run digests (8 bytes per run), a multiple of 8.
                 Stores then write them and loads check them; without it pages are not verified.
-            owners: whatever keeps the engine's pool alive (arrays, tensors); held until nothing can touch it.
+            owners: objects that keep the engine's pool alive (arrays, tensors); held until nothing can touch the pool.
 
         Raises:
-            GeometryError: the stripe does not fit the slot, or the view shares bytes with another group's other than
-                block by block.
+            GeometryError: the stripe does not fit the slot, or the view shares bytes with another group's in another
+                way than block by block.
             ContractError: the group has a view already.
             ClosedError: the transfer engine or the pool was closed.
         """
@@ -160,21 +161,21 @@ class TransferEngine(DataPlane):
             self._owners[group] = tuple(owners)
 
     def detach_view(self, group: int) -> None:
-        """Ops in flight keep the view and its owners; these go when the last such op's result was polled.
+        """Detaches the view. Ops in flight keep it and its owners until the last such op's result has been polled.
 
         Raises:
             ContractError: the group has no view.
         """
         with self._views:
             number = self._native.detach_view(group)
-            # Not there after a close beside this, which has let them go.
+            # A close that ran meanwhile has released the owners already.
             self._detached[number] = self._owners.pop(group, ())
         self._drop_released()
 
     def _drop_released(self) -> None:
         with self._views:
             released = [self._detached.pop(number, ()) for number in self._native.released_views()]
-        # What the owners do when they are freed is done without the lock.
+        # Freed without the lock, because owners may run code of their own then.
         released.clear()
 
     def submit(
@@ -221,13 +222,13 @@ class TransferEngine(DataPlane):
         return results
 
     def _log_kernel(self, lane: c_ext.CudaLane) -> None:
-        """Says once that the copy kernel could not be started."""
+        """Logs once that the copy kernel could not be started."""
         if lane.failed_launches > 0:
             self.kernel_given_up = True
             logger.warning("cuda:%s: %s; its runs go by the copy engine, slower", self.device, lane.notes)
 
     def _log_lanes(self) -> None:
-        """Says once when a lane went down, and once when it came up again."""
+        """Logs once when a lane goes down, and once when it is up again."""
         down = {lane.kind: lane.reason for lane in self.lanes() if not lane.up}
         for kind, reason in down.items():
             if kind not in self._down:

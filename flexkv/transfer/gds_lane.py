@@ -1,4 +1,4 @@
-"""The lane of one rank between the engine's pool and the slabs on disk, without a host page between."""
+"""One rank's lane between the engine's pool and the slabs on disk, which uses no page of host memory."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ def make_gds_lane(
     io: IoBackend = "auto",
     views: Sequence[c_ext.KvView] = (),
 ) -> c_ext.GdsLane:
-    """Opens the slabs for one rank. The lane serves one transfer engine, which closes it; what is given to none is
-    closed by its owner.
+    """Opens the slabs for one rank. The lane serves one transfer engine, which closes it; the caller closes a lane that
+    no engine received.
 
     Args:
         stripe: the rank whose stripe this rank moves: 0 where all ranks hold the same bytes.
-        device: the CUDA device that has the engine's pool; None for plain memory.
-        use_staged_transfer, max_staging_blocks: win over `config` where given.
-        io: of plain memory, and of copies from it where a GPU has no other way.
-        views: of the rank's pool, one a group: the staging that their blocks need is taken now. Without them it is
-            taken by the first transfer.
+        device: the CUDA device that holds the engine's pool; None for plain memory.
+        use_staged_transfer, max_staging_blocks: override `config` where given.
+        io: the backend for plain memory, and for copies by way of plain memory where a GPU has no other way.
+        views: views of the rank's pool, one per group: the staging that their blocks need is taken now. Without them
+            the first transfer takes it.
 
     Raises:
         ConfigError: a slab that cannot be opened, or `io` that the kernel refuses.
         GeometryError: the runs do not fill the stripes, or are not those of a view.
-        CapacityError: the staging is not there; says what to set.
+        CapacityError: there is no memory for the staging; names the setting to change.
         DiskError: a disk does not answer.
     """
     codecs = [
@@ -71,7 +71,7 @@ def make_gds_lane(
                 lane.staging_slots, lane.staging_slot_bytes, slots, config.max_staging_bytes
             ):
                 log.info("slabs of group %d: %s", group, cut)
-        # After the staging was registered, by which cuFile's way to each slab is seen.
+        # Only registering the staging shows which way cuFile takes to each slab.
         log.info("slabs: %s; %s", lane.describe(), "staged" if staged else "a call a run")
         opened.pop_all()
     return lane
@@ -79,7 +79,7 @@ def make_gds_lane(
 
 def gpudirect_refusal() -> str:
     """Why no file reaches a GPU's memory by GPUDirect Storage in this process; empty where one may. A lane that has
-    opened its slabs knows it of each of them (`GdsLane.direct_refusal`).
+    opened its slabs knows this for each of them (`GdsLane.direct_refusal`).
 
     The first call opens cuFile's driver where there is a GPU.
     """

@@ -1,8 +1,8 @@
 """Transfer graphs: the one border between the control plane, which plans them, and the data plane, which runs them.
 
-A graph carries no tokens, no policy and no bytes of KV: numbers of blocks, slots and places, and what places must
-hold. It is plain NumPy, so that it pickles in microseconds and travels to worker processes as part of an engine's own
-metadata.
+A graph carries no tokens, no policy and no bytes of KV: only numbers of blocks, slots and disk slots, and the tags of
+the pages in those. It is plain NumPy, so that it pickles in microseconds and travels to worker processes as part of an
+engine's own metadata.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class OpKind(IntEnum):
 
 
 WITHOUT_SLOTS = frozenset({OpKind.GDS_READ, OpKind.GDS_WRITE, OpKind.DISK_SEAL})
-"""Kinds that touch no host slot: their pages are counted by their places."""
+"""Kinds that touch no host slot: an op of theirs has as many pages as `places`."""
 
 
 class Priority(IntEnum):
@@ -77,9 +77,9 @@ class EdgeKind(IntEnum):
     """How a successor waits for its predecessor."""
 
     BARRIER = 0
-    """The successor starts when every page of the predecessor ended OK."""
+    """The successor starts when every page of the predecessor has ended OK."""
     STREAM = 1
-    """Page i of the successor may start when page i of the predecessor ended OK (both have the same pages)."""
+    """Page i of the successor may start when page i of the predecessor has ended OK (both have the same pages)."""
 
 
 class OpStatus(IntEnum):
@@ -118,16 +118,16 @@ class TransferOp:
     Attributes:
         group: KV group (attention type); selects the view and the slot pool.
         blocks: engine blocks, or empty for an op without a device side. Read-only where unpickled, like `slots`.
-        slots: host slots, as many as pages; empty for the GDS kinds and DISK_SEAL.
-        layerwise: move layer 0 of all pages, then layer 1, ...: what `TransferEngine.wait_layer` needs. Otherwise
-            page by page, which is faster and lets stream edges start early.
-        places: for the disk and GDS kinds, the disk slots, as many as pages; empty for other kinds.
-        tags: for these kinds, what each place must hold or is to hold; empty for other kinds.
-        digests: for DISK_SEAL, what the GDS_WRITE ops of all ranks reported, side by side in the order of the ranks.
-        reads: for H2D, of each page the DISK_READ that brings it to its slot, or 0 for a page that is there; empty when
-            all are. The read may run on another transfer engine with the same host pool, in another process, and may
-            have ended. The page is moved when the read has verified it, and fails when the read has failed it. A
-            layerwise load moves each layer of a page when a layerwise read has verified that.
+        slots: host slots, one per page; empty for the GDS kinds and DISK_SEAL.
+        layerwise: moves layer 0 of all pages, then layer 1, and so on, as `TransferEngine.wait_layer` needs it.
+            Otherwise page by page, which is faster and lets stream edges start early.
+        places: for the disk and GDS kinds, the disk slots, one per page; empty for other kinds.
+        tags: for these kinds, the tag of the page that each place must hold or will hold; empty for other kinds.
+        digests: for DISK_SEAL, the digests that the GDS_WRITE ops reported, side by side in the order of the ranks.
+        reads: for H2D, the DISK_READ that brings each page to its slot, or 0 for a page that is there; empty when all
+            are. The read may run on another transfer engine with the same host pool, in another process, and may have
+            ended. A page is moved once its read has verified it, and fails if its read fails. A layerwise load moves
+            each layer of a page once a layerwise read has verified that layer.
     """
 
     op_id: OpId
@@ -147,8 +147,8 @@ class TransferOp:
         return len(self.places) if self.kind in WITHOUT_SLOTS else len(self.slots)
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        # Plain numbers and bytes: an enum travels as a call to look up its name, an array as one that makes it from its
-        # type and shape. Both cost more than the pages.
+        # Plain numbers and bytes: pickle writes an enum as a call that looks up its name, and an array as one that
+        # makes it from its type and shape. Both cost more than the pages.
         numbers = (int(self.kind), self.group, int(self.priority))
         disk: tuple[object, ...] = ()
         if len(self.reads):
@@ -212,8 +212,8 @@ class TransferGraph:
     edges: tuple[Edge, ...] = ()
 
     def layerwise(self) -> TransferGraph:
-        """The same graph with its ops moved layer by layer, but for those between disk and engine: one call brings all
-        layers of a page, so they are in place together."""
+        """Returns the same graph with its ops moved layer by layer, except for kinds without host slots: one call moves
+        all layers of a page between disk and engine, so they are in place together."""
         ops = tuple(op if op.kind in WITHOUT_SLOTS else replace(op, layerwise=True) for op in self.ops)
         return TransferGraph(ops, self.edges)
 
@@ -237,10 +237,10 @@ class OpResult:
         failed: positions within the op's pages that must not be used, ascending, int32. Empty when `status` is OK;
             every page when it is CANCELLED, SKIPPED or LANE_DOWN.
         reason: what went wrong, for a person; empty when `status` is OK.
-        digests: of GDS_WRITE, this rank's run digests of each page, which DISK_SEAL needs; zeros for failed pages, and
+        digests: for GDS_WRITE, this rank's run digests of each page, which DISK_SEAL needs; zeros for failed pages, and
             empty where all failed.
-        causes: `FailureCause` of each page in `failed`; empty where nobody said more than `status` does.
-        loss: of a store that was never begun, why its pages are not stored; None where that has no reason of its own.
+        causes: `FailureCause` of each page in `failed`; empty where only `status` says why.
+        loss: for a store that never began, why its pages are not stored; None where it has no reason of its own.
     """
 
     op_id: OpId
@@ -255,7 +255,7 @@ class OpResult:
         """`FailureCause` of each page of an op that did not end OK; UNKNOWN also for pages that did not fail.
 
         Raises:
-            ContractError: not as many causes as failed pages.
+            ContractError: the number of causes is not that of the failed pages.
         """
         if self.status in _STATUS_CAUSES or not len(self.causes):
             return np.full(pages, _STATUS_CAUSES.get(self.status, FailureCause.UNKNOWN), np.uint8)
@@ -269,7 +269,7 @@ class OpResult:
 
     @classmethod
     def cancelled(cls, op_id: OpId, pages: int, reason: str, loss: PageLoss | None = None) -> OpResult:
-        """Of an op of which no page may be used, because it never ran or was given up."""
+        """Makes the result of an op of which no page may be used, because it never ran or was given up."""
         return cls(op_id, OpStatus.CANCELLED, np.arange(pages, dtype=np.int32), reason, loss=loss)
 
 

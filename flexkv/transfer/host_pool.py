@@ -19,22 +19,22 @@ MAX_EXTENT_BYTES = 1 << 30
 """Largest extent, bytes: io_uring refuses to register a longer buffer."""
 
 ANY_NODE = -1
-"""What the native pool takes for "any NUMA node"."""
+"""The native pool's value for "any NUMA node"."""
 
 HugePages = Literal["auto", "off"]
 
 
 @dataclass(frozen=True, slots=True)
 class ExtentReport:
-    """What bring-up got for one extent.
+    """The memory that bring-up obtained for one extent.
 
     Attributes:
         pages_kind: `huge`, `mixed`, `4k` or `hugetlb` (reserved huge pages); `pending` until the extent is up;
             `attached` in a process that did not create the pool.
-        huge_bytes: of `bytes`, how many the kernel maps by huge pages.
+        huge_bytes: the part of `bytes` that the kernel maps by huge pages.
         bring_up_s: seconds from the first touch to ready.
-        registered: all of it is known to the GPU; without it only the copy engine can be used.
-        numa_node: that holds the extent's first page; -1 where the kernel does not say.
+        registered: the GPU knows all of it; otherwise only the copy engine can be used.
+        numa_node: the node that holds the extent's first page; -1 where the kernel does not say.
     """
 
     index: int
@@ -62,17 +62,17 @@ class PoolDescriptor:
 class HostPool:
     """An arena of `slots` slot images of `slot_bytes` each (a multiple of 4 KiB), in extents of at most 1 GiB.
 
-    Memory is mapped in the background, in order: slots [0, `ready_slots`) can be used. What is found too much
-    meanwhile ends that (`stopped_reason`); the slots that are ready stay.
+    Memory is mapped in the background, in order: slots [0, `ready_slots`) can be used. If memory runs short meanwhile,
+    mapping stops (`stopped_reason`), and the slots that are ready stay.
 
     Args:
-        numa_node: where the memory is taken from as long as it has any; None leaves it to the kernel.
+        numa_node: the node that the memory is taken from while it has any; None leaves it to the kernel.
 
     Raises:
         GeometryError: a size is not allowed.
         CapacityError: the pool would not fit the memory available now (MemAvailable and control groups) and leave some
             of it free.
-        ConfigError: `huge_pages` is another word, or there can be no such NUMA node.
+        ConfigError: `huge_pages` is neither of its words, or there can be no such NUMA node.
     """
 
     def __init__(
@@ -140,11 +140,11 @@ class HostPool:
         return ready
 
     def pin(self, device: int) -> None:
-        """Registers the memory with a GPU in the background, as it is mapped, for this process: in pieces of at most
-        128 MiB (or one slot), with a rest after each, so that the driver's locks are free for the engine in between.
-        What is refused is tried again for a minute.
+        """Registers this process's mapping with a GPU, in the background as memory is mapped. Each piece has at most
+        128 MiB (or one slot), and a pause follows it, so that the engine can take the driver's locks in between. Pieces
+        that the GPU refuses are tried again for a minute.
 
-        Only a process whose GPU copies needs it. Later calls change nothing: registered memory is known to all GPUs.
+        Only a process whose GPU copies needs it. Later calls change nothing: all GPUs know registered memory.
 
         Raises:
             ConfigError: there is no such CUDA device, or no driver.
@@ -153,28 +153,28 @@ class HostPool:
 
     @property
     def pinned_slots(self) -> int:
-        """Slots [0, pinned_slots) were taken or refused by the GPU; 0 without `pin`."""
+        """The GPU has taken or refused slots [0, pinned_slots); 0 without `pin`."""
         pinned = self.native.pinned_slots
         self._log_once()
         return pinned
 
     @property
     def settled(self) -> bool:
-        """Of a pool that this process made: no more slots will be mapped, and a look at them has logged what was."""
+        """Whether mapping has ended and its outcome was logged, which reading `ready_slots` does. True if attached."""
         return self._logged
 
     @property
     def stopped_reason(self) -> str:
-        """Why no more slots will be mapped: mapping ended short, or the pool's process did. Empty if all are."""
+        """Why no more slots will be mapped: mapping stopped early, or the pool's process ended. Empty if all are."""
         return self.native.stopped_reason
 
     @property
     def creator_gone(self) -> bool:
-        """Of an attached pool: the process that made it has ended or closed it. The memory here stays."""
+        """For an attached pool, whether the process that made it has ended or closed it. The memory here stays."""
         return self.native.creator_gone
 
     def wait_ready(self, slots: int, deadline_s: float) -> bool:
-        """Whether `slots` slots came up within `deadline_s` seconds; False at once when bring-up ended short of it.
+        """Waits up to `deadline_s` seconds until `slots` slots are up. False at once if bring-up has ended with fewer.
 
         Raises:
             BlockRangeError: the pool has fewer slots.
@@ -192,8 +192,8 @@ class HostPool:
         return self.native.slot(slot)
 
     def extent_of(self, slot: int) -> NDArray[np.uint8]:
-        """The bytes of a slot and of those that follow it in its extent, as `slot` has one's: what is registered with a
-        device or a network card at once.
+        """The bytes of a slot and of those after it in its extent, otherwise like `slot`: the range that is registered
+        with a device or a network card at once.
 
         Raises:
             BlockRangeError: the slot is not in [0, ready_slots).
@@ -201,9 +201,9 @@ class HostPool:
         return self.native.extent_of(slot)
 
     def fail_read(self, slots: NDArray[np.int32], read: int) -> None:
-        """`read` will never fill these slots: loads that wait for it fail those pages.
+        """Reports that `read` will never fill these slots: loads that wait for it fail those pages.
 
-        For reads that no lane carries out; a lane tells how its own end.
+        For reads that no lane carries out; a lane reports the end of its own reads.
 
         Raises:
             BlockRangeError: a slot is not in [0, ready_slots).
@@ -212,11 +212,11 @@ class HostPool:
         self.native.settle(slots, read, False)
 
     def report(self) -> list[ExtentReport]:
-        """One entry an extent, in order."""
+        """One entry per extent, in order."""
         return [ExtentReport(*extent) for extent in self.native.report()]
 
     def descriptor(self) -> PoolDescriptor:
-        """What another process needs to attach.
+        """The descriptor with which another process attaches.
 
         Raises:
             ContractError: the pool is private.

@@ -1,6 +1,6 @@
-"""Named ranges for a profiler such as Nsight Systems, by NVTX: of the lanes' threads, and of the layerwise stages.
+"""Names the work of the lanes' threads and of the layerwise stages to a profiler such as Nsight Systems, by NVTX.
 
-Off unless `enable` was called: no library is looked for or loaded, and `span` gives one and the same empty context.
+Off until `enable` is called: no library is looked for or loaded, and `span` returns one shared empty context.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ logger = get_logger(__name__)
 OFF, ON = "off", "on"
 ALLOWED = "allowed are off, on, and the path of NVTX's library"
 LIBRARIES = ("libnvtx3interop.so.1", "libnvToolsExt.so.1")
-"""Of NVTX 3, in the wheel `nvidia-nvtx` that torch's CUDA builds bring; and of CUDA toolkits before 12.9."""
+"""NVTX 3's, in the wheel `nvidia-nvtx` that torch's CUDA builds bring; then that of CUDA toolkits before 12.9."""
 
 _library: ctypes.CDLL | None = None
 _NOTHING: AbstractContextManager[None] = nullcontext()
@@ -51,7 +51,7 @@ def enable(setting: str) -> None:
         setting: `off`, `on`, or the path of a library.
 
     Raises:
-        ConfigError: there is no such library, or it is none of NVTX; says where it was looked for.
+        ConfigError: there is no such library, or it is not NVTX's; names the places searched.
     """
     global _library
     if setting == OFF or _library is not None:
@@ -72,12 +72,12 @@ def enable(setting: str) -> None:
 
 
 def span(name: str) -> AbstractContextManager[None]:
-    """A range "flexkv `name`" of the calling thread; where ranges are off, nothing."""
+    """A context that marks a range "flexkv `name`" in the calling thread; where ranges are off, an empty one."""
     return _NOTHING if _library is None else _Range(_library, name)
 
 
 def _candidates() -> Iterator[str]:
-    """What the loader finds, then what lies in wheels."""
+    """Names for the loader, then paths in wheels."""
     yield from LIBRARIES
     for folder in sys.path:
         for name in LIBRARIES:

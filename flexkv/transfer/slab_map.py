@@ -1,4 +1,4 @@
-"""Where a unit's pages lie on its disks, as the ranks' processes are told it."""
+"""Where a unit's pages lie on its disks, in the form in which the ranks' processes receive it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 
 class SlabRow(NamedTuple):
-    """An open slab for those who did not open it: sizes in bytes."""
+    """An open slab, described for processes that did not open it; sizes in bytes."""
 
     path: str
     header_bytes: int
@@ -24,8 +24,8 @@ class SlabGroup:
     """The page format of one KV group, as `flexkv.storage.base.DiskGroup` has it.
 
     Attributes:
-        stripe_bytes: of each rank.
-        runs: of each rank, int64 [runs, 3]: offset in the stripe, bytes, layer.
+        stripe_bytes: bytes of each rank's stripe.
+        runs: each rank's runs, int64 [runs, 3]: offset in the stripe, bytes, layer.
     """
 
     stripe_bytes: tuple[int, ...]
@@ -37,8 +37,7 @@ class SlabMap:
     """Where a unit's pages lie on its disks; travels to the ranks' processes.
 
     Attributes:
-        disks: of each disk its slabs, one a group, the same one for groups that share it; empty for a disk that is
-            lost.
+        disks: each disk's slabs, one per group, the same one for groups that share it; empty for a disk that is lost.
     """
 
     groups: tuple[SlabGroup, ...]

@@ -1,4 +1,4 @@
-"""Which limit decided how many staging slots there are, for the log: the result does not show it."""
+"""Names, for the log, the limit that decided the number of staging slots: the number itself does not show it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from flexkv.config.sizes import format_size
 
 
 def staging_cut(slots: int, slot_bytes: int, max_blocks: int, max_bytes: int) -> str:
-    """One line where there are fewer slots than `gds.max_staging_blocks` allows, naming what cut it; else empty.
+    """One line that names what left fewer slots than `gds.max_staging_blocks` allows; empty where nothing did.
 
     Args:
-        slots, slot_bytes: as the native core divided its staging; no slots where none are needed.
+        slots, slot_bytes: as the native core divided its staging; no slots where it needs none.
         max_blocks: `gds.max_staging_blocks`.
         max_bytes: `gds.max_staging_bytes`.
     """

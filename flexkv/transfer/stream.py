@@ -1,4 +1,4 @@
-"""Whatever a caller has for a CUDA stream, as the `cudaStream_t` that the native core takes."""
+"""Turns a caller's object for a CUDA stream into the `cudaStream_t` that the native core takes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any, Protocol, SupportsIndex, TypeAlias
 from flexkv.errors import ContractError
 
 PROTOCOL_VERSION = 0
-"""Of `__cuda_stream__`, the one that is specified (cuda.core, "Interoperability")."""
+"""The version of `__cuda_stream__` that is specified (cuda.core, "Interoperability")."""
 LARGEST_ADDRESS = (1 << 64) - 1
 
 
 class HasCudaStreamMethod(Protocol):
-    """An object of any library that speaks the protocol: cuda.core, cuda.bindings, torch."""
+    """A stream of any library that implements the protocol: cuda.core, cuda.bindings, torch."""
 
     def __cuda_stream__(self) -> tuple[int, int]: ...
 
@@ -31,10 +31,10 @@ StreamLike: TypeAlias = SupportsIndex | HasCudaStreamMethod | HasCudaStream
 
 
 def stream_address(stream: StreamLike) -> int:
-    """The `cudaStream_t` of `stream`. Where an object has the protocol and the attribute too, the protocol counts.
+    """The `cudaStream_t` of `stream`. Where an object has both the protocol and the attribute, the protocol counts.
 
     Raises:
-        ContractError: no stream; names the value. What its own code raises is the cause.
+        ContractError: not a stream; names the value. An exception of the object's own code is its cause.
     """
     try:
         if (method := getattr(stream, "__cuda_stream__", None)) is not None:
@@ -49,7 +49,7 @@ def stream_address(stream: StreamLike) -> int:
 
 
 def optional_stream(stream: StreamLike | None) -> int | None:
-    """The same, and None for none."""
+    """Like `stream_address`, and None for None."""
     return None if stream is None else stream_address(stream)
 
 
@@ -85,7 +85,7 @@ def _address(value: Any, stream: object) -> int:
 
 
 def _whole(value: Any) -> int | None:
-    """None for what is no whole number. A bool is one to Python; as a stream it is a mistake."""
+    """The value as a whole number, else None. A bool is one to Python; as a stream it is a mistake."""
     try:
         return None if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -93,7 +93,7 @@ def _whole(value: Any) -> int | None:
 
 
 def _named(value: object, words: Callable[[object], str] = repr) -> str:
-    """It, in a message, also where it cannot say what it is."""
+    """The value for a message, also where its own `repr` or `str` fails."""
     try:
         return f"{words(value):.80}"
     except Exception:

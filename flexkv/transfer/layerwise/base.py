@@ -1,4 +1,4 @@
-"""The contract of the layerwise pipelines: devices, streams and events; what supplies rows and what transforms them.
+"""The contract of the layerwise pipelines: devices, streams, events, and the sources and transforms of rows.
 
 A *row* is one token's K (or V) of one layer, shape [heads, head_width]. An *array* here is a NumPy array on the host
 device and the device's own tensor elsewhere; the pipelines use nothing but indexing with int64 arrays and slices.
@@ -27,7 +27,7 @@ PREFETCH_LAYERS = 2
 
 
 class LostRows(TransferError):
-    """What a row source raises when its rows will not come; the text says why. Its chunk alone fails."""
+    """A row source or target has lost its rows; the text says why. Only its chunk fails."""
 
 
 class PipelineError(TransferError):
@@ -48,50 +48,50 @@ class RowPositions:
 
 
 class LayerTransform(Protocol):
-    """Changes one layer's keys in place: a rotation from old to new positions, as a rule."""
+    """Changes one layer's keys in place, usually by a rotation from old to new positions."""
 
     def __call__(self, layer: int, keys: Array, positions: RowPositions) -> None:
-        """Work on `keys`, shape [rows, heads, head_width], in the pool's dtype; the values are never passed.
+        """Changes `keys`, shape [rows, heads, head_width], in the pool's dtype. Values are never passed.
 
-        Called once a layer, ascending, in the device's compute stream: on a host device in a thread of its stream, on a
-        GPU with that stream current, where it enqueues and returns. Rows that no chunk covers hold what was there
-        before; they are zeroed afterwards. What it raises ends the pipeline with every row failed.
+        Called once per layer, in ascending order, in the device's compute stream: on a host device in a thread of that
+        stream; on a GPU with that stream current, where it enqueues its work and returns. Rows that no chunk covers
+        hold old content and are zeroed afterwards. An exception ends the pipeline with every row failed.
         """
 
 
 class LayerScatter(Protocol):
-    """Writes one layer to paged memory in a way of its own: keys turned on their way, as a rule."""
+    """Writes one layer to paged memory in its own way, usually turning keys as it writes them."""
 
     def __call__(self, layer: int, rows: Array, gaps: Array) -> None:
-        """Put `rows`, shape [planes, rows, heads, head_width], where they belong; zeros where those in `gaps` do.
+        """Writes `rows`, shape [planes, rows, heads, head_width], to their slots, but zeros for the rows in `gaps`.
 
-        Called once a layer, ascending, in the device's store stream. What it raises ends the pipeline with every row
-        failed.
+        Called once per layer, in ascending order, in the device's store stream. An exception ends the pipeline with
+        every row failed.
 
         Args:
-            gaps: numbers of rows that no chunk covers, as `LayerDevice.index` gives them; they hold anything.
+            gaps: numbers of the rows that no chunk covers, from `LayerDevice.index`; their content is undefined.
         """
 
 
 class RowSource(Protocol):
-    """One chunk's rows of one layer, on their way."""
+    """The source of one chunk's rows of one layer."""
 
     def copy_to(self, rows: Array) -> None:
         """Fills `rows`, shape [planes, tokens, heads, head_width], plane 0 the keys. Called once, in the load stream.
 
         Raises:
-            LostRows: they will not come. What was written so far is zeroed.
+            LostRows: the rows will not come. The pipeline zeroes those written so far.
         """
 
 
 class RowTarget(Protocol):
-    """Where one chunk's rows of one layer go to."""
+    """The target of one chunk's rows of one layer."""
 
     def copy_from(self, rows: Array) -> None:
         """Takes `rows`, shape [planes, tokens, heads, head_width]. Called once, in the store stream.
 
         Raises:
-            LostRows: they could not be taken.
+            LostRows: the rows could not be taken.
         """
 
 
@@ -105,18 +105,18 @@ class Event(ABC):
     @property
     @abstractmethod
     def error(self) -> str:
-        """What failed before the point in its stream or in one that this waited for; empty if nothing did.
+        """What failed before the point, in its stream or in one that its stream waited for; empty if nothing did.
 
-        To be read after `wait` has returned True.
+        Read it after `wait` has returned True.
         """
 
 
 class Stream(ABC):
-    """Work that is done in the order in which it was given, beside the caller's own."""
+    """Does work in the order in which it was queued, concurrently with the caller."""
 
     @abstractmethod
     def run(self, work: Callable[[], None], stage: str, layer: int) -> None:
-        """Queues `work`. After a failure in this stream, or one it waited for, it is left out.
+        """Queues `work`. After a failure in this stream, or in one that it waited for, `work` is skipped.
 
         Args:
             stage: for traces: "load", "transform", "scatter", "gather", "store".
@@ -124,19 +124,19 @@ class Stream(ABC):
 
     @abstractmethod
     def wait(self, event: Event) -> None:
-        """Work given from now on starts after `event` was reached."""
+        """Makes work queued from now on start after `event` is reached."""
 
     @abstractmethod
     def record(self) -> Event:
-        """The point after all work given so far."""
+        """The point after all work queued so far."""
 
 
 class LayerDevice(ABC):
-    """What pipelines run on, several at once if need be."""
+    """A device that pipelines run on, several at once if need be."""
 
     @abstractmethod
     def stream(self, name: str) -> Stream:
-        """A stream of one pipeline: what fails in it is no other's. `name` is "load", "compute" or "store".
+        """A new stream for one pipeline; failures in it reach no other. `name` is "load", "compute" or "store".
 
         Raises:
             ClosedError: the device was closed.
@@ -148,19 +148,19 @@ class LayerDevice(ABC):
 
     @abstractmethod
     def index(self, numbers: NDArray[Any]) -> Array:
-        """Row numbers as the device indexes with them, or any other table as its kernels read it."""
+        """Row numbers in the form that the device indexes with, or another table in the form that its kernels read."""
 
     def current_stream(self) -> int:
-        """The stream that work is given to now, as kernels take it (a `cudaStream_t`); 0 where there are none."""
+        """The stream that work is enqueued on now, as kernels take it (a `cudaStream_t`); 0 where there are none."""
         return 0
 
     @abstractmethod
     def caller_event(self) -> Event | None:
-        """A point after what the calling thread's own stream was given; None where callers work at once."""
+        """A point after the caller's work so far on its own stream; None where callers' work is done at once."""
 
     @abstractmethod
     def caller_waits(self, event: Event, deadline_s: float) -> bool:
-        """What the caller does next comes after `event`: it blocks on a host device, enqueues a wait on a GPU.
+        """Makes the caller's next work come after `event`: blocks on a host device, enqueues a wait on a GPU.
 
         False: the deadline passed first.
         """

@@ -29,11 +29,11 @@ class Chunk:
 
 
 class ChunkSet:
-    """Chunks of one sequence, ascending, with gaps between them; rows count from the first one's start.
+    """Chunks of one sequence, ascending, with gaps between them; row 0 is the first chunk's start.
 
     Attributes:
         first: position of row 0.
-        rows: from the first chunk's start to the last one's end, gaps included.
+        rows: number of rows from the first chunk's start to the last one's end, gaps included.
         gaps: rows that no chunk covers, int64 ascending.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The host device: NumPy arrays, and threads for its streams."""
+"""The host device: NumPy arrays, and threads as streams."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from flexkv.transfer.layerwise.base import Event, LayerDevice, Stream
 from flexkv.transfer.nvtx import span
 
 ONE_THREAD = "layers"
-"""What all streams are where they share a thread."""
+"""The name of all streams where they share a thread."""
 
 
 class HostEvent(Event):
-    """Reached when `reach` was called, by a stream's thread."""
+    """Reached when a stream's thread calls `reach`."""
 
     def __init__(self) -> None:
         self._reached = threading.Event()
@@ -41,11 +41,11 @@ class HostEvent(Event):
 
 
 class HostStream(Stream):
-    """One pipeline's work in a thread that it shares with other streams.
+    """One pipeline's work in a thread that other streams share.
 
-    Work waits only for what was given before it, to whichever thread, so threads never wait in a ring, nor one for
-    itself. Nothing is given without a step of a pipeline or its prefetch, so the queue holds at most eight entries a
-    layer and pipeline.
+    Work waits only for work that was queued before it, on any thread, so threads never wait in a ring, nor a thread for
+    itself. Only a pipeline's steps and its prefetch queue work, so the queue holds at most eight entries per layer and
+    pipeline.
     """
 
     def __init__(self, queue: SimpleQueue[Callable[[], None] | None]) -> None:
@@ -69,11 +69,11 @@ class HostStream(Stream):
         try:
             with span(stage):
                 work()
-        except Exception as error:  # whatever a transform or a source raises is what its layer failed of
+        except Exception as error:  # whatever a transform or a source raises is why its layer failed
             self._error = f"{stage} of layer {layer}: {type(error).__name__}: {error}"
 
     def _await(self, event: Event) -> None:
-        # No deadline: it ends with the work before it, and what waits for this one has a deadline of its own.
+        # No deadline: the wait ends with the work before the event, and whoever waits for this stream has a deadline.
         event.wait(threading.TIMEOUT_MAX)
         self._error = self._error or event.error
 
@@ -82,9 +82,9 @@ class HostDevice(LayerDevice):
     """Streams are threads, `flexkv-<name>`, started with the first stream and ended by `close`.
 
     Args:
-        one_thread: all streams share one, in the order in which they were given work. Copies then take one CPU's time
-            and leave the others to what computes beside them; with a thread for each name they end sooner where CPUs
-            are idle. None: one thread on at most SMALL_MACHINE_CPUS CPUs.
+        one_thread: all streams share one thread, which does their work in the order in which it was queued. Copies then
+            take one CPU's time and leave the other CPUs to the computation beside them; with a thread per name they end
+            sooner where CPUs are idle. None: one thread on at most SMALL_MACHINE_CPUS CPUs.
     """
 
     def __init__(self, one_thread: bool | None = None) -> None:
@@ -122,7 +122,7 @@ class HostDevice(LayerDevice):
         return event.wait(deadline_s)
 
     def close(self, deadline_s: float) -> bool:
-        """No more streams; ends the threads when their work is done. False: they still work after `deadline_s`."""
+        """Refuses new streams; ends the threads when their work is done. False: one still works after `deadline_s`."""
         with self._lock:
             if not self._closed:
                 self._closed = True

@@ -1,4 +1,4 @@
-"""The load pipeline: load layer i, transform layer i-1, scatter layer i-2, all at once and in two buffers or more."""
+"""The load pipeline: loads layer i, transforms i-1 and scatters i-2 at the same time, in two or more buffers."""
 
 from __future__ import annotations
 
@@ -26,31 +26,31 @@ from flexkv.transfer.layerwise.pipeline import Pipeline, PipelineReport
 class LoadPipeline(Pipeline):
     """Brings the layers of some chunks into paged memory, as a generator of three overlapping stages.
 
-    `run()` wants one `next`, a `send` for each layer in turn (one row source a chunk), and a final `next`, which
+    `run()` expects one `next`, a `send` for each layer in turn (one row source per chunk), and a final `next`, which
     yields the `PipelineReport`. Step i of layers + 2 scatters layer i-2, transforms layer i-1 and starts the load of
-    layer i; so when `send` for layer i returns, that layer is the one to be had from `get_kv`, and layer i-1 is on its
-    way to paged memory, where it may not be changed any more. The schedule is CacheBlend's (`batched_to_gpu` of
-    LMCache); here the stages wait for each other by events and never for the whole device:
+    layer i. So when `send` for layer i returns, `get_kv` returns that layer, and layer i-1 is on its way to paged
+    memory and may not be changed any more. The schedule is CacheBlend's (`batched_to_gpu` of LMCache); here the stages
+    wait for each other by events and never for the whole device:
 
-        loaded(i) -> transform(i) -> scatter(i) -> load(i + buffers), which takes the same buffer
-        whatever the caller gave its own stream before a step -> scatter of that step
+        loaded(i) -> transform(i) -> scatter(i) -> load(i + buffers), which uses the same buffer
+        the caller's work on its own stream before a step -> scatter of that step
 
-    `prefetch` begins the layers after the one in hand before their steps, as many as there are free buffers.
+    `prefetch` begins the next layers ahead of their steps, as many as there are free buffers.
 
-    All rows from the first chunk to the last are written, those in gaps as zeros unless somebody edits them. Rows of a
-    chunk that fails are gaps from that layer on; the others go on. Any other failure ends everything: the later
-    stages are left out, and every chunk is failed. Closing the generator half way waits for what was begun.
+    All rows from the first chunk to the last are written; rows in gaps are zeros unless the caller edits them. The rows
+    of a failed chunk are gaps from that layer on; other chunks go on. Any other failure ends the pipeline: later stages
+    are skipped, and every chunk fails. Closing the generator halfway waits for work that was begun.
 
-    With a `scatter` of its own a pipeline changes keys on their way to paged memory, in the one pass that puts them
-    there. Then there is nothing between load and scatter to be had from `get_kv`: a layer is read and edited in paged
-    memory, after `wait_scattered`.
+    A pipeline with its own `scatter` changes keys in the one pass that writes them to paged memory. `get_kv` then has
+    nothing to return: callers read and edit a layer in paged memory, after `wait_scattered`.
 
     Args:
         transform: None leaves keys as they are.
-        deadline_s: how long `get_kv`, the end, and `close` wait.
-        prefetch_layers: layers that are held at once, the one in hand included, from 2 to 16; a buffer for each.
-        scatter: in place of the plain one; not beside a transform.
+        deadline_s: seconds that `get_kv`, `wait_scattered`, the end, and `close` wait at most.
+        prefetch_layers: layers held at once, the current one included, from 2 to 16; each has a buffer.
+        scatter: replaces the plain one; not together with a transform.
 
+    Raises: see `Pipeline`; ContractError also for a transform together with a scatter.
     Raises: see `Pipeline`; ContractError also for a transform and a scatter.
     """
 
@@ -110,12 +110,12 @@ class LoadPipeline(Pipeline):
         return len(self._loaded)
 
     def prefetch(self, take: Callable[[int], Sequence[RowSource]]) -> None:
-        """Between two steps: begins to load and transform the next layers, as far as free buffers go.
+        """Begins to load and transform the next layers, as many as there are free buffers. For use between two steps.
 
-        The layer in hand stays as it is. What was begun here gets an empty `send` in its step.
+        The current layer stays as it is. A layer begun here takes an empty `send` in its step.
 
         Args:
-            take: gives the row sources of a layer, one a chunk.
+            take: returns the row sources of a layer, one per chunk.
         """
         while (layer := self.begun_layers) < self.num_layers and self._buffer_is_leaving(layer):
             self._begin_load(layer, take(layer))
@@ -128,8 +128,8 @@ class LoadPipeline(Pipeline):
             Array [planes, rows, heads, head_width], plane 0 the keys.
 
         Raises:
-            ContractError: another layer is there, or none.
-            PipelineError: it failed, or did not come before the deadline.
+            ContractError: another layer is current, or none, or the pipeline has its own scatter.
+            PipelineError: the layer failed, or did not come before the deadline.
         """
         if self._own_scatter is not None:
             raise ContractError(f"get_kv({layer}): this pipeline changes keys as it scatters them")
@@ -143,10 +143,10 @@ class LoadPipeline(Pipeline):
         return self._buffer_of(layer)
 
     def wait_scattered(self, layer: int) -> bool:
-        """What the caller does next finds layer `layer` in paged memory; False at the deadline.
+        """Makes the caller's next work find layer `layer` in paged memory; False at the deadline.
 
         Raises:
-            ContractError: the step that scatters it was not taken yet.
+            ContractError: the step that scatters the layer has not been taken yet.
             PipelineError: it, or what it waited for, failed.
         """
         if layer not in self._scattered:
@@ -172,7 +172,7 @@ class LoadPipeline(Pipeline):
             )
 
     def _buffer_is_leaving(self, layer: int) -> bool:
-        """Whether the layer's buffer is free, or its former layer was given to the scatter."""
+        """Whether the layer's buffer is free, or the scatter of its former layer has been queued."""
         return layer < self.prefetch_layers or layer - self.prefetch_layers in self._scattered
 
     def _begin_load(self, layer: int, sources: Sequence[RowSource]) -> None:
@@ -185,7 +185,7 @@ class LoadPipeline(Pipeline):
         self._loaded[layer] = self._load.record()
 
     def _after_scatter(self, layer: int) -> None:
-        """The buffer's former layer must have left it before it is written again."""
+        """Makes the load wait until the buffer's former layer `layer` has left it."""
         self._load.wait(self._scattered[layer])
 
     def _fill(self, layer: int, buffer: Array, sources: Sequence[RowSource]) -> None:
@@ -219,7 +219,7 @@ class LoadPipeline(Pipeline):
     def _change(self, layer: int, buffer: Array) -> None:
         if self._transform is not None:
             self._transform(layer, buffer[0], self._positions)
-        # After the transform: it may have turned what an earlier layer left there.
+        # After the transform, which may have turned old content of these rows.
         gaps = self._gaps[layer]  # kept: on a GPU it is read later than this
         if len(gaps):
             buffer[:, gaps] = 0

@@ -14,10 +14,9 @@ class PagedLayers:
     """Slot s is token `s % block_tokens` of block `s // block_tokens`.
 
     Args:
-        layers: of each layer its planes, K first (MLA has one), each an array
-            [blocks, block_tokens, heads, head_width] with any strides: views of the engine's own memory, for which
-            the caller vouches until the pipeline is over. Whatever the order of an engine's pool, a strided view has
-            this shape.
+        layers: each layer's planes, K first (MLA has one), each an array [blocks, block_tokens, heads, head_width] with
+            any strides: views of the engine's own memory, which the caller keeps valid until the pipeline is over. A
+            strided view gives any engine's pool this shape.
 
     Attributes:
         planes, blocks, block_tokens, heads, head_width: the same for every layer.
@@ -49,7 +48,7 @@ class PagedLayers:
         return len(self.layers)
 
     def split(self, slots: RowNumbers) -> tuple[RowNumbers, RowNumbers]:
-        """Block and token in it of each slot.
+        """The block of each slot, and the slot's token in that block.
 
         Raises:
             BlockRangeError: a slot lies outside the pool.
@@ -62,13 +61,13 @@ class PagedLayers:
         return numbers // self.block_tokens, numbers % self.block_tokens
 
     def write(self, layer: int, blocks: Array, tokens: Array, rows: Array) -> None:
-        """`rows` [planes, rows, heads, head_width] into the layer; no two of the slots are the same."""
+        """Writes `rows` [planes, rows, heads, head_width] to slots of the layer, no two of them the same."""
         for number, plane in enumerate(self.layers[layer]):
             to, of = _as_items(plane, rows[number])
             to[blocks, tokens] = of
 
     def read(self, layer: int, blocks: Array, tokens: Array, rows: Array) -> None:
-        """The layer into `rows` [planes, rows, heads, head_width]."""
+        """Reads slots of the layer into `rows` [planes, rows, heads, head_width]."""
         for number, plane in enumerate(self.layers[layer]):
             of, to = _as_items(plane, rows[number])
             to[:] = of[blocks, tokens]

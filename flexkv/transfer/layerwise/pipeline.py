@@ -1,4 +1,4 @@
-"""What load and store pipelines have in common: rows, slots, two buffers, and how they end."""
+"""The base of load and store pipelines: rows, slots, buffers, and how a pipeline ends."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class PipelineReport:
     """How a pipeline ended.
 
     Attributes:
-        failed: number of a chunk -> why its rows must not be used, in paged memory after a load and where they were
-            taken to after a store. In paged memory they are zeros, or what somebody made of those.
-        quiet: nothing moves any more. Where it is False neither the engine's blocks nor the other side's memory may be
-            reused: `Pipeline.quiet`.
+        failed: number of a chunk -> why its rows must not be used, in paged memory after a load and in their target
+            after a store. In paged memory they are zeros, or the caller's edits of those.
+        quiet: nothing moves any more. While this is False, neither the engine's blocks nor the other side's memory may
+            be reused; `Pipeline.quiet` waits for it.
     """
 
     failed: dict[int, str] = field(default_factory=dict)
@@ -45,10 +45,10 @@ class Pipeline(ABC):
     Args:
         slots: int64 [rows], the paged slot of every row, gaps included; no slot twice.
         buffers: layer n is in buffer n mod `buffers`. With two, one is filled while the other is emptied.
-        deadline_s: how long each wait of the caller lasts at most.
+        deadline_s: seconds that each wait of the caller lasts at most.
 
     Raises:
-        ContractError: other counts of slots and rows, or a slot twice; a number of buffers that is not allowed.
+        ContractError: the numbers of slots and rows differ, a slot comes twice, or `buffers` is not allowed.
         BlockRangeError: a slot outside the pool.
     """
 
@@ -83,7 +83,7 @@ class Pipeline(ABC):
 
     @abstractmethod
     def _events(self) -> list[Event]:
-        """Of everything that was begun."""
+        """The events of all work that was begun."""
 
     @property
     def num_layers(self) -> int:
@@ -98,7 +98,7 @@ class Pipeline(ABC):
         return self._buffers[layer % len(self._buffers)]
 
     def quiet(self, deadline_s: float) -> bool:
-        """Whether nothing that was begun moves any more, waiting for that up to `deadline_s` seconds."""
+        """Waits up to `deadline_s` seconds until nothing that was begun moves any more; False if something does."""
         ends_s = time.monotonic() + deadline_s
         return all(event.wait(max(0.0, ends_s - time.monotonic())) for event in self._events())
 
@@ -117,7 +117,7 @@ class Pipeline(ABC):
             raise ContractError(f"layer {layer}: {count} {what} for {len(self._chunks.chunks)} chunks")
 
     def _copy_chunks(self, layer: int, buffer: Array, copies: Sequence[Callable[[Array], None]]) -> None:
-        """Gives each chunk's copy its rows of the buffer. One that loses them fails its chunk, from then on."""
+        """Calls each chunk's copy with its rows of the buffer. A copy that loses them fails its chunk from then on."""
         for number, (chunk, copy) in enumerate(zip(self._chunks.chunks, copies, strict=True)):
             if number in self._failed:
                 continue
@@ -136,6 +136,6 @@ class Pipeline(ABC):
         error = last.error if quiet else f"did not end within {self._deadline_s:g} s"
         failed = dict(self._failed)
         if error:
-            # A copy: what still moves looks at the original.
+            # A copy, because stages that still run use the original.
             failed = {number: failed.get(number, error) for number in range(len(self._chunks.chunks))}
         return PipelineReport(failed, quiet)

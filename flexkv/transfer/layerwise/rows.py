@@ -8,11 +8,11 @@ from flexkv.transfer.layerwise.base import Array, LostRows
 
 
 class PageRows:
-    """Rows that lie in pages, one after the other: those of a chunk, a whole number of pages or a part of the last.
+    """A chunk's rows, which fill pages one after the other; the last page may be used in part.
 
     Args:
-        pages: of each page its planes, each [block_tokens, heads, head_width] with any strides. Rows of one array
-            [planes, tokens, heads, head_width] are one page.
+        pages: each page's planes, each [block_tokens, heads, head_width] with any strides. One array [planes, tokens,
+            heads, head_width] counts as one page.
     """
 
     def __init__(self, pages: Sequence[Array]) -> None:
@@ -36,7 +36,7 @@ class PageRows:
 
 
 class NoRows:
-    """Rows that will not come, or cannot be taken."""
+    """The source or target of rows that will not come, or cannot be taken."""
 
     def __init__(self, reason: str) -> None:
         self._reason = reason

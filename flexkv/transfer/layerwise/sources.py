@@ -1,4 +1,4 @@
-"""Rows of a load out of pages in host memory, layer by layer."""
+"""Supplies a load with rows from pages in host memory, layer by layer."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from flexkv.transfer.layerwise.rows import PageRows
 
 @dataclass(frozen=True, slots=True)
 class PageInterior:
-    """How the rows of one block lie in its stripe, where that is known (an engine's opaque order has none).
+    """How one block's rows lie in its stripe, where that is known (for an engine's opaque order it is not).
 
     Attributes:
-        offsets: of each layer, of each plane (K first): of its first row, bytes from the slot's start.
+        offsets: where the first row of each plane (K first) of each layer lies, bytes from the slot's start.
         shape: (block_tokens, heads, head_width).
         strides: bytes from token to token, head to head, element to element.
     """
@@ -43,8 +43,8 @@ class HostPages:
     """Pages in slots of the host pool.
 
     Args:
-        slots: of each chunk its pages' slots, in order. A chunk starts with a page's first token; its last page may be
-            used in part. The slots are pinned until the pipeline is over.
+        slots: each chunk's slots, in the order of its pages. A chunk starts with a page's first token; its last page
+            may be used in part. The caller keeps the slots pinned until the pipeline is over.
     """
 
     def __init__(self, pool: HostPool, interior: PageInterior, slots: Sequence[Sequence[int]]) -> None:
@@ -52,7 +52,7 @@ class HostPages:
         self._slots = [[pool.slot(slot) for slot in chunk] for chunk in slots]
 
     def take(self, layer: int) -> list[RowSource]:
-        """One row source a chunk."""
+        """One row source per chunk."""
         return [PageRows([self._interior.planes(slot, layer) for slot in chunk]) for chunk in self._slots]
 
 
@@ -60,7 +60,7 @@ def load_layers(pipeline: LoadPipeline, take: Callable[[int], Sequence[RowSource
     """Runs a pipeline to its end.
 
     Args:
-        take: gives a layer's row sources, one a chunk; those that will not come are `NoRows`.
+        take: returns a layer's row sources, one per chunk: `NoRows` for rows that will not come.
     """
     steps = pipeline.run()
     try:

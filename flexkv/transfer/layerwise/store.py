@@ -1,4 +1,4 @@
-"""The store pipeline: gather layer i from paged memory while layer i-1 is on its way out, in two buffers."""
+"""The store pipeline: gathers layer i from paged memory while layer i-1 is being stored, in two buffers."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from flexkv.transfer.layerwise.pipeline import Pipeline, PipelineReport
 
 
 class StorePipeline(Pipeline):
-    """Takes the layers of some chunks out of paged memory, as a generator.
+    """Copies the layers of some chunks out of paged memory, as a generator.
 
-    `run()` wants one `next`; a `send` for each layer in turn once its rows are computed (one row target a chunk); and a
-    final `next`, which waits for the last layer and yields the `PipelineReport`. No `send` waits. Edges:
+    `run()` expects one `next`; a `send` for each layer in turn once its rows are computed (one row target per chunk);
+    and a final `next`, which waits for the last layer and yields the `PipelineReport`. No `send` waits. Edges:
 
-        what the caller gave its own stream before a send -> gather(i) -> store(i) -> gather(i+2), the same buffer
+        the caller's work on its own stream before a send -> gather(i) -> store(i) -> gather(i+2), in the same buffer
 
-    A target that raises `LostRows` fails its chunk alone; anything else ends the pipeline with every chunk failed.
+    A target that raises `LostRows` fails only its chunk; any other failure ends the pipeline with every chunk failed.
     """
 
     def __init__(

@@ -1,1 +1,1 @@
-"""Raw files: blocks between files without headers and a pool, for callers with an index of their own."""
+"""Raw files: moves blocks between a pool and files without headers, for callers with an index of their own."""

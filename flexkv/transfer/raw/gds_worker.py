@@ -33,9 +33,9 @@ class RawPool:
 
     Attributes:
         gpu_block_type: 0 vLLM, 1 TensorRT-LLM, 2 SGLang.
-        layer_ptrs: one address a layer (vLLM), one (TensorRT-LLM), or K of every layer, then V (SGLang).
-        gpu_device_id: the GPU that has it, or -1 for plain memory.
-        is_mla: K and V are one.
+        layer_ptrs: one address per layer (vLLM), one (TensorRT-LLM), or K of every layer, then V (SGLang).
+        gpu_device_id: the GPU that holds it, or -1 for plain memory.
+        is_mla: K and V are stored as one.
     """
 
     gpu_block_type: int
@@ -52,8 +52,8 @@ class RawFileLayout:
     """Where a block's bytes lie in raw files (docs/gds.md), in bytes.
 
     Attributes:
-        chunk: of one layer's K or V of one block, as this rank moves it.
-        copy_offset: where they lie in a chunk that ranks share.
+        chunk: bytes of one layer's K or V of one block, as this rank moves it.
+        copy_offset: where those bytes lie in a chunk that ranks share.
     """
 
     total_layers: int
@@ -76,16 +76,16 @@ class GDSTransferWorker:
 
     Args:
         config: None takes the settings of this process: FLEXKV_CONFIG's file, then FLEXKV_GDS_* and FLEXKV_DISK_IO.
-        use_staged_transfer, max_staging_blocks: win over `config` where given.
-        engine_stream: the engine's; transfers start after what is enqueued there.
-        io: of plain memory, and of copies from it where a GPU has no other way; None: `disk.io` where there is no
-            `config`, else "auto".
+        use_staged_transfer, max_staging_blocks: override `config` where given.
+        engine_stream: the engine's stream; transfers start after the work enqueued there.
+        io: the backend for plain memory, and for copies by way of plain memory where a GPU has no other way; None:
+            `disk.io` where there is no `config`, else "auto".
 
     Raises:
-        ContractError: `engine_stream` is no stream.
+        ContractError: `engine_stream` is not a stream.
         ConfigError: a setting or option that is not allowed, a file that cannot be opened, or `io` that the kernel
             refuses.
-        CapacityError: the staging is not there; says what to set.
+        CapacityError: there is no memory for the staging; names the setting to change.
     """
 
     def __init__(
@@ -128,21 +128,21 @@ class GDSTransferWorker:
         )
         self._log = get_logger("gds")
         self._reserve_staging(gds.max_staging_bytes)
-        # After the staging was registered, by which cuFile's way to each file is seen.
+        # Only registering the staging shows which way cuFile takes to each file.
         way = "staged" if self.use_staged_transfer else "a call a run"
         self._log.info("%s; %s", self.manager.describe(), way)
 
     def read(self, gpu_blocks: Ids, ssd_blocks: Ids, layers: Ids | None = None) -> None:
-        """Files to pool: ssd_blocks[i] to gpu_blocks[i], all layers or those given.
+        """Copies files to the pool: ssd_blocks[i] to gpu_blocks[i], all layers or those given.
 
         Raises:
-            TransferError: blocks that did not arrive, by name; the others did.
+            TransferError: some blocks did not arrive; names them. The others did.
             GeometryError, BlockRangeError, CapacityError, ClosedError: see `c_ext.transfer_kv_blocks_gds_staged`.
         """
         self._move(gpu_blocks, ssd_blocks, layers, is_read=True)
 
     def write(self, gpu_blocks: Ids, ssd_blocks: Ids, layers: Ids | None = None) -> None:
-        """Pool to files; otherwise as `read`."""
+        """Copies the pool to files; otherwise like `read`."""
         self._move(gpu_blocks, ssd_blocks, layers, is_read=False)
 
     def _reserve_staging(self, max_bytes: int) -> None:
@@ -202,7 +202,7 @@ class GDSTransferWorker:
         )
 
     def close(self) -> None:
-        """Ends what is under way and closes the files. Idempotent."""
+        """Ends transfers under way and closes the files. Idempotent."""
         self.manager.close()
 
 
