@@ -22,27 +22,27 @@ from flexkv.weights.table import WeightsTable
 logger = get_logger(__name__)
 
 SOON_BYTES = 512 << 20
-"""What is read in less than a start may wait for; a start does not wait for more."""
+"""Weights of at most this size are read in less time than a start may wait; for larger ones it does not wait."""
 
 TRIES = 2
-"""A file that cannot be read is tried once more: a network's file system may have lost its server for a moment. So is
-one that got another owner, mode or link meanwhile."""
+"""How often the files are read: a network's file system may have lost its server for a moment, or a file may have got
+another owner, mode or link while it was read."""
 
 LOCK_WAIT_S = 60.0
 LOCK_BYTES_PER_S = 50_000_000
-"""Another process of the node may take so long to read the same files before they are read here too: a minute, and a
-second for 50 MB."""
+"""How long this process waits while another one of the node reads the same files, before it reads them too: a minute,
+and a second per 50 MB."""
 
 
 class WeightsCheck:
     """The digest of an engine's weights, once it is known.
 
-    Files that changed since the process began name nothing: the engine may have loaded what was there before.
+    If a file changed since the process began, there is no digest: the engine may have loaded the former content.
 
     Args:
-        content: what is to be named.
-        folder: of the node's table; None for no table.
-        since_ns: unix time before the engine read any of it; None for the process's begin.
+        content: the weights to name.
+        folder: folder of the node's table; None for no table.
+        since_ns: unix time at which the engine had read none of the files yet; None for the start of the process.
 
     Attributes:
         digest: 32 bytes, equal for equal content and file names; empty until it is known.
@@ -56,10 +56,10 @@ class WeightsCheck:
         self._table = None if folder is None else WeightsTable(folder)
         self._since_ns = process_start_ns() if since_ns is None else since_ns
         self._first: dict[Path, FileState] = {}
-        """What was found of each file in the first try."""
+        """Each file's state in the first try."""
         self._stop = threading.Event()
         self._soon = threading.Event()
-        """Set when the digest is known, or will not be within a start."""
+        """Set once a start need not wait any longer: there is a digest, or there will be none in time."""
         self.digest = b""
         self.failure = content.unnamed
         self._thread = NamedThread("flexkv-weights", self._run)
@@ -70,7 +70,7 @@ class WeightsCheck:
         return not self.digest and not self.failure
 
     def start(self, wait_s: float) -> None:
-        """Begins, and waits until the digest is known where that takes no longer than `wait_s` seconds."""
+        """Begins to read the weights, and waits up to `wait_s` seconds for the digest, but not for large weights."""
         if self.failure:
             return
         try:
@@ -81,7 +81,7 @@ class WeightsCheck:
         self._soon.wait(wait_s)
 
     def stop(self, wait_s: float) -> None:
-        """Ends it, however far it is. Idempotent."""
+        """Stops reading, however far it is, and waits up to `wait_s` seconds for the thread's end. Idempotent."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(wait_s)

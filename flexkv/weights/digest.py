@@ -1,7 +1,7 @@
-"""Digests of whole files, as fast as the disk gives them, at low priority and past the page cache.
+"""Digests of whole files, read as fast as the disk delivers them, at low priority and past the page cache.
 
-A file is cut in ranges, which threads read and hash side by side: its digest is the SHA-256 over its size and the
-SHA-256 of each range. SHA-256, because CPUs of servers have instructions for it: 1.5 to 2 GB/s a core.
+Threads read and hash the ranges of a file side by side; its digest is the SHA-256 over its size and the SHA-256 of each
+range. Server CPUs have instructions for SHA-256, which do 1.5 to 2 GB/s per core.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ RANGE_BYTES = 64 << 20
 """Part of the digest's definition: another size is another digest."""
 
 BLOCK_BYTES = 4 << 20
-"""Read at once; each thread has one block in memory."""
+"""Bytes per read; each thread has one block in memory."""
 
 LEAST_READERS, MOST_READERS = 4, 8
-"""Threads: one for four CPUs, within these bounds. Also of two CPUs four, so that some read while others hash."""
+"""Bounds of the number of threads, which is one per four CPUs. Even two CPUs get four threads, so that some read while
+others hash."""
 
 READER_NICE = 19
 """The engine's own threads come first."""
@@ -38,14 +39,14 @@ READER_NICE = 19
 IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
 IOPRIO_WHO_PROCESS = 1
 IOPRIO_IDLE = 3 << 13
-"""linux/ioprio.h: reads when nobody else reads, where the disk's scheduler knows priorities."""
+"""linux/ioprio.h: the thread reads when nobody else does, if the disk's scheduler knows priorities."""
 
 NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
-"""What a file system says that has no O_DIRECT."""
+"""Errors of a file system that has no O_DIRECT."""
 
 
 class DigestError(Exception):
-    """The content of weights cannot be told now; says why, and names the file."""
+    """The weights' content cannot be digested now; the message says why, and names the file."""
 
 
 class ChangedError(DigestError):
@@ -76,7 +77,7 @@ class _FileWork:
 
 @dataclass(slots=True)
 class _Work:
-    """What the readers have in common; everything under `lock`."""
+    """State that the readers share; `lock` guards it."""
 
     ranges: deque[tuple[_FileWork, int]]
     stop: threading.Event
@@ -97,9 +98,9 @@ def digest_files(
     """Reads files whole and calls `done` for each.
 
     Args:
-        files: with the state that each must have before and after.
-        stop: ends it early.
-        background: at low priority; not where somebody waits for it.
+        files: each file, with the state that it must have before and after.
+        stop: ends the reading early.
+        background: read at low priority; False if somebody waits for the digests.
 
     Raises:
         ChangedError, TouchedError: a file has another state.
@@ -123,7 +124,7 @@ def digest_files(
 
 
 def ranges_of(size: int) -> int:
-    """An empty file has one range, which is empty."""
+    """How many ranges a file of `size` bytes has; an empty file has one, which is empty."""
     return max(1, -(-size // RANGE_BYTES))
 
 
@@ -136,7 +137,7 @@ def file_digest(size: int, ranges: Sequence[bytes]) -> str:
 
 
 def lower_priority() -> None:
-    """Puts the calling thread behind all others, for CPU and disk; where the system does not let it, it goes on."""
+    """Puts the calling thread behind all others, for CPU and disk, as far as the system lets it."""
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), READER_NICE)
     if (number := IOPRIO_SET.get(platform.machine())) is not None:
@@ -144,7 +145,7 @@ def lower_priority() -> None:
 
 
 def name_of_files(parts: Sequence[Sequence[Path]], digests: Mapping[Path, str]) -> bytes:
-    """32 bytes of the files' names and digests, part by part: the same wherever their folders lie."""
+    """SHA-256 of the files' names and digests, part by part; it does not depend on where their folders lie."""
     digest = hashlib.sha256(b"flexkv weights")
     for part in parts:
         digest.update(len(part).to_bytes(8, "little"))
@@ -158,11 +159,11 @@ def whole_identity(path: Path, most_bytes: int | None = None) -> str:
     """A digest of all content of the weights in a file or folder, read while the caller waits.
 
     Args:
-        most_bytes: more than that is not read; None for all that there is.
+        most_bytes: nothing is read if the weights are larger; None for no bound.
 
     Raises:
-        ConfigError: the folder holds no weights that we know, a file cannot be read or is changing, or there are more
-            bytes.
+        ConfigError: the folder holds no weights that we know, a file cannot be read or is changing, or the weights are
+            larger than `most_bytes`.
         OSError: the folder cannot be read.
     """
     files = {file: FileState.of(file) for file in weight_files(path)}
@@ -182,7 +183,7 @@ def whole_identity(path: Path, most_bytes: int | None = None) -> str:
 
 
 def _read_ranges(work: _Work) -> None:
-    """A reader's thread."""
+    """Runs on each reader's thread."""
     try:
         if work.background:
             lower_priority()
@@ -200,7 +201,7 @@ def _read_ranges(work: _Work) -> None:
         _fail(work, error)
     except OSError as error:
         _fail(work, DigestError(f"weights file {error.filename or ''}: {error.strerror}"))
-    except Exception as error:  # whatever it is: the others must not wait for it
+    except Exception as error:  # whatever it is, the other readers stop and the caller gets it
         _fail(work, DigestError(f"{type(error).__name__}: {error}"))
 
 
@@ -218,7 +219,7 @@ def check_state(path: Path, expected: FileState, found: FileState) -> None:
     """
     Raises:
         ChangedError: the file was written, or is another one.
-        TouchedError: see there.
+        TouchedError: it got another owner, mode or number of links.
     """
     if found == expected:
         return

@@ -1,4 +1,4 @@
-"""The files that an engine may load weights from, and what tells that one of them changed."""
+"""The files that an engine may load weights from, and how to tell that one of them changed."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 model's folder and not below it."""
 
 INDEX_PATTERN = "*.index.json"
-"""Says which of the files an engine loads; counts where there are weights."""
+"""An index says which of the files an engine loads; it counts only beside weights."""
 
 NOT_LOADED = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
-"""Ends of names that engines leave out: what a training kept beside the weights."""
+"""Endings of names that engines do not load: files that a training kept beside the weights."""
 
 GGUF_PART = re.compile(r"(?P<model>.+)-\d{5}-of-(?P<parts>\d{5})\.gguf")
-"""One file of a model that was split: who loads it loads the others."""
+"""One file of a model that was split; an engine that loads it loads the others too."""
 
 START_TICKS_FIELD = 19
-"""Of /proc/self/stat, counted after the command's name: clock ticks from the machine's start to the process's."""
+"""Field of /proc/self/stat, counted after the command's name: clock ticks from the machine's start to the process's."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightsContent:
-    """What of an engine's weights nothing but their content names.
+    """The part of an engine's weights that nothing but their content names.
 
     Attributes:
         paths: folders or files of weights; empty where a commit or the user names all weights.
@@ -43,7 +43,7 @@ class WeightsContent:
 
     @property
     def is_named(self) -> bool:
-        """Whether the keys' namespace says all, and no file has to be read."""
+        """Whether the keys' namespace names all weights, so that no file has to be read."""
         return not self.paths and not self.unnamed
 
     def joined(self, other: WeightsContent) -> WeightsContent:
@@ -56,7 +56,7 @@ NAMED = WeightsContent()
 
 
 class FileState(NamedTuple):
-    """What changes with a file's content, or when another file takes its name. A link stands for what it leads to."""
+    """What changes with a file's content, or when another file takes its name; for a link, the state of its target."""
 
     size: int
     mtime_ns: int
@@ -71,23 +71,23 @@ class FileState(NamedTuple):
             file: a path or an open descriptor.
 
         Raises:
-            OSError: it cannot be looked at.
+            OSError: the file cannot be looked at.
         """
         found = os.stat(file)
         return cls(found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev)
 
     def is_known_as(self, before: FileState) -> bool:
-        """Whether what was read of a file of this path in that state, maybe before it was mounted anew, is true of it.
+        """Whether content that was read at this path in state `before` is still there, even if it was mounted anew.
 
         The device is left out, because many mounts get a new number each time (NFS, overlays, volumes of containers).
-        Size, times and inode suffice: no program sets the inode's time, which any write moves, so another file has the
-        same only by chance of a nanosecond, and the same inode by another.
+        Size, times and inode suffice: any write moves the inode's time, and no program can set it, so another file
+        would need the same nanosecond and the same inode by chance.
         """
         return self._replace(device=before.device) == before
 
     def is_touched(self, before: FileState) -> bool:
-        """Whether it is the file of then, not written since as far as its time of content says: owner, mode and links
-        change that of the inode alone."""
+        """Whether it is the file of `before`, changed since, but not written as far as its mtime says: a new owner,
+        mode or link moves the inode's ctime alone."""
         return self != before and self._replace(ctime_ns=before.ctime_ns) == before
 
     @property
@@ -97,13 +97,13 @@ class FileState(NamedTuple):
 
 
 def weight_files(path: Path) -> list[Path]:
-    """Every file that an engine may load weights from, by name.
+    """Every file that an engine may load weights from, sorted by name, and then the indexes.
 
     Args:
-        path: a folder, or a file: then that file, and the others of a GGUF model in parts.
+        path: a folder, or a file, which stands for itself and the other parts of a split GGUF model.
 
     Raises:
-        ConfigError: there are none; says what to set.
+        ConfigError: there are none; the message says what to set.
         OSError: the folder cannot be read.
     """
     if not path.is_dir():
@@ -134,8 +134,8 @@ def _parts_of(file: Path) -> list[Path]:
 
 
 def process_start_ns() -> int:
-    """Unix time at which this process began, at most one tick of the kernel's clock (10 ms) too late: what was written
-    right before it counts as old, and no engine reads weights so soon."""
+    """Unix time at which this process began, at most one tick of the kernel's clock (10 ms) too late. A file written
+    within that tick counts as old, which does no harm, because no engine reads weights so soon."""
     ticks = 1 + int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[START_TICKS_FIELD])
     age_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME) - ticks * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
     return time.time_ns() - age_ns

@@ -1,7 +1,7 @@
 """A fingerprint of weights by samples: quick enough for every start, and blind to a change between two samples.
 
-It names keys and folders. What it cannot see, the digest of all content does (`flexkv.weights.check`), which stands
-beside it in folders and in the names of stores.
+It names keys and folders. The digest of all content (`flexkv.weights.check`), which stands beside it in folders and in
+the names of stores, sees the changes that samples miss.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ SMALL_BYTES = 64 << 10
 """Tensors up to this size are read whole: norms, biases and scales, which a tuning may change alone."""
 
 GAP_BYTES = SAMPLE_BYTES
-"""Two small tensors no farther apart are read at once."""
+"""Small tensors no farther apart than this are read at once."""
 
 MOST_RUN_BYTES = 256 << 10
-"""Small tensors are read together up to this size."""
+"""Most bytes of neighbouring small tensors that are read at once."""
 
 EVEN_SAMPLES = 64
-"""Samples of a file whose tensors' places are not known."""
+"""How many samples are read of a file whose tensors' places are not known."""
 
 MOST_READS, LEAST_READS, ALL_READS = 1024, 64, 16_384
-"""Reads a file, at most and at least, and of all files: a hundred files share 16,384 reads, 163 each. From an NVMe
-drive, 100 us each and 16 at once, they take a tenth of a second."""
+"""Reads per file, at most and at least, and reads of all files: a hundred files share 16,384 reads, 163 each. An NVMe
+drive that takes 100 us per read, 16 at once, does them in a tenth of a second."""
 
 MOST_SMALL_BYTES, LEAST_SMALL_BYTES, ALL_SMALL_BYTES = 16 << 20, 1 << 20, 256 << 20
-"""The same of bytes of small tensors."""
+"""The same for the bytes of small tensors."""
 
 MOST_HEADER_BYTES = 100_000_000
 """Longest header of a safetensors file; the format's own limit."""
@@ -68,7 +68,7 @@ class Budget:
 
     @classmethod
     def of_files(cls, files: int) -> Budget:
-        """Each one's share of the budget of all."""
+        """Each file's share of the budget of all files."""
         return cls(
             max(LEAST_READS, min(MOST_READS, ALL_READS // files)),
             max(LEAST_SMALL_BYTES, min(MOST_SMALL_BYTES, ALL_SMALL_BYTES // files)),
@@ -76,11 +76,12 @@ class Budget:
 
 
 def sampled_identity(path: Path) -> str:
-    """A digest of samples of the weights in a file or folder: of safetensors files the header, every tensor of up to 64
-    KiB and 4 KiB of every other one, of other files 64 samples spread evenly. Names and sizes count too.
+    """A digest of samples of the weights in a file or folder. Of a safetensors file it takes the header, every tensor
+    of up to 64 KiB and 4 KiB of every other one, of another file 64 samples spread evenly. Names and sizes count too.
 
     Raises:
-        ConfigError: the folder holds no weights that we know, or a file is damaged or cannot be read; names it.
+        ConfigError: the folder holds no weights that we know, or a file, which the message names, is damaged or cannot
+            be read.
     """
     try:
         files = weight_files(path)
@@ -122,8 +123,8 @@ def even_runs(size: int) -> list[Run]:
 
 
 def tensor_runs(tensors: Sequence[tuple[str, Run]], budget: Budget) -> list[Run]:
-    """What is read of a file with these tensors: small ones whole, of the others a sample at a place that their name
-    decides. Where there are more than the budget has reads for, evenly chosen ones of each kind."""
+    """The runs to read of a file with these tensors: small ones whole, and of each other one a sample at a place that
+    its name decides. Where the budget does not suffice for all, evenly chosen ones of each kind are read."""
     small = _together(
         sorted((run for _, run in tensors if len(run) <= SMALL_BYTES), key=lambda run: run.start)
     )
@@ -135,7 +136,7 @@ def tensor_runs(tensors: Sequence[tuple[str, Run]], budget: Budget) -> list[Run]
 
 
 def _together(runs: Sequence[Run]) -> list[Run]:
-    """Runs in order, those that lie side by side as one."""
+    """The runs in order, with neighbours joined."""
     joined: list[Run] = []
     for run in runs:
         if (
@@ -156,7 +157,7 @@ def _sample_of(name: str, run: Run) -> Run:
 
 
 def _spread(items: Sequence[Chosen], most: int) -> list[Chosen]:
-    """At most so many of the items, evenly chosen."""
+    """At most `most` of the items, evenly chosen."""
     if len(items) <= most:
         return list(items)
     return [items[number * len(items) // most] for number in range(most)]
@@ -178,7 +179,7 @@ def _tensors(file: Path, head: bytes, size: int) -> list[tuple[str, Run]]:
     """Name and place of every tensor.
 
     Raises:
-        ConfigError: the header says what cannot be.
+        ConfigError: the header is malformed, or a tensor's offsets are impossible.
     """
     try:
         entries: Any = json.loads(head[8:])

@@ -1,5 +1,5 @@
-"""What a node knows of weights files: their digests, and the states that they had. A file that has not changed since is
-not read again, by whichever process of the node asks."""
+"""A node's table of weights files: their digests, and the states that they had. No process of the node reads a file
+again that has not changed since."""
 
 from __future__ import annotations
 
@@ -24,33 +24,33 @@ logger = get_logger(__name__)
 
 TABLE_NAME = "weights.json"
 LOCK_NAME = "weights.lock"
-"""Lock of the table alone: reading weights takes one of another name."""
+"""Name of the table's own lock; a process that reads weights takes a lock of another name."""
 
 VERSION = 1
 
 MOST_FILES = 4096
-"""Most rows of the table; what was entered longest ago goes first."""
+"""Most rows of the table; the row that was entered longest ago goes first."""
 
 MOST_TABLE_BYTES = 16 << 20
 
 LOCK_RETRY_S = 0.1
 
 TABLE_LOCK_WAIT_S = 10.0
-"""How long an entry may wait for the table, which others have for milliseconds."""
+"""How long an entry may wait for the table's lock, which others hold for milliseconds."""
 
 YOUNG_NS = 2_000_000_000
 """A file that changed so shortly before it was read is not entered: a file system whose clock goes in large steps would
 give the next change the same time."""
 
 Known = Mapping[str, tuple[FileState, str]]
-"""By a file's real path, the state that it had and its digest."""
+"""The state that a file had and its digest, by the file's real path."""
 
 
 class WeightsTable:
     """The table in one folder.
 
     Args:
-        folder: made when something is entered.
+        folder: made when the first lock in it is taken.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -58,7 +58,7 @@ class WeightsTable:
         self.path = folder / TABLE_NAME
 
     def known(self, files: Mapping[Path, FileState]) -> dict[Path, str]:
-        """Digests of those of the files that have the state in which they were read."""
+        """Digests of the files that still have the state in which they were read."""
         table = self._read()
         found = {path: table.get(os.path.realpath(path)) for path in files}
         return {
@@ -66,11 +66,11 @@ class WeightsTable:
         }
 
     def __len__(self) -> int:
-        """How many files it names."""
+        """How many files the table names."""
         return len(self._read())
 
     def enter(self, path: Path, state: FileState, digest: str) -> None:
-        """Enters a file that was read just now. A table that cannot be written costs the next start the reading."""
+        """Enters a file that was read just now. If the table cannot be written, the next start reads the file again."""
         if state.changed_ns > time.time_ns() - YOUNG_NS:
             return
         with self._lock(LOCK_NAME, TABLE_LOCK_WAIT_S, threading.Event()) as locked:
@@ -97,7 +97,7 @@ class WeightsTable:
             logger.warning("%s: %s; the next start reads %s again", self.path, error.strerror, path)
 
     def _read(self) -> Known:
-        """What is there; nothing where it is damaged, which costs the reading alone."""
+        """The table's rows; none if it is damaged, which costs no more than another reading of the weights."""
         try:
             with self.path.open("rb") as file:
                 content = json.loads(file.read(MOST_TABLE_BYTES))
@@ -112,9 +112,9 @@ class WeightsTable:
 
     @contextmanager
     def reading(self, files: Iterable[Path], wait_s: float, stop: threading.Event) -> Iterator[None]:
-        """Keeps other processes from reading the same files meanwhile; those that read others do not wait. The kernel
-        ends it with the process. Where the folder cannot be written, or another process has had it for `wait_s`
-        seconds, several may read.
+        """Locks the reading of these files, so that other processes wait before they read them; processes that read
+        other files do not wait. The kernel frees the lock when the process ends. If the folder cannot be written, or
+        another process has held the lock for `wait_s` seconds, several processes may read.
 
         Raises:
             StoppedError: `stop` was set.
@@ -131,12 +131,12 @@ class WeightsTable:
 
     @contextmanager
     def _lock(self, name: str, wait_s: float, stop: threading.Event) -> Iterator[bool]:
-        """Whether nobody else has it, or nobody can have it."""
+        """Waits up to `wait_s` seconds for a lock; yields whether we have it, or no process can have it."""
         try:
             make_folders(self.folder)
             descriptor = open_private(self.folder / name, os.O_RDWR | os.O_CREAT)
         except OSError as error:
-            if name != LOCK_NAME:  # of the table, the entry says it
+            if name != LOCK_NAME:  # `_enter` logs that the table cannot be written
                 logger.warning("%s: %s; there is no lock", self.folder / name, error.strerror)
             yield True
             return

@@ -1,4 +1,4 @@
-"""Where a node's table of weights lies."""
+"""Finds the folder for a node's table of weights."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from flexkv.storage.private_files import FOLDER_MODE, OTHERS, make_folders
 logger = get_logger(__name__)
 
 HOME_CACHE = Path("~/.cache/flexkv")
-"""Folder for engines without a disk tier; in it is a folder for each node, since nodes may share a home."""
+"""Folder for engines without a disk tier; it has a folder per node, because nodes may share a home."""
 
 MACHINE_ID = Path("/etc/machine-id")
 
 
 def table_folder(folders: Sequence[str]) -> Path | None:
-    """The first folder of the disk tier that is there, or else the node's in the user's cache, or else one in the
-    folder of temporary files that nobody but this user can have made; None where there is none."""
+    """The first folder of the disk tier that exists, or else the node's folder in the user's cache, or else one in the
+    folder of temporary files that only this user can have made; None if there is none of these."""
     for folder in map(Path, folders):
         with suppress(OSError):  # Python 3.11 raises where a folder above may not be entered
             if folder.is_dir():
@@ -32,8 +32,8 @@ def table_folder(folders: Sequence[str]) -> Path | None:
 
 
 def node_name() -> str:
-    """The same from start to start, and another on every node: made of the machine's id, or of its host's name where
-    it has none, such as in many containers."""
+    """A name that stays the same from start to start and differs on every node. It is made from the machine's id, or
+    from the host's name where there is no id, as in many containers."""
     found = ""
     with suppress(OSError):
         found = MACHINE_ID.read_text("ascii", "replace").strip()
@@ -41,7 +41,7 @@ def node_name() -> str:
 
 
 def _in_home() -> Path | None:
-    with suppress(OSError, RuntimeError):  # nobody says where this user's files are, for one
+    with suppress(OSError, RuntimeError):  # for one, this user has no home
         folder = HOME_CACHE.expanduser() / node_name()
         make_folders(folder)
         if os.access(folder, os.W_OK | os.X_OK):
