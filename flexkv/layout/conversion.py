@@ -1,6 +1,6 @@
-"""From one engine's pages to another's: the same numbers in another interior order, or a refusal that says why.
+"""Converts one engine's pages to another's: the same numbers in another interior order, or an error that says why not.
 
-A conversion is exact or it is none: it moves K and V of every token and head as they are, and never computes.
+Every conversion is exact: it moves K and V of every token and head as they are, and never computes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ROW_INTERIORS = (
 
 @dataclass(frozen=True, slots=True)
 class RowOrder:
-    """Where K and V lie in a stripe; K begins with it, V at `v_offset`."""
+    """Where K and V lie in a stripe: K starts at its first byte, V at `v_offset`."""
 
     k: Strides
     v: Strides
@@ -38,7 +38,7 @@ class RowOrder:
 
     @classmethod
     def alike(cls, strides: Strides, v_offset: int) -> RowOrder:
-        """V lies as K does."""
+        """The order of a stripe in which V has the same strides as K."""
         return cls(strides, strides, v_offset)
 
     def native(self) -> tuple[Strides, Strides, int]:
@@ -50,9 +50,9 @@ class PageEncoding:
     """What one rank's stripes hold, and in which order.
 
     Attributes:
-        dtype: of the elements, by name: other dtypes are other numbers, even of the same size.
-        layers, heads: of this rank.
-        row_bytes: K, or V, of one token and head; 0 where the interior has no rows.
+        dtype: name of the elements' type. Elements of another type are other numbers, even if their size is the same.
+        layers, heads: counts on this rank.
+        row_bytes: bytes of K, or of V, of one token and head; 0 where the interior has no rows.
         order: None where the interior has no rows.
     """
 
@@ -73,10 +73,10 @@ class PageEncoding:
     def of_runs(
         cls, runs: NDArray[np.int64], stripe_bytes: int, format_id: FormatId, heads: int, dtype: str
     ) -> PageEncoding:
-        """The encoding of stripes of these runs. K and V have the same head size.
+        """The encoding of stripes of these runs. K and V must have the same head size.
 
         Args:
-            runs: of each run its offset in the stripe, bytes and layer, int64 [runs, 3].
+            runs: each run's offset in the stripe, bytes and layer, int64 [runs, 3].
 
         Raises:
             GeometryError: the stripe is no whole number of such rows, or its layers are not evenly spaced.
@@ -107,10 +107,10 @@ class PageEncoding:
 
 
 def conversion(source: PageEncoding, target: PageEncoding) -> PageConversion | None:
-    """What rewrites a stripe of `source` as one of `target`; None where both hold the same bytes.
+    """The conversion that rewrites a stripe of `source` as one of `target`; None where both hold the same bytes.
 
     Raises:
-        GeometryError: it cannot be exact; says why.
+        GeometryError: there is no exact conversion; the message says why.
     """
     if source.dtype != target.dtype:
         raise _refusal(f"the elements are {source.dtype} and {target.dtype}")
@@ -135,7 +135,7 @@ def conversion(source: PageEncoding, target: PageEncoding) -> PageConversion | N
             raise _refusal(f"{name} are {mine} and {theirs}")
     assert source.order is not None
     assert target.order is not None
-    # Whole rows are moved at once unless an order has their elements apart.
+    # A row moves as a whole, unless one of the orders keeps its elements apart.
     elements, size = 1, source.row_bytes
     if Interior.K_TRANSPOSED in (one.interior, other.interior):
         if source.dtype not in DTYPE_BYTES:

@@ -38,7 +38,7 @@ class PageOrder(Enum):
     LAYER_MAJOR = "layer-major"
     """Each layer's bytes are contiguous, layers ascending: a layer range can be read alone."""
     NATIVE_BLOCK = "native-block"
-    """As in the engine's pool: one run; layers may be interleaved."""
+    """The order of the engine's pool: one run, in which layers may be interleaved."""
 
 
 _TEXT = re.compile(
@@ -52,8 +52,7 @@ class FormatId:
     """A property of a pool or slab, never part of a key. Hashable; `str()` is fit for a folder name.
 
     Attributes:
-        interior_tokens: tokens of one interior unit: the block's, or the kernel block's where a block is
-            split.
+        interior_tokens: tokens of one interior unit: the block's, or the kernel block's where a block is split.
         ranks: stripes of a page.
         geometry: hex digest of every run's layer, page offset and size, in page order.
         owner: who can read an OPAQUE interior; empty for the others.
@@ -80,8 +79,7 @@ class FormatId:
         runs = view.runs
         layers = runs[:, 4]
         order = PageOrder.LAYER_MAJOR if bool((layers[1:] >= layers[:-1]).all()) else PageOrder.NATIVE_BLOCK
-        # Joined per layer, so that a layer split into several runs in one pool and whole in another has one
-        # format.
+        # Runs are joined per layer, so that a layer that is whole in one pool and split in another has one format.
         framed = [f"{view.stripe_bytes}"]
         previous = -1
         for _, _, _, offset, layer in runs.tolist():
@@ -96,7 +94,7 @@ class FormatId:
         """The format that `str()` wrote.
 
         Raises:
-            GeometryError: it is none.
+            GeometryError: `text` is no format.
         """
         found = _TEXT.fullmatch(text)
         if found is None:

@@ -34,11 +34,11 @@ RESERVED_PAGES = 1
 
 @dataclass(frozen=True, slots=True)
 class SglangSidecar:
-    """Buffers beside K and V, one a layer (DSA's indexer keys, scales): C-contiguous, dim 0 in pages or tokens.
+    """Buffers beside K and V, one per layer (DSA's indexer keys, scales): C-contiguous, dim 0 in pages or tokens.
 
     Attributes:
-        rows_per_page: rows of dim 0 that make a page: 1 where the buffer counts pages, page_size where it
-            counts token slots.
+        rows_per_page: rows of dim 0 that make a page: 1 where the buffer counts pages, page_size where it counts
+            token slots.
     """
 
     name: str
@@ -50,15 +50,15 @@ class SglangHandler(GroupTable):
     """One rank's pool of one attention type.
 
     Args:
-        page_size: token slots a page.
-        k_buffers, v_buffers: per layer, shape [slots, H, D], C-contiguous; V may lie in K's allocation (then
-            it has a storage offset) and may have another head size.
+        page_size: token slots per page.
+        k_buffers, v_buffers: per layer, shape [slots, H, D], C-contiguous; V may lie in K's allocation (then it has a
+            storage offset) and may have another head size.
         kv_buffers: instead of both, for MLA: per layer, shape [slots, 1, rank + rope].
         sidecars: further buffers whose bytes belong to the page.
         ranks: stripes of a page.
 
     Raises:
-        GeometryError: naming the buffer, the value found and what is allowed.
+        GeometryError: the pool cannot be served; the message names the buffer, the value found and what is allowed.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What the handlers ask of an engine's tensor. torch tensors fit; nothing here imports torch."""
+"""What the handlers need from an engine's tensor. torch tensors fit; nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ DTYPE_BYTES = {
     "int8": 1,
     "uint8": 1,
 }
-"""Bytes an element of the dtypes engines keep KV in."""
+"""Bytes per element of the dtypes that engines keep KV in."""
 
 
 class TensorLike(Protocol):
-    """The part of torch.Tensor the handlers use. Strides and offsets are in elements, addresses in bytes."""
+    """The part of torch.Tensor that the handlers use. Strides and offsets are in elements, addresses in bytes."""
 
     @property
     def shape(self) -> Sequence[int]: ...
@@ -44,7 +44,7 @@ def check_tensor(name: str, tensor: TensorLike, rank: int) -> None:
     """Checks that `tensor` (called `name` in errors) has `rank` dimensions, a KV dtype and an aligned address.
 
     Raises:
-        GeometryError: naming the value found and what is allowed.
+        GeometryError: one of these is wrong; the message names the value found and what is allowed.
     """
     shape = tuple(tensor.shape)
     if len(shape) != rank:
@@ -78,10 +78,10 @@ def dense_strides(shape: Sequence[int], item_bytes: int) -> tuple[int, ...]:
 
 
 def check_strides(name: str, shape: Sequence[int], found: Sequence[int], expected: Sequence[int]) -> None:
-    """Compares byte strides; those of dimensions of size 1 mean nothing and may differ.
+    """Checks that byte strides are as expected; those of dimensions of size 1 mean nothing and may differ.
 
     Raises:
-        GeometryError: naming both.
+        GeometryError: they differ; the message names both.
     """
     if any(size > 1 and f != e for size, f, e in zip(shape, found, expected, strict=True)):
         raise GeometryError(

@@ -18,12 +18,12 @@ from flexkv.layout.tensor import TensorLike, byte_strides, check_strides, check_
 
 @dataclass(frozen=True, slots=True)
 class TrtllmModel:
-    """What the runtime's arguments say; checked against the pool, which is the truth.
+    """The model as the runtime's arguments describe it. They are checked against the pool, which is right.
 
     Attributes:
-        kv_heads: KV heads on this rank, per layer. Empty where the caller does not know (then not checked).
+        kv_heads: KV heads on this rank, per layer. Empty where the caller does not know them; then nothing is checked.
         head_size: elements of one head, K or V; for MLA rank + rope. 0 if not known.
-        tokens_per_block: as the pool has it: MLA forces 64 whatever the arguments say. 0 if not known.
+        tokens_per_block: tokens per block of the pool: with MLA 64, whatever the arguments say. 0 if not known.
         latent: MLA (kv_factor 1).
         scale_pools: pools of block scales beside the data (NVFP4).
         indexer_pools: pools of indexer keys beside the data.
@@ -51,8 +51,8 @@ class TrtllmRegion:
     """Slot i lies at `base + i * stride` and has `size` bytes. All in bytes.
 
     Attributes:
-        buffers: what the slot is made of; empty takes it as one buffer of layer 0, so that no layer can be
-            waited for before the whole slot is there.
+        buffers: the parts of a slot. If empty, the slot is one buffer of layer 0, so a wait for any layer lasts until
+            the whole slot is there.
     """
 
     base: int
@@ -71,7 +71,7 @@ class TrtllmHandler(GroupTable):
 
         Raises:
             GeometryError: the pool does not have that shape, disagrees with `model`, or is only a part of the model's
-                KV: the rest would be lost without a word.
+                KV, of which the rest would be lost silently.
         """
         _refuse_partial(model)
         check_tensor("pool", pool, 4)
@@ -141,7 +141,7 @@ class TrtllmHandler(GroupTable):
 
 
 def _refuse_partial(model: TrtllmModel) -> None:
-    """Only the primary pool is handed over: refuse every model that keeps KV in others too."""
+    """Raises for every model that keeps KV in other pools too, because only the primary pool is handed over."""
     if len(set(model.kv_heads)) > 1:
         raise GeometryError(
             f"layers have {sorted(set(model.kv_heads))} KV heads: each count has a pool of its own "
@@ -158,7 +158,7 @@ def _refuse_partial(model: TrtllmModel) -> None:
 
 
 def _tokens_per_block(elements: int, model: TrtllmModel) -> int:
-    """Tokens a block, from the pool's shape where the model says enough, else as the model says."""
+    """Tokens per block: from the pool's shape where the model says enough, else as the model says."""
     heads = 1 if model.latent else (model.kv_heads[0] if model.kv_heads else 0)
     per_token = heads * model.head_size
     if not per_token:

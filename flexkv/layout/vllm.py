@@ -1,10 +1,9 @@
 """vLLM's KV pool: per-layer views of one allocation in one of six physical orders, or raw bytes (Mamba).
 
-How an adapter builds the handler, with plain values from `kv_cache_config` (nothing of vLLM is imported
-here):
+An adapter builds the handler from plain values of `kv_cache_config` (nothing of vLLM is imported here):
 
     handler = VllmHandler(
-        caches=kv_caches,                                  # what register_kv_caches was given
+        caches=kv_caches,                                  # the argument of register_kv_caches
         placements=kv_cache_config.kv_cache_tensors,       # KVCacheTensor objects fit as they are
         groups=[VllmGroup(tuple(g.layer_names)) for g in kv_cache_config.kv_cache_groups],
         num_blocks=kv_cache_config.num_blocks,
@@ -12,7 +11,7 @@ here):
         ranks=tensor_parallel_size,
     )
     view, format_id = handler.view(group), handler.format_id(group)
-    layer = handler.layer_number("model.layers.3.self_attn.attn")   # what layer-wise waits count with
+    layer = handler.layer_number("model.layers.3.self_attn.attn")   # the number that layer-wise waits use
 """
 
 from __future__ import annotations
@@ -61,13 +60,12 @@ class VllmGroup:
     """One KV cache group: layers that share a block table.
 
     Attributes:
-        layers: names in execution order; the position is the layer's number in the view, not counting layers
-            that share the KV of an earlier one.
-        page_bytes: bytes of a block in one layer without padding; needed only for raw caches (1-D byte
-            tensors, as Mamba layers have them), checked against the tensor's shape otherwise.
-        interior: what a page's bytes mean; None reads it off the order. Say LATENT for MLA, and OPAQUE for
-            Mamba and for attention kernels that keep their own arrangement inside a block (vLLM's CPU
-            backend).
+        layers: names in execution order; the position is the layer's number in the view, not counting layers that share
+            the KV of an earlier one.
+        page_bytes: bytes of a block in one layer without padding; needed only for raw caches (1-D byte tensors, as
+            Mamba layers have them), checked against the tensor's shape otherwise.
+        interior: what a page's bytes mean; None derives it from the order. Say LATENT for MLA, and OPAQUE for Mamba and
+            for attention kernels that keep their own arrangement inside a block (vLLM's CPU backend).
         owner: who can read an OPAQUE interior, e.g. "vllm-cpu-attn".
     """
 
@@ -90,19 +88,17 @@ class VllmHandler(GroupTable):
     """One rank's pool. All geometry is checked here.
 
     Args:
-        caches: layer name to its tensor: logical `[B, H, N, C]` with C = K and V joined, or the raw 1-D byte
-            buffer.
-            B may be num_blocks x ratio, where vLLM splits a block into kernel blocks. Layers without a
-            placement of their own must be views of a placed layer's first byte (they share its KV).
-        placements: as vLLM made them. Groups may overlay each other's bytes: a block belongs to one group at
-            a time.
+        caches: layer name to its tensor: logical `[B, H, N, C]` with C = K and V joined, or the raw 1-D byte buffer.
+            B may be num_blocks x ratio, where vLLM splits a block into kernel blocks. Layers without a placement of
+            their own must be views of a placed layer's first byte (they share its KV).
+        placements: as vLLM made them. Groups may overlay each other's bytes: a block belongs to one group at a time.
         num_blocks: blocks of the pool, as the scheduler counts them.
         order: the physical order, one of ORDERS.
         ranks: stripes of a page: tensor-parallel ranks that hold different bytes.
 
     Raises:
-        GeometryError: tensors, placements, order and block count do not agree; the message names the layer,
-            the value found and the one expected.
+        GeometryError: tensors, placements, order and block count do not agree; the message names the layer, the value
+            found and the one expected.
     """
 
     def __init__(
@@ -177,7 +173,7 @@ class VllmHandler(GroupTable):
         raise GeometryError(f"{layer}: has no placement and shares no placed layer's KV")
 
     def _page_shape(self, layer: str, place: _Place, group: VllmGroup) -> PageShape:
-        """What one block of the layer looks like, after checking its tensor against its placement."""
+        """Checks the layer's tensor against its placement, and returns the shape of one block of it."""
         tensor, placement = self._cache(layer), place.placement
         if len(tuple(tensor.shape)) == 1:
             if group.page_bytes is None or group.page_bytes < 1:

@@ -47,7 +47,7 @@ class PageShape:
 
 def runs_of_page(page: PageShape) -> Iterator[tuple[int, int]]:
     """The page's contiguous runs as (offset from the page's first byte, bytes), outer axes first."""
-    # Dimensions of size 1 have no stride that means anything, so they never split a run.
+    # The stride of a dimension of size 1 means nothing, so such a dimension never splits a run.
     dims = [
         (count, stride)
         for count, stride in (
