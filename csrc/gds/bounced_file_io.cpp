@@ -16,7 +16,7 @@ struct Free {
   void operator()(void* memory) const { std::free(memory); }
 };
 
-// One a thread, kept for its life: a call never allocates twice.
+// Each thread keeps one buffer for its life, so that only its first call allocates.
 void* bounce_buffer() {
   thread_local const std::unique_ptr<void, Free> buffer(std::aligned_alloc(kIoAlignBytes, kBounceBytes));
   if (!buffer) throw std::bad_alloc();

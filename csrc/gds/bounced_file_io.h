@@ -1,4 +1,5 @@
-// File I/O for memory that the inner I/O cannot reach: through a buffer in plain memory and a device copy.
+// File I/O for memory that the inner I/O cannot reach: its bytes pass through a buffer in plain memory and a
+// device copy.
 #pragma once
 #include <memory>
 

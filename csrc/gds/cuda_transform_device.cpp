@@ -48,7 +48,7 @@ class CudaTransformDevice : public TransformDevice {
       found = allocated_.extract(memory);
     }
     if (found.empty()) return;
-    // Without the lock: it may wait for the whole device.
+    // Outside the lock, because freeing may wait for the whole device.
     const cuda::QuietCurrent here(*device_);
     GpuMemory{&driver()}.release(found.mapped());
   }
@@ -60,10 +60,11 @@ class CudaTransformDevice : public TransformDevice {
     return here.error().empty() ? work() : here.error();
   }
 
-  // Half of the slots: while they are transformed the disks fill the others.
+  // Half of the slots, so that the disks fill the other half while a batch is transformed.
   int32_t batch_pages(int32_t slots) const override { return std::max(1, slots / 2); }
 
-  // On an own stream: the legacy stream would wait for the engine's work, and it for ours.
+  // Uses a stream of its own: the legacy stream would wait for the engine's work, and the engine's work for
+  // the copy.
   std::string copy(void* dst, const void* src, int64_t bytes) override {
     return on_workspace([&](const CudaWorkspace& space) {
       const cuda::Code code =
@@ -101,19 +102,20 @@ class CudaTransformDevice : public TransformDevice {
  private:
   const cuda::Driver& driver() const { return device_->driver(); }
 
-  // Sleeps until what `stream` was given has ended. Empty, or how that failed.
+  // Sleeps until the work enqueued on `stream` has ended. Returns an error; empty on success.
   std::string await(cuda::StreamHandle stream) {
     try {
       return cuda::Event(device_, stream).wait();
     } catch (const CapacityError& error) {
-      // Without an event the stream itself is waited for: copies use the caller's memory. Of a context that
-      // is broken nothing moves any more.
+      // Without an event, wait for the stream itself, because copies use the caller's memory. If the context
+      // is broken, nothing moves any more.
       driver().stream_synchronize(stream);
       return error.what();
     }
   }
 
-  // Enqueues `work` on a stream of ours and sleeps until that has ended. Empty, or why it failed.
+  // Enqueues `work` on a workspace's stream and sleeps until it has ended. Returns an error; empty on
+  // success.
   template <typename Work>
   std::string on_workspace(Work work) {
     try {
@@ -122,7 +124,7 @@ class CudaTransformDevice : public TransformDevice {
       std::string error = work(*space);
       const std::string ended = await(space->stream.handle());
       if (error.empty()) error = ended;
-      space->error = error;  // one that failed is not used again
+      space->error = error;  // the pool drops a workspace that has an error
       on_.workspaces->put(std::move(space));
       return error;
     } catch (const CapacityError& error) {
@@ -136,10 +138,11 @@ class CudaTransformDevice : public TransformDevice {
   std::map<void*, void*> allocated_;  // aligned -> as allocated
 };
 
-// A page from the pool to a slot with digests, and back to another block with these checked: the kernels'
-// images, and what they do. Empty, or what went wrong.
+// Moves a page from the pool to a slot and makes its digests, then moves it to another block and checks them.
+// This shows that the kernels' images load and that they move the right bytes. Returns an error; empty on
+// success.
 std::string self_test(TransformDevice& device) {
-  // Unit: bytes. Two odd runs; layer-first, with the page's other block behind each.
+  // Unit: bytes. Two runs of an odd length, layer-first: block 1 of each run follows its block 0.
   constexpr int64_t kRun = 1237, kStep = 1536, kImage = 3 * kIoAlignBytes;
   constexpr size_t kPool = 4 * kStep;
   const auto free_it = [&](std::byte* memory) { device.release(memory); };

@@ -1,4 +1,5 @@
-// A GPU that transforms, over the driver's functions: with a fake driver and launcher it runs without one.
+// A TransformDevice for a GPU, built on the driver's functions: with a fake driver and launcher it needs no
+// GPU.
 #pragma once
 #include <memory>
 
@@ -8,8 +9,8 @@
 
 namespace flexkv {
 
-// Like cuda_transform_device(number, ...) of transform_device.h. Transforms a few bytes there and back first:
-// throws ConfigError, with the reason, if these do not come back, or the launcher is null.
+// Like cuda_transform_device(number, ...) of transform_device.h. First moves a page there and back. Throws
+// ConfigError, with the reason, if that fails or if the launcher is null.
 std::shared_ptr<TransformDevice> cuda_transform_device(std::shared_ptr<cuda::Device> device,
                                                        uintptr_t engine_stream, TransformGrid grid,
                                                        LayoutLauncher launcher);

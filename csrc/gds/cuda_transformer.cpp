@@ -24,7 +24,7 @@ class CudaTransformer : public Transformer {
 
   ~CudaTransformer() override {
     const cuda::QuietCurrent here(*device_);
-    // Whatever was enqueued reads tables_ and writes slots: it must end before they go.
+    // Enqueued work reads tables_ and writes slots, so it must end before they are freed.
     const std::string error = await_stream();
     if (space_->error.empty()) space_->error = error;
     on_.workspaces->put(std::move(space_));
@@ -47,8 +47,8 @@ class CudaTransformer : public Transformer {
     BatchResult result{pending.error, {}};
     if (result.error.empty()) result.error = buffers.ended->wait();
     if (!result.error.empty()) {
-      // Parts of the batch may have been enqueued: they end before their pages are called failed. Of a
-      // context that is broken nothing moves any more, and the batch has its error.
+      // Parts of the batch may have been enqueued: they must end before its pages are reported as failed. If
+      // the context is broken, nothing moves any more, and the batch already has its error.
       await_stream();
       return result;
     }
@@ -94,8 +94,8 @@ class CudaTransformer : public Transformer {
     }
     step([&] { return upload(space_->runs, tables_.runs.data(), tables_.runs.size()); });
     step([&] { return upload(space_->leaves, tables_.leaves.data(), tables_.leaves.size()); });
-    // After what the engine has enqueued: it may still write what is to be read, or read what is to be
-    // written.
+    // Batches start after the work that the engine has enqueued, which may still write blocks that they read
+    // or read blocks that they write.
     step([&] { return fence_stream(on_, stream(), fence); });
     return error;
   }

@@ -12,7 +12,7 @@ std::string GpuMemory::allocate(void** memory, size_t bytes) const {
   return error;
 }
 
-// Here and below: at exit the driver may be gone already, and its memory with it.
+// Here and below, errors are ignored: at exit the driver may already be gone, and its memory with it.
 void GpuMemory::release(void* memory) const { driver->mem_free(reinterpret_cast<uintptr_t>(memory)); }
 
 std::string PinnedMemory::allocate(void** memory, size_t bytes) const {

@@ -13,13 +13,13 @@
 
 namespace flexkv {
 
-// Of the current GPU.
+// Memory of the current GPU.
 struct GpuMemory {
   const cuda::Driver* driver;
   std::string allocate(void** memory, size_t bytes) const;
   void release(void* memory) const;
 };
-// Of the host, within the GPU's reach.
+// Pinned host memory, which the GPU can reach.
 struct PinnedMemory {
   const cuda::Driver* driver;
   std::string allocate(void** memory, size_t bytes) const;
@@ -33,7 +33,7 @@ struct CudaBatchBuffers {
   std::unique_ptr<cuda::Event> ended;
 };
 
-// Made and destroyed with its GPU current.
+// Precondition of the constructor and the destructor: the GPU is current.
 struct CudaWorkspace {
   // Throws CapacityError.
   explicit CudaWorkspace(const std::shared_ptr<cuda::Device>& device);
@@ -46,7 +46,7 @@ struct CudaWorkspace {
   std::string error;  // why it cannot be used; empty if it can
 };
 
-// Workspaces between transfers. Outlives the device object while a transformer uses one.
+// Keeps workspaces between transfers. Outlives its TransformDevice while a transformer uses it.
 class WorkspacePool {
  public:
   explicit WorkspacePool(std::shared_ptr<cuda::Device> device) : device_(std::move(device)) {}
@@ -54,9 +54,9 @@ class WorkspacePool {
   WorkspacePool(const WorkspacePool&) = delete;
   WorkspacePool& operator=(const WorkspacePool&) = delete;
   const std::shared_ptr<cuda::Device>& device() const { return device_; }
-  // With the GPU current. Throws CapacityError.
+  // Precondition: the GPU is current. Throws CapacityError.
   std::unique_ptr<CudaWorkspace> take();
-  // Only one whose work has ended.
+  // Precondition: the workspace's work has ended. Drops a workspace that has an error.
   void put(std::unique_ptr<CudaWorkspace> workspace);
 
  private:

@@ -11,7 +11,7 @@
 namespace flexkv {
 namespace {
 
-// Unit: bytes. Far above what cuFile is set to read by POSIX calls because it is small (`posix_gds_min_kb`).
+// Unit: bytes. Far above the size (`posix_gds_min_kb`) below which cuFile makes POSIX calls.
 constexpr int64_t kLookBytes = int64_t{1} << 20;
 
 }  // namespace
@@ -120,7 +120,7 @@ CufileIo::Place CufileIo::place(void* memory, int64_t bytes) const {
     const auto& [base, size] = *std::prev(next);
     if (at + bytes <= base + size) return {base, at - base, true};
   }
-  return {at, 0, false};  // cuFile takes it, through its own buffers
+  return {at, 0, false};  // cuFile accepts it and uses buffers of its own
 }
 
 ssize_t CufileIo::call_cufile(const Entry& file, const Place& where, bool write, size_t bytes, off_t offset,
@@ -147,8 +147,8 @@ IoOutcome CufileIo::transfer(const IoCall& call) {
     const auto offset = static_cast<off_t>(call.offset + outcome.bytes);
     const auto in_buffer = static_cast<off_t>(where.offset + outcome.bytes);
     const ssize_t moved = call_cufile(file, where, call.write, left, offset, in_buffer, outcome.route);
-    // -1 leaves the system's error in errno, the disk's; other negative numbers are cuFile's own, of its
-    // driver or of CUDA.
+    // -1: errno holds the system's error, which is the disk's. Other negative numbers are errors of cuFile,
+    // its driver or CUDA.
     if (moved == -1) {
       outcome.error = errno != 0 ? std::generic_category().message(errno) : "cuFile failed without a reason";
       break;

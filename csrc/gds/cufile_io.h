@@ -23,13 +23,15 @@ class CufileIo : public FileIo {
   CufileIo(const CufileIo&) = delete;
   CufileIo& operator=(const CufileIo&) = delete;
 
-  // By which way the files go, as far as cuFile's statistics have said it; names a file that bounces.
+  // Says how calls on the files go, as far as cuFile's statistics have shown it, and names a file whose calls
+  // bounce.
   std::string name() const override;
   IoOutcome transfer(const IoCall& call) override;
-  // Direct only to registered memory, and on files whose last calls were seen to be.
+  // kDirect only for registered memory and files whose last observed calls were direct.
   IoRoute route(const IoCall& call) const override;
   std::string direct_refusal() const override;
-  // A read from the start of each file of which cuFile's statistics would say it.
+  // One read from the start of each file whose route is not known yet; none if cuFile does not count its
+  // calls.
   std::vector<IoCall> looks(void* memory, int64_t bytes) const override;
   std::string add_memory(void* memory, int64_t bytes) override;
   void remove_memory(void* memory) override;
@@ -47,7 +49,7 @@ class CufileIo : public FileIo {
     int64_t offset;
     bool registered;
   };
-  // How many files go one way, and one of those that do not go straight, with the reason.
+  // How many files go which way, and the first file whose calls bounce, with the reason.
   struct Summary {
     int64_t files = 0;
     int64_t direct = 0;
@@ -58,7 +60,8 @@ class CufileIo : public FileIo {
     return entries_[static_cast<size_t>(device)][static_cast<size_t>(file)];
   }
   Place place(void* memory, int64_t bytes) const;
-  // One call to cuFile, watched; joins how it went to how those before it of the same transfer did.
+  // Makes one call to cuFile and watches it. Merges its route into `route`, which covers the transfer's calls
+  // so far.
   ssize_t call_cufile(const Entry& file, const Place& where, bool write, size_t bytes, off_t offset,
                       off_t in_buffer, std::optional<IoRoute>& route) const;
   Summary summary() const;
@@ -70,7 +73,7 @@ class CufileIo : public FileIo {
   std::vector<std::vector<Entry>> entries_;
   mutable std::mutex mutex_;
   std::map<std::byte*, int64_t> registered_;  // base -> bytes
-  std::string not_registered_;                // why memory was last refused
+  std::string not_registered_;                // why cuFile last refused memory
 };
 
 }  // namespace flexkv

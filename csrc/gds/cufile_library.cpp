@@ -27,7 +27,7 @@ std::string loader_words() {
   return words != nullptr ? words : std::string("cannot load ") + kLibrary;
 }
 
-// The function of it that is needed and missing; empty if there is none.
+// Fills `table`. Returns the first required function that is missing; empty if none is.
 std::string fill(void* library, CufileTable& table) {
   std::string missing;
   const auto need = [&](const char* name, auto& function) {

@@ -1,4 +1,4 @@
-// libcufile: where it lies in this process or on this machine.
+// Finds libcufile in this process or on this machine.
 #pragma once
 #include <cstdint>
 #include <optional>
@@ -14,15 +14,16 @@ struct CufileLibrary {
   CufileTable table;
   std::string path;
   std::string found;    // "already loaded", "by the loader" or "in a wheel"
-  int32_t version = 0;  // 1200 is 1.20; 0 where it does not say
+  int32_t version = 0;  // 1200 is 1.20; 0 if the library does not report it
 };
 
-// Paths of libcufile in wheels, tried in order after what is loaded already and what the loader finds. Said
-// by Python, which knows where packages lie.
+// Sets the paths of libcufile in wheels, tried in order after a library already loaded and the one that the
+// loader finds. Python calls this, because it knows where packages are installed.
 FLEXKV_EXPORT void set_cufile_wheels(std::vector<std::string> paths);
 
-// Loads it, and does not open its driver: needs no GPU. Unset where it cannot be had; `why` says what was
-// searched and what each place answered. The library stays loaded: its threads may outlive any user.
+// Loads libcufile without opening its driver, so that no GPU is needed. Unset if it cannot be loaded: `why`
+// then names the places searched and why each failed. The library stays loaded, because its threads may
+// outlive any user.
 FLEXKV_EXPORT std::optional<CufileLibrary> load_cufile(std::string* why);
 
 }  // namespace flexkv

@@ -6,25 +6,25 @@
 namespace flexkv {
 namespace {
 
-// CUfileOpError: another user in this process has opened the driver, which is as good.
+// CUfileOpError: another user in this process has opened the driver, which serves as well.
 constexpr int32_t kDriverAlreadyOpen = 5026;
 // All bits of status_flags: local disks and network file systems alike.
 constexpr uint32_t kAnyFileSystem = (1u << 16) - 1;
 // Bit of feature_flags, since 1.16.
 constexpr uint32_t kP2pSupported = 1u << 4;
-// CUfileDriverStatusFlags are numbers below it.
+// CUfileDriverStatusFlags are numbers below this.
 constexpr int32_t kFileSystems = 16;
 // CUfileP2PFlags of a file system: PCI P2PDMA, and chip to chip.
 constexpr int32_t kP2pDma = 1 << 0;
 constexpr int32_t kChipToChip = 1 << 3;
 
-// Of all file systems.
+// The flags of all file systems together.
 int32_t all_p2p_flags(const CufileTable& table) {
   if (table.p2p_flags == nullptr) return 0;
   int32_t all = 0;
   for (int32_t system = 0; system < kFileSystems; ++system) {
     int32_t flags = 0;
-    // A file system that this cuFile does not know is refused, and has none.
+    // cuFile refuses a file system that it does not know, which then has no flags.
     if (table.p2p_flags(system, &flags).code == 0) all |= flags;
   }
   return all;
@@ -93,7 +93,7 @@ std::shared_ptr<Cufile> shared_cufile(int32_t gpu_count, std::string* why) {
     *why = "no GPU";
     return nullptr;
   }
-  static CufileUsers& users = *new CufileUsers;  // never destroyed, which would close the driver
+  static CufileUsers& users = *new CufileUsers;  // never destroyed: its destructor would close the driver
   std::string path;
   try {
     return users.join([&]() -> std::optional<CufileTable> {

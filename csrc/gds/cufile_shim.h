@@ -1,5 +1,5 @@
-// cuFile's functions, loaded at run time. The declarations are ours, after the ABI of libcufile.so.0 (CUDA 12
-// and 13): nothing of it is needed to build.
+// cuFile's functions, loaded at run time. The declarations are our own and follow the ABI of libcufile.so.0
+// (CUDA 12 and 13), so that a build needs no part of cuFile.
 #pragma once
 #include <sys/types.h>
 
@@ -45,8 +45,8 @@ struct CufileProperties {
   uint64_t reserved[32];  // newer libraries may write more than is declared here
 };
 
-// One entry a function; a test fills in its own. What is null where a library has it not says its first
-// version.
+// One entry per function; tests fill in their own. An entry that libraries may lack names the first version
+// that has it.
 struct CufileTable {
   CufileError (*driver_open)() = nullptr;
   CufileError (*driver_close)() = nullptr;
@@ -65,34 +65,36 @@ struct CufileTable {
 // cuFile with its driver open.
 class Cufile {
  public:
-  // Opens the driver of `table` and asks what it can do. Throws ConfigError, saying why, if it does not open.
+  // Opens the driver of `table` and asks for its properties. Throws ConfigError, with the reason, if either
+  // fails.
   explicit Cufile(const CufileTable& table);
   ~Cufile();
   Cufile(const Cufile&) = delete;
   Cufile& operator=(const Cufile&) = delete;
 
   const CufileTable& table() const { return table_; }
-  // By what a disk and a GPU may exchange bytes here, "nvidia-fs 2.0" or "PCI P2PDMA": whether a file does is
-  // known of each file alone. Empty where every call is a POSIX call inside cuFile (compatibility mode).
+  // How a disk and a GPU may exchange bytes on this machine, such as "nvidia-fs 2.0" or "PCI P2PDMA"; whether
+  // a file's calls do so is known only per file. Empty in compatibility mode, where every call is a POSIX
+  // call inside cuFile.
   const std::string& direct_by() const { return direct_by_; }
-  // Why cuFile does not say how its calls went; empty where it does.
+  // Why cuFile does not count how its calls go; empty if it does.
   const std::string& uncounted() const { return statistics_->refusal(); }
   CufileWatch& watch() { return *watch_; }
 
  private:
   CufileTable table_;
-  bool opened_ = false;  // by us, and so ours to close
+  bool opened_ = false;  // we opened the driver, so we close it
   std::string direct_by_;
   std::unique_ptr<CufileStatistics> statistics_;
   std::unique_ptr<CufileWatch> watch_;
 };
 
-// One open driver for all its users. It stays open when the last of them has gone: libcufile 1.15 crashes in
-// a thread of its own after some two dozen cycles of opening and closing.
+// One open driver for all its users. It stays open when the last of them has gone, because libcufile 1.15
+// crashes in one of its own threads after some two dozen cycles of opening and closing.
 class CufileUsers {
  public:
-  // Opens the driver of what `load` returns where it is not open; null where that is. Throws what Cufile
-  // throws.
+  // Returns the open driver; the first call opens that of the table that `load` returns. Null if `load`
+  // returns none. Throws what Cufile's constructor throws.
   std::shared_ptr<Cufile> join(const std::function<std::optional<CufileTable>()>& load);
 
  private:
@@ -102,11 +104,11 @@ class CufileUsers {
 
 inline constexpr const char* kCufileCompat = "cuFile in compatibility mode (no GPUDirect Storage)";
 
-// One for the process, opened by the first call. Null without a GPU - cuFile is not even loaded then, because
-// its driver may hang on opening - or where it cannot be had; `why` says which.
+// The process's cuFile, opened by the first call. Null without a GPU (cuFile is not even loaded then, because
+// its driver may hang while opening) or if cuFile cannot be opened; `why` says which.
 std::shared_ptr<Cufile> shared_cufile(int32_t gpu_count, std::string* why);
 
-// "1.20" of what cuFileGetVersion answers: 1000 for a major version and 10 for a minor one.
+// Formats what cuFileGetVersion reports, 1000 per major and 10 per minor version: 1200 is "1.20".
 std::string cufile_version_text(int32_t version);
 
 }  // namespace flexkv

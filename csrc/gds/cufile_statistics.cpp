@@ -7,7 +7,7 @@
 namespace flexkv {
 namespace {
 
-constexpr int32_t kGpuLevel = 3;  // the first level that counts for each GPU
+constexpr int32_t kGpuLevel = 3;  // the lowest level that counts per GPU
 
 static_assert(sizeof(CufileGpuStatistics) == 248);
 static_assert(offsetof(CufileGpuStatistics, p2p_reads) == 56);
@@ -22,7 +22,7 @@ std::string to_string(const CufileError& error) {
 }
 
 std::optional<size_t> cufile_statistics_offset(int32_t version) {
-  // After cufile.h of each: level 1 grew by vectored I/O in 1.19, and level 3 begins with it.
+  // From each version's cufile.h: level 3 begins with level 1, to which 1.19 added vectored I/O.
   if (version >= 1150 && version < 1190) return 1032;
   if (version >= 1190 && version < 1210) return 1144;
   return std::nullopt;
@@ -55,12 +55,13 @@ CufileStatistics::CufileStatistics(const CufileStatisticsTable& table, int32_t v
     refusal_ = "cuFileStatsStart: " + to_string(error);
     return;
   }
-  // Somebody else in this process who had them counted before us, at whatever level, is not stopped by us.
+  // If someone else in this process had started the statistics before us, at any level, we must not stop
+  // them.
   started_ = level_before_ == 0;
 }
 
 CufileStatistics::~CufileStatistics() {
-  // Refused either way means that cuFile goes on counting, which costs and harms nothing.
+  // If cuFile refuses either call, it goes on counting, which costs and harms nothing.
   if (started_) static_cast<void>(table_.stop());
   if (level_before_) static_cast<void>(table_.set_level(*level_before_));
 }

@@ -1,5 +1,5 @@
-// How cuFile's calls went, by its own statistics (since 1.15): by DMA between disk and GPU, or by POSIX calls
-// and copies inside.
+// Reads from cuFile's own statistics (since 1.15) how its calls went: by DMA between disk and GPU, or by
+// POSIX calls and copies inside cuFile.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -37,36 +37,36 @@ struct CufileGpuStatistics {
 };
 
 inline constexpr size_t kCufileGpus = 16;  // CUfileStatsLevel3::per_gpu_stats
-// Unit: bytes. Level 3 of every version known, and room for what a newer one may add.
+// Unit: bytes. Holds level 3 of every known version, with room for what a newer one may add.
 inline constexpr size_t kCufileStatisticsBytes = 16384;
-// Where the GPUs' part of level 3 begins in cuFile `version` (1150 is 1.15); unset where its layout is not
+// Where the GPUs' part of level 3 begins in cuFile `version` (1150 is 1.15); unset if its layout is not
 // known.
 std::optional<size_t> cufile_statistics_offset(int32_t version);
 
 // Operations of the process, reads and writes, since cuFile began to count.
 struct CufileOps {
   uint64_t direct = 0;   // PCI P2PDMA and nvidia-fs
-  uint64_t bounced = 0;  // POSIX calls, and DMA by way of another GPU's memory
+  uint64_t bounced = 0;  // POSIX calls, and DMA through another GPU's memory
 };
 
 class CufileStatistics {
  public:
-  // Lets cuFile's open driver count at level 3, which alone tells the two apart.
+  // Makes cuFile's open driver count at level 3, the only one that tells the two apart.
   CufileStatistics(const CufileStatisticsTable& table, int32_t version);
-  // Stops what it started and puts the level back.
+  // Stops the statistics if this object started them, and restores their level.
   ~CufileStatistics();
   CufileStatistics(const CufileStatistics&) = delete;
   CufileStatistics& operator=(const CufileStatistics&) = delete;
 
-  // Why nothing is counted; empty where it is.
+  // Why nothing is counted; empty if calls are counted.
   const std::string& refusal() const { return refusal_; }
-  // Unset where nothing is counted, or cuFile refuses just now.
+  // Unset if nothing is counted or cuFile refuses this call.
   std::optional<CufileOps> read() const;
 
  private:
   CufileStatisticsTable table_;
   size_t offset_ = 0;
-  std::optional<int32_t> level_before_;  // that we changed
+  std::optional<int32_t> level_before_;  // set if we changed the level
   bool started_ = false;
   std::string refusal_;
 };

@@ -1,6 +1,6 @@
-// How each of our calls to cuFile went. cuFile counts for the whole process, so what it counted is asked when
-// a call begins and when it has ended: where all of it went one way, the call did, whatever went on beside
-// it.
+// Finds out how each of our calls to cuFile went. cuFile counts for the whole process, so the watch reads the
+// counts before and after a call: if all operations between them went one way, the call did too, whatever ran
+// beside it.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -17,25 +17,26 @@ namespace flexkv {
 struct CufileCalls {
   int64_t direct = 0;
   int64_t bounced = 0;
-  int64_t unknown = 0;  // nothing was counted, or calls beside it went another way
+  int64_t unknown = 0;  // nothing was counted, or calls beside it went the other way
 };
 
 class CufileWatch {
  public:
-  // How a file's calls went when that was last seen; kUnknown until then.
+  // How a file's calls went when this was last observed; kUnknown before.
   using Route = std::shared_ptr<std::atomic<IoRoute>>;
 
-  // `unseen`: how calls go of which what cuFile counts does not say it.
+  // `unseen`: the route of calls whose route the counts do not show.
   explicit CufileWatch(std::function<std::optional<CufileOps>()> read, IoRoute unseen = IoRoute::kUnknown)
       : read_(std::move(read)), unseen_(unseen) {}
 
-  // What was counted before a call; unset where nothing is.
+  // Returns the counts before a call; unset if nothing is counted.
   std::optional<CufileOps> begin();
-  // How a call on `file` went that began at `before`, and which moved bytes or not: cuFile does not count one
-  // that moved none. `file` is null for memory that is not registered: that call is bounced, since what is
-  // counted as DMA ends in a buffer of cuFile's, and says nothing of the file.
+  // Returns how a call on `file` went. `before` is what begin() returned; `moved` says whether the call moved
+  // bytes, because cuFile does not count one that moved none. `file` is null for memory that is not
+  // registered: such a call is bounced, since its DMA ends in one of cuFile's buffers and says nothing about
+  // the file.
   IoRoute end(const std::optional<CufileOps>& before, const Route& file, bool moved);
-  // Of all that have ended.
+  // Counts all calls that have ended.
   CufileCalls calls() const;
 
  private:

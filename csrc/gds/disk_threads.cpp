@@ -39,7 +39,7 @@ struct DiskThreads::Shared {
       disk.queue.pop_front();
       lock.unlock();
       task(not_started);
-      task = nullptr;  // what it owns must not live on until the next one comes
+      task = nullptr;  // frees what the task owns before the wait for the next one
       lock.lock();
     }
   }
@@ -81,7 +81,7 @@ void DiskThreads::submit(int32_t disk, Task task) {
         target.queue.pop_back();
         throw;
       }
-      // Out of threads: those that run will come to it.
+      // No new thread could be started: the running ones will take the task.
     }
   }
   target.ready.notify_one();

@@ -1,4 +1,4 @@
-// A few threads a disk that carry out its I/O, started when the first of it comes.
+// A few threads per disk that carry out its I/O; they are started as tasks arrive.
 #pragma once
 #include <cstdint>
 #include <functional>
@@ -7,23 +7,23 @@
 
 namespace flexkv {
 
-// Unit: threads. cuFile was seen to hang from 256 requests in flight on; every thread has one.
+// Unit: threads. cuFile was seen to hang with 256 and more requests in flight; every thread has one.
 inline constexpr int32_t kMaxThreadsPerDisk = 64;
 
 class DiskThreads {
  public:
-  // `on_start` runs first in every thread (it sets the GPU); if it returns a reason, every task is given it.
-  // Throws ConfigError unless 1 <= threads_per_disk <= kMaxThreadsPerDisk.
+  // `on_start` runs first in every thread (it binds the GPU); if it returns an error, every task gets that
+  // error. Throws ConfigError unless 1 <= threads_per_disk <= kMaxThreadsPerDisk.
   DiskThreads(int32_t disks, int32_t threads_per_disk, std::function<std::string()> on_start);
-  // Joins, after the tasks under way have ended; abandon() first where one may never end.
+  // Joins the threads after all submitted tasks have ended; call abandon() first if one may never end.
   ~DiskThreads();
   DiskThreads(const DiskThreads&) = delete;
   DiskThreads& operator=(const DiskThreads&) = delete;
 
-  // The argument is on_start's reason. Callers bound how many tasks they have outstanding.
+  // `not_started` is on_start's error, empty on success. Callers limit how many tasks they have outstanding.
   using Task = std::function<void(const std::string& not_started)>;
   void submit(int32_t disk, Task task);
-  // Leaves the threads to themselves: they own what they need.
+  // Detaches the threads, which own all that they use.
   void abandon();
   int32_t started() const;
 

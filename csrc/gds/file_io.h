@@ -18,7 +18,7 @@ struct IoCall {
   int64_t bytes = 0;
 };
 
-// Where a call would go if it were made, which a caller asks before it chooses a path, or where it went.
+// The way of a call: expected, when a caller chooses a path, or observed afterwards.
 enum class IoRoute {
   kDirect,   // straight between disk and memory
   kBounced,  // through another buffer: it works, at the cost of a copy
@@ -26,20 +26,20 @@ enum class IoRoute {
 };
 
 struct IoOutcome {
-  int64_t bytes = 0;       // moved; a call that moved fewer than it was asked to has failed
+  int64_t bytes = 0;       // bytes moved; a call that moved fewer than requested has failed
   std::string error;       // why it stopped early; empty at the end of the file or device
-  bool of_memory = false;  // the error is of the memory's side, its device or driver, and not the disk's
-  std::optional<IoRoute> route = {};  // where it went; unset: where route() says
+  bool of_memory = false;  // the error lies with the memory, its device or driver, not with the disk
+  std::optional<IoRoute> route = {};  // the observed way; unset: the one that route() says
 };
 
 class FileIo {
  public:
   virtual ~FileIo() = default;
   virtual std::string name() const = 0;
-  // Synchronous; called from several threads at once. Short transfers are finished where they can be.
+  // Synchronous; several threads call it at once. Finishes short transfers if it can.
   virtual IoOutcome transfer(const IoCall& call) = 0;
-  // Several calls in any order, perhaps at once: an outcome a call. After one that failed the rest may be
-  // left undone.
+  // Makes several calls in any order, perhaps at once, and sets one outcome per call. After one that failed,
+  // the rest may be left undone.
   virtual void transfer_all(std::span<const IoCall> calls, std::span<IoOutcome> outcomes) {
     for (size_t i = 0; i < calls.size(); ++i) {
       outcomes[i] = transfer(calls[i]);
@@ -47,13 +47,14 @@ class FileIo {
     }
   }
   virtual IoRoute route(const IoCall& call) const = 0;
-  // Why no file reaches the registered memory straight; empty where one does, or where nothing is known of
-  // one.
+  // Why no file reaches registered memory directly; empty if one does, or if the route of one is unknown.
   virtual std::string direct_refusal() const { return {}; }
-  // Reads into memory that was added, whose outcomes show by which way files go of which that is not known
-  // yet. Made or not, nothing else changes by them. They take as long as their disks do.
+  // Returns reads into added memory whose outcomes would show the routes of files that are not known yet. The
+  // caller may make them or not: nothing but that memory's content depends on it. Each takes as long as its
+  // disk does.
   virtual std::vector<IoCall> looks(void*, int64_t) const { return {}; }
-  // Memory that will be used often. Empty, or why it could not be registered: it works all the same.
+  // Registers memory that will be used often. Returns an error, empty on success; unregistered memory works,
+  // too.
   virtual std::string add_memory(void* memory, int64_t bytes) = 0;
   virtual void remove_memory(void* memory) = 0;
 };

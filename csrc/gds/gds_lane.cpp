@@ -18,9 +18,8 @@
 namespace flexkv {
 namespace {
 
-// Unit: bytes. What one transfer takes at most. 16 pages of 2 MiB keep an NVMe disk at its full speed (the
-// same as the disk lane's bound), and a load that comes then waits about 10 ms at 3 GB/s for a store under
-// way.
+// Unit: bytes. The most that one transfer takes. 16 pages of 2 MiB keep an NVMe disk at its full speed (the
+// disk lane has the same bound), and at 3 GB/s a load that arrives waits about 10 ms for a store under way.
 constexpr int64_t kMostTransferBytes = int64_t{32} << 20;
 
 // A page of a work item.
@@ -30,7 +29,8 @@ struct Task {
   PageMove move;
 };
 
-// Throws GeometryError unless the view's stripe is the one that the slabs have.
+// Where the view's stripe lies in a slot image. Throws GeometryError unless the slabs have the same runs
+// there.
 StripePlace place_of(const PageCodec& codec, int32_t stripe, const KvView& view) {
   const SlotImage& image = codec.image();
   const size_t first = static_cast<size_t>(codec.digest_offset(stripe) - codec.digest_offset(0)) / 8;
@@ -68,10 +68,10 @@ PageMiss miss_of(StagedFailure cause, PageMiss at_gate) {
 
 FailureCause failure_cause_of(StagedFailure cause, PageMiss miss) {
   if (cause == StagedFailure::kStopped) return FailureCause::kNotExecuted;
-  return failure_cause_of(miss);  // without a miss, the way's
+  return failure_cause_of(miss);  // without a miss, kTransport
 }
 
-// Of a group's slab on a disk: the largest image of the groups that share it.
+// The slot size of a slab: the largest image of the groups that share it.
 int64_t slab_slot_bytes(const std::vector<GdsGroup>& groups, size_t disk, uint64_t slab_id) {
   int64_t bytes = 0;
   for (const GdsGroup& group : groups) {
@@ -98,7 +98,7 @@ struct GdsLane::Shared {
   MoveResult failed(const PageMove& page, const PageFailure& failure, PageMiss at_gate);
 };
 
-// A work item, and more of its op's kind while they are there.
+// Takes a work item and, up to kMostTransferBytes, more of the same op kind while some are waiting.
 std::vector<std::shared_ptr<WorkItem>> GdsLane::Shared::take(WorkSource& source, int32_t lane) const {
   std::vector<std::shared_ptr<WorkItem>> items;
   std::shared_ptr<WorkItem> item = source.take(lane);
@@ -138,8 +138,9 @@ void GdsLane::Shared::run(WorkSource& source, int32_t lane) {
   }
 }
 
-// Pages of one view and fence go together, up to one whose target another op of this take has: the later
-// op's bytes stay. What has moved is finished before anything waits for another fence.
+// Moves pages of one view and fence together. A page whose target is already among them starts the next
+// group, so that the later op's bytes stay. Items that have moved are finished before the lane waits for
+// another fence.
 void GdsLane::Shared::move(const std::vector<std::shared_ptr<WorkItem>>& items,
                            std::vector<std::vector<MoveResult>>& results,
                            const std::function<void(size_t)>& finish_before) {
@@ -244,7 +245,7 @@ GdsLane::GdsLane(std::vector<GdsGroup> groups, int32_t stripe, std::shared_ptr<G
     : shared_(std::make_shared<Shared>()) {
   if (groups.empty()) throw ContractError("a gds lane needs a group");
   for (const GdsGroup& group : groups) {
-    static_cast<void>(group.codec->image().stripe_offset(stripe));  // checks it
+    static_cast<void>(group.codec->image().stripe_offset(stripe));  // throws for a bad stripe
     if (group.slabs.size() != groups.front().slabs.size() || group.slabs.empty()) {
       throw ContractError("a gds lane needs a slab of each group on each disk");
     }

@@ -1,9 +1,9 @@
-// GDS_READ and GDS_WRITE of one rank: blocks of the engine's pool to and from their stripe of slab pages, by
-// staged transfers, without a page of the host pool.
+// GDS_READ and GDS_WRITE of one rank: staged transfers between blocks of the engine's pool and their stripe
+// of slab pages, without a page of the host pool.
 //
-// A read verifies what it brings as the disk lane does: the trailer before a byte goes on to the pool, the
-// digests on the way there. A write brings the stripe only and reports the digests of its runs; the page
-// exists when a DISK_SEAL of the manager, which is told the digests of all ranks, has written its trailer.
+// A read verifies pages as the disk lane does: the trailer before a byte leaves the slot for the pool, the
+// digests on the way there. A write moves the stripe only and reports the digests of its runs. The manager
+// collects the digests of all ranks, and the page exists when its DISK_SEAL has written the trailer.
 #pragma once
 #include <memory>
 #include <optional>
@@ -19,23 +19,23 @@
 namespace flexkv {
 
 struct GdsSlab {
-  int32_t device = -1;  // of the manager; -1 where the disk is lost
+  int32_t device = -1;  // index in the manager; -1 if the disk is lost
   SlabShape shape = {};
-  int32_t file = 0;  // of the device's files
+  int32_t file = 0;  // index among the device's files
 };
 
-// One KV group: its slabs, one a disk; groups that share slabs have the same ones, by their ids.
+// One KV group and its slabs, one per disk. Groups that share slabs name slabs of the same ids.
 struct GdsGroup {
   std::shared_ptr<const PageCodec> codec;
   std::vector<GdsSlab> slabs;
 };
 
-// Unit: bytes. What one transfer takes at most: see kMostTransferBytes; the last piece of it may go beyond.
+// Unit: bytes. The most that one transfer takes: kMostTransferBytes, which its last work item may exceed.
 int64_t most_gds_transfer_bytes();
 
 class GdsLane : public Lane {
  public:
-  // `manager` has the slab files, each once. `stripe`: the rank whose stripe is moved. Place p of a group is
+  // `manager` has opened each slab file once. `stripe`: the rank whose stripe is moved. Place p of a group is
   // slot p / disks of disk p % disks. Throws ContractError and GeometryError.
   GdsLane(std::vector<GdsGroup> groups, int32_t stripe, std::shared_ptr<GDSManager> manager);
   ~GdsLane() override { abandon(); }
@@ -44,11 +44,12 @@ class GdsLane : public Lane {
   KindSet kinds() const override { return kind_bit(OpKind::kGdsRead) | kind_bit(OpKind::kGdsWrite); }
   int32_t concurrency() const override { return 1; }
   PageSizes check(const OpSpec& op) const override;
-  // Takes the staging that pages of this view, which will be the group's, need. Throws ContractError for
-  // another group, GeometryError for another stripe, and CapacityError, which says what to set.
+  // Allocates the staging that pages of `view` need, the view that the group will have. Throws ContractError
+  // for an unknown group, GeometryError for a view of another stripe, and CapacityError, which says what to
+  // set.
   void reserve_staging(int32_t group, const KvView& view);
-  // Closes the slabs and frees the staging: of a lane that no transfer engine was given, which closes its
-  // own. What comes after fails. Idempotent.
+  // Closes the slabs and frees the staging. Only a lane without a transfer engine needs this call, because an
+  // engine closes its lanes. Later transfers fail. Idempotent.
   void close();
   void start(std::shared_ptr<WorkSource> source, int32_t lane) override;
   bool needs_stream() const override { return device_ != nullptr; }
@@ -60,7 +61,7 @@ class GdsLane : public Lane {
   const GDSManager& manager() const;
 
  private:
-  struct Shared;  // with a thread that may outlive this
+  struct Shared;  // shared with the thread, which may outlive this
 
   std::shared_ptr<Shared> shared_;
   std::shared_ptr<cuda::Device> device_;  // null for plain memory

@@ -8,7 +8,8 @@
 namespace flexkv {
 
 inline constexpr int kTransformThreads = kFullBlockThreads;
-// So many of these blocks a multiprocessor holds: at up to 64 registers a thread one fills its registers.
+// How many of these blocks a multiprocessor holds: at up to 64 registers per thread, one block fills its
+// registers.
 inline constexpr int kTransformBlocksPerMultiprocessor = 1;
 
 // Enqueues one batch, whose arrays are in memory of the GPU, on at most `most_blocks` multiprocessors.

@@ -11,11 +11,12 @@
 namespace flexkv {
 namespace {
 
-// Unit: pages a thread. Keeps a thread's next page queued while it does one.
+// Unit: pages per thread. While a thread moves one page, its next one is queued.
 constexpr int32_t kDirectPagesPerThread = 2;
-// Unit: seconds. How long a disk may take to answer a look into a file, and how long looks go on.
+// Unit: seconds. How long a disk may take to answer one look into a file, and how long further looks may
+// start.
 constexpr double kLookS = 10;
-// Unit: bytes. Larger is a wrong number; rounding it up stays far from overflow.
+// Unit: bytes. A larger number is a mistake; rounding it up stays far from overflow.
 constexpr int64_t kMostStagingBytes = int64_t{1} << 50;
 
 void refuse(const char* name, const std::string& value, const char* allowed) {
@@ -93,10 +94,10 @@ void GDSManager::close() {
   std::unique_lock lock(mutex_);
   closed_ = true;
   for (TransferControl* control : running_) control->cancel();
-  // A transfer ends once its I/O has, or gives it up after stuck_s.
+  // A transfer ends when its I/O has ended, or gives up after stuck_s.
   idle_.wait(lock, [&] { return running_.empty(); });
   if (!down_reason_.empty()) parts_.threads->abandon();
-  // The last holders close: I/O that is stuck keeps what it may still touch.
+  // The last holder of each closes it: stuck I/O keeps what it may still touch.
   staging_ = {};
   parts_.threads = std::make_shared<DiskThreads>(0, 1, nullptr);
   parts_.io = nullptr;
@@ -129,11 +130,11 @@ std::string GDSManager::look_around(const std::shared_ptr<StagingBuffer>& buffer
   if (!buffer->not_registered().empty()) return {};
   const double answer_s = std::min(options_.stuck_s, kLookS);
   const auto enough = deadline_in(kLookS);
-  // One after the other: of calls that overlap less can be told.
+  // One after the other: overlapping calls blur what the counts show.
   for (const IoCall& call : parts_.io->looks(buffer->slot(0, 0), buffer->bytes())) {
     if (control.cancelled() || control.late() || Clock::now() >= enough) break;
-    // What it finds the I/O keeps; a file that cannot be read says so to those who need it. The task owns all
-    // that it touches, since nobody may be waiting for it any more.
+    // The I/O keeps what the read shows. An error is ignored here: the transfers that need the file report
+    // it. The task owns all that it touches, because this function may have stopped waiting for it.
     auto look = std::make_shared<std::packaged_task<IoOutcome()>>(
         [io = parts_.io, buffer, call] { return io->transfer(call); });
     std::future<IoOutcome> answer = look->get_future();
@@ -141,7 +142,7 @@ std::string GDSManager::look_around(const std::shared_ptr<StagingBuffer>& buffer
       if (not_started.empty()) {
         (*look)();
       } else {
-        look->reset();  // nobody waits for it then
+        look->reset();  // ends the wait for it
       }
     });
     if (answer.wait_for(to_duration(answer_s)) != std::future_status::ready) {
@@ -166,14 +167,14 @@ std::shared_ptr<StagingBuffer> GDSManager::own_staging(const PageMap& map, const
   {
     const std::lock_guard lock(mutex_);
     if (!down_reason_.empty()) return nullptr;
-    // Sized by the geometry and never by a transfer: made anew only for a group with larger blocks.
+    // The geometry decides the size, never a transfer: only a group that needs more bytes gets a new buffer.
     if (staging_.buffer != nullptr && staging_.buffer->bytes() >= slots * slot) {
       staging_.slots = {slots, slot};
       return staging_.buffer;
     }
     buffer = std::exchange(staging_, {}).buffer;
   }
-  buffer = nullptr;  // before the larger one is made
+  buffer = nullptr;  // frees it before the larger one is made
   buffer = make_staging(slots, slot);
   if (std::string why = look_around(buffer, control); !why.empty()) {
     take_down(std::move(why));
@@ -226,7 +227,8 @@ void GDSManager::check_pages(std::span<const StagedPage> pages, bool is_read) co
 
 GDSManager::Way GDSManager::way_of(const PageMap& map, std::span<const StagedPage> pages,
                                    bool force_direct) const {
-  // A page in one piece gains nothing from a slot; more pieces go straight where that is asked for.
+  // A page in one piece gains nothing from a slot; pages in more pieces go straight if the options ask for
+  // it.
   const PageMap* beside = map.beside_slots();
   if (beside != nullptr && (beside->one_piece() || !options_.use_staged_transfer) &&
       can_go_direct(*parts_.io, *beside, pages)) {

@@ -21,7 +21,8 @@ namespace flexkv {
 inline constexpr int32_t kDefaultStagingBlocks = 64;
 // Unit: bytes. 64 blocks of a 70B model (80 layers, K and V, 128 KiB each) take 1.25 GiB.
 inline constexpr int64_t kDefaultStagingBytes = int64_t{2} << 30;
-// Unit: threads a disk. Each has one synchronous call under way; four keep an NVMe disk busy at 2 MiB a call.
+// Unit: threads per disk. Each has one synchronous call under way; four keep an NVMe disk busy at 2 MiB per
+// call.
 inline constexpr int32_t kDefaultGdsThreads = 4;
 
 struct GdsOptions {
@@ -33,7 +34,7 @@ struct GdsOptions {
   int64_t most_transfer_bytes = INT64_MAX;  // of one transfer; staging for more would never be used
   double deadline_s = 600;                  // of one transfer
   double stuck_s = 60;
-  IoBackend io = IoBackend::kAuto;  // of plain memory, where the manager makes its own I/O
+  IoBackend io = IoBackend::kAuto;  // for plain memory, if the manager makes its own I/O
 };
 
 struct GdsTotals {
@@ -49,29 +50,30 @@ struct GdsTotals {
 
 class FLEXKV_EXPORT GDSManager {
  public:
-  // `device` has the pool and gets the staging; the I/O is what `choose_io` makes of it and of `options.io`.
-  // Throws ConfigError for files that cannot be opened and options that are not allowed.
+  // `device` holds the pool and the staging; `choose_io` makes the I/O for it and `options.io`. Throws
+  // ConfigError for files that cannot be opened and options that are not allowed.
   GDSManager(const FilePaths& paths, const GdsOptions& options, std::shared_ptr<TransformDevice> device);
-  // The same with I/O of the caller's, over files it opened: for decorators. Throws ConfigError also where
-  // `options.io` asks for another.
+  // The same with the caller's own I/O over `files`, for decorators. Also throws ConfigError if `options.io`
+  // is not kAuto.
   GDSManager(std::shared_ptr<const RawFiles> files, const GdsOptions& options,
              std::shared_ptr<TransformDevice> device, std::shared_ptr<FileIo> io);
   ~GDSManager();
   GDSManager(const GDSManager&) = delete;
   GDSManager& operator=(const GDSManager&) = delete;
 
-  // Moves pages and returns when no byte of theirs can move any more. Transfers through the manager's own
+  // Moves pages and returns when none of their bytes can move any more. Transfers through the manager's own
   // staging take turns. `staging` (null: the manager's own) has room for at least one block; `force_direct`
-  // makes one call a piece whatever the options say. Throws ClosedError, CapacityError, and BlockRangeError
+  // makes one call per piece whatever the options say. Throws ClosedError, CapacityError, and BlockRangeError
   // for a file that does not exist, a block read into twice, or a place written twice.
   TransferReport transfer(const PageMap& map, std::span<const StagedPage> pages, bool is_read,
                           std::shared_ptr<StagingBuffer> staging = nullptr, bool force_direct = false,
                           const TransferHooks& hooks = {});
-  // Takes the staging now that transfers of such pages will use, so that a shortage shows before the first.
-  // `samples` decide, like the pages of a transfer, whether they pass through slots at all; nothing of theirs
-  // is touched. The I/O may look into files by it; a disk that does not answer for `stuck_s`, ten seconds at
-  // most, takes the manager out of service. Throws CapacityError, which says what to set, ClosedError, and
-  // DiskError where the manager is out of service.
+  // Allocates now the staging that transfers of such pages will use, so that a shortage shows before the
+  // first one. `samples` decide, like the pages of a transfer, whether pages pass through slots at all; none
+  // of them is moved. The I/O may read from files to learn their routes; a disk that does not answer for
+  // `stuck_s`, ten seconds at most, takes the manager out of service. Throws CapacityError, which says what
+  // to set, ClosedError, and DiskError if the manager is out of service. Throws CapacityError, which says
+  // what to set, ClosedError, and DiskError where the manager is out of service.
   void reserve_staging(const PageMap& map, std::span<const StagedPage> samples, bool force_direct = false);
   // Ends the transfers under way early: pages not yet issued come back as cancelled.
   void cancel();
@@ -79,7 +81,7 @@ class FLEXKV_EXPORT GDSManager {
   // files open.
   void close();
 
-  // Of the files, by device; still known when they are closed.
+  // The files' paths, by device; still known after close().
   const FilePaths& paths() const { return paths_; }
   int32_t devices() const { return static_cast<int32_t>(paths_.size()); }
   bool has_file(int32_t device, int64_t file) const;
@@ -87,15 +89,15 @@ class FLEXKV_EXPORT GDSManager {
   const TransformDevice& device() const { return *parts_.device; }
   const std::shared_ptr<TransformDevice>& device_ptr() const { return parts_.device; }
   GdsTotals totals() const;
-  // What the I/O is and how it reaches the device, for a log line.
+  // Names the I/O and how it reaches the device, for a log line.
   std::string describe() const;
-  // Why none of the files reaches the device's memory straight; empty where one does, or where nothing is
-  // known of one yet.
+  // Why no file reaches the device's memory directly; empty if one does, or if the route of one is not known
+  // yet.
   std::string direct_refusal() const;
-  // Why this manager takes no transfers any more; empty while it does.
+  // Why this manager is out of service; empty while it is not.
   std::string down_reason() const;
   int64_t staging_bytes() const;
-  // Of the manager's own staging, as the last reservation or transfer divided it; {0, 0} while it has none.
+  // How the last reservation or transfer divided the manager's own staging; {0, 0} while there is none.
   struct StagingSlots {
     int64_t slots = 0;
     int64_t slot_bytes = 0;
@@ -105,14 +107,15 @@ class FLEXKV_EXPORT GDSManager {
 
  private:
   class Running;
-  // How the pages of a map go: `staged` through slots, `beside` them but for their trailers, or straight.
+  // How the pages of a map move: through slots, straight except for their trailers, or straight altogether.
   enum class Way { kStaged, kBeside, kStraight };
   Way way_of(const PageMap& map, std::span<const StagedPage> pages, bool force_direct) const;
   int64_t slots_for(int64_t slot_bytes) const;
-  // Null where the manager is out of service. Precondition: staging_mutex_ is held, and mutex_ is not.
+  // Null if the manager is out of service. Precondition: staging_mutex_ is held, and mutex_ is not.
   std::shared_ptr<StagingBuffer> own_staging(const PageMap& map, const TransferControl& control);
   std::shared_ptr<StagingBuffer> make_staging(int64_t slots, int64_t slot_bytes) const;
-  // Empty, or which disk does not answer: the buffer is left to it.
+  // Makes the reads that the I/O asks for. Returns which disk did not answer, and then keeps the buffer; else
+  // empty.
   std::string look_around(const std::shared_ptr<StagingBuffer>& buffer, const TransferControl& control) const;
   void take_down(std::string reason);
   void check_pages(std::span<const StagedPage> pages, bool is_read) const;
@@ -129,7 +132,7 @@ class FLEXKV_EXPORT GDSManager {
   std::mutex staging_mutex_;  // one transfer at a time uses the manager's own staging
   mutable std::mutex mutex_;
   std::condition_variable idle_;
-  // Set as a whole, so that no slots are said of a buffer that is gone.
+  // Set as a whole, so that `slots` never describes a buffer that is gone.
   struct OwnStaging {
     std::shared_ptr<StagingBuffer> buffer;
     StagingSlots slots;

@@ -7,9 +7,9 @@
 
 namespace flexkv {
 
-// What it outgrows is freed with it: a free of device memory waits for the whole device, other transfers and
-// the engine's work included. `Memory` has allocate(void**, size_t), which returns why there is none or
-// nothing, and release(void*).
+// Outgrown memory is freed only with the buffer, because freeing device memory waits for the whole device,
+// other transfers and the engine's work included. `Memory` has allocate(void**, size_t), which returns an
+// error or an empty string, and release(void*).
 template <typename Memory>
 class GrowingBuffer {
  public:
@@ -19,10 +19,10 @@ class GrowingBuffer {
   }
   GrowingBuffer(const GrowingBuffer&) = delete;
   GrowingBuffer& operator=(const GrowingBuffer&) = delete;
-  // Empty, or why there is no memory; then it has what it had. What it held is lost when it grows.
+  // Returns why there is no memory, and then changes nothing; empty on success. Growing loses the content.
   std::string reserve(size_t bytes) {
     if (bytes <= bytes_) return {};
-    // Twice as much each time: all that was outgrown is less than what is in use.
+    // Twice as much each time: all outgrown memory together is less than the memory in use.
     const size_t grown = std::max(bytes, 2 * bytes_);
     void* memory = nullptr;
     std::string error = source_.allocate(&memory, grown);

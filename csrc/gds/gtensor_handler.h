@@ -1,4 +1,4 @@
-// An engine's pool as its tensors' addresses and strides: the form in which callers outside describe it.
+// An engine's pool as its tensors' addresses and strides: the form in which outside callers describe it.
 #pragma once
 #include <cstdint>
 
@@ -8,7 +8,7 @@ namespace flexkv {
 
 // The numbers are those of `gpu_block_type`.
 enum class BackendType : int32_t {
-  VLLM = 0,    // one tensor a layer: [kv][block][data], or with K and V of a block together
+  VLLM = 0,    // one tensor per layer: [kv][block][data], or with K and V of a block together
   TRTLLM = 1,  // one tensor: [block][layer][kv][data]
   SGLANG = 2,  // K of every layer, then V of every layer, one tensor each: [block][data]
 };

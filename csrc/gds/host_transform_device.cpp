@@ -18,8 +18,8 @@
 namespace flexkv {
 namespace {
 
-// Unit: bytes. What is digested before it is copied: large enough to amortise a copy's fence, small enough to
-// still be in the second-level cache. Whole leaves.
+// Unit: bytes, whole leaves. How much is digested before it is copied: enough to amortise a copy's fence,
+// little enough to stay in the second-level cache.
 constexpr int64_t kDigestStepBytes = 64 << 10;
 // Unit: bytes. Huge pages under the I/O buffers double the disk's speed, and need this alignment.
 constexpr int64_t kHugePageBytes = 2 << 20;
@@ -28,7 +28,7 @@ class HostTransformer : public Transformer {
  public:
   HostTransformer(const PageMap& map, bool into_pool) : segments_(map.segments()), tables_(map, into_pool) {}
 
-  // The work is done here: the disks' threads go on meanwhile.
+  // Does the work in the caller's thread; the disks' threads go on meanwhile.
   void launch(std::span<const TransformPage> pages) override {
     BatchResult result;
     for (const TransformPage& page : pages) {
@@ -86,7 +86,8 @@ class HostTransformer : public Transformer {
   std::deque<BatchResult> done_;  // every batch has ended when launch() returns
 };
 
-// Whether a byte can be read, asked of the system. A system that does not answer does not say no.
+// Asks the system whether a byte can be read. Only EFAULT means no; any other error says nothing about the
+// byte.
 bool readable(const char* byte) {
   char copy = 0;
   const iovec here{&copy, 1}, there{const_cast<char*>(byte), 1};
@@ -99,7 +100,7 @@ class HostTransformDevice : public TransformDevice {
   int32_t number() const override { return kHostDevice; }
 
   void* allocate(int64_t bytes) override {
-    // Overcommitted memory would be missed at the first touch, by the OOM killer.
+    // If memory is overcommitted, the first touch would bring the OOM killer.
     const MemoryLimit limit = machine_memory_limit();
     if (bytes > limit.available_bytes) {
       throw CapacityError("no memory for " + std::to_string(bytes) + " bytes of staging: " +
@@ -111,7 +112,7 @@ class HostTransformDevice : public TransformDevice {
     void* memory = std::aligned_alloc(static_cast<size_t>(unit), size);
     if (memory == nullptr)
       throw CapacityError("no memory for " + std::to_string(bytes) + " bytes of staging");
-    // Only advice: where it is refused the buffer works, slower.
+    // Only advice: if it is refused, the buffer works but is slower.
     if (huge) static_cast<void>(madvise(memory, size, MADV_HUGEPAGE));
     std::memset(memory, 0, size);  // the first touch of a page must not fall into a transfer
     return memory;
@@ -131,8 +132,8 @@ class HostTransformDevice : public TransformDevice {
     const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
     const uintptr_t begin = reinterpret_cast<uintptr_t>(memory) & ~(page - 1);
     const uintptr_t end = reinterpret_cast<uintptr_t>(memory) + static_cast<uintptr_t>(bytes);
-    // Asks only whether all of the memory is mapped: MS_ASYNC writes nothing. What is reserved without access
-    // is mapped too.
+    // Asks only whether all of the memory is mapped: MS_ASYNC writes nothing. Memory reserved without access
+    // is mapped, too, hence the two reads.
     const bool mapped = end > begin && msync(reinterpret_cast<void*>(begin), end - begin, MS_ASYNC) == 0;
     const auto* first = static_cast<const char*>(memory);
     if (mapped && readable(first) && readable(first + bytes - 1)) return {};

@@ -17,7 +17,7 @@ namespace flexkv {
 std::shared_ptr<TransformDevice> choose_device(std::optional<int32_t> number, uintptr_t engine_stream,
                                                TransformGrid grid) {
   if (!number) {
-    const cuda::Info info = cuda::device_info();  // its kernels need the toolkit's build
+    const cuda::Info info = cuda::device_info();  // kernels need a build with the toolkit
     number = info.built && info.device_count > 0 ? cuda::current_device() : kHostDevice;
   }
   if (*number == kHostDevice) return host_transform_device();
@@ -47,7 +47,7 @@ std::shared_ptr<FileIo> chosen_io(std::shared_ptr<const RawFiles> files,
 
 }  // namespace
 
-// Made and ended with the device current: cuFile registers for the context that is.
+// The I/O is made and destroyed with the device current, because cuFile registers with the current context.
 std::shared_ptr<FileIo> choose_io(std::shared_ptr<const RawFiles> files,
                                   const std::shared_ptr<TransformDevice>& device, IoBackend backend) {
   std::shared_ptr<FileIo> io;

@@ -1,5 +1,5 @@
-// Starts layout transforms on a GPU. The launch is all that needs a toolkit: whoever plans and fences it is
-// in every build.
+// Starts layout transforms on a GPU. Only the launch needs a CUDA toolkit: the code that plans and fences it
+// is in every build.
 #pragma once
 #include <string>
 
@@ -9,7 +9,7 @@
 namespace flexkv {
 
 // Enqueues one batch, whose arrays are in memory of the current GPU, on `stream` (a CUstream), on as many of
-// its `multiprocessors` as `grid` says. Empty, or why it was not started.
+// the GPU's `multiprocessors` as `grid` says. Returns an error; empty on success.
 using LayoutLauncher = std::string (*)(const TransformBatch& batch, TransformGrid grid, int multiprocessors,
                                        void* stream);
 

@@ -33,7 +33,7 @@ struct TransformPage {
   int64_t block = 0;
 };
 
-// Of one run of one page, while its leaves are under way.
+// The state of one run of one page while its leaves are under way.
 struct RunProgress {
   uint64_t terms = 0;
   uint64_t leaves = 0;
@@ -61,7 +61,7 @@ FLEXKV_HD constexpr bool has_digests(TransformMode mode) {
   return mode != TransformMode::kToPool && mode != TransformMode::kToSlot;
 }
 
-// A page whose runs were all good.
+// Marks a page whose runs were all good.
 inline constexpr int32_t kNoBadRun = INT32_MAX;
 
 // One launch. All arrays are in memory that the executing processor reaches.
@@ -78,7 +78,8 @@ struct TransformBatch {
   TransformMode mode = TransformMode::kToPool;
 };
 
-// The leaves of all pages that fall to one warp of `warps`: every `warps`-th. Divides once, not at each leaf.
+// Walks the leaves of all pages that belong to one of `warps` warps: every `warps`-th. Divides once, not per
+// leaf.
 class LeafWalk {
  public:
   FLEXKV_HD LeafWalk(const TransformBatch& batch, int32_t warp, int32_t warps)
@@ -92,7 +93,7 @@ class LeafWalk {
   FLEXKV_HD bool ended() const { return page_ >= pages_; }
   FLEXKV_HD int32_t page() const { return static_cast<int32_t>(page_); }
   FLEXKV_HD int32_t leaf() const { return static_cast<int32_t>(leaf_); }
-  // Only before the end. Nothing overflows: these are sums of two below 2^31.
+  // Precondition: !ended(). Nothing overflows: each sum is of two numbers below 2^31.
   FLEXKV_HD void advance() {
     page_ += step_pages_;
     leaf_ += step_leaves_;
@@ -122,8 +123,8 @@ FLEXKV_HD inline LeafEnds leaf_ends(const TransformBatch& batch, int32_t page, c
   return to_pool(batch.mode) ? LeafEnds{pool, slot} : LeafEnds{slot, pool};
 }
 
-// What one lane has summed: words 2i and 2i + 1 for the 16-byte vectors i = lane, lane + 32, ..., which
-// belong to digest lanes 2 * lane % 8 and the one after it.
+// The sums of one lane: words 2i and 2i + 1 of the 16-byte vectors i = lane, lane + 32, ..., which belong to
+// digest lanes 2 * lane % 8 and the one after it.
 struct LaneLeafSums {
   LaneSums even, odd;
 };
@@ -135,8 +136,8 @@ FLEXKV_HD inline void add_vector(LaneLeafSums& sums, uint64_t low, uint64_t high
   sums.odd.add(high, digest_constant(static_cast<uint64_t>(2 * vector + 1)));
 }
 
-// The words of one vector of which some bytes may lie past the leaf's end. A word that starts past it is not
-// one of the leaf's.
+// Adds the words of a vector that may reach past the leaf's end. A word that starts past the end is not part
+// of the leaf.
 FLEXKV_HD inline void add_partial_vector(LaneLeafSums& sums, const unsigned char* leaf, int bytes,
                                          int vector) {
   const int word = 2 * vector;
@@ -167,9 +168,9 @@ FLEXKV_HD inline void copy_rest(unsigned char* dst, const unsigned char* src, in
 
 }  // namespace transform_detail
 
-// Copies (unless !kCopy) and sums what falls to `lane` of one leaf of 1..4096 bytes. Aligned ends move in
-// 16-byte vectors, all of a lane's loads before its first store, so that eight are in flight; others in 8-,
-// 4- or 1-byte units. No size is refused and no tail dropped.
+// Copies (if kCopy) and sums (if kDigest) the part of `lane` of one leaf of 1 to 4096 bytes. Between
+// 16-byte-aligned addresses it moves 16-byte vectors, with all of a lane's loads before its first store, so
+// that eight are in flight; otherwise it moves 8-, 4- or 1-byte units. It refuses no size and drops no tail.
 template <bool kDigest, bool kCopy = true>
 FLEXKV_HD inline LaneLeafSums move_leaf_lane(const LeafEnds& ends, int bytes, int lane) {
   namespace detail = transform_detail;
@@ -179,8 +180,8 @@ FLEXKV_HD inline LaneLeafSums move_leaf_lane(const LeafEnds& ends, int bytes, in
   const unsigned char* src = ends.src;
   if (((reinterpret_cast<uintptr_t>(dst) | reinterpret_cast<uintptr_t>(src)) & 15u) == 0) {
     const int vectors = bytes / 16;
-    // Zeros where there is nothing to load: a register that only some leaves write would have to last from
-    // leaf to leaf, and eight vectors that do leave too few of a thread's 64 for the rest.
+    // Zeros if there is nothing to load: a register that only some leaves write would have to survive from
+    // leaf to leaf, and eight such vectors would leave too few of a thread's 64 registers for the rest.
     Vector16 held[kHeld];
     for (int k = 0; k < kHeld; ++k) {
       const int i = lane + k * kTransformLanes;
@@ -190,7 +191,7 @@ FLEXKV_HD inline LaneLeafSums move_leaf_lane(const LeafEnds& ends, int bytes, in
       const int i = lane + k * kTransformLanes;
       if (kCopy && i < vectors) reinterpret_cast<Vector16*>(dst)[i] = held[k];
     }
-    // After all stores, when the addresses stored to take no registers any more.
+    // After all stores, when the store addresses take no registers any more.
     for (int k = 0; k < kHeld; ++k) {
       const int i = lane + k * kTransformLanes;
       if (kDigest && i < vectors) detail::add_vector(sums, held[k].low, held[k].high, i);
@@ -212,17 +213,17 @@ FLEXKV_HD inline LaneLeafSums move_leaf_lane(const LeafEnds& ends, int bytes, in
   return sums;
 }
 
-// Lanes whose numbers agree in this many low bits hold sums of the same digest lanes.
+// Lanes whose numbers are congruent modulo this hold sums of the same digest lanes.
 inline constexpr int kSumGroups = kDigestLanes / 2;
 
-// What lane `lane` < kSumGroups adds to the leaf's folded value, once the sums of the lanes congruent to it
+// What lane `lane` < kSumGroups adds to the leaf's folded value after the sums of all lanes congruent to it
 // have been added to its own.
 FLEXKV_HD inline uint64_t fold_sums(const LaneLeafSums& sums, int lane) {
   return sums.even.folded(2 * lane) + sums.odd.folded(2 * lane + 1);
 }
 
-// Ends one leaf; whoever ends the last leaf of a run makes or checks its digest. `Atomics` gives add(), which
-// returns the value before, with the ordering that makes the last one see all terms, and min().
+// Ends one leaf; the caller that ends the last leaf of a run makes or checks the run's digest. `Atomics` has
+// add(), which returns the previous value, min(), and fence(), which makes that caller see all terms.
 template <typename Atomics>
 FLEXKV_HD inline void end_leaf(const TransformBatch& batch, int32_t page, const TransformLeaf& leaf,
                                uint64_t folded) {

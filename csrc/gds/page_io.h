@@ -11,10 +11,10 @@
 
 namespace flexkv {
 
-// What a thread does for one page; it owns all that it touches, so that it may outlive the transfer.
+// A thread's work for one page. It owns all that it touches, because it may outlive the transfer.
 struct PageJob {
   std::vector<IoCall> calls;
-  size_t together = 0;                     // of them, the first so many may be made in any order
+  size_t together = 0;                     // how many, from the first, may be made in any order
   std::shared_ptr<StagingBuffer> staging;  // null for direct I/O
 };
 
@@ -34,7 +34,7 @@ class PageIo {
 
   void submit(int32_t position, PageJob job);
   int32_t in_flight() const { return in_flight_; }
-  // Those that have ended; waits up to `wait_s` if there are none.
+  // Returns the pages that have ended; waits up to `wait_s` if there are none.
   std::deque<PageIoResult> take_ended(double wait_s);
 
  private:

@@ -11,7 +11,7 @@
 namespace flexkv {
 namespace {
 
-// Unit: bytes. Larger is a wrong number; products with layer counts stay far from overflow.
+// Unit: bytes. A larger number is a mistake; products with layer counts stay far from overflow.
 constexpr int64_t kMaxStrideBytes = int64_t{1} << 44;
 
 std::string at(int64_t layer, int64_t kv) {
@@ -40,7 +40,7 @@ void check_sizes(const GTensorHandler& pool, const RawBlockLayout& file) {
   if (pool.gpu_tensor_ptrs == nullptr) throw GeometryError("the pool has no tensor addresses");
 }
 
-// Runs by their offset in the file, which stands in page_offset until slots are laid out.
+// The runs, sorted by their offset in the file, which page_offset holds until slots are laid out.
 std::vector<Segment> runs_in_file_order(const GTensorHandler& pool, const RawBlockLayout& file,
                                         std::span<const int32_t> layers) {
   check_sizes(pool, file);

@@ -11,37 +11,37 @@
 
 namespace flexkv {
 
-// Contiguous in the file and in the slot: one I/O call. Offsets are from the block's place in the file and
-// from the slot's start.
+// A range contiguous in the file and in the slot: one I/O call. Offsets count from the block's place in the
+// file and from the slot's start.
 struct FileExtent {
   int64_t file_offset = 0;
   int64_t slot_offset = 0;
   int64_t bytes = 0;
 };
 
-// Contiguous in the file and in the pool: one I/O call without staging. `run.page_offset` is the offset from
+// A range contiguous in the file and in the pool: one I/O call without staging. Its page_offset counts from
 // the block's place in the file.
 using DirectPiece = Segment;
 
-// Unit: layers. A pool or a file with more is a wrong number.
+// Unit: layers. A larger number for a pool or a file is a mistake.
 inline constexpr int64_t kMostRawLayers = 1 << 16;
 
-// Where the digests of a page's runs lie in its slot; there are none in raw files.
+// The digest offset of pages without digests, which raw files hold.
 inline constexpr int64_t kNoDigestOffset = -1;
 
-// Bytes of a block in a raw file, all from the block's place: layer l's K (kv 0) or V (kv 1) starts at
-// l * layer_stride + kv * kv_stride + copy_offset.
+// The layout of a block in a raw file, in bytes from the block's place: layer l's K (kv 0) or V (kv 1) starts
+// at l * layer_stride + kv * kv_stride + copy_offset.
 struct RawBlockLayout {
   int64_t layer_stride = 0;
   int64_t kv_stride = 0;
   int64_t block_stride = 0;
-  int64_t copy_offset = 0;  // this rank's part of a chunk that several ranks share
-  int64_t chunk_bytes = 0;  // what moves of one layer's K or V
+  int64_t copy_offset = 0;  // start of this rank's part in a chunk that several ranks share
+  int64_t chunk_bytes = 0;  // how much of one layer's K or V moves
   int32_t kv_dim = 2;
   int64_t total_layers = 0;
 };
 
-// Where one rank's part of a slot image lies in it, in bytes. The trailer's sectors hold nothing else.
+// Where one rank's stripe and digests lie in a slot image, in bytes. The trailer's sectors hold nothing else.
 struct StripePlace {
   int64_t stripe_offset = 0;
   int64_t trailer_offset = 0;
@@ -51,27 +51,28 @@ struct StripePlace {
 
 class PageMap {
  public:
-  // Of `layers` (any order, each once) of a pool and a raw file. Throws GeometryError for sizes that are not
+  // Maps `layers` (any order, each once) of a pool to a raw file. Throws GeometryError for sizes that are not
   // positive, chunks that overlap each other or leave their block, or pool strides shorter than a chunk;
   // BlockRangeError for layers outside the pool or the file.
   static PageMap raw(const GTensorHandler& pool, const RawBlockLayout& file, std::span<const int32_t> layers);
-  // The same between a pool and memory that has the file's layout: the runs lie in the "slot", a block in
-  // that memory, where the layout says. There are no extents and no pieces.
+  // The same between a pool and memory with the file's layout: the "slot" is a block of that memory, and the
+  // runs lie in it where the layout says. There are no extents and no pieces.
   static PageMap memory(const GTensorHandler& pool, const RawBlockLayout& layout,
                         std::span<const int32_t> layers);
-  // Of one rank's stripe of a slot image. In the slot it is followed by the image's trailer, where the
-  // digests of the rank's runs lie; `with_trailer`: this is in the file too, else only the stripe is. Throws
-  // GeometryError unless they fit, apart from each other, on 4 KiB boundaries.
+  // Maps one rank's stripe of a slot image. In the slot, the image's trailer follows the stripe and holds the
+  // digests of the rank's runs. `with_trailer`: I/O moves stripe and trailer, else only the stripe. Throws
+  // GeometryError unless they fit on 4 KiB boundaries without overlap.
   static PageMap stripe(const KvView& view, const StripePlace& place, bool with_trailer);
 
-  // Uncoalesced; page_offset is in the slot. A digest covers one of these.
+  // Uncoalesced; page_offset counts from the slot's start. Each digest covers one run.
   const std::vector<Segment>& runs() const { return runs_; }
   // Coalesced: what a copy between pool and slot loops over.
   const std::vector<Segment>& segments() const { return segments_; }
   const std::vector<FileExtent>& extents() const { return extents_; }
-  // Empty for pages with digests: these pass through a slot, but for what beside_slots() says.
+  // Empty in the maps of memory() and stripe(): their pages pass through a slot, or move as beside_slots()
+  // says.
   const std::vector<DirectPiece>& pieces() const { return pieces_; }
-  // The same page without its stripe in the slot: its pieces go straight between file and pool, only the
+  // Maps the same page without its stripe in the slot: the pieces go straight between file and pool, only the
   // trailer passes through the slot, and the transform digests in the pool. Null for pages without digests.
   const PageMap* beside_slots() const { return beside_slots_.get(); }
   bool in_place() const { return in_place_; }
@@ -79,10 +80,10 @@ class PageMap {
   // A multiple of 4 KiB.
   int64_t slot_bytes() const { return slot_bytes_; }
   int64_t digest_offset() const { return digest_offset_; }
-  // Of a page with digests: where the image's trailer lies in the slot.
+  // For pages with digests: where the image's trailer lies in the slot.
   int64_t trailer_offset() const { return trailer_offset_; }
   bool has_digests() const { return digest_offset_ != kNoDigestOffset; }
-  // Of one page in the file, by all extents.
+  // How many bytes of the file one page moves.
   int64_t page_bytes() const { return page_bytes_; }
 
  private:

@@ -35,7 +35,8 @@ IoOutcome PosixFileIo::transfer(const IoCall& call) {
     }
     if (moved == 0) break;
     outcome.bytes += moved;
-    // After a part that is no whole number of sectors the rest is not aligned for direct I/O any more.
+    // After a short transfer that is not a multiple of 4 KiB, the rest is not aligned for direct I/O any
+    // more.
     if (outcome.bytes % kIoAlignBytes != 0) fd = file.buffered_fd;
   }
   return outcome;

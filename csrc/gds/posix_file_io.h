@@ -7,8 +7,8 @@
 
 namespace flexkv {
 
-// Direct I/O where offset, length and address are 4 KiB-aligned and the file system has it; the page cache
-// otherwise, which route() calls bounced.
+// Uses direct I/O if offset, length and address are 4 KiB-aligned and the file system has it, else the page
+// cache, which route() reports as bounced.
 class PosixFileIo : public FileIo {
  public:
   explicit PosixFileIo(std::shared_ptr<const RawFiles> files) : files_(std::move(files)) {}

@@ -48,7 +48,7 @@ RawFiles::RawFiles(const FilePaths& paths_by_device, OpenFiles how) {
           throw ConfigError("'" + path + "' is given twice, perhaps under another name");
         }
         file.direct_fd = open(path.c_str(), O_RDWR | O_CLOEXEC | O_DIRECT);
-        // Only some file systems refuse direct I/O; anything else is an error of this file.
+        // EINVAL: the file system has no direct I/O. Any other error is this file's.
         if (file.direct_fd < 0 && errno != EINVAL) refuse(path, "cannot open for direct I/O", errno);
         if (file.direct_fd >= 0 && !direct_io_refusal(file.direct_fd).empty()) {
           close(file.direct_fd);

@@ -12,9 +12,10 @@ enum class OpenFiles { kCreate, kExisting };
 
 class RawFiles {
  public:
-  // Opens (and with kCreate makes, for this user alone) every file for reading and writing; twice where the
-  // file system has direct I/O, because calls that are not 4 KiB-aligned need the page cache. Throws
-  // ConfigError naming the file that cannot be opened, that is named twice, or a device without files.
+  // Opens every file for reading and writing; kCreate makes missing ones, for this user alone. Opens each
+  // twice if the file system has direct I/O, because calls that are not 4 KiB-aligned need the page cache.
+  // Throws ConfigError, which names a file that cannot be opened or is given twice, or a device without
+  // files.
   explicit RawFiles(const FilePaths& paths_by_device, OpenFiles how = OpenFiles::kCreate);
   ~RawFiles();
   RawFiles(const RawFiles&) = delete;
@@ -22,7 +23,7 @@ class RawFiles {
 
   struct File {
     std::string path;
-    int direct_fd = -1;  // -1 where direct I/O is refused
+    int direct_fd = -1;  // -1 if direct I/O is refused
     int buffered_fd = -1;
   };
   int32_t devices() const { return static_cast<int32_t>(files_.size()); }

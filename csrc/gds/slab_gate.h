@@ -1,4 +1,5 @@
-// What a transfer of slab pages knows beyond bytes: whose page a slot must hold, and which digests were made.
+// The gate of a transfer of slab pages: checks which page each slot holds, and keeps the digests that were
+// made.
 #pragma once
 #include <functional>
 #include <memory>
@@ -11,17 +12,18 @@
 
 namespace flexkv {
 
-// A page of a transfer: where it lies, and what it is asked to be.
+// A page of a transfer: its place, and the tag that it must have.
 struct SlabPage {
   PagePlace place;
   PageTag tag;
 };
 
-// Reads: refuses a page whose trailer is damaged or another's, by the same rules as the disk lane. Writes:
-// keeps the run digests, for those who write the trailer.
+// On reads it refuses a page whose trailer is damaged or another page's, by the same rules as the disk lane.
+// On writes it keeps the run digests for whoever writes the trailer.
 class SlabGate : public PageGate {
  public:
-  // `runs`: of one rank, so many digests a write makes for each page. `on_end` is told of every page's end.
+  // `runs`: how many runs one rank has, and so how many digests a write makes per page. `on_end` is called
+  // when a page ends.
   SlabGate(std::shared_ptr<const PageCodec> codec, std::shared_ptr<TransformDevice> device,
            std::vector<SlabPage> pages, size_t runs, std::function<void(int32_t)> on_end);
 

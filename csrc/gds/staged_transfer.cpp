@@ -10,13 +10,13 @@
 namespace flexkv {
 namespace {
 
-// Unit: seconds. How often a waiting transfer looks whether it was cancelled.
+// Unit: seconds. How often a waiting transfer checks whether it was cancelled.
 constexpr double kLookS = 0.02;
 
 // One transfer, driven by its caller's thread. A page passes from state to state:
 //   read:  waiting -> I/O -> ready -> transform -> ended
 //   write: waiting -> ready -> transform -> I/O -> ended
-// and direct pages go from waiting to I/O to ended. A page holds its slot from waiting to ended.
+// Direct pages go from waiting to I/O to ended. A page holds its slot from waiting to ended.
 class Transfer {
  public:
   Transfer(const TransferParts& parts, const PageMap& map, std::span<const StagedPage> pages, bool is_read,
@@ -38,7 +38,7 @@ class Transfer {
     report_.staged = !map_.in_place();
     const int32_t slots = std::min({staging->slots_of(map_.slot_bytes()), std::max(max_slots, 1),
                                     static_cast<int32_t>(std::max<size_t>(pages_.size(), 1))});
-    // The lowest slot first: fewer slots than that stay in the caches.
+    // The lowest slot comes first, and a freed one is used again next: a few slots stay in the caches.
     for (int32_t slot = slots - 1; slot >= 0; --slot) free_.push_back(slot);
     batch_pages_ = std::clamp(parts_.device->batch_pages(slots), 1, slots);
     transformer_ = parts_.device->transformer(map_, is_read_, batch_pages_, hooks_.fence);
@@ -70,7 +70,7 @@ class Transfer {
       if (!stopped_ && (control_.cancelled() || control_.late())) stop();
       admit();
       launch();
-      // Nothing else can go on until a batch or some I/O ends.
+      // Nothing else can proceed until a batch or some I/O ends.
       if (!batches_.empty() && (batches_.size() >= kBatchesInFlight || ready_.empty())) {
         collect(0);
         retire_batch();
@@ -124,7 +124,7 @@ class Transfer {
       }
     }
     job.together = job.calls.size();
-    // The digests last: a write that fails before them leaves an image that no read takes for good.
+    // The digests go last: a write that fails before them leaves an image that no read accepts.
     if (staging_) {
       job.staging = staging_;
       for (const FileExtent& extent : map_.extents()) {
@@ -183,7 +183,7 @@ class Transfer {
     }
   }
 
-  // What the gate has against a page at its turn; empty to let it pass.
+  // Asks the gate about a page. Returns why it refuses the page; empty if the page may pass.
   std::string pass(int32_t position) {
     if (hooks_.gate == nullptr || !staging_) return {};
     return is_read_ ? hooks_.gate->arrived(position, slot(position) + map_.trailer_offset())
@@ -211,7 +211,8 @@ class Transfer {
     }
   }
 
-  // True if the transfer ends here although I/O has not: its memory is kept by the I/O, never by the engine.
+  // True if the transfer ends here although its I/O has not. That I/O keeps its staging memory and touches
+  // none of the engine's.
   bool give_up() {
     if (!staging_ || staging_->lent() || map_.in_place() || io_.in_flight() == 0 || !batches_.empty() ||
         seconds_since(last_moved_) < control_.stuck_s()) {

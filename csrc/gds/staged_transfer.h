@@ -1,5 +1,5 @@
-// Moves pages between files and an engine's pool: through staging slots and one layout transform a batch, or
-// straight where a page's bytes lie the same way in both.
+// Moves pages between files and an engine's pool: through staging slots and one layout transform per batch,
+// or straight if a page's bytes lie the same way in both.
 //
 // Read:  file -> slot (disks' threads) -> pool (transform, which checks digests).
 // Write: pool -> slot (transform, which makes digests) -> file.
@@ -37,7 +37,7 @@ enum class StagedFailure : int32_t {
   kShort,    // a call moved fewer bytes than it was asked to
   kGate,     // the gate refused the page
   kDevice,   // memory, a transform, the GPU or its driver failed: the disk had no part in it
-  kDigest,   // its bytes are not those that its digests were made of
+  kDigest,   // the page's bytes do not match its digests
 };
 
 struct PageFailure {
@@ -47,24 +47,25 @@ struct PageFailure {
   StagedFailure cause = StagedFailure::kStopped;
 };
 
-// Looks at what lies in a page's slot beside its bytes: memory of the transfer's device. Called by the
-// transfer's thread.
+// Inspects what a page's slot holds beside the page's bytes. Pointers are to memory of the transfer's device.
+// Called by the transfer's thread.
 class PageGate {
  public:
   virtual ~PageGate() = default;
-  // Of a read, when its I/O has ended: empty, or why the page must not go into the pool. (A page that goes
-  // straight is there already, and counts as failed.)
+  // Called when the I/O of a page that is read has ended. Returns why the page must not go into the pool;
+  // empty if it may. (A page that went straight is there already, and counts as failed.)
   virtual std::string arrived(int32_t position, const std::byte* trailer) = 0;
-  // Of a write, when its digests are in the slot: empty, or why it must not be written.
+  // Called when the digests of a page to be written are in its slot. Returns why it must not be written;
+  // empty if it may.
   virtual std::string digested(int32_t position, const std::byte* digests) = 0;
-  // A page has ended, well or not.
+  // Called when a page has ended, well or not, but not for pages that a transfer gave up.
   virtual void ended(int32_t position) = 0;
 };
 
 struct TransferHooks {
   PageGate* gate = nullptr;
-  // What the engine's stream had been given: nothing of the pool is read or written before it is through.
-  // Null: what it has been given when the transfer starts.
+  // A point in the engine's stream: nothing of the pool is read or written before the engine's work has
+  // reached it. Null: the point that the stream has when the transfer starts.
   StreamEvent* fence = nullptr;
 };
 
@@ -72,8 +73,8 @@ struct TransferReport {
   std::vector<PageFailure> failures;  // ascending by position; all other pages are good
   int64_t pages = 0;
   int64_t io_calls = 0;
-  int64_t bounced_calls = 0;  // those that went through another buffer
-  int64_t unknown_calls = 0;  // those of which nothing says whether they did
+  int64_t bounced_calls = 0;  // calls that went through another buffer
+  int64_t unknown_calls = 0;  // calls that may have done so or not
   int64_t io_bytes = 0;
   int64_t launches = 0;
   bool staged = false;
@@ -81,8 +82,8 @@ struct TransferReport {
   bool ok() const { return failures.empty(); }
 };
 
-// What a caller can say to a transfer under way. Pages that were not issued then end as kCancelled (cancel)
-// or kFailed (deadline); a transfer returns only when none of its bytes can move any more.
+// Lets a caller stop a transfer under way. Pages that were not issued then end as kCancelled (cancel) or
+// kFailed (deadline); a transfer returns only when none of its bytes can move any more.
 class TransferControl {
  public:
   explicit TransferControl(double deadline_s, double stuck_s)
@@ -90,8 +91,8 @@ class TransferControl {
   void cancel() { cancelled_.store(true); }
   bool cancelled() const { return cancelled_.load(); }
   bool late() const { return Clock::now() >= deadline_; }
-  // How long I/O may stand still before our own staging is given up for it. Direct I/O and a lent buffer are
-  // waited for without end: their memory is not ours to keep.
+  // How long I/O may stand still before the transfer gives up and leaves its own staging to that I/O. It
+  // waits without limit for direct I/O and for a lent buffer, whose memory it cannot keep.
   double stuck_s() const { return stuck_s_; }
 
  private:
@@ -106,15 +107,15 @@ struct TransferParts {
   std::shared_ptr<TransformDevice> device;
 };
 
-// Through the slots of `staging`, at most `max_slots` of them. Pages name different blocks and different
-// places. Throws CapacityError if not one slot fits.
+// Moves pages through the slots of `staging`, at most `max_slots` of them. Precondition: no two pages have
+// the same target, a block in a read or a place in a write. Throws CapacityError if not one slot fits.
 TransferReport transfer_staged(const TransferParts& parts, const PageMap& map,
                                std::span<const StagedPage> pages, bool is_read,
                                const std::shared_ptr<StagingBuffer>& staging, int32_t max_slots,
                                const TransferControl& control, const TransferHooks& hooks = {});
 
-// One call a piece, straight to the pool, with at most `max_pages` pages under way. Precondition: the map has
-// pieces.
+// Moves pages straight between files and pool, one call per piece, with at most `max_pages` pages under way.
+// Precondition: the map has pieces.
 TransferReport transfer_direct(const TransferParts& parts, const PageMap& map,
                                std::span<const StagedPage> pages, bool is_read, int32_t max_pages,
                                const TransferControl& control, const TransferHooks& hooks = {});

@@ -11,7 +11,8 @@ StagingBuffer::StagingBuffer(std::shared_ptr<TransformDevice> device, std::share
                              int64_t bytes)
     : device_(std::move(device)), io_(std::move(io)), bytes_(bytes) {
   base_ = static_cast<std::byte*>(device_->allocate(bytes_));
-  // cuFile registers memory for the context that is current, and the thread may be the engine's, of another.
+  // cuFile registers memory with the current context, and the thread may be the engine's, with another
+  // context current.
   not_registered_ = device_->while_current([&] { return io_->add_memory(base_, bytes_); });
 }
 
@@ -29,7 +30,7 @@ StagingBuffer::StagingBuffer(void* memory, int64_t bytes) {
 StagingBuffer::~StagingBuffer() {
   if (device_ == nullptr) return;
   if (not_registered_.empty()) {
-    // Where the device cannot be made current its memory goes with its context.
+    // If the device cannot be made current, its memory goes with its context.
     device_->while_current([&] {
       io_->remove_memory(base_);
       return std::string();

@@ -8,12 +8,13 @@
 
 namespace flexkv {
 
-// I/O in flight holds it, so that memory of its own outlives a transfer that gave up waiting.
+// I/O in flight holds a reference, so that memory that the buffer owns outlives a transfer that gave up
+// waiting.
 class StagingBuffer {
  public:
-  // Allocated on `device`, and registered with `io`.
+  // Allocates memory on `device` and registers it with `io`.
   StagingBuffer(std::shared_ptr<TransformDevice> device, std::shared_ptr<FileIo> io, int64_t bytes);
-  // Lent. Throws CapacityError if no 4 KiB-aligned byte is in it.
+  // Uses memory lent by the caller. Throws CapacityError if no 4 KiB-aligned byte is in it.
   StagingBuffer(void* memory, int64_t bytes);
   ~StagingBuffer();
   StagingBuffer(const StagingBuffer&) = delete;
@@ -22,7 +23,7 @@ class StagingBuffer {
   bool lent() const { return device_ == nullptr; }
   int64_t bytes() const { return bytes_; }
   std::byte* slot(int64_t number, int64_t slot_bytes) const { return base_ + number * slot_bytes; }
-  // Throws CapacityError, saying what is needed, if not even one fits.
+  // How many slots fit. Throws CapacityError, which says what is needed, if not even one does.
   int32_t slots_of(int64_t slot_bytes) const;
   // Why the memory is not registered with the I/O; empty if it is or need not be.
   const std::string& not_registered() const { return not_registered_; }

@@ -23,10 +23,10 @@ struct BatchResult {
 class Transformer {
  public:
   virtual ~Transformer() = default;
-  // Starts one batch of at most the promised number of pages: one launch. At most kBatchesInFlight may be
-  // under way.
+  // Starts one batch of at most `max_pages` pages (see transformer()) with one launch. At most
+  // kBatchesInFlight batches may be under way.
   virtual void launch(std::span<const TransformPage> pages) = 0;
-  // Ends the oldest batch under way, after its last byte has stopped moving.
+  // Waits until no byte of the oldest batch under way can move any more, and returns its result.
   virtual BatchResult wait() = 0;
 };
 
@@ -41,39 +41,40 @@ class TransformDevice {
   // 4 KiB-aligned. Throws CapacityError.
   virtual void* allocate(int64_t bytes) = 0;
   virtual void release(void* memory) = 0;
-  // Called once by every thread that will do I/O on this device's memory. Empty, or why it cannot.
+  // Called once by every thread that will do I/O on this device's memory. Returns an error; empty on success.
   virtual std::string bind_thread() = 0;
-  // Calls `work` with this device current for the calling thread, which gets back what it had: it may be the
-  // engine's. Empty, or why the device could not be made current, or what `work` says.
+  // Calls `work` with this device current, then makes the thread's previous one current again: the thread may
+  // be the engine's. Returns what `work` returns, or why the device could not be made current.
   virtual std::string while_current(const std::function<std::string()>& work) = 0;
   // How many pages to put into one batch when there are `slots` staging slots.
   virtual int32_t batch_pages(int32_t slots) const = 0;
-  // Between this device's memory and the host's; returns when done. Empty, or why it failed.
+  // Copies within and between this device's memory and the host's; returns when done. Returns an error; empty
+  // on success.
   virtual std::string copy(void* dst, const void* src, int64_t bytes) = 0;
-  // Empty, or why a transform must not be given this memory as a slot.
+  // Why a transform cannot use this memory; empty if it can.
   virtual std::string cannot_reach(const void* memory, int64_t bytes) const = 0;
-  // Batches start after `fence`, or without one after what the engine has enqueued so far, and see it
-  // complete.
+  // The transformer's batches start after `fence` or, without one, after the work that the engine has
+  // enqueued so far, and see what that work has written.
   virtual std::unique_ptr<Transformer> transformer(const PageMap& map, bool into_pool, int32_t max_pages,
                                                    StreamEvent* fence = nullptr) = 0;
-  // Sleeps until that point is reached. Empty, or why it never will be.
+  // Sleeps until the same point is reached. Returns why it never will be; empty on success.
   virtual std::string await_engine(StreamEvent* fence) = 0;
 };
 
 inline constexpr int32_t kHostDevice = -1;
 
-// Plain memory.
+// The device of plain memory.
 std::shared_ptr<TransformDevice> host_transform_device();
 
-// Unit: thread blocks. Each fills the registers of an SM, so that a transfer never takes more than this many
-// SMs from the model; twice that would pass the disks' speed by far.
+// Unit: thread blocks. Each fills the registers of one SM, so that a transfer never takes more than this many
+// SMs from the model. Twice as many would be far faster than the disks.
 inline constexpr int kTransformBlocks = 8;
 
 // How much of a GPU transforms take: a few multiprocessors beside the model, or all, for measurements.
 enum class TransformGrid { kBesideModel, kWholeDevice };
 
-// GPU `number`, with streams of its own that are fenced with `engine_stream` (a cudaStream_t as a number; 0
-// is the legacy default stream). Throws ConfigError without a CUDA build or such a device, and where
+// GPU `number`, with streams of its own that wait for `engine_stream` (a cudaStream_t as a number; 0 is the
+// legacy default stream). Throws ConfigError if the build has no CUDA, if there is no such device, or if
 // transforms fail their self-test.
 std::shared_ptr<TransformDevice> cuda_transform_device(int32_t number, uintptr_t engine_stream,
                                                        TransformGrid grid = TransformGrid::kBesideModel);

@@ -6,7 +6,8 @@
 namespace flexkv {
 namespace {
 
-// For nvcc these are functions of the host too, because end_leaf() is: the host's bodies are never called.
+// nvcc compiles these for the host, too, because it does so with end_leaf(); the host versions are never
+// called.
 struct GpuAtomics {
   __host__ __device__ static uint64_t add(uint64_t* value, uint64_t amount) {
 #if defined(__CUDA_ARCH__) || defined(FLEXKV_EMULATED_CUDA)
@@ -36,7 +37,7 @@ __device__ inline void add_from(LaneSums& sums, int distance) {
   sums.words += __shfl_down_sync(kAll, sums.words, distance);
 }
 
-// Lane 0 gets the leaf's folded value: what testing/transform_lanes.cpp does with an array.
+// Returns the leaf's folded value in lane 0. testing/transform_lanes.cpp does the same with an array.
 __device__ inline uint64_t reduce_and_fold(LaneLeafSums sums, int lane) {
   for (int distance = kTransformLanes / 2; distance >= kSumGroups; distance /= 2) {
     add_from(sums.even, distance);

@@ -1,4 +1,4 @@
-// The parts of a transform that do not change from batch to batch: made once a transfer.
+// The parts of a transform that do not change from batch to batch: made once per transfer.
 #pragma once
 #include <vector>
 
@@ -17,7 +17,7 @@ struct TransformTables {
   TransformMode mode;
 };
 
-// A batch over host memory that outlives it; the caller sets pages, progress and bad_run.
+// A batch over `tables`, which must outlive it. The caller sets pages, num_pages, progress and bad_run.
 TransformBatch host_batch(const TransformTables& tables);
 
 }  // namespace flexkv

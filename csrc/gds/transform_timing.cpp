@@ -26,7 +26,7 @@ class Allocation {
   void* memory_;
 };
 
-// Unit: bytes. Larger is a wrong number; products of what is checked stay far from overflow.
+// Unit: bytes. A larger number is a mistake; products of checked numbers stay far from overflow.
 constexpr int64_t kMostBytes = int64_t{1} << 46;
 constexpr int32_t kMostRepeats = 1 << 20;
 
@@ -86,7 +86,7 @@ std::vector<TransformTime> time_transform(TransformDevice& device, const TimedTr
     const auto start = Clock::now();
     require(device.copy(slots.at(0), pool.at(0), total));
     time.copy_s = seconds_since(start);
-    // The copy went over the digests: they are made again where the next round checks them.
+    // The copy has overwritten the digests: make them again if the next round checks them.
     if (what.into_pool) run(*device.transformer(map, false, count));
     if (i > 0) times.push_back(time);
   }

@@ -1,5 +1,4 @@
-// How fast the layout transform is beside a plain copy on the same device: what `flexkv bench transfer`
-// prints.
+// Measures the layout transform beside a plain copy on the same device, for `flexkv bench transfer`.
 #pragma once
 #include <cstdint>
 #include <vector>
@@ -14,7 +13,7 @@ struct TimedTransform {
   int32_t layers = 1;
   int64_t run_bytes = 0;
   int64_t blocks = 1;
-  bool into_pool = true;  // checking digests; else making them
+  bool into_pool = true;  // checks digests; else makes them
 };
 
 struct TransformTime {
@@ -22,8 +21,9 @@ struct TransformTime {
   double copy_s = 0;  // of as many bytes, by the device's own copy
 };
 
-// One entry a repeat, both measured in turns, after one of each that does not count. Throws CapacityError
-// without the memory, TransferError when a transform fails.
+// One entry per repeat. Transform and copy are measured in turn, after a first pair that does not count.
+// Throws ConfigError for numbers out of range, CapacityError without the memory, and TransferError if a
+// transform fails.
 FLEXKV_EXPORT std::vector<TransformTime> time_transform(TransformDevice& device, const TimedTransform& what,
                                                         int32_t repeats);
 

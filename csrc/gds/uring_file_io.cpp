@@ -14,12 +14,12 @@
 namespace flexkv {
 namespace {
 
-// Unit: bytes. Longer calls are left to POSIX: a ring takes 32 bits of length, and the kernel cuts at 2 GiB.
+// Unit: bytes. Longer calls go to POSIX: a ring has 32 bits for the length, and the kernel cuts at 2 GiB.
 constexpr int64_t kLongestBytes = int64_t{1} << 30;
-// Unit: seconds. Between attempts to hear of I/Os from a ring that has failed.
+// Unit: seconds. The pause between attempts to get completions from a ring that has failed.
 constexpr double kDeafS = 0.1;
 
-// The ring of this thread, and whose it is. A thread serves one manager.
+// A thread's ring, and the number of the UringFileIo that owns it. A thread serves one manager.
 struct ThreadRing {
   uint64_t owner = 0;
   std::unique_ptr<IoQueue> queue;
@@ -30,8 +30,9 @@ uint64_t next_number() {
   return ++numbers;
 }
 
-// A ring that fails may still write to memory that was given to it: like a call that never returns, it holds
-// its thread until it has said how everything ended. Whoever waits gives up, and keeps the memory.
+// Waits for completions, even from a ring that fails, which may still write to the memory of its requests:
+// like a call that never returns, it holds its thread until all of them have completed. The waiting transfer
+// gives up, and leaves the memory to it.
 void hear(IoQueue& queue, std::vector<IoDone>& done) {
   for (;;) {
     try {
@@ -76,7 +77,7 @@ void UringFileIo::transfer_all(std::span<const IoCall> calls, std::span<IoOutcom
   try {
     carry_out(*queue, calls, outcomes, done, in_flight);
   } catch (...) {
-    // The kernel may still write to the caller's memory, and the next calls must not hear of these.
+    // The kernel may still write to the caller's memory, and the next calls must not get these completions.
     while (in_flight > 0) {
       done.clear();
       hear(*queue, done);
@@ -119,7 +120,7 @@ void UringFileIo::carry_out(IoQueue& queue, std::span<const IoCall> calls, std::
   }
 }
 
-// What came short is finished with POSIX calls, which know what of the rest is aligned.
+// Finishes a short transfer with POSIX calls, which check whether the rest is aligned.
 IoOutcome UringFileIo::finish(const IoCall& call, int64_t result) {
   const bool again = result == -EINTR || result == -EAGAIN;
   if (result < 0 && !again) return {0, std::generic_category().message(static_cast<int>(-result))};

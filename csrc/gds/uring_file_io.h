@@ -9,15 +9,15 @@
 
 namespace flexkv {
 
-// Unit: I/Os. Of one thread's ring: the pieces of a page in a per-layer transfer, of which a disk is kept
-// busy by a few.
+// Unit: I/Os. The depth of one thread's ring. In a per-layer transfer it takes the pieces of a page; a few of
+// them keep a disk busy.
 inline constexpr int32_t kRingDepth = 32;
 
-// The routes are those of POSIX calls. Each calling thread has a ring of its own, as some rings belong to the
-// thread that made them; one that can have none makes POSIX calls.
+// The routes are those of POSIX calls. Each calling thread has a ring of its own, because some rings belong
+// to the thread that made them; a thread that gets no ring makes POSIX calls.
 class UringFileIo : public FileIo {
  public:
-  // `wrap`: around each thread's ring, given number 0; for decorators.
+  // `wrap` decorates each thread's ring, with number 0.
   explicit UringFileIo(std::shared_ptr<const RawFiles> files, WrapQueue wrap = {});
   std::string name() const override { return "io_uring"; }
   IoOutcome transfer(const IoCall& call) override;
@@ -28,7 +28,7 @@ class UringFileIo : public FileIo {
 
  private:
   IoQueue* ring() const;
-  // `in_flight`: requests that the queue has and was not heard of, also where this throws.
+  // `in_flight`: requests that have not completed, also if this throws.
   void carry_out(IoQueue& queue, std::span<const IoCall> calls, std::span<IoOutcome> outcomes,
                  std::vector<IoDone>& done, int32_t& in_flight);
   IoOutcome finish(const IoCall& call, int64_t result);
@@ -36,7 +36,7 @@ class UringFileIo : public FileIo {
   const std::shared_ptr<const RawFiles> files_;
   PosixFileIo posix_;
   const WrapQueue wrap_;
-  const uint64_t number_;  // of this object, never used again
+  const uint64_t number_;  // identifies this object; never used again
 };
 
 }  // namespace flexkv

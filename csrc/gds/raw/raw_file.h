@@ -1,5 +1,5 @@
-// Which device, file and place a block has in raw files: files of blocks without header or trailer, spread
-// over several devices. docs/gds.md states the rule.
+// Finds the device, file and place of a block in raw files, which hold blocks without header or trailer and
+// are spread over several devices. docs/gds.md states the rule.
 #pragma once
 #include <cstdint>
 

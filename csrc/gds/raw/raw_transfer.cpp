@@ -16,10 +16,10 @@ namespace {
 constexpr size_t kNamedFailures = 8;
 // How many blocks of a copy between pool and memory go into one batch.
 constexpr size_t kCopyBatch = 64;
-// Unit: bytes. Where a block of a pool, a file or other memory may lie at most; sums stay far from overflow.
+// Unit: bytes. The end of the blocks allowed in a pool, a file or other memory; sums stay far from overflow.
 constexpr int64_t kMostBytes = int64_t{1} << 56;
 
-// Throws BlockRangeError for a block whose place no memory and no file has.
+// Throws BlockRangeError for a block whose place no memory or file can have.
 void check_reach(int64_t block, int64_t stride, const char* what) {
   if (block < 0) {
     throw BlockRangeError("block " + std::to_string(block) + " of " + what + ": must not be negative");
@@ -43,8 +43,8 @@ void check_blocks(const PageMap& map, std::span<const int64_t> pool_blocks,
   check_no_overlap(map.segments(), *highest + 1);
 }
 
-// Throws GeometryError where a run of the pool's highest block lies in memory that is not there: callers give
-// addresses and strides, and no sizes.
+// Throws GeometryError if a run of the highest pool block lies in memory that is not there: callers give
+// addresses and strides, but no sizes.
 void check_pool(const TransformDevice& device, const PageMap& map, std::span<const int64_t> pool_blocks) {
   if (pool_blocks.empty()) return;
   const int64_t highest = *std::max_element(pool_blocks.begin(), pool_blocks.end());
@@ -107,7 +107,7 @@ void transfer_raw(GDSManager& manager, const RawTransfer& transfer) {
   std::shared_ptr<StagingBuffer> staging;
   if (transfer.staging != nullptr && transfer.staged && manager.options().use_staged_transfer) {
     staging = std::make_shared<StagingBuffer>(transfer.staging, transfer.staging_bytes);
-    staging->slots_of(map.slot_bytes());  // too small is an error, also where no slot will be used
+    staging->slots_of(map.slot_bytes());  // throws if it is too small, even if no slot will be used
   }
   const TransferReport report = manager.transfer(map, pages_of(manager, transfer), transfer.is_read,
                                                  std::move(staging), !transfer.staged);

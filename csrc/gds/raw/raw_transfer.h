@@ -1,5 +1,5 @@
-// Transfers described by plain pointers and numbers: what the Python functions and the templates over tensors
-// come down to.
+// Transfers described by plain pointers and numbers. The Python functions and the templates over tensors call
+// these.
 #pragma once
 #include <cstdint>
 #include <span>
@@ -11,34 +11,35 @@
 
 namespace flexkv {
 
-// Between raw files and a pool. The manager's round robin and `blocks_per_file` place the file blocks.
+// A transfer between raw files and a pool. The manager's round robin and `blocks_per_file` place the file
+// blocks.
 struct RawTransfer {
   GTensorHandler pool = {};
   RawBlockLayout file = {};
   std::span<const int32_t> layers = {};
   std::span<const int64_t> file_blocks = {};
-  std::span<const int64_t> pool_blocks = {};  // as many; pool_blocks[i] <-> file_blocks[i]
+  std::span<const int64_t> pool_blocks = {};  // of the same length; pool_blocks[i] <-> file_blocks[i]
   int64_t blocks_per_file = 1;
   bool is_read = true;
   bool staged = true;       // false: one call for each piece of a page, straight to the pool
   void* staging = nullptr;  // null: the manager's own
   int64_t staging_bytes = 0;
-  bool verbose = false;  // says on stderr what was moved, and how
+  bool verbose = false;  // prints to stderr what was moved, and how
 };
 
 // Throws TransferError naming the blocks that failed, and what PageMap::raw() and GDSManager::transfer()
 // throw.
 FLEXKV_EXPORT void transfer_raw(GDSManager& manager, const RawTransfer& transfer);
 
-// Takes the manager's own staging that such transfers will use; the blocks named stand for all, and none is
-// touched. Throws CapacityError, which says what to set, and what PageMap::raw() throws.
+// Allocates the manager's own staging that such transfers will use. The blocks given stand for all; none is
+// moved. Throws CapacityError, which says what to set, and what PageMap::raw() throws.
 FLEXKV_EXPORT void reserve_raw_staging(GDSManager& manager, const RawTransfer& transfer);
 
-// Unit: bytes. What one block of a transfer takes in a staging buffer.
+// Unit: bytes. The size of one block's slot in a staging buffer.
 FLEXKV_EXPORT int64_t raw_slot_bytes(const RawTransfer& transfer);
 
-// Between a pool and other memory that the pool's device reaches: block b's bytes lie from memory + b *
-// block_stride on as `layout` says.
+// A copy between a pool and other memory that the pool's device reaches. Block b starts at memory + b *
+// block_stride and is laid out as `layout` says.
 struct RawCopy {
   GTensorHandler pool = {};
   RawBlockLayout layout = {};

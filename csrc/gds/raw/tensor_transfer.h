@@ -1,5 +1,5 @@
-// Transfers over tensors, for C++ callers that have libtorch: compiled in the caller, where it forwards
-// pointers. Include it after torch's own header, or give it any type with the same few members.
+// Transfers over tensors, for C++ callers that have libtorch. These templates are compiled in the caller and
+// forward pointers. Include this after torch's own header, or pass any type with the same few members.
 #pragma once
 #include <algorithm>
 #include <cstdint>
