@@ -1,5 +1,5 @@
-// A KV group as the engine moves it: the rank's view of the engine's pool, and its stripe in the host pool's
-// slots.
+// A KV group as the transfer engine moves it: the rank's view of the engine's pool, and its stripe in the
+// host pool's slots.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -13,10 +13,10 @@
 
 namespace flexkv {
 
-// Where a slot has no room for this rank's run digests: its pages are not verified.
+// The offset where slots have no room for this rank's run digests: its pages are not verified.
 inline constexpr int64_t kNoDigests = -1;
 
-// Immutable. Ops hold it while they may touch a byte, and with it the host pool's memory.
+// Immutable. An op holds it, and with it the host pool's memory, while it may touch a byte.
 class AttachedView {
  public:
   // `digest_offset`: where in a slot this rank's run digests lie, 8 bytes for each of view.runs(), or
@@ -28,10 +28,10 @@ class AttachedView {
   int32_t group() const { return group_; }
   const KvView& view() const { return *view_; }
   const HostPool& pool() const { return *pool_; }
-  // Of one page's layers [lo, hi).
+  // Unit: bytes. The size of one page's layers [lo, hi).
   int64_t layer_bytes(int32_t lo, int32_t hi) const;
-  // First layers, from 0, of the ranges that a page is moved in: each of at most kSubBatchBytes, or one
-  // layer.
+  // The first layers, from 0, of the ranges that a page is moved in. A range has at most kSubBatchBytes, or
+  // one layer.
   const std::vector<int32_t>& ranges() const { return ranges_; }
 
   std::byte* stripe(int32_t slot) const { return pool_->slot_address(slot) + stripe_offset_; }

@@ -19,7 +19,7 @@
 namespace flexkv {
 namespace {
 
-// What one caller has to share out. A thread of the crew looks at it between two shares only.
+// The work that one caller shares out. A thread of the crew looks at it between two shares only.
 struct Post {
   DigestJob job;
   bool taken = false;  // a caller has it
@@ -45,12 +45,13 @@ struct DigestCrew::Shared {
 
   std::mutex mutex;  // never held while bytes are digested
   std::condition_variable open;
-  std::array<Post, 2> posts;  // by DigestWork: one place each, so that nothing queues
+  std::array<Post, 2> posts;  // by DigestWork: one each, so that nothing queues
   std::vector<std::thread> threads;
   bool ending = false;
 };
 
-// Under the lock. Checks first: a load waits for them, and the thread that enqueues everything.
+// Call under the lock. Checks come first: a load waits for them, and so does the thread that enqueues
+// everything.
 Post* DigestCrew::Shared::open_post() {
   const auto found =
       std::find_if(posts.begin(), posts.end(), [](const Post& post) { return post.next < post.shares; });
@@ -62,7 +63,7 @@ void DigestCrew::Shared::digest(Post& post, size_t share) const {
   post.job.digest(share);
 }
 
-// A thread of the crew.
+// A thread of the crew runs this.
 void DigestCrew::Shared::help() {
   std::unique_lock lock(mutex);
   for (;;) {
@@ -78,7 +79,8 @@ void DigestCrew::Shared::help() {
   }
 }
 
-// Under the lock. What the machine refuses is asked for again by the next call: one failing call a piece.
+// Call under the lock. If the machine refuses a thread, the next piece asks again: at most one failing call
+// per piece.
 void DigestCrew::Shared::start_missing(const std::shared_ptr<Shared>& shared) {
   try {
     while (!shared->ending && shared->threads.size() < shared->most) {
@@ -86,7 +88,7 @@ void DigestCrew::Shared::start_missing(const std::shared_ptr<Shared>& shared) {
       pthread_setname_np(shared->threads.back().native_handle(), "flexkv-digest");
     }
   } catch (const std::exception&) {
-    // Those that run do it, or the caller alone.
+    // The threads that run do the work, or the caller alone.
   }
 }
 
@@ -133,7 +135,7 @@ bool DigestCrew::Shared::run(const std::shared_ptr<Shared>& shared, DigestWork w
   return true;
 }
 
-// Under no lock.
+// Call without the lock.
 std::vector<std::thread> DigestCrew::Shared::end() {
   const std::lock_guard lock(mutex);
   ending = true;

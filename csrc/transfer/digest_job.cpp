@@ -26,7 +26,7 @@ void DigestJob::plan(DigestWork work, const AttachedView& view, std::span<const 
   for (int32_t layer = lo; layer < hi; ++layer) {
     runs_.insert(runs_.end(), view.runs_of(layer).begin(), view.runs_of(layer).end());
   }
-  // What is left over goes with the portion before it, so that none but a page's last is small.
+  // The remainder of a long run joins the portion before it, so that no part of a run is small.
   const auto is_cut = [&](size_t at) { return bytes_of(at) >= 2 * kDigestShareBytes; };
   int64_t page_bytes = 0;
   for (size_t at = 0; at < runs_.size();) {
@@ -49,7 +49,7 @@ void DigestJob::plan(DigestWork work, const AttachedView& view, std::span<const 
     at = portion.end;
   }
   found_.resize(slots.size() * portions_.size());
-  // Of pages that are small several are a share.
+  // Several small pages make up one share.
   share_portions_ = 1;
   if (portions_.size() == 1 && page_bytes < kDigestShareBytes) {
     share_portions_ = static_cast<size_t>(kDigestShareBytes / std::max<int64_t>(page_bytes, 1));
@@ -92,8 +92,8 @@ void DigestJob::finish(std::span<MoveResult> results) const {
   }
 }
 
-// Puts the parts of long runs together. In the order of the runs, so that the first bad one is named whoever
-// came to it first.
+// Puts the parts of long runs together, in the order of the runs, so that the result names the first bad run
+// whichever thread found one first.
 MoveResult DigestJob::finish_page(int32_t slot, const uint64_t* found) const {
   for (size_t i = 0; i < portions_.size();) {
     const size_t first = portions_[i].first;

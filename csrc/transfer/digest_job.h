@@ -1,5 +1,5 @@
 // The digests of some pages' stripes, cut into shares that threads may take in any order. It has neither
-// threads nor locks: digest_crew.h does.
+// threads nor locks: digest_crew.h has them.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -10,29 +10,29 @@
 
 namespace flexkv {
 
-// Unit: bytes. About what a thread takes at once: some 20 us of digesting, beside which a lock that is
-// taken twice is little, and so few that a piece of some MiB keeps several threads busy to its end.
+// Unit: bytes. About what a thread takes at once: some 20 us of digesting, so that taking a lock twice costs
+// little beside it, and so few that a piece of some MiB keeps several threads busy to its end.
 inline constexpr int64_t kDigestShareBytes = int64_t{256} << 10;
 
 enum class DigestWork { kCheck, kWrite };
 
-// Used again and again, so that what it remembers of a plan is allocated once.
+// Reused, so that the memory of its plan is allocated once.
 class DigestJob {
  public:
-  // Cuts layers [lo, hi) of the page in each of `slots`, which live until finish() has returned.
+  // Cuts up layers [lo, hi) of the page in each of `slots`, which must live until finish() has returned.
   // Precondition: view.has_digests(). Throws std::bad_alloc.
   void plan(DigestWork work, const AttachedView& view, std::span<const int32_t> slots, int32_t lo,
             int32_t hi);
   DigestWork work() const { return work_; }
   size_t shares() const { return shares_; }
-  // Several threads may do so at once, each with another share.
+  // Several threads may call this at once, each with a share of its own.
   void digest(size_t share) noexcept;
-  // After the last share. A check gives one result a slot: that of check_digests(). A write has written all
-  // digests then; `results` is empty.
+  // Call after the last share. A check gives one result per slot, that of check_digests(). A write completes
+  // the digests; `results` is empty.
   void finish(std::span<MoveResult> results) const;
 
  private:
-  // Whole runs, or so many bytes of a long one. All pages are cut alike.
+  // Whole runs, or `bytes` of a long one. All pages are cut alike.
   struct Portion {
     size_t first = 0;  // into runs_
     size_t end = 0;
@@ -41,7 +41,8 @@ class DigestJob {
   };
 
   int64_t bytes_of(size_t at) const { return view_->view().runs()[runs_[at]].run_bytes; }
-  // What is kept of a portion: of whole runs the first bad one, or kNone; of a part the sum of its terms.
+  // The result for a portion: for whole runs the first bad one, or kNone; for a part of a run the sum of its
+  // terms.
   uint64_t found_in(int32_t slot, const Portion& portion) const noexcept;
   MoveResult finish_page(int32_t slot, const uint64_t* found) const;
 
@@ -50,8 +51,8 @@ class DigestJob {
   std::span<const int32_t> slots_;
   std::vector<size_t> runs_;  // numbers of the runs of layers [lo, hi), in the order they are checked in
   std::vector<Portion> portions_;
-  std::vector<uint64_t> found_;  // of the first page's portions, then of the next page's, ...
-  size_t share_portions_ = 1;    // of found_ that are one share
+  std::vector<uint64_t> found_;  // for the first page's portions, then for the next page's, ...
+  size_t share_portions_ = 1;    // entries of found_ per share
   size_t shares_ = 0;
 };
 

@@ -16,7 +16,7 @@ namespace {
 
 // Unit: seconds. How long a destructor waits for items under way; one of 8 MiB takes about a millisecond.
 constexpr double kDestructorWaitS = 2.0;
-// Unit: threads. Beyond this host copies only contend for memory bandwidth.
+// Unit: threads. More would only contend for memory bandwidth.
 constexpr int32_t kMostCopyThreads = 64;
 // Unit: ops. Bounds one (kind, priority) queue's memory at some tens of MiB.
 constexpr int32_t kMostQueueOps = 1 << 20;
@@ -42,7 +42,7 @@ void claim_all(const std::vector<std::shared_ptr<Lane>>& lanes) {
   }
 }
 
-// Throws ContractError unless a stream is given to a lane that has streams, and to no other.
+// Throws ContractError unless a stream is given exactly if the lane has streams.
 void check_stream(const std::string& who, const Lane& lane, const std::optional<StreamId>& stream) {
   if (lane.needs_stream() == stream.has_value()) return;
   throw ContractError(who + ": lane " + lane.name() +
@@ -57,7 +57,7 @@ TransferEngine::TransferEngine(std::shared_ptr<PageMover> mover, const EngineOpt
     : scheduler_(std::make_shared<Scheduler>(checked(options).queue_ops, options.op_stuck_s)),
       op_stuck_s_(options.op_stuck_s),
       home_(getpid()) {
-  // A device's lane stands in for the host copies: the engine's pool is the one or the other.
+  // A device's lane replaces the host copies: the engine's pool is either on a device or plain memory.
   const bool on_device =
       std::any_of(lanes.begin(), lanes.end(), [](const auto& lane) { return lane->needs_stream(); });
   if (!on_device) lanes_.push_back(std::make_shared<HostLane>(std::move(mover), options.copy_threads));
@@ -72,7 +72,7 @@ TransferEngine::TransferEngine(std::shared_ptr<PageMover> mover, const EngineOpt
 
 TransferEngine::~TransferEngine() {
   if (forked()) {
-    // Joining threads that are not here, or destroying what they slept on, would wait for ever.
+    // Joining threads that this process does not have, or destroying what they slept on, would wait for ever.
     new std::shared_ptr<Scheduler>(scheduler_);
     new std::vector<std::shared_ptr<Lane>>(lanes_);
     new std::thread(std::move(watchdog_));
@@ -229,7 +229,7 @@ void TransferEngine::start_lanes(const GraphSpec& graph) {
 
 bool TransferEngine::forked() const { return getpid() != home_; }
 
-// In a child the locks may be held for ever by threads that it does not have.
+// In a forked child, threads that it does not have may hold the locks for ever.
 void TransferEngine::require_home(const char* what) const {
   if (forked())
     throw ClosedError(std::string(what) + ": the engine stayed in process " + std::to_string(home_));
@@ -242,13 +242,14 @@ Lane* TransferEngine::lane_of(OpKind kind) const {
   return nullptr;
 }
 
-// Recorded before the graph can be seen by a lane. An engine has one device, so one lane makes it for all.
+// Records the fence before a lane can see the graph. An engine has one device, so one lane records it for
+// all.
 void TransferEngine::make_fence(GraphSpec& graph, std::optional<StreamId> stream) const {
   for (size_t i = 0; i < graph.ops.size(); ++i) {
     Lane* lane = lane_of(graph.ops[i].kind);
     if (lane == nullptr || !has_device_side(graph.ops[i].kind)) continue;
     check_stream(name_of(graph.ops[i], i), *lane, stream);
-    // What a gated graph reads is not even enqueued: its fences come with its layers.
+    // The work that writes a gated graph's layers is not even enqueued: open_layers() brings the fences.
     if (stream && graph.fence == nullptr && !graph.gated) graph.fence = lane->record(*stream);
   }
 }

@@ -1,7 +1,8 @@
 // Copies between an engine pool that is plain memory (a host device) and stripes, at memory speed.
 //
 // Every function returns after its bytes are visible to other threads that synchronise with this one in the
-// usual way: the non-temporal stores are fenced. Block numbers are checked; memory is the caller's word.
+// usual way: the non-temporal stores are fenced. Block numbers are checked; the caller answers for the
+// memory.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -11,7 +12,7 @@
 
 namespace flexkv {
 
-// One contiguous run; the ranges do not overlap. No alignment is needed.
+// Copies one contiguous run; the ranges must not overlap. No alignment is needed.
 void copy_run(void* dst, const void* src, size_t bytes);
 
 // Pool -> stripe. `dst_stripe` has view.stripe_bytes() bytes. Throws BlockRangeError.

@@ -19,7 +19,7 @@
 namespace flexkv {
 namespace {
 
-// Unit: seconds. How often a wait on an attached pool looks whether the creator still lives.
+// Unit: seconds. How often a wait on an attached pool checks whether the creator still lives.
 constexpr double kCreatorLookS = 0.25;
 
 void require_memory(const PoolOptions& options, int64_t bytes, const std::string& what) {
@@ -31,7 +31,7 @@ void require_memory(const PoolOptions& options, int64_t bytes, const std::string
                       " that are kept free");
 }
 
-// Unit: bytes. Of the memfd before its first slot: header, arrivals of the slots.
+// Unit: bytes. What the memfd has before its first slot: the header and the arrivals of the slots.
 int64_t head_bytes(const PoolGeometry& geometry) {
   return kIoAlignBytes + SlotArrivals::bytes_for(geometry.slots);
 }
@@ -44,11 +44,11 @@ PoolToken random_token() {
   return token;
 }
 
-// Pools of this process by token, so that attaching at home gives the pool itself.
+// Pools of this process by token, so that attach() in the creating process returns the pool itself.
 std::mutex registry_mutex;
 std::map<PoolToken, std::weak_ptr<HostPool>>& registry() {
-  static auto* pools =
-      new std::map<PoolToken, std::weak_ptr<HostPool>>();  // never destroyed: outlives all pools
+  // Never destroyed, so that it outlives all pools.
+  static auto* pools = new std::map<PoolToken, std::weak_ptr<HostPool>>();
   return *pools;
 }
 
@@ -95,7 +95,8 @@ std::shared_ptr<HostPool> HostPool::attach(const PoolAddress& address) {
       if (auto pool = found->second.lock(); pool && !pool->closed()) return pool;
     }
   }
-  // Before the token is compared, so that it is the pool's creator and no later process of that number.
+  // Opened before the token is compared, so that it watches the pool's creator and no later process of that
+  // number.
   ProcessWatch creator(address.pid);
   const std::string path = "/proc/" + std::to_string(address.pid) + "/fd/" + std::to_string(address.fd);
   const std::string what = "shared pool at " + path;
@@ -171,7 +172,7 @@ HostPool::HostPool(const PoolGeometry& geometry, PoolMapping mapping, bool attac
 HostPool::~HostPool() {
   close();
   if (forked()) {
-    // Not here: they cannot be joined.
+    // This process does not have the threads, so they cannot be joined.
     new std::thread(std::move(bring_up_thread_));
     new std::thread(std::move(pin_thread_));
     return;

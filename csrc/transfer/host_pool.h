@@ -59,7 +59,7 @@ struct PoolAddress {
 
 class HostPool {
  public:
-  // Throws GeometryError, ConfigError for a node that cannot be, or CapacityError when the pool and
+  // Throws GeometryError, ConfigError for an impossible node, or CapacityError when the pool and
   // kHeadroomBytes would not fit the memory that is available now.
   static std::shared_ptr<HostPool> create(const PoolGeometry& geometry, const PoolOptions& options);
   // The pool itself in the process that made it; else a mapping of it. Throws ClosedError when it is gone or
@@ -78,19 +78,19 @@ class HostPool {
 
   // Slots [0, ready_slots()) have their memory.
   int64_t ready_slots() const;
-  // Whether `slots` slots came up within the deadline; false at once when bring-up ended short of it.
+  // Whether `slots` slots came up within the deadline; false at once when bring-up ended short of that.
   bool wait_ready(int64_t slots, double deadline_s) const;
-  // Why no more slots will be mapped: that ended short, or the process that did it is gone. Empty while
-  // they may, or when all have.
+  // Why no more slots will come up: bring-up ended short, or the process that ran it is gone. Empty while
+  // more may come up, or when all have.
   std::string stopped_reason() const;
   // Whether bring-up is over, for better or worse.
   bool settled() const;
-  // Of an attached pool: whether the process that made it has ended or closed it. The memory stays.
+  // Whether the process that made an attached pool has ended or closed it. The memory stays.
   bool creator_gone() const;
 
-  // From now on memory is registered through `registrar`, in the background, in pieces of at most
-  // kPinPieceBytes (or of one slot) as extents are mapped. Only processes whose devices copy need it. Once a
-  // pool; later calls change nothing.
+  // Registers the memory through `registrar`, in the background, in pieces of at most kPinPieceBytes (or of
+  // one slot) as their slots come up. Only processes whose devices copy need it. It works once per pool;
+  // later calls change nothing.
   void pin(std::shared_ptr<Registrar> registrar, const PinRetries& retries = {});
   // The registration of slots [0, pinned_slots()) was tried; 0 without pin().
   int64_t pinned_slots() const { return pinned_slots_.load(std::memory_order_acquire); }
@@ -98,8 +98,8 @@ class HostPool {
   bool registered(int64_t slot) const { return piece_registered(pieces_.piece_of(slot)); }
   // Which slots are registered together: no copy may have bytes of two such pieces.
   const PinPieces& pieces() const { return pieces_; }
-  // The first slots that could not be registered with the device, however often it was tried, and why: only
-  // the copy engine can use them. Empty while there are none.
+  // The first slots that could not be registered with the device in any try, and why: only the copy engine
+  // can use them. Empty while there are none.
   std::string registration_error() const;
 
   // Throws BlockRangeError unless 0 <= slot < ready_slots(), ClosedError when closed or in a forked child.
@@ -111,14 +111,14 @@ class HostPool {
            (slot - extent * table_.slots_per_extent) * table_.geometry.slot_bytes;
   }
 
-  // Of the reads that fill slots; shared by all processes that map the pool.
+  // What reads have brought to the slots; shared by all processes that map the pool.
   SlotArrivals slot_arrivals() const { return SlotArrivals(arrivals_); }
 
   std::vector<ExtentReport> report() const;
   // Throws ContractError for a private pool, which no other process can map.
   PoolAddress address() const;
 
-  // Ends bring-up and refuses new use. The memory goes when the last holder of the pool does. In a forked
+  // Ends bring-up and refuses new use. The memory is freed with the last holder of the pool. In a forked
   // child only the child's own pool object is closed: what it shares with its parent stays as it is.
   void close();
 
@@ -143,7 +143,7 @@ class HostPool {
   }
 
   bool forked() const;
-  // Throws ClosedError in a forked child: another thread may hold its locks for ever there.
+  // Throws ClosedError in a forked child, where the locks may stay held for ever.
   void require_home(const char* what) const;
   std::byte* extent_base(int64_t index) const { return slots_base_ + table_.offset_of(index); }
 
@@ -161,7 +161,7 @@ class HostPool {
   PoolHeader* header_ = nullptr;
   SlotArrivals::Word* arrivals_ = nullptr;
   std::byte* slots_base_ = nullptr;
-  std::unique_ptr<std::atomic<bool>[]> registered_;  // a piece
+  std::unique_ptr<std::atomic<bool>[]> registered_;  // per piece
   std::atomic<int64_t> pinned_slots_{0};
   std::atomic<bool> stopping_{false};
   std::atomic<bool> closed_{false};

@@ -18,31 +18,32 @@
 
 namespace flexkv {
 
-// Pages of one op, under way through a stage, or through several where the lane takes all that there are:
-// extend() then moves the last one, and nothing else changes. The lane touches `touch()` whenever a page is
-// done; the op's memory stays mapped until finish().
+// Pages of one op on their way through one stage, or through several if the lane takes all stages: extend()
+// then raises the last one and changes nothing else. The lane calls touch() whenever a page is done; the op's
+// memory stays mapped until finish().
 class WorkItem {
  public:
   OpKind kind() const { return kind_; }
   const std::vector<int32_t>& positions() const { return positions_; }
   int32_t first_stage() const { return first_stage_; }
   int32_t last_stage() const { return last_stage_; }
-  // The op's, of which this has some.
+  // The op's number of stages; this item has some of them.
   int32_t stages() const { return op_->stages(); }
   int32_t layer_lo() const { return op_->layers_of(first_stage_).first; }
   int32_t layer_hi() const { return op_->layers_of(last_stage_).second; }
   std::pair<int32_t, int32_t> layers_of(int32_t stage) const { return op_->layers_of(stage); }
   bool layerwise() const { return op_->spec().layerwise; }
   PageMove page(size_t index) const;
-  // What the engine's stream had been given at submit, or when the stage of a gated graph was opened; null
-  // where there is no fence.
+  // A point after the work that the engine's stream had been given at submit, or when the stage of a gated
+  // graph was opened; null if there is no fence.
   const std::shared_ptr<StreamEvent>& fence_of(int32_t stage) const { return op_->fence_of(stage); }
   const std::shared_ptr<StreamEvent>& fence() const { return fence_of(last_stage_); }
-  // Whether the engine's stream is to be ordered behind its op, so that all of it is to be enqueued at once.
+  // Whether the engine's stream is to be ordered behind the op, all of which must therefore be enqueued at
+  // once.
   bool expedited() const { return op_->expedited(); }
   // Whether nothing more of the op need be enqueued.
   bool cancelled() const { return op_->cancelled; }
-  // Whether what is under way of it may end early, too.
+  // Whether copies of it that are under way may end early, too.
   bool unwanted() const { return op_->unwanted; }
   void touch() { last_moved_.store(Clock::now().time_since_epoch().count(), std::memory_order_relaxed); }
 
@@ -58,7 +59,7 @@ class WorkItem {
   // Guarded by the scheduler's lock.
   size_t unfinished_ = 0;
   int32_t issued_stages_ = 0;
-  bool advanced_ = false;  // a page of it has gone on, and may be another item's
+  bool advanced_ = false;  // one of its pages has moved on, and may be in another item
   std::atomic<Clock::rep> last_moved_{0};
   // The watchdog's, guarded by the scheduler's lock.
   Clock::rep seen_moved_ = 0;
@@ -72,28 +73,28 @@ class WorkSource {
   // Blocks until there is a work item for lane `lane`; null when the engine is closing: the thread must then
   // end.
   virtual std::shared_ptr<WorkItem> take(int32_t lane) = 0;
-  // A work item of one of the kinds in `allowed`, or null. Null also while something more urgent of another
-  // kind waits, but for a lane whose kinds_are_apart(): a store does not start past a load for which the lane
-  // has no room yet.
+  // A work item of one of the kinds in `allowed`, or null. Also null while something more urgent of another
+  // kind waits, unless the lane's kinds_are_apart(): a store must not overtake a load for which the lane has
+  // no room yet.
   virtual std::shared_ptr<WorkItem> try_take(int32_t lane, KindSet allowed) = 0;
   // A work item of an expedited op, or null. For a lane with streams, which enqueues it however much is under
-  // way: that may itself wait for the engine.
+  // way, because that may itself wait for the engine.
   virtual std::shared_ptr<WorkItem> try_take_expedited(int32_t lane) = 0;
-  // Has an item of a lane that takes all stages cover those that have become free since: opened, or arrived
-  // in their slots. They would be ready only when its bytes have arrived, and these may wait for the engine.
-  // True: last_stage() has grown. By the lane, while a page of the item has not been finished, and by one
-  // thread.
+  // For a lane that takes all stages: adds to an item the stages that have become free since, as they were
+  // opened or arrived in their slots. Otherwise they would be ready only after the item's bytes have arrived,
+  // which may wait for the engine. Returns whether last_stage() has grown. The lane calls this from one
+  // thread, while some page of the item is unfinished.
   virtual bool extend(const std::shared_ptr<WorkItem>& item) = 0;
-  // The bytes of the item's stages up to this one, of all its pages that have not been finished, are enqueued
-  // on a stream, and `event` was recorded after them. Of a cancelled store it may be said of stages that
-  // never will be. Optional, and before finish().
+  // The lane calls this when the bytes of the item's stages up to this one, for all its unfinished pages, are
+  // enqueued on a stream and `event` was recorded after them. For a cancelled store it may name stages that
+  // will never be enqueued. Optional, and before finish().
   virtual void issued(const std::shared_ptr<WorkItem>& item, int32_t stage,
                       std::shared_ptr<StreamEvent> event) = 0;
-  // The bytes of the item's stages up to this one have arrived, of all its pages that have not been finished.
-  // Optional, for stages before the last.
+  // The lane calls this when the bytes of the item's stages up to this one have arrived, for all its
+  // unfinished pages. Optional, for stages before the last.
   virtual void passed(const std::shared_ptr<WorkItem>& item, int32_t stage) = 0;
-  // Ends a work item, after its last byte has stopped moving: one result a position. Every item taken must be
-  // finished.
+  // Ends a work item, after its last byte has stopped moving, with one result per position. Every item taken
+  // must be finished.
   virtual void finish(const std::shared_ptr<WorkItem>& item, const std::vector<MoveResult>& results) = 0;
   // The same for some of its pages, by their index in positions(), for lanes whose pages end one by one.
   // Every page must be finished once.
@@ -105,46 +106,51 @@ class WorkSource {
 class Lane {
  public:
   virtual ~Lane() = default;
-  // A lane serves one transfer engine, for good: its threads pull from that engine's queue alone. False where
-  // one has it already.
+  // Binds the lane to one transfer engine for good: its threads pull from that engine's queue alone. False if
+  // an engine has it already.
   bool claim() { return !claimed_.exchange(true); }
-  // Undoes a claim of an engine that could not be made.
+  // Undoes claim() for an engine that could not be made.
   void unclaim() { claimed_ = false; }
   virtual const char* name() const = 0;
   virtual KindSet kinds() const = 0;
-  // Items that can be under way at once: when as many are stuck, nothing else of this lane can move either.
+  // Items that can be under way at once: when that many are stuck, nothing else of this lane can move either.
   virtual int32_t concurrency() const = 0;
-  // Unit: bytes. What it takes as one item, or a single page that is larger; by layer a lane that takes all
-  // stages has all pages that are ready.
+  // Unit: bytes. The most that it takes as one item, unless a single page is larger. A lane that takes all
+  // stages takes all ready pages of a layerwise op.
   virtual int64_t item_bytes() const { return kSubBatchBytes; }
-  // Whether an item has all stages of its pages that are free, which the lane moves in order, instead of one.
+  // Whether an item has all stages of its pages that are free, which the lane moves in order, instead of one
+  // stage.
   virtual bool takes_all_stages() const { return false; }
-  // Whether its kinds are in nobody's way: what is taken of one does not wait for what is urgent of another.
+  // Whether its kinds are independent: items of one kind do not wait for more urgent items of another.
   virtual bool kinds_are_apart() const { return false; }
-  // For a lane whose kinds have no device side, and so no view to say it: what one page is. Throws what
-  // submit throws when the op names a group, slot or place that is not there, or cannot be run.
+  // For kinds that have places or no device side: checks the op, and returns what one page is where no view
+  // says it. Throws what submit throws when the op cannot be run, or names a group, slot or place that does
+  // not exist.
   virtual PageSizes check(const OpSpec& op) const;
-  // The lane finds what hangs by itself and ends what it can: the engine's watchdog only names such items.
+  // Whether the lane finds hanging items by itself and ends those that it can: the engine's watchdog then
+  // only names them.
   virtual bool watches_itself() const { return false; }
-  // Called once, when the first op of these kinds is submitted: threads are started here, not before. What
-  // they use they must own (`source` too): they may outlive the lane object when a device hangs for good.
+  // Called when the first op of these kinds is submitted, and again if it threw: threads are started here,
+  // not before. They must own whatever they use (`source` too), as they may outlive the lane object when a
+  // device hangs for good.
   virtual void start(std::shared_ptr<WorkSource> source, int32_t lane) = 0;
-  // There may be a work item of this kind to try_take() or try_take_expedited(), or one under way to extend()
-  // or to leave, as it was cancelled. Called under the scheduler's lock: only signal.
+  // Called when there may be a work item of this kind to try_take() or try_take_expedited(), or one under way
+  // to extend(), or to drop because it was cancelled. Under the scheduler's lock: only signal.
   virtual void wake(OpKind) {}
-  // A page of a kDiskRead has ended, also one that no lane took. Under the scheduler's lock: only signal.
+  // Called when a page of a kDiskRead has ended, even one that no lane took. Under the scheduler's lock: only
+  // signal.
   virtual void read_ended(const OpSpec&, int32_t /*page*/, bool /*verified*/) {}
-  // Layers [0, layers) of a page of a layerwise kDiskRead are in place and verified, and more is to come.
-  // Under the scheduler's lock: only signal.
+  // Called when layers [0, layers) of a page of a layerwise kDiskRead are in place and verified, and more are
+  // to come. Under the scheduler's lock: only signal.
   virtual void read_advanced(const OpSpec&, int32_t /*page*/, int32_t /*layers*/) {}
-  // Whether graphs for it must name the engine's stream. Then:
+  // Whether graphs for it must name the engine's stream. Only then are record() and make_wait() called.
   virtual bool needs_stream() const { return false; }
-  // - a point after all that `stream` has been given so far. Throws CapacityError; ContractError while it is
-  // captured into a graph.
+  // A point after all work that `stream` has been given so far. Throws CapacityError; ContractError while the
+  // stream is captured into a graph.
   virtual std::shared_ptr<StreamEvent> record(StreamId) { return nullptr; }
-  // - what `stream` is given from now on starts after `event`. Throws as record() does.
+  // Makes the work that `stream` is given from now on start after `event`. Throws as record() does.
   virtual void make_wait(StreamEvent&, StreamId) {}
-  // After take() has returned null and no item is under way: joins the threads.
+  // Joins the threads, after take() has returned null and no item is under way.
   virtual void join() = 0;
   // Instead of join() when items are stuck: lets the threads go on alone.
   virtual void abandon() = 0;

@@ -76,7 +76,7 @@ MemoryLimit available_memory(const std::string& proc_root, const std::string& cg
     const std::string path = line.substr(second + 1);
     if (controllers.empty()) {
       apply_groups(limit, cgroup_root, path, "memory.max", "memory.current", "inactive_file");
-      // Above this one the kernel slows every allocation of the group down to a crawl.
+      // Above this limit the kernel slows every allocation of the group down to a crawl.
       apply_groups(limit, cgroup_root, path, "memory.high", "memory.current", "inactive_file");
     } else if (names(controllers, "memory")) {
       apply_groups(limit, cgroup_root + "/memory", path, "memory.limit_in_bytes", "memory.usage_in_bytes",

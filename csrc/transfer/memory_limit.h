@@ -1,5 +1,5 @@
-// How much memory this process may still take, before it takes it: an overcommitted pool dies by the OOM
-// killer, and then takes the engine with it.
+// How much memory this process may still take, to be asked before it takes any: the OOM killer ends a process
+// with an overcommitted pool, and the engine with it.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -17,7 +17,7 @@ struct MemoryLimit {
 MemoryLimit available_memory(const std::string& proc_root = "/proc",
                              const std::string& cgroup_root = "/sys/fs/cgroup");
 
-// The same of this machine.
+// available_memory() of this machine.
 MemoryLimit machine_memory_limit();
 
 // Free pages of the default huge page size (HugePages_Free less HugePages_Rsvd) in bytes; 0 when it is not 2

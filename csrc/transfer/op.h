@@ -1,4 +1,5 @@
-// What callers hand in and get back; the native twins of flexkv/transfer/graph.py, with the same numbers.
+// The graphs that callers submit and the results that they poll: native twins of flexkv/transfer/graph.py,
+// with the same numbers.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -25,7 +26,7 @@ const char* to_string(OpKind kind);
 
 // A set of kinds, one bit each.
 using KindSet = uint32_t;
-// Of a number that is no kind, the empty set.
+// The empty set for a number that is no kind.
 constexpr KindSet kind_bit(OpKind kind) {
   const auto bit = static_cast<uint32_t>(kind);
   return bit < kOpKinds ? KindSet{1} << bit : 0;
@@ -47,7 +48,7 @@ constexpr bool has_places(OpKind kind) {
   return (disk & kind_bit(kind)) != 0;
 }
 
-// Whether ops of this kind read or write slots of the host pool. Those that do not are counted by their
+// Whether ops of this kind read or write slots of the host pool. An op of another kind has as many pages as
 // places.
 constexpr bool has_host_side(OpKind kind) {
   constexpr KindSet none =
@@ -55,7 +56,8 @@ constexpr bool has_host_side(OpKind kind) {
   return (none & kind_bit(kind)) == 0;
 }
 
-// Unit: bytes. Of a page's tag, which says what its place holds or is to hold; bytes to the scheduler.
+// Unit: bytes. The size of a page's tag, which says what its place holds or is to hold. Opaque to the
+// scheduler.
 inline constexpr size_t kTagBytes = 40;
 
 // Lower runs first.
@@ -72,15 +74,15 @@ struct OpSpec {
   OpKind kind = OpKind::kH2D;
   int32_t group = 0;
   Priority priority = Priority::kLoad;
-  std::vector<int32_t> blocks;  // one a page, or none for a kind without a device side
-  std::vector<int32_t> slots;   // one a page, or none for a kind without a host side
+  std::vector<int32_t> blocks;  // one per page, or none for a kind without a device side
+  std::vector<int32_t> slots;   // one per page, or none for a kind without a host side
   bool layerwise = false;
-  std::vector<int32_t> places = {};    // one a page if has_places(kind), else none
+  std::vector<int32_t> places = {};    // one per page if has_places(kind), else none
   std::vector<uint8_t> tags = {};      // kTagBytes for each place
-  std::vector<uint64_t> digests = {};  // kDiskSeal: of every run of all ranks, page by page
-  // kH2D: of each page the kDiskRead that brings it to its slot, which may be another transfer engine's;
-  // kNoRead for one that is there. None: all are. A layerwise op moves a layer of a page when that has
-  // verified.
+  std::vector<uint64_t> digests = {};  // kDiskSeal: for every run of all ranks, page by page
+  // kH2D: for each page the number of the kDiskRead that brings it to its slot, perhaps on another transfer
+  // engine, or kNoRead for a page that is there already. Empty: all are there. A layerwise op moves a layer
+  // of a page once that layer is verified.
   std::vector<int64_t> reads = {};
   size_t pages() const { return has_host_side(kind) ? slots.size() : places.size(); }
 };
@@ -94,9 +96,10 @@ struct EdgeSpec {
 struct GraphSpec {
   std::vector<OpSpec> ops;
   std::vector<EdgeSpec> edges;
-  // What the engine's stream had been given when the graph was submitted: a device lane starts after it.
+  // A point after the work that the engine's stream had been given at submit: a device lane starts after it.
   std::shared_ptr<StreamEvent> fence = nullptr;
-  // Stores whose layers are not written yet: of each layer no byte is read before open_layers() has named it.
+  // Stores whose layers the engine has yet to write: no byte of a layer is read before open_layers() names
+  // it.
   bool gated = false;
 };
 
@@ -107,9 +110,9 @@ struct OpResult {
   Status status = Status::kOk;
   std::vector<int32_t> failed;  // positions of pages that must not be used, ascending
   std::string reason;
-  std::vector<uint64_t> digests = {};     // kGdsWrite: of this rank's runs, page by page; 0 for failed pages
-  size_t digest_runs = 0;                 // a page
-  std::vector<FailureCause> causes = {};  // of each page in `failed`
+  std::vector<uint64_t> digests = {};     // kGdsWrite: for this rank's runs, page by page; 0 for failed pages
+  size_t digest_runs = 0;                 // per page
+  std::vector<FailureCause> causes = {};  // one for each page in `failed`
 };
 
 }  // namespace flexkv

@@ -115,7 +115,7 @@ void OpState::make_ready(int32_t page) {
 OpState::Taken OpState::take(int64_t max_bytes, bool all_stages) {
   while (ready_[static_cast<size_t>(lowest_ready_)].empty()) ++lowest_ready_;
   int32_t stage = lowest_ready_;
-  if (!spec_.layerwise) {  // what waits for whole pages may start while others still move
+  if (!spec_.layerwise) {  // what waits for whole pages can then start while others still move
     for (stage = stages() - 1; ready_[static_cast<size_t>(stage)].empty();) --stage;
   }
   ReadyList& list = ready_[static_cast<size_t>(stage)];
@@ -124,7 +124,8 @@ OpState::Taken OpState::take(int64_t max_bytes, bool all_stages) {
   const int64_t page_bytes = stages() == 1 ? page_bytes_
                              : view_       ? view_->layer_bytes(lo, hi)
                                            : page_bytes_ / layers_ * (hi - lo);
-  // By layer all pages go together: else the last ones' first layer came after the first ones' last.
+  // In a layerwise op all pages go together: else the last page's first layer would come after the first
+  // page's last.
   if (all_stages && spec_.layerwise) max_bytes = INT64_MAX;
   const auto most = static_cast<size_t>(std::max<int64_t>(1, max_bytes / std::max<int64_t>(1, page_bytes)));
   const size_t count = std::min(most, list.pages.size() - list.head);
@@ -184,7 +185,7 @@ void OpState::fail(int32_t page, PageState end, const std::string& reason, Failu
   if (states_[at] == PageState::kMoving) --moving_pages_;
   if (states_[at] == PageState::kReady) {
     std::vector<int32_t>& list = ready_[static_cast<size_t>(stage)].pages;
-    // Whole ops are dropped from the last page on, so that what is looked for is at the end.
+    // Ops are cancelled back to front, so search from the end.
     const auto found = std::find(list.rbegin(), list.rend(), page);
     list.erase(std::next(found).base());
     --ready_pages_;

@@ -13,7 +13,7 @@
 
 namespace flexkv {
 
-// Page `position` of op `op_id`: blocks[position] <-> slots[position], of the sides that its kind has.
+// Page `position` of op `op_id`: blocks[position] <-> slots[position], for the sides that its kind has.
 struct PageMove {
   int64_t op_id = 0;
   OpKind kind = OpKind::kH2D;
@@ -24,30 +24,30 @@ struct PageMove {
   int32_t group = 0;
   int32_t place = -1;                      // for kinds that have places
   const uint8_t* tag = nullptr;            // kTagBytes for such a kind, valid until the page's end
-  std::span<const uint64_t> digests = {};  // kDiskSeal: of the page's runs, valid until its end
+  std::span<const uint64_t> digests = {};  // kDiskSeal: for the page's runs, valid until its end
 };
 
 struct MoveResult {
   Status status = Status::kOk;
   std::string reason;                           // for a person; empty when OK
-  std::vector<uint64_t> digests = {};           // kGdsWrite: of the runs that were written
-  FailureCause cause = FailureCause::kUnknown;  // of kFailed
+  std::vector<uint64_t> digests = {};           // kGdsWrite: for the runs that were written
+  FailureCause cause = FailureCause::kUnknown;  // counts only for kFailed
 };
 
 class PageMover {
  public:
   virtual ~PageMover() = default;
   // Moves layers [layer_lo, layer_hi) and returns when their last byte has moved, or when none will any more.
-  // Called from several threads at once, never for the same page at once. What it throws is a failed page.
+  // Called from several threads at once, never for the same page at once. If it throws, the page has failed.
   virtual MoveResult move(const PageMove& page, int32_t layer_lo, int32_t layer_hi) = 0;
-  // Movers inside this one.
+  // The number of movers inside this one.
   virtual int32_t depth() const { return 0; }
 };
 
 // Movers around movers: calls and destructors go through all of them, one stack frame each.
 inline constexpr int32_t kMostMoversInside = 64;
 
-// Throws ContractError where one more around `inner` is one too many.
+// Returns `inner`, or throws ContractError if one more mover around it is one too many.
 inline std::shared_ptr<PageMover> checked_inner(std::shared_ptr<PageMover> inner) {
   if (inner->depth() + 1 <= kMostMoversInside) return inner;
   throw ContractError("a mover around " + std::to_string(inner->depth() + 1) + " others; allowed are " +

@@ -1,4 +1,4 @@
-// The pieces in which a host pool is made known to a device. Arithmetic only.
+// The pieces in which a host pool is registered with a device. Arithmetic only.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -7,12 +7,12 @@
 
 namespace flexkv {
 
-// Unit: bytes. Registration holds locks of the driver that the engine's calls need, for about 0.1 s a GiB: a
-// whole extent at once stalls it (vllm-project/vllm#51081), a piece for 12 ms.
+// Unit: bytes. Registration holds locks of the driver that the engine's calls need, for about 0.1 s per GiB:
+// a whole extent at once stalls the engine (vllm-project/vllm#51081), a piece for 12 ms only.
 inline constexpr int64_t kPinPieceBytes = int64_t{128} << 20;
 
-// Consecutive slots of one extent, so that no slot lies in two pieces: a copy across the end of one fails
-// (LMCache/LMCache#2413).
+// A piece is some consecutive slots of one extent, so that no slot lies in two pieces: a copy across the end
+// of a piece fails (LMCache/LMCache#2413).
 struct PinPieces {
   explicit PinPieces(const ExtentTable& extents)
       : table(extents),

@@ -15,11 +15,11 @@ namespace {
 
 // Unit: nice levels. Touching memory competes with the engine's own start; it may take its time.
 constexpr int kBringUpNice = 10;
-// Unit: bytes. Populating holds the process's mmap lock, which every page fault of the engine needs: small
-// steps.
+// Unit: bytes. Populating holds the process's mmap lock, which every page fault of the engine needs, so the
+// steps are small.
 constexpr int64_t kPopulateStepBytes = kHugePageBytes;
-// Unit: bytes. How often the memory left is looked at: 20 us of reading /proc for 10-300 ms of touching, and
-// far less than kHeadroomBytes.
+// Unit: bytes. How much is touched between two checks of the memory left: 20 us of reading /proc for 10-300
+// ms of touching, and far less than kHeadroomBytes.
 constexpr int64_t kMemoryLookBytes = int64_t{64} << 20;
 
 }  // namespace

@@ -8,12 +8,12 @@
 
 namespace flexkv {
 
-using PoolToken =
-    std::array<uint8_t, 16>;  // random, so that a recycled pid or fd number is never taken for the pool
+// Random, so that a recycled pid or fd number is never taken for the pool.
+using PoolToken = std::array<uint8_t, 16>;
 
 struct PoolHeader {
-  std::atomic<uint64_t> magic{
-      0};  // kPoolMagic while the creator has the pool open: nobody attaches after that
+  // kPoolMagic while the creator has the pool open: nobody attaches after that.
+  std::atomic<uint64_t> magic{0};
   PoolToken token{};
   int64_t slot_bytes = 0;
   int64_t slots = 0;
@@ -21,7 +21,7 @@ struct PoolHeader {
   int64_t slots_offset = 0;             // of slot 0 in the file
   std::atomic<int64_t> ready_slots{0};  // slots [0, ready) are up; only grows
   std::atomic<uint32_t> generation{0};  // bumped at every change; what waiters sleep on (a futex)
-  std::atomic<uint32_t> finished{0};    // 1: bring-up has ended, at the end or short of it
+  std::atomic<uint32_t> finished{0};    // 1: bring-up has ended, complete or short
 };
 
 inline constexpr uint64_t kPoolMagic = 0x33304C4F4F504B46;  // "FKPOOL03", little-endian

@@ -75,12 +75,12 @@ PoolMapping PoolMapping::map(int64_t bytes, int fd, PageSource source) {
 
 PoolMapping PoolMapping::anonymous(int64_t bytes, bool huge_pages) {
   PoolMapping mapping = map(bytes, -1, PageSource::kAnonymous);
-  // An old kernel or one built without huge pages refuses the advice; what was got is read back later anyway.
+  // An old kernel or one built without huge pages refuses the advice; the outcome is read back later anyway.
   if (madvise(mapping.base_, static_cast<size_t>(mapping.bytes_),
               huge_pages ? MADV_HUGEPAGE : MADV_NOHUGEPAGE) != 0)
     errno = 0;
-  // A forked child has no use for the pool; with it, fork() would copy what a device has pinned, and every
-  // later write here would copy a huge page first. Best effort.
+  // A forked child has no use for the pool; if it mapped it, fork() would copy what a device has pinned, and
+  // every later write here would copy a huge page first. Best effort.
   madvise(mapping.base_, static_cast<size_t>(mapping.bytes_), MADV_DONTFORK);
   return mapping;
 }
@@ -132,8 +132,8 @@ PoolMapping::~PoolMapping() {
 void PoolMapping::populate(int64_t offset, int64_t bytes) {
   if (madvise(base_ + offset, static_cast<size_t>(bytes), MADV_POPULATE_WRITE) == 0) return;
   int error = errno;
-  if (error ==
-      EINVAL) {  // before Linux 5.14: a file needs its blocks first, or the write below could be SIGBUS
+  // Before Linux 5.14: a file needs its blocks first, or the write below could be SIGBUS.
+  if (error == EINVAL) {
     error = fd_ >= 0 && fallocate(fd_, 0, offset, bytes) != 0 ? errno : 0;
     if (error == 0) {
       for (int64_t at = 0; at < bytes; at += 4096) {

@@ -19,11 +19,11 @@ class PoolMapping {
  public:
   // `bytes` of anonymous memory on a 2 MiB boundary, not mapped in forked children. Throws CapacityError.
   static PoolMapping anonymous(int64_t bytes, bool huge_pages);
-  // A new memfd of `bytes`, sealed against resizing (so that no process can turn a mapping into SIGBUS): of
-  // reserved huge pages when all of it fits them and `huge_pages`, else of shared memory. Throws
+  // A new memfd of `bytes`, sealed against resizing (so that no process can turn a mapping into SIGBUS). It
+  // takes reserved huge pages if `huge_pages` and all of it fits them, else shared memory. Throws
   // CapacityError.
   static PoolMapping memfd(int64_t bytes, bool huge_pages);
-  // Maps `fd`, which must be such a memfd of exactly `bytes`; takes the fd over, also when it throws. Throws
+  // Maps `fd`, which must be such a memfd of exactly `bytes`; takes over the fd, even when it throws. Throws
   // ClosedError when it is another file, CapacityError when it cannot be mapped.
   static PoolMapping of_fd(int fd, int64_t bytes, const std::string& what);
 
@@ -39,7 +39,7 @@ class PoolMapping {
   // Gives [offset, offset + bytes) its memory now. Throws CapacityError instead of leaving a SIGBUS for
   // later.
   void populate(int64_t offset, int64_t bytes);
-  // Makes touched 2 MiB at `offset` one huge page, if the kernel can. 0, or an errno.
+  // Makes the touched 2 MiB at `offset` one huge page, if the kernel can. Returns 0 or an errno.
   int collapse(int64_t offset);
   // Bytes of the mapping that this process maps by huge pages, as the kernel reports it.
   int64_t huge_bytes() const;

@@ -1,4 +1,4 @@
-// How a host pool's memory is made known to a device: the work of its second thread.
+// How a host pool's memory is registered with a device: the work of its second thread.
 #include <pthread.h>
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 namespace flexkv {
 namespace {
 
-// Unit: seconds. How often a thread that waits for extents looks whether their creator still lives.
+// Unit: seconds. How often a thread that waits for extents checks whether their creator still lives.
 constexpr double kFollowerWaitS = 0.25;
 // Unit: seconds. The thread rests after each piece for as long as that took, so that the engine's calls get
 // the driver's locks half of the time; a registration that hung is no reason to rest for longer than this.
@@ -28,7 +28,7 @@ void HostPool::pin(std::shared_ptr<Registrar> registrar, const PinRetries& retri
   pthread_setname_np(pin_thread_.native_handle(), "flexkv-pin");
 }
 
-// Sleeps for so long, or until the pool is closed.
+// Sleeps for `seconds`, or until the pool is closed.
 void HostPool::rest(double seconds) const {
   const auto deadline = deadline_in(seconds);
   for (;;) {
@@ -39,11 +39,11 @@ void HostPool::rest(double seconds) const {
   }
 }
 
-// Whether slots [0, end) came up; false where they will not.
+// Waits for slots [0, end). False if they will not come up, or the pool is closing.
 bool HostPool::await_slots(int64_t end) const {
   for (;;) {
     const uint32_t seen = header_->generation.load(std::memory_order_acquire);
-    // Asked first: bring-up may end, with these slots, between the two questions.
+    // Read first: bring-up may end, with these slots, between the two reads.
     const bool over = settled();
     if (stopping_) return false;
     if (header_->ready_slots.load(std::memory_order_acquire) >= end) return true;
@@ -52,7 +52,7 @@ bool HostPool::await_slots(int64_t end) const {
   }
 }
 
-// The pin thread: what goes wrong in it is told, and must not end the process.
+// The pin thread runs this. Its errors go to registration_error() and must not end the process.
 void HostPool::register_all(PinRetries retries) {
   try {
     try_to_register_all(retries);
@@ -65,7 +65,7 @@ void HostPool::register_all(PinRetries retries) {
 void HostPool::try_to_register_all(const PinRetries& retries) {
   lower_own_priority();
   std::vector<int64_t> refused;
-  std::string why;  // the first of them was
+  std::string why;  // why the first of them was refused
   const auto attempt = [&](int64_t piece, std::vector<int64_t>& left) {
     const auto start = Clock::now();
     const std::string reason = register_piece(piece);
@@ -116,7 +116,7 @@ std::string HostPool::register_piece(int64_t piece) {
   return {};
 }
 
-// The same pieces again: the driver's locks are as short at the end.
+// One piece after the other again, so that the driver's locks are held as briefly at the end.
 void HostPool::unregister_all() {
   for (int64_t piece = 0; piece < pieces_.count; ++piece) {
     if (piece_registered(piece)) registrar_->remove(slot_address(pieces_.first_slot(piece)));

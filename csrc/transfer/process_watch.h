@@ -1,4 +1,4 @@
-// Knows when another process has ended, also when its number was given away since.
+// Knows when another process has ended, even if its number has been reused since.
 #pragma once
 #include <sys/types.h>
 

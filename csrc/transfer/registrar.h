@@ -1,4 +1,4 @@
-// Makes pool memory known to a device, piece by piece (cuMemHostRegister for a GPU).
+// Registers pool memory with a device, piece by piece (cuMemHostRegister for a GPU).
 #pragma once
 #include <cstdint>
 #include <memory>
@@ -14,9 +14,9 @@ class Registrar {
   virtual void remove(void* base) = 0;
 };
 
-// How often pieces that were refused are tried again, and how long after the last try; the pause doubles each
-// time. With the default for a minute: what refuses memory for a while (locked memory of a process that ends,
-// a driver that starts) passes in that time.
+// How often refused pieces are tried again, and the pause before the first retry, which doubles each time.
+// The default lasts a minute: causes that pass (locked memory of a process that ends, a driver that starts)
+// pass in that time.
 struct PinRetries {
   int32_t tries = 6;
   double first_pause_s = 1;

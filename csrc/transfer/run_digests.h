@@ -4,15 +4,17 @@
 
 namespace flexkv {
 
-// Preconditions of all: view.has_digests(), 0 <= lo < hi <= layers.
+// All have the preconditions view.has_digests() and 0 <= lo < hi <= layers.
 
-// Of layers [lo, hi) of the engine's block, which is plain memory, into the slot.
+// Writes the digests of layers [lo, hi) of the engine's block, which is plain memory, into the slot.
 void write_digests_of_block(const AttachedView& view, int64_t block, int32_t slot, int32_t lo, int32_t hi);
-// Of layers [lo, hi) of the stripe, into the slot: where the engine's memory cannot be read here.
+// Writes the digests of layers [lo, hi) of the stripe into the slot, where the engine's memory cannot be read
+// here.
 void write_digests_of_stripe(const AttachedView& view, int32_t slot, int32_t lo, int32_t hi);
-// OK, or a failure that names the first run of layers [lo, hi) whose bytes in the slot are others.
+// OK, or a failure that names the first run of layers [lo, hi) whose bytes in the slot do not match its
+// digest.
 MoveResult check_digests(const AttachedView& view, int32_t slot, int32_t lo, int32_t hi);
-// The failure of a page whose run of this number has other bytes in the slot.
+// The failure of a page whose run of this number does not match its digest.
 MoveResult digest_mismatch(const AttachedView& view, size_t run, int32_t slot);
 
 }  // namespace flexkv

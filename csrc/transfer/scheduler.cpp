@@ -16,10 +16,11 @@
 namespace flexkv {
 namespace {
 
-// What reads the engine's blocks.
+// The kinds that read the engine's blocks.
 constexpr KindSet kStoreKinds = kind_bit(OpKind::kD2H) | kind_bit(OpKind::kGdsWrite);
 
-// Unit: seconds. An event that was recorded this moment on an idle stream is reached some microseconds later.
+// Unit: seconds. How long an event may take to be reached: one that was just recorded on an idle stream takes
+// some microseconds.
 constexpr double kIdleStreamS = 0.001;
 
 bool is_reached(StreamEvent& event) {
@@ -104,13 +105,14 @@ std::optional<int64_t> Scheduler::submit(GraphSpec spec,
     }
     if (!coming.pages.empty()) coming_.push_back(std::move(coming));
   }
-  // What a load waits for runs as early as the load: edges point forward, so from the back all is known.
+  // An op that a load waits for is as urgent as the load. Edges point forward, so going backwards, each op's
+  // successors are settled before it.
   for (auto op = graph.ops.rbegin(); op != graph.ops.rend(); ++op) {
     for (const auto& [after, kind] : (*op)->successors) {
       (*op)->effective_priority = std::min((*op)->effective_priority, after->effective_priority);
     }
   }
-  // A copy: an op that ends here and now may end the graph.
+  // A copy, because an op that ends at once may end the graph.
   const std::vector<std::shared_ptr<OpState>> ops = graph.ops;
   for (const auto& op : ops) {
     const KindQueue& queue = queue_of(*op);
@@ -124,7 +126,7 @@ std::optional<int64_t> Scheduler::submit(GraphSpec spec,
   }
   if (ops.empty()) remember(ticket, forgotten);
   if (!coming_.empty()) {
-    look_for_arrivals();  // some may be there
+    look_for_arrivals();  // some may have arrived already
     arrivals_.notify_one();
   }
   return ticket;
@@ -146,7 +148,8 @@ std::vector<OpResult> Scheduler::poll(size_t max_results) {
   }
   if (!taken.empty() && results_.empty()) {
     uint64_t count = 0;
-    // If someone else has read it, against the contract, it is as it should be: no reason to lose `taken`.
+    // This fails only if someone else has read it, against the contract. It is 0 then, as it should be: no
+    // reason to lose `taken`.
     [[maybe_unused]] const auto bytes = read(event_fd_, &count, sizeof(count));
   }
   return taken;
@@ -216,8 +219,8 @@ LayerWait Scheduler::wait_layer(int64_t ticket, int32_t layer, double deadline_s
   return answer;
 }
 
-// The op's own fence and those of what its lane has taken, which it may wait for before the op ends. Not
-// those of older ops that are still queued.
+// The op's own fence and those of the items that its lane has taken, which may have to end before the op
+// does. Fences of older ops that are still queued are left out.
 std::vector<std::shared_ptr<StreamEvent>> Scheduler::fences_before(const OpState& op) const {
   std::vector<std::shared_ptr<StreamEvent>> fences;
   if (op.fence) fences.push_back(op.fence);
@@ -251,13 +254,13 @@ Scheduler::Enqueued Scheduler::enqueue_all(int64_t ticket, double deadline_s, bo
     std::ranges::move(fences_before(*op), std::back_inserter(fences));
   }
   if (!fences.empty()) {
-    lock.unlock();  // for the driver
+    lock.unlock();  // is_reached() calls the driver
     answer.behind_forward =
         !std::all_of(fences.begin(), fences.end(), [](const auto& fence) { return is_reached(*fence); });
     lock.lock();
     if (answer.behind_forward) deadline_s = 0;
   }
-  // Of an op on a lane without streams nothing is issued before it has ended.
+  // On a lane without streams nothing of an op is issued before it has ended.
   answer.in_time = progress_.wait_until(lock, deadline_in(deadline_s), [&] {
     return std::all_of(stores.begin(), stores.end(),
                        [](const auto& op) { return op->ended || op->all_issued(); });

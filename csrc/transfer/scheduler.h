@@ -1,4 +1,5 @@
-// Which page may move next, and how each op ended. One lock guards everything here; no byte moves under it.
+// Decides which page may move next, and records how each op ended. One lock guards everything here; no byte
+// moves under it.
 #pragma once
 #include <array>
 #include <condition_variable>
@@ -18,27 +19,28 @@
 
 namespace flexkv {
 
-// Unit: items. After this many items of loads in a row that a waiting store had to let pass, it gets
-// one: under endless loads it keeps 1/17 of the lane, which costs a load at most 6 %.
+// Unit: items. After a waiting store has let this many items of loads pass in a row, one item of it runs:
+// under endless loads stores keep 1/17 of the lane, which costs a load at most 6 %.
 inline constexpr int32_t kPiecesBeforeAged = 16;
-// Unit: graphs. Ended and polled graphs that wait_layer() can still be asked about.
+// Unit: graphs. Ended and polled graphs that wait_layer() still knows.
 inline constexpr size_t kRememberedGraphs = 256;
 
-// Unit: looks. A work item is stuck when the watchdog, looking this often in `op_stuck_s`, never saw it move.
-// Counted in looks and not in seconds: a process that was stopped (SIGSTOP, a frozen container, a suspended
-// machine) wakes up with all its copies late and none of them hung.
+// Unit: looks. The watchdog looks this many times in `op_stuck_s`; a work item that it never saw move in them
+// is stuck. It counts looks instead of seconds because a process that was stopped (SIGSTOP, a frozen
+// container, a suspended machine) wakes up with all its copies late and none of them hung.
 inline constexpr int32_t kLooksUntilStuck = 4;
 
-// Unit: seconds. How often it is looked whether slots that loads wait for have been filled by another
-// transfer engine's reads. Looking costs a memory access a page, 10 us for 10,000; in this time a disk brings
-// up 1.5 MB, a fraction of what a lane takes at once. Being told instead would cost each disk a system call a
-// page.
+// Unit: seconds. The pause between two checks whether another transfer engine's reads have filled slots that
+// loads wait for. A check costs one memory access per page, 10 us for 10,000 pages; during the pause a disk
+// reads 1.5 MB, a fraction of what a lane takes at once. Notifications instead would cost each disk one
+// system call per page.
 inline constexpr double kSlotLookS = 0.0005;
 
 struct LayerWait {
-  bool in_time = false;                                          // false: the deadline passed, the ops go on
-  std::vector<std::pair<int64_t, std::vector<int32_t>>> failed;  // (op id, positions), of ops that have any
-  // With `issued`: after each of these the layer is in place. Kinds of the ops that gave them.
+  bool in_time = false;  // false: the deadline passed, and the ops go on
+  // (op id, positions) of each op with failed pages.
+  std::vector<std::pair<int64_t, std::vector<int32_t>>> failed;
+  // With `issued`: after all of these the layer is in place. Each has the kind of its op.
   std::vector<std::pair<OpKind, std::shared_ptr<StreamEvent>>> events = {};
 };
 
@@ -50,66 +52,67 @@ struct LaneState {
   int64_t open_ops = 0;        // not ended
   int64_t held_places = 0;     // not ended, or ended and not polled
   std::vector<int64_t> stuck;  // op ids whose bytes may still move though the lane is down
-  int64_t times_down = 0;      // since the engine was made; it works again when nothing of it is stuck
+  int64_t times_down = 0;      // since the engine was made; it is up again once nothing of it is stuck
 };
 
 class Scheduler : public WorkSource {
  public:
-  // `queue_ops` places for each (kind, priority). `op_stuck_s` <= 0: no item is ever held to be stuck.
+  // `queue_ops` places for each (kind, priority). `op_stuck_s` <= 0: no item ever counts as stuck.
   Scheduler(int32_t queue_ops, double op_stuck_s);
   ~Scheduler() override;
 
-  // Lanes, in order of their number; before the first submit.
+  // Lanes are numbered in the order in which they are added. Call before the first submit.
   void add_lane(std::shared_ptr<Lane> lane);
   KindSet kinds() const;
 
-  // Takes a graph that the engine has checked: `views[i]` is the view of op i, or null and `sizes[i]` counts.
-  // A ticket, or nothing when the queue entries it needs are not free. Throws ClosedError, or ContractError
-  // when an op id is in flight already.
+  // Takes a graph that the engine has checked: `views[i]` is the view of op i; where it is null, `sizes[i]`
+  // counts. Returns a ticket, or nothing when the queue entries that the graph needs are not free. Throws
+  // ClosedError, or ContractError when an op id is in flight already.
   std::optional<int64_t> submit(GraphSpec graph,
                                 const std::vector<std::shared_ptr<const AttachedView>>& views,
                                 const std::vector<PageSizes>& sizes);
   std::vector<OpResult> poll(size_t max_results);
-  // Throw ContractError for a ticket that was never given; wait_layer also for one forgotten.
+  // Both throw ContractError for a ticket that was never given, wait_layer() also for one that was forgotten.
   bool wait(int64_t ticket, double deadline_s);
   // `issued`: the layer need not be in place, only on its way with an event behind it.
   LayerWait wait_layer(int64_t ticket, int32_t layer, double deadline_s, bool issued = false);
   struct Enqueued {
-    bool in_time = false;  // false: the deadline passed, the ops go on
-    // A store to disk, which must end, stands behind what the engine runs yet. Not looked at with a deadline
-    // of 0; may be set though it was in time.
+    bool in_time = false;  // false: the deadline passed, and the ops go on
+    // A store to disk, which must end, waits behind work that the engine still runs. Always false with a
+    // deadline of 0; may be true even if in time.
     bool behind_forward = false;
-    // After these, no byte of the engine's blocks is read any more. Kinds of the ops that gave them.
+    // After all of these no byte of the engine's blocks is read any more. Each has the kind of its op.
     std::vector<std::pair<OpKind, std::shared_ptr<StreamEvent>>> events = {};
   };
-  // Waits until all that the graph's stores read of the engine's blocks has been read; with `on_streams`
-  // until it is enqueued, which is then done at once. A store to disk cannot be; it is not waited for while
-  // it stands behind a forward that runs. Throws ContractError for a ticket that was never given.
+  // Waits until the graph's stores have read the engine's blocks; with `on_streams` until those reads are
+  // enqueued, which then happens at once. A store to disk cannot be enqueued like that; if one waits behind a
+  // forward pass that still runs, this does not wait for it. Throws ContractError for a ticket that was never
+  // given.
   Enqueued enqueue_all(int64_t ticket, double deadline_s, bool on_streams);
-  // Layers [0, layers) of these gated graphs may be copied, after `fence` if there is one. Nothing to do for
-  // graphs that have ended, and for layers that are open. Opens none and throws BlockRangeError if a graph
-  // has fewer layers, ContractError for a ticket that was never given.
+  // Allows layers [0, layers) of these gated graphs to be copied, after `fence` if there is one. Does nothing
+  // for graphs that have ended, and for layers that are open already. Opens none and throws BlockRangeError
+  // if a graph has fewer layers, ContractError for a ticket that was never given.
   void open_layers(const std::vector<int64_t>& tickets, int32_t layers,
                    const std::shared_ptr<StreamEvent>& fence);
-  // Drops what no lane has taken. Returns how many pages that were.
+  // Drops the pages that no lane has taken. Returns how many there were.
   int64_t cancel(int64_t ticket);
 
   // Readable exactly while results wait to be polled.
   int event_fd() const { return event_fd_; }
   std::vector<LaneState> lanes() const;
 
-  // Refuses submits, cancels what is queued, lets lanes' take() return null. Idempotent.
+  // Refuses submits, cancels queued pages, makes the lanes' take() return null. Idempotent.
   void begin_close();
   // Whether no item is under way any more, within the deadline.
   bool wait_quiet(double deadline_s);
   bool closing() const;
 
-  // Takes lanes down whose items have not moved for `op_stuck_s`, until close. The watchdog thread's whole
-  // life: it sleeps while nothing moves.
+  // Takes down lanes whose items have not moved for `op_stuck_s`, until close. The watchdog thread runs this;
+  // it sleeps while nothing moves.
   void watch();
 
-  // Starts pages whose slots have been filled by reads of another transfer engine, and ends those whose read
-  // failed, until close. The whole life of a thread: it sleeps while no load waits for slots.
+  // Starts pages whose slots were filled by reads of another transfer engine, and ends those whose read
+  // failed, until close. A thread of its own runs this; it sleeps while no load waits for slots.
   void watch_slots();
 
   std::shared_ptr<WorkItem> take(int32_t lane) override;
@@ -146,7 +149,7 @@ class Scheduler : public WorkSource {
     int32_t page = -1;
     std::string reason = {};
   };
-  // Pages that wait for reads of another transfer engine, or for the rest of what these bring.
+  // Pages whose slots another transfer engine's reads have not filled yet, or only in part.
   struct Coming {
     std::shared_ptr<OpState> op;
     std::vector<int32_t> pages;
@@ -154,19 +157,21 @@ class Scheduler : public WorkSource {
   struct LaneEntry {
     std::shared_ptr<Lane> lane;
     std::condition_variable work;
-    int32_t idle = 0;                                // threads asleep in take()
-    int32_t woken = 0;                               // of these, how many have been notified and not run yet
-    std::array<int32_t, kOpKinds> urgent_streaks{};  // a kind where these are apart, else the first
+    int32_t idle = 0;   // threads asleep in take()
+    int32_t woken = 0;  // of these, how many have been notified and not run yet
+    // One per kind where the kinds are apart, else only the first.
+    std::array<int32_t, kOpKinds> urgent_streaks{};
   };
 
   KindQueue& queue_of(const OpState& op) { return queues_[static_cast<size_t>(op.spec().kind)]; }
   Lane& lane_of(const OpState& op) { return *lanes_[static_cast<size_t>(queue_of(op).lane)]->lane; }
-  // For what of it is under way, which has no page that is ready.
+  // For the op's items under way: they have no ready page that would wake their lane.
   void wake_lane_of_moving(OpState& op) {
     if (op.moving_pages() > 0) lane_of(op).wake(op.spec().kind);
   }
-  // Keeps an ended graph for wait_layer(), and moves the oldest such to `forgotten`, which is to end without
-  // the lock: the last reference to an event calls the driver.
+  // Keeps an ended graph for wait_layer(), and moves the oldest one kept to `forgotten` when there are too
+  // many. The caller destroys `forgotten` without the lock: dropping the last reference to an event calls the
+  // driver.
   void remember(int64_t ticket, std::vector<Graph>& forgotten);
   std::vector<std::shared_ptr<StreamEvent>> fences_before(const OpState& op) const;
   void require_given(int64_t ticket, const char* what) const;

@@ -47,8 +47,9 @@ KindSet Scheduler::kinds() const {
   return all;
 }
 
-// The op that lane runs next: the oldest of the most urgent, unless a less urgent one has waited its turn
-// out. Null also when its turn has come, but its kind is not `allowed`, unless the lane's kinds are apart.
+// The op that a lane runs next: the oldest of the most urgent, unless a less urgent one has waited its turn
+// out. Also null while all of the most urgent ops are of kinds that are not `allowed`, unless the lane's
+// kinds are apart.
 OpState* Scheduler::pick(LaneEntry& entry, KindSet allowed) {
   OpState* urgent = nullptr;
   OpState* patient = nullptr;  // the oldest that is less urgent
@@ -155,7 +156,7 @@ bool Scheduler::extend(const std::shared_ptr<WorkItem>& item) {
 
 void Scheduler::issued(const std::shared_ptr<WorkItem>& item, int32_t stage,
                        std::shared_ptr<StreamEvent> event) {
-  // What it replaces: the last reference to an event calls the driver, so not under the lock.
+  // The events that this one replaces. They end after the lock: dropping the last reference calls the driver.
   std::vector<std::shared_ptr<StreamEvent>> replaced;
   const std::lock_guard lock(mutex_);
   OpState& op = *item->op_;

@@ -1,4 +1,4 @@
-// What becomes of a page, and what that means for others: which may start, which are skipped, which ops end.
+// What follows from the end of a page: which others may start, which are skipped, which ops end.
 #include <unistd.h>
 
 #include <utility>
@@ -14,7 +14,7 @@ void Scheduler::start_if_free(OpState& op) {
     make_ready(op, page);
   }
   update_runnable(op);
-  settle(op);  // one without pages is done
+  settle(op);  // an op without pages is done
 }
 
 // Makes a waiting page ready if nothing holds it back.
@@ -26,7 +26,7 @@ bool Scheduler::make_ready(OpState& op, int32_t page) {
   return true;
 }
 
-// Keeps `runnable` exactly the ops with ready pages, and tells the lane.
+// Keeps exactly the ops with ready pages in `runnable`, and wakes the lane.
 void Scheduler::update_runnable(OpState& op) {
   KindQueue& queue = queue_of(op);
   auto& runnable = queue.runnable[static_cast<size_t>(op.effective_priority)];
@@ -47,10 +47,10 @@ void Scheduler::end_page(OpState& op, int32_t page, PageState end, const std::st
   op.fail(page, end, reason, cause);
   tell_read_ended(op, page, false);
   update_runnable(op);
-  progress_.notify_all();  // a layer may be over with it
+  progress_.notify_all();  // this may complete a layer
   for (const auto& [after, kind] : op.successors) {
     if (kind != EdgeKind::kStream || after->state(page) != PageState::kWaiting) continue;
-    // Along a chain the first cause stays the reason: it would grow with every link.
+    // Along a chain the first cause stays the reason, which would otherwise grow with every link.
     const std::string why = end == PageState::kSkipped
                                 ? reason
                                 : "page " + std::to_string(page) + " of op " +
@@ -59,20 +59,21 @@ void Scheduler::end_page(OpState& op, int32_t page, PageState end, const std::st
   }
 }
 
-// Loads of other transfer engines may wait for the page.
+// Tells the lane that a read of a page has ended: loads of other transfer engines may wait for it.
 void Scheduler::tell_read_ended(OpState& op, int32_t page, bool verified) {
   if (op.spec().kind != OpKind::kDiskRead) return;
   lanes_[static_cast<size_t>(queue_of(op).lane)]->lane->read_ended(op.spec(), page, verified);
 }
 
-// Layerwise loads of other transfer engines may wait for the layers that a page has by now.
+// Tells the lane which layers of a page have been read: layerwise loads of other transfer engines may wait
+// for them.
 void Scheduler::tell_layers_read(OpState& op, int32_t page) {
   if (op.spec().kind != OpKind::kDiskRead) return;
   const int32_t layers = op.layers_done(page);
   lanes_[static_cast<size_t>(queue_of(op).lane)]->lane->read_advanced(op.spec(), page, layers);
 }
 
-// What ended ops and pages mean for others, until nothing follows any more. Every change ends with this.
+// Carries out the consequences of ended ops and pages until none is left. Every change ends with this.
 void Scheduler::carry_on() {
   while (!consequences_.empty()) {
     const Consequence next = std::move(consequences_.front());
@@ -96,7 +97,7 @@ void Scheduler::carry_on() {
   }
 }
 
-// Ends what has not been taken by a lane; pages under way end when their item does.
+// Ends the pages that no lane has taken; pages under way end with their item.
 void Scheduler::end_all_pages(OpState& op, PageState end, const std::string& reason) {
   if (op.ended) return;
   if (op.pages() == 0) op.fail_empty(end, reason);
@@ -108,7 +109,7 @@ void Scheduler::end_all_pages(OpState& op, PageState end, const std::string& rea
   settle(op);
 }
 
-// A page ended OK: its successors' pages may start.
+// After a page ended OK: the pages of other ops that waited for it may start.
 void Scheduler::page_arrived(OpState& op, int32_t page) {
   tell_read_ended(op, page, true);
   for (const auto& [after, kind] : op.successors) {
@@ -118,7 +119,7 @@ void Scheduler::page_arrived(OpState& op, int32_t page) {
   }
 }
 
-// Ends an op whose pages have all ended, and passes that on along its barriers.
+// Ends an op whose pages have all ended, and queues what follows for the ops behind its barriers.
 void Scheduler::settle(OpState& op) {
   if (op.ended || !op.all_settled() || op.waiting_barriers > 0) return;
   op.ended = true;

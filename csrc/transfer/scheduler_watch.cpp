@@ -1,5 +1,4 @@
-// What the scheduler looks for now and then: items that hang, slots that other transfer engines' reads have
-// filled.
+// What the scheduler checks periodically: items that hang, and slots that other transfer engines' reads fill.
 #include <utility>
 
 #include "transfer/scheduler.h"
@@ -20,8 +19,7 @@ void Scheduler::take_down(OpKind kind, const std::string& reason) {
   }
 }
 
-// Takes down what stuck items stand for: their kind, and all kinds of a lane that has no room left beside
-// them.
+// Takes down the kinds of stuck items, and all kinds of a lane that has no room left beside them.
 void Scheduler::look_for_stuck() {
   std::map<int32_t, int32_t> stuck_of_lane;
   bool moved_again = false;
@@ -44,7 +42,7 @@ void Scheduler::look_for_stuck() {
                                std::to_string(op_stuck_s_) + " s";
     take_down(item->kind_, reason);
     if (stuck_of_lane[item->lane_] < entry.lane->concurrency()) continue;
-    // Nothing that shares its threads can move either.
+    // Nothing else on this lane can move either.
     for (int kind = 0; kind < kOpKinds; ++kind) {
       const bool shares = (entry.lane->kinds() & kind_bit(static_cast<OpKind>(kind))) != 0;
       if (shares) take_down(static_cast<OpKind>(kind), reason);
@@ -53,8 +51,7 @@ void Scheduler::look_for_stuck() {
   if (moved_again) revive();
 }
 
-// Takes kinds into service again that nothing stuck stands for any more. `moving_` no longer has what has
-// ended.
+// Brings up the kinds that no stuck item keeps down any more. Items that have ended are not in `moving_`.
 void Scheduler::revive() {
   for (int kind = 0; kind < kOpKinds; ++kind) {
     KindQueue& queue = queues_[static_cast<size_t>(kind)];
@@ -73,7 +70,7 @@ void Scheduler::revive() {
   }
 }
 
-// Whether pages of it still wait.
+// Starts the pages that have arrived, and ends those whose read failed. Returns whether any still wait.
 bool Scheduler::look_for_arrivals(Coming& coming) {
   OpState& op = *coming.op;
   if (op.ended) return false;
@@ -90,7 +87,7 @@ bool Scheduler::look_for_arrivals(Coming& coming) {
       make_ready(op, page);
       if (arrival.layers < op.layers()) waiting.push_back(page);
     } else if (op.state(page) == PageState::kMoving) {
-      waiting.push_back(page);  // a layer of it that had verified is being copied: ends after that
+      waiting.push_back(page);  // a verified layer of it is being copied: it ends after that
     } else {
       end_page(
           op, page, PageState::kSkipped,

@@ -1,26 +1,26 @@
-// Which read from disk filled a slot last, and how much of the page has verified: how a load, in another
-// process or on another transfer engine of this one, waits for pages that are still on their way up.
+// Which read from disk filled a slot last, and how much of the page is verified. A load in another process,
+// or on another transfer engine of this one, waits by it for pages that are still being read.
 #pragma once
 #include <atomic>
 #include <cstdint>
 
 namespace flexkv {
 
-// A read that nobody waits for.
+// The number of a read that nobody waits for.
 inline constexpr int64_t kNoRead = 0;
-// Of a word, the bits below the number of the read.
+// The bits of a word below the number of the read.
 inline constexpr int kArrivalBits = 16;
 inline constexpr int64_t kMostReads = int64_t{1} << (64 - kArrivalBits - 1);
-// Of a page that has verified as a whole.
+// The layers of a page that is verified as a whole.
 inline constexpr int32_t kAllLayers = (1 << kArrivalBits) - 1;
 
 // What a read has brought to a slot so far.
 struct SlotArrival {
   bool failed = false;  // it was not read, or the slot has been filled by a later read
-  int32_t layers = 0;   // [0, layers) have verified: whoever sees this sees their bytes
+  int32_t layers = 0;   // [0, layers) are verified: whoever sees this sees their bytes
 };
 
-// One word a slot, in memory that every process of the unit maps; all zero at first. Reads are numbered
+// One word per slot, in memory that every process of the unit maps; all zero at first. Reads are numbered
 // upwards over the pool's life, and a slot is given to one read at a time.
 class SlotArrivals {
  public:
@@ -31,13 +31,13 @@ class SlotArrivals {
 
   explicit SlotArrivals(Word* words) : words_(words) {}
 
-  // The page that `read` was to bring to `slot` has ended. After its last byte, and before anybody else may
-  // be given the slot.
+  // Records that the page that `read` was to bring to `slot` has ended. Call after its last byte, and before
+  // anybody else may be given the slot.
   void settle(int64_t slot, int64_t read, bool verified) const {
     put(slot, read, verified ? kAllLayers : kFailed);
   }
-  // Layers [0, layers) of it have verified and will not be touched any more; more of it is to come.
-  // `layers` is in [1, kAllLayers).
+  // Records that layers [0, layers) of the page are verified and will not be touched any more; more are to
+  // come. `layers` is in [1, kAllLayers).
   void advance(int64_t slot, int64_t read, int32_t layers) const { put(slot, read, layers); }
 
   SlotArrival look(int64_t slot, int64_t read) const {

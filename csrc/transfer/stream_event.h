@@ -13,10 +13,10 @@ using StreamId = uintptr_t;
 class StreamEvent {
  public:
   virtual ~StreamEvent() = default;
-  // Work enqueued on `stream` from now on starts after this point was reached. Empty, or why that could not
-  // be said.
+  // Makes work that is enqueued on `stream` from now on start after this point is reached. Empty, or why that
+  // failed.
   virtual std::string make_wait(StreamId stream) = 0;
-  // Whether this point has been reached, without waiting. True also where that cannot be told.
+  // Whether this point has been reached, without waiting. Also true if that cannot be determined.
   virtual bool reached() = 0;
 };
 

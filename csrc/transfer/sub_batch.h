@@ -1,4 +1,4 @@
-// How much of an op is under way as one.
+// How much of an op moves as one.
 #pragma once
 #include <cstdint>
 
