@@ -1,4 +1,4 @@
-"""Of the other package named flexkv, where SGLang's --enable-flexkv looks first: importing it is an error."""
+"""A module of the other package named flexkv, where SGLang's --enable-flexkv looks first: importing it is an error."""
 
 from flexkv.integration.other_flexkv import SGLANG_INSTEAD, TENSORRT_LLM_INSTEAD, refuse_other_flexkv
 

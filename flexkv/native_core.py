@@ -1,4 +1,4 @@
-"""Whether the native core beside this package was built from the same source."""
+"""Checks that the native core beside this package was built from the same source."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from flexkv.errors import NativeCoreError
 
 STUB = Path(__file__).with_name("c_ext.pyi")
 DIGITS = 12
-"""Of the digest; the build writes as many (`build_support.ninja_file.interface_id`)."""
+"""Digits of the digest that are compared; the build writes as many (`build_support.ninja_file.interface_id`)."""
 UNKNOWN = "unknown (older than this check)"
 
 
 def check_native_core() -> None:
-    """Holds the interface that the native core was built from against this package's: a digest of its stub.
+    """Compares the interface that the native core was built from, a digest of the stub, with this package's.
 
-    A core that was not built, or cannot be loaded, is told of where it is first needed: settings are read without one.
+    A missing core, or one that cannot be loaded, is no error here, because settings are read without one.
 
     Raises:
         NativeCoreError: it was built from another version of the source.

@@ -1,7 +1,7 @@
 """The error for an engine that looks here for the other package named flexkv (github.com/taco-project/FlexKV).
 
-That package's engine integrations import modules which this one does not have. Without these words such an engine ends
-with "FlexKV is not installed", although a package of that name is.
+The engine integrations of that package import modules which this one does not have. Without this error, such an engine
+ends with "FlexKV is not installed", although a package of that name is.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ TENSORRT_LLM_INSTEAD = (
 def refuse_other_flexkv(module: str, *instead: str) -> NoReturn:
     """Ends the import of a module that only the other package has.
 
-    Not by an ImportError: SGLang takes that for a missing package, and its own words would hide these.
+    It raises no ImportError: SGLang takes that for a missing package, and its own message would hide this one.
 
     Args:
-        module: as it was imported.
-        instead: what to set so that the engine takes this package.
+        module: the name that was imported.
+        instead: what to set so that the engine uses this package.
 
     Raises:
         ConfigError: always.

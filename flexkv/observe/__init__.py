@@ -1,7 +1,7 @@
 """What flexkv shows of itself: the table of metrics, why pages are lost, counters that travel between processes,
-logging, spans, threads by name, which package of this name runs, and the time of day.
+logging, spans, thread names, which package of this name runs, and the time of day.
 
-A leaf: every package may use it, it uses none.
+A leaf: every package may use it, and it uses none.
 """
 
 from flexkv.observe.counters import Counters, merge_values

@@ -10,7 +10,7 @@ from typing import Any
 from flexkv.observe.metrics import METRICS, Metric, MetricKind
 
 MAX_SAMPLES = 65_536
-"""Observations kept of one histogram series between two takes (512 KiB); an engine takes them every step."""
+"""Observations kept per histogram series between two takes (512 KiB); an engine takes them every step."""
 
 LOST_SAMPLES = "flexkv_lost_samples_total"
 
@@ -74,7 +74,7 @@ class Counters:
             self.add(LOST_SAMPLES)
 
     def take(self) -> dict[str, Any]:
-        """Moves the values out: returns what was `data` and starts again empty."""
+        """Moves the values out: returns `data` and starts again empty."""
         taken, self.data = self.data, {}
         return taken
 
@@ -90,7 +90,7 @@ class Counters:
         return bool(self.data)
 
     def summary(self) -> dict[str, float]:
-        """One number a series for a log line: sums, levels, and the mean of a histogram.
+        """One number per series for a log line: a counter's sum, a gauge's level, a histogram's mean.
 
         Names lose their prefix and `_total`; label values follow in brackets.
         """
@@ -107,7 +107,7 @@ class Counters:
 
 
 def merge_values(into: dict[str, Any], newer: Mapping[str, Any]) -> None:
-    """Adds the `data` of other counters, which are as new or newer, to the `data` of some.
+    """Adds `newer`, the `data` of other counters, to `into`. A gauge takes its value from `newer`.
 
     Raises:
         ValueError: `newer` names a metric that does not exist.
@@ -152,7 +152,7 @@ def _series_of(kind: MetricKind) -> MappingProxyType[tuple[Any, ...], str]:
     return MappingProxyType(found)
 
 
-# Looked up at each step of an engine. What is not here is refused by name, or has its labels in another order.
+# For the look-ups at each step of an engine. A call that misses here has its labels in another order, or is refused.
 _COUNTERS = _series_of(MetricKind.COUNTER)
 _GAUGES = _series_of(MetricKind.GAUGE)
 _HISTOGRAMS = _series_of(MetricKind.HISTOGRAM)

@@ -1,4 +1,4 @@
-"""Warnings of ops that failed: each says which, where, how much and why, and a storm of them stays readable."""
+"""Warnings of failed ops: each says which op, where, how much and why, and a storm of failures stays readable."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 MOST_LINES = 10
-"""Warnings of one kind of op within `PERIOD_S`. Enough to see whether failures are alike; a storm has thousands."""
+"""Warnings per kind of op within `PERIOD_S`. Enough to see whether failures are alike; a storm has thousands."""
 
 PERIOD_S = 60.0
 
 
 @dataclass(slots=True)
 class _Period:
-    """What was said of one kind of op since `began_s`, and what was not."""
+    """Lines logged for one kind of op since `began_s`, and failures left out."""
 
     began_s: float
     lines: int = 0
@@ -25,7 +25,7 @@ class _Period:
 
 
 class FailedOps:
-    """Says each failure once, and of more than `MOST_LINES` a period only how many there were. Thread-safe.
+    """Logs each failure once; those beyond `MOST_LINES` per period are only counted. Thread-safe.
 
     Args:
         clock: seconds, never running backwards.
@@ -38,12 +38,12 @@ class FailedOps:
         self._periods: dict[str, _Period] = {}
 
     def warn(self, kind: str, name: str, failed: int, pages: int, reason: str) -> None:
-        """One op has failed.
+        """Logs that one op has failed.
 
         Args:
-            kind: what it moves, and between which tiers; of a small fixed set.
+            kind: what the op moves, and between which tiers; one of a small fixed set.
             name: which op it is, and for whom.
-            failed: of its `pages`.
+            failed: how many of its `pages` failed.
             reason: what went wrong.
         """
         with self._lock:
@@ -66,7 +66,7 @@ class FailedOps:
             )
 
     def flush(self, at_end: bool = False) -> None:
-        """Says how many were left out of periods that are over; with `at_end` also of those that are not."""
+        """Logs how many failures were left out in periods that are over; with `at_end` also in those that are not."""
         with self._lock:
             for kind, period in list(self._periods.items()):
                 if at_end or self._clock() - period.began_s >= PERIOD_S:

@@ -1,4 +1,4 @@
-"""Logging under the name `flexkv`. Per request nothing is logged above DEBUG but failures (`failed_ops`)."""
+"""Logging under the name `flexkv`. Per request, nothing but failures is logged above DEBUG (`failed_ops`)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def configure_logging(level: str, given: bool = False) -> None:
 
     Args:
         level: "debug", "info", "warning" or "error".
-        given: somebody asked for this level, which then counts more than the program's.
+        given: the user asked for this level, which then counts more than the program's.
     """
     logger = logging.getLogger(ROOT)
     if given or logger.level in (logging.NOTSET, _own_level[0]):
@@ -43,7 +43,7 @@ def configure_logging(level: str, given: bool = False) -> None:
 
 
 def log_package(logger: logging.Logger) -> None:
-    """Logs version and place of this package, and warns of another of its name, once in a process."""
+    """Logs this package's version and folder, and warns of another package of its name, once per process."""
     if "package" not in _warned:
         _warned.add("package")
         for is_warning, words in name_this_package():
@@ -54,8 +54,8 @@ def warn_once(logger: logging.Logger, key: str, message: str, *args: object) -> 
     """Logs a warning the first time `key` comes up in this process.
 
     Args:
-        key: is kept for good, so it is of a bounded set: fixed ones, and one for each unknown variable of the
-            environment. None holds anything of a request.
+        key: kept for good, so keys are a bounded set: fixed ones, and one for each unknown environment variable. No key
+            contains anything from a request.
     """
     if key not in _warned:
         _warned.add(key)

@@ -16,7 +16,7 @@ class MetricKind(Enum):
     COUNTER = "counter"
     """Only grows; the values of ranks and intervals are added."""
     GAUGE = "gauge"
-    """A level; the latest value counts. Only the manager's process sets gauges, so no two ranks ever meet."""
+    """A level; the latest value counts. Only the manager's process sets gauges, so ranks never set the same one."""
     HISTOGRAM = "histogram"
     """Single observations; those of ranks and intervals are put together."""
 
@@ -54,8 +54,8 @@ class Metric:
         return ",".join(labels[name] for name, _ in self.labels)
 
     def all_series(self) -> list[str]:
-        """Every series that there can be, so that each is exported from the start: a rate over a counter that appears
-        with its first increment misses that increment."""
+        """Every possible series, so that each is exported from the start: a rate over a counter that appears with its
+        first increment misses that increment."""
         return [",".join(values) for values in itertools.product(*(values for _, values in self.labels))]
 
     def label_values(self, series: str) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Threads whose name the system shows, in `top -H` and /proc, beside those of the native core."""
+"""Threads whose names the system shows, in `top -H` and /proc, like those of the native core."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LONGEST = 15
 
 
 class NamedThread(threading.Thread):
-    """A daemon thread with its name in the system too, which Python tells the system from 3.14 on only.
+    """A daemon thread whose name the system has too; Python itself passes it on from 3.14 on only.
 
     Args:
         name: `flexkv-...`, at most LONGEST characters.
@@ -29,7 +29,7 @@ class NamedThread(threading.Thread):
 
 
 def name_this_thread(name: str) -> None:
-    """Gives the calling thread its name in the system; for pools, as the initializer of their threads."""
+    """Sets the calling thread's name in the system; a thread pool calls it as its initializer."""
     check_name(name)
     with contextlib.suppress(OSError):  # no /proc: the thread works without a name
         Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(name)

@@ -1,5 +1,5 @@
-"""Which `flexkv` runs here. Another project installs a package of the same name, and of two that are installed Python
-imports the first on its path, without a word."""
+"""Which `flexkv` runs here. Another project installs a package of the same name, and where both are installed, Python
+imports the first on its path without a word."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class OtherPackage:
     """Another installed distribution that provides a package called `flexkv`.
 
     Attributes:
-        name, version: of the distribution, as pip lists it.
-        folder: of its package.
+        name, version: the distribution's, as pip lists it.
+        folder: the folder of its package.
     """
 
     name: str
@@ -40,12 +40,12 @@ def package_folder() -> Path:
 
 
 def other_packages() -> list[OtherPackage]:
-    """Other distributions of this environment that provide `flexkv`, each once. Reads all metadata: 0.2 s with 200."""
+    """Other distributions here that provide `flexkv`, each once. Reads all metadata: 0.2 s with 200 distributions."""
     names = importlib.metadata.packages_distributions().get(NAME, ())
     found = {
         OtherPackage(str(installed.metadata["Name"]), installed.version, _folder_of(installed))
         for name in dict.fromkeys(names)
-        if name  # without one, all distributions would be taken for it
+        if name  # without a name, every distribution would match
         for installed in importlib.metadata.distributions(name=name)
     }
     ours = package_folder()
@@ -54,7 +54,7 @@ def other_packages() -> list[OtherPackage]:
 
 
 def name_this_package() -> Iterator[tuple[bool, str]]:
-    """Lines for a log: whether it is a warning, and the words."""
+    """Yields lines for a log: whether the line is a warning, and its text."""
     ours = package_folder()
     yield False, f"flexkv {__version__}, imported from {ours}"
     for other in other_packages():
@@ -67,10 +67,10 @@ def name_this_package() -> Iterator[tuple[bool, str]]:
 
 
 def _folder_of(installed: importlib.metadata.Distribution) -> Path:
-    """The package's folder; an editable installation has it where its source is."""
+    """The package's folder; an editable installation has it beside its source."""
     try:
         origin = json.loads(installed.read_text("direct_url.json") or "{}")
-    except ValueError:  # damaged; where its files lie is known all the same
+    except ValueError:  # damaged; the place of the files is known without it
         origin = {}
     if not isinstance(origin, dict):
         origin = {}

@@ -1,5 +1,5 @@
-"""Why a page is not stored, or a stored one not served: the one list of reasons. The labels of their metrics and a
-table of the documentation are made from it."""
+"""The one list of reasons why a page is not stored, or a stored page not served. The labels of the metrics and a table
+of the documentation are made from it."""
 
 from __future__ import annotations
 
@@ -93,14 +93,14 @@ class PageLoss(Enum):
 
     @property
     def labels(self) -> dict[str, str]:
-        """The label of its counter that names it."""
+        """The counter's label that names this reason."""
         return {"reason": self.reason} if self.reason else {}
 
     def count(self, counters: Counters, pages: int, **labels: str) -> None:
         """Adds pages that were lost for this reason.
 
         Args:
-            labels: what the counter has beside the reason, such as a direction.
+            labels: the counter's labels beside the reason, such as a direction.
         """
         if pages > 0:
             counters.add(self.metric, pages, **labels, **self.labels)

@@ -1,6 +1,6 @@
-"""One OpenTelemetry span per op, where the process traces: the engine's own provider takes it.
+"""One OpenTelemetry span per op, where the process traces; the engine's own provider receives it.
 
-OpenTelemetry is used when it is there: vLLM brings it, and sets a provider before it makes its connector.
+OpenTelemetry is used where it is installed: vLLM brings it, and sets a provider before it makes its connector.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ from collections.abc import Mapping
 
 try:
     from opentelemetry import trace as trace
-except ImportError:  # not brought by every engine
+except ImportError:  # not every engine brings it
     trace = None  # type: ignore[assignment]
 
 TRACER = "flexkv"
 REQUEST_ID = "gen_ai.request.id"
-"""As vLLM's own spans name it, so that one search finds both."""
+"""The name that vLLM's own spans use, so that one search finds both."""
 
 AttributeValue = str | int | list[str]
 
 
 class OpSpans:
-    """Makes spans of ops that have ended, if a tracer provider was set before it was made.
+    """Makes spans of ended ops, if a tracer provider was set before this object was made.
 
     Attributes:
-        wanted: whether one was.
+        wanted: whether one was set.
     """
 
     def __init__(self) -> None:
@@ -35,12 +35,12 @@ class OpSpans:
     def ended(
         self, name: str, seconds: float, attributes: Mapping[str, AttributeValue], failure: str = ""
     ) -> None:
-        """An op has ended just now; only where spans are `wanted`.
+        """Makes the span of an op that has just ended. Only where spans are `wanted`.
 
         Args:
-            name: what it moves, and between which tiers; of a small fixed set.
-            seconds: how long ago it was planned.
-            failure: why pages of it failed; empty where none did.
+            name: what the op moves, and between which tiers; one of a small fixed set.
+            seconds: how long ago the op was planned.
+            failure: why some of its pages failed; empty where none did.
         """
         end_ns = time.time_ns()
         span = trace.get_tracer(TRACER).start_span(

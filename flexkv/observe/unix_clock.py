@@ -1,7 +1,7 @@
 """The time of day as pages carry it: whole seconds or milliseconds since 1970, never negative.
 
-A machine's clock may be set to anything, also before 1970 or so far ahead that no field takes it. Then the nearest time
-that the fields take counts: ages and expiries are wrong, and nothing fails.
+A machine's clock may be set to anything, even before 1970 or so far ahead that no field holds it. Then the nearest time
+that the fields hold is used: ages and expiries are wrong, and nothing fails.
 """
 
 from __future__ import annotations
@@ -24,5 +24,5 @@ def unix_now_ms() -> int:
 
 def _clamped() -> float:
     now = time.time()
-    # Also a time that is no number, which compares with nothing.
+    # Also for NaN, which compares with nothing.
     return min(max(0.0, now), float(MOST_S)) if now == now else 0.0

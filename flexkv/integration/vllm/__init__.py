@@ -1,1 +1,1 @@
-"""Where vLLM's built-in FlexKVConnectorV1 looks."""
+"""The package where vLLM's built-in FlexKVConnectorV1 looks for its implementation."""
