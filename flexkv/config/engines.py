@@ -1,5 +1,5 @@
-"""Which engine uses which setting. A setting that an engine has no use for is named at its start where somebody gave
-it, because a setting without effect and without a word is taken for one that works."""
+"""Which engine uses which setting. An engine logs at its start each setting that was given and that it does not use,
+because without a word such a setting is taken for one that works."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class NoEffect:
     """Why an engine has no use for a setting.
 
     Attributes:
-        acts_as: the value that says what the engine does all the same, if one does: whoever gave it has what they want.
-        named_by_tier: the tier that would use it warns of it.
+        acts_as: the value, if any, that describes what the engine does anyway: with it there is nothing to log.
+        named_by_tier: the tier that would use the setting logs a warning of its own.
     """
 
     because: str
@@ -134,7 +134,7 @@ EVERYWHERE = frozenset(
 
 
 def without_effect(config: FlexKVConfig, engine: str) -> list[str]:
-    """A sentence for each setting that somebody gave and that the engine has no use for.
+    """One sentence for each setting that was given and that the engine does not use.
 
     Args:
         engine: a key of `ENGINES`.

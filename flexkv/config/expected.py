@@ -1,4 +1,4 @@
-"""What a setting takes, in the words of this package rather than those of the library that checks it."""
+"""Says what a setting accepts, in the words of this package rather than those of the library that checks it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WORDS = {
     "less_than_equal": "expected at most {le}",
     "multiple_of": "expected a multiple of {multiple_of}",
 }
-"""Kind of pydantic's error -> what is said, with the values of its context."""
+"""Kind of pydantic's error -> our message, with the values of the error's context."""
 
 NUMBERS = {
     "int_parsing": "a whole number",
@@ -29,15 +29,15 @@ NUMBERS = {
     "float_parsing": "a number",
     "float_type": "a number",
 }
-"""Kinds of errors where no number was found to hold against the bounds, so they are said as well."""
+"""Kinds of errors without a number to compare with the bounds, so the message states the bounds as well."""
 
 
 def expected(fault: Mapping[str, Any], name: str, field: FieldInfo) -> str:
-    """What was expected, of one fault that pydantic found; a validator's own words stay as they are.
+    """Says what was expected, for one fault that pydantic found; a validator's own message is returned as it is.
 
     Args:
-        fault: as in pydantic's `ValidationError.errors()`.
-        name: the field's, whose end says the unit.
+        fault: an item of pydantic's `ValidationError.errors()`.
+        name: the field's name, whose end gives the unit.
     """
     kind = fault["type"]
     if kind in NUMBERS:
@@ -49,7 +49,7 @@ def expected(fault: Mapping[str, Any], name: str, field: FieldInfo) -> str:
 
 
 def _bounds(field: FieldInfo) -> list[str]:
-    """The narrowest of each side; none of a field that may also be unset, whose bounds lie deeper."""
+    """The narrowest bound on each side; none for a field that may also be unset, whose bounds lie deeper."""
 
     def given(name: str) -> list[float]:
         return [getattr(part, name) for part in field.metadata if hasattr(part, name)]

@@ -29,7 +29,7 @@ NEEDED_BESIDE = {
     "disk.gds_stores": (("disk.gds", "on"), ("disk.mode", "through"), ("store.mode", "eager")),
     "disk.gds_may_fail_requests": (("disk.gds", "on"),),
 }
-"""Settings that, when on, need others to have one value."""
+"""Settings that, when on, need other settings to have one certain value."""
 
 Layer = dict[str, tuple[object, str]]
 """Dotted key -> (checked value, origin) of one source."""
@@ -38,17 +38,16 @@ Layer = dict[str, tuple[object, str]]
 def load_config(
     extra: Mapping[str, object] | None = None, environ: Mapping[str, str] | None = None
 ) -> FlexKVConfig:
-    """The configuration from every source.
+    """Reads the configuration from every source.
 
     Args:
         extra: the engine's extra config (vLLM: `kv_connector_extra_config`): dotted keys, nested sections, aliases.
         environ: the environment; `os.environ` when None.
 
     Raises:
-        ConfigError: an unknown name or a value that is not allowed; names the setting, its source, the value,
-            and what is allowed or the nearest right name; where there are several faults, all of them. Every source
-            is checked, also where a stronger one overrides it; what settings ask of each other is checked of their
-            last values.
+        ConfigError: an unknown name or a value that is not allowed; names the setting, its source, the value, and what
+            is allowed or the nearest known name; where there are several faults, all of them. Every source is checked,
+            even where a stronger one overrides it; what settings need of each other is checked on the merged values.
     """
     environ = os.environ if environ is None else environ
     variables = {environment_name(name): name for name in (*setting_fields(), *ALIASES)}
@@ -87,15 +86,15 @@ def _config_file(text: str) -> Path:
 
 
 def _together(faults: list[ConfigError]) -> ConfigError:
-    """One error that says all of them: a person mends a file once."""
+    """One error that lists all of them, so that a person mends the file once."""
     if len(faults) == 1:
         return faults[0]
     return ConfigError("\n".join([f"{len(faults)} settings are wrong:", *(f"- {fault}" for fault in faults)]))
 
 
 def _check_layer(settings: Iterable[RawSetting], faults: list[ConfigError]) -> Layer:
-    """One source's settings under their dotted keys, each value checked. Adds to `faults` what is not allowed, and
-    contradictions within the source."""
+    """Checks one source's settings and returns them by dotted key. Adds values that are not allowed, and contradictions
+    within the source, to `faults`."""
     layer: Layer = {}
     given_as: dict[str, RawSetting] = {}
     for setting in _readable(settings, faults):
@@ -115,7 +114,7 @@ def _check_layer(settings: Iterable[RawSetting], faults: list[ConfigError]) -> L
 
 
 def _readable(settings: Iterable[RawSetting], faults: list[ConfigError]) -> Iterator[RawSetting]:
-    """The settings up to where their source cannot be read any further, which is a fault too."""
+    """Yields settings until their source cannot be read any further, and adds that to `faults`."""
     try:
         yield from settings
     except ConfigError as fault:
@@ -166,7 +165,7 @@ def _check_value(key: str, value: object) -> object:
 
 
 def _unmet_needs(config: FlexKVConfig) -> list[ConfigError]:
-    """What settings that are on need of others and do not find."""
+    """An error for each setting whose value does not meet the need of another setting that is on."""
     rows = {row.key: row for row in config.rows()}
     return [
         ConfigError(

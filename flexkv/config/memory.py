@@ -10,10 +10,10 @@ from flexkv.config.sizes import format_size
 from flexkv.errors import CapacityError, ConfigError, ContractError
 
 HEADROOM_BYTES = 256 << 20
-"""What the native pool leaves of the memory available (`kHeadroomBytes`)."""
+"""Available memory that the native pool leaves free (`kHeadroomBytes`)."""
 
 SMALLEST_SLOT_BYTES = 4096
-"""A slot image is rounded up to it."""
+"""Slot images are rounded up to a multiple of this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class MemoryState:
     """Memory this process could use, in bytes.
 
     Attributes:
-        total: of the machine.
+        total: memory of the machine.
         usable: what this process may take: the least of MemAvailable and what each control group above it has left.
         limited_by: what decides `usable`: `MemAvailable`, or the control group's file.
         huge_page_bytes: size of a huge page (2 MiB on x86-64); 0 if there are none.
@@ -42,7 +42,7 @@ def read_memory(root: Path = Path("/")) -> MemoryState:
         ConfigError: /proc/meminfo does not say how much is available.
         ImportError: the native core was not built.
     """
-    from flexkv import c_ext  # settings are read, and errors told, where the native core was not built
+    from flexkv import c_ext  # here, because settings are read and errors reported without a native core, too
 
     meminfo = root / "proc/meminfo"
     try:
@@ -76,8 +76,8 @@ def resolve_host_bytes(
 
     Raises:
         ConfigError: `ranks` is less than 1.
-        CapacityError: the size that was asked for is not there, or holds no block of any model; names the setting and
-            what it may be.
+        CapacityError: the requested size is not available, or holds no block of any model; names the setting and what
+            it may be.
     """
     if ranks < 1:
         raise ConfigError(f"ranks={ranks}: a unit has at least 1 rank")
@@ -91,7 +91,7 @@ def resolve_host_bytes(
         return min(share, max(0, available_bytes - HEADROOM_BYTES)) // host.units_per_node
     times = f" x {ranks} ranks" if key == "host.bytes_per_rank" else ""
     asked = f"{key} ({config.origin(key)}){times} asks for {format_size(size)} of host memory"
-    # Reserved huge pages are taken where they hold all of it.
+    # The pool takes reserved huge pages where they hold all of it.
     room = max(0, available_bytes - HEADROOM_BYTES, huge_free_bytes)
     if size > room:
         raise CapacityError(
@@ -107,15 +107,15 @@ def resolve_host_bytes(
 
 
 def times_of(key: str, ranks: int) -> int:
-    """How often the setting's bytes are taken."""
+    """How many times a unit takes the bytes of the setting."""
     return ranks if key == "host.bytes_per_rank" else 1
 
 
 def check_numa_node(config: FlexKVConfig, root: Path = Path("/")) -> None:
-    """Memory can be taken from `host.numa_node`, if it is set.
+    """Checks that memory can be taken from `host.numa_node`, if that is set.
 
     Raises:
-        ConfigError: this machine has no such node with memory, or this process may not use it; names those it may.
+        ConfigError: this machine has no such node with memory, or this process may not use it; names the allowed nodes.
     """
     node = config.host.numa_node
     nodes = allowed_nodes(root)

@@ -11,7 +11,7 @@ from flexkv.config.other_systems import other_system_hint
 from flexkv.errors import ConfigError
 
 PREFIX = "FLEXKV_"
-"""Of every variable that flexkv reads."""
+"""Prefix of every variable that flexkv reads."""
 
 TRUE_WORDS = {True, "true", "1", "yes", "on"}
 FALSE_WORDS = {False, "false", "0", "no", "off"}
@@ -23,8 +23,8 @@ class Alias:
 
     Attributes:
         key: the dotted key it stands for.
-        translate: its value in our words; raises ValueError saying what is allowed.
-        meaning: for the documentation.
+        translate: turns its value into ours; raises ValueError saying what is allowed.
+        meaning: how the values correspond, for the documentation.
     """
 
     key: str
@@ -60,7 +60,7 @@ ALIASES: dict[str, Alias] = {
 
 
 def environment_name(key: str) -> str:
-    """FLEXKV_HOST_BYTES for "host.bytes"; a variable's name stays."""
+    """FLEXKV_HOST_BYTES for "host.bytes"; the name of a variable is returned as it is."""
     return key if key.startswith(PREFIX) else PREFIX + key.replace(".", "_").upper()
 
 
@@ -80,8 +80,8 @@ def nearest(name: str, allowed: Iterable[str]) -> str | None:
 
 
 def unknown_setting(name: str, origin: str, allowed: Iterable[str], value: object = None) -> ConfigError:
-    """The error for a setting that does not exist: what does the same here where another system has that name, else
-    the nearest name, else all."""
+    """The error for a setting that does not exist. Its hint is our setting that does the same where another system has
+    that name, else the nearest name, else how to list all."""
     names = list(allowed)
     hint = other_system_hint(name, value, str)
     if hint is None:
@@ -92,14 +92,14 @@ def unknown_setting(name: str, origin: str, allowed: Iterable[str], value: objec
 
 
 def unknown_variable(variable: str, name: str, value: str, allowed: Iterable[str]) -> str:
-    """The words for an environment variable that is named like ours and that nothing reads.
+    """The warning for an environment variable that is named like ours and that nothing reads.
 
-    A warning and no error: an environment is shared, and another program's variable must not stop an engine.
+    It is no error: an environment is shared, and another program's variable must not stop an engine.
 
     Args:
-        name: the variable with our prefix as it is spelled right.
+        name: the variable's name with our prefix spelled right.
     """
-    # The prefix is the same in all of them; compared with it, every name would be near.
+    # Without the prefix, which all of them share: with it every name would be near.
     by_rest = {name.removeprefix(PREFIX): name for name in allowed}
     hint = other_system_hint(name, value, environment_name)
     if hint is None:
@@ -109,10 +109,10 @@ def unknown_variable(variable: str, name: str, value: str, allowed: Iterable[str
 
 
 def shown(value: object) -> str:
-    """`value` for an error message, cut to a line, without what may be a secret in a URL."""
+    """`value` for an error message, cut to a line, without the parts of a URL that may be secret."""
     try:
         text = repr(value)
-    except ValueError:  # Python writes no number out that has so many digits
+    except ValueError:  # Python does not write out a number of so many digits
         return "a number of thousands of digits"
     text = re.sub(r"(://[^\s,'\"?#@]*)[?#][^\s,'\"]*", r"\1?***", re.sub(r"://.*@", "://***@", text))
     return text if len(text) <= 120 else text[:117] + "..."

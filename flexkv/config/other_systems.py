@@ -1,7 +1,7 @@
 """Names of settings in systems that flexkv is often compared with, and what does the same here.
 
-What each name means there was read in that system's own configuration: LMCache, the FlexKV of taco-project, SGLang's
-HiCache, vLLM's offloading connectors. A name whose meaning is not the same has no row: a wrong hint is worse than none.
+The meaning of each name was read in that system's own configuration: LMCache, the FlexKV of taco-project, SGLang's
+HiCache, vLLM's offloading connectors. A name with another meaning has no row: a wrong hint is worse than none.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class OtherName:
     """Another system's name for something.
 
     Attributes:
-        systems: that call it so.
-        setting: ours that does the same; empty where there is none.
+        systems: the systems that use this name.
+        setting: our setting that does the same; empty where there is none.
         how: how the value is given here, or why there is no such setting.
-        unit: of the value there, where it is a size and ours is given with a unit.
+        unit: unit of the value there, where it is a size and ours is given with a unit.
     """
 
     systems: str
@@ -154,7 +154,7 @@ OTHER_NAMES: Mapping[str, OtherName] = {
     ),
     **_all("block_size blocks_per_chunk", OtherName(VLLM, how=ENGINE_BLOCK)),
 }
-"""Name there, in lower case and without that system's prefix -> what does the same here."""
+"""Name in the other system, in lower case and without that system's prefix -> what does the same here."""
 
 _PREFIXES = ("flexkv_", "lmcache_", "lmcache.")
 _BYTES = {"GiB": 1 << 30, "MiB": 1 << 20, "GB": 10**9}
@@ -164,7 +164,7 @@ def other_system_hint(name: str, value: object, spelled: Callable[[str], str]) -
     """What to set in place of a name that is not ours; None for a name that no other system is known to use.
 
     Args:
-        spelled: how the source of `name` writes a setting.
+        spelled: writes one of our settings as the source of `name` spells it.
     """
     plain = name.lower().replace("-", "_")
     for prefix in _PREFIXES:
@@ -182,7 +182,7 @@ def other_system_hint(name: str, value: object, spelled: Callable[[str], str]) -
 
 
 def _with_unit(value: object, unit: str) -> str:
-    """The size as it is written here: '5GiB'; in bytes where the number is not exact."""
+    """The size as it is written here, such as '5GiB'; an example where it is no positive whole number of bytes."""
     try:
         number = Fraction(str(value).strip())
     except (ValueError, ZeroDivisionError):

@@ -1,4 +1,4 @@
-"""The settings, one frozen model a section. A field's description is its documentation and says why it exists.
+"""The settings, one frozen model per section. A field's description is its documentation and says why it exists.
 
 The environment name of a field is FLEXKV_<SECTION>_<FIELD>.
 """
@@ -36,9 +36,9 @@ IoBackend = Literal["auto", "uring", "threads"]
 MIB = 1 << 20
 GIB = 1 << 30
 SMALL_MACHINE_CPUS = 4
-"""Up to this many CPUs a second copy thread takes time from the engine's own threads."""
+"""With this many CPUs or fewer, a second copy thread takes time from the engine's own threads."""
 MAX_VERIFY_THREADS = 16
-"""A piece of 8 MiB is not worth more; the native core takes no more."""
+"""More threads do not pay for a piece of 8 MiB, and the native core takes no more."""
 MIN_PREFETCH_LAYERS, MAX_PREFETCH_LAYERS = 2, 16
 """With two, one layer is filled while another is emptied; more than sixteen hide no wait that sixteen do not."""
 

