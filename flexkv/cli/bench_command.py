@@ -32,9 +32,9 @@ from flexkv.cli.bench.transform_rows import transform_rows
 from flexkv.config import load_config
 
 PARTS = ("lanes", "latency", "beside", "torch", "small", "transform", "events", "disk")
-"""Of the measurement, in order: the lanes, what they cost the engine, then what they are compared with."""
+"""Parts of the measurement, in order: the lanes, what they cost the engine, then what they are compared with."""
 MAX_DEVICE = (1 << 31) - 1
-"""What the native core takes for a number of a device."""
+"""Largest device number that the native core takes."""
 
 
 @click.group()
@@ -43,7 +43,7 @@ def command() -> None:
 
 
 def _writable(context: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
-    """A result that finds no place is known before it is measured, which takes minutes.
+    """Checks before the measurement, which takes minutes, that its result can be written.
 
     Raises:
         BadParameter: no file can be written there.
@@ -120,9 +120,9 @@ def transfer(
     json_file: Path | None,
     png_file: Path | None,
 ) -> None:
-    """Copy blocks between an engine's pool and a host pool, beside what torch does and what the limit is.
+    """Copy blocks between an engine's pool and a host pool, and compare that with torch and with the limit.
 
-    A GPU's lane goes by the settings transfer.batch_copies and transfer.copy_kernel. Runs
+    A GPU's lane follows the settings transfer.batch_copies and transfer.copy_kernel. Runs
     longer than what a measurement moves are left out.
     """
     if "disk" in parts and folder is None:
@@ -216,7 +216,7 @@ def _small_copies(device: int | None, bench: TransferBench) -> list[ComparisonRo
 
 @contextmanager
 def _doing(console: Console, what: str) -> Iterator[None]:
-    """Says what goes on: with a spinner, or a line where nothing can spin, as in a log."""
+    """Shows what goes on: by a spinner, or by a line where nothing can spin, as in a log."""
     if console.is_terminal:
         with console.status(what):
             yield
@@ -226,7 +226,7 @@ def _doing(console: Console, what: str) -> Iterator[None]:
 
 
 def _need_matplotlib() -> None:
-    """Raises UsageError without it."""
+    """Raises UsageError where matplotlib is not installed."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""`flexkv config`: what the settings are, and where each came from."""
+"""`flexkv config`: shows the settings, and where each value came from."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def samples() -> None:
 @command.command()
 @click.argument("name")
 def sample(name: str) -> None:
-    """Print one sample file: flexkv's settings, or what an engine is given to attach flexkv."""
+    """Print one sample file: flexkv's settings, or the configuration with which an engine attaches flexkv."""
     click.echo(sample_text(name), nl=False)
 
 

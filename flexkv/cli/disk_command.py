@@ -1,4 +1,4 @@
-"""`flexkv disk`: what the disk tier keeps, and letting it go."""
+"""`flexkv disk`: lists what the disk tier keeps, and deletes it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from flexkv.storage.weights_name import read_weights
 DAY_S = 86_400
 
 NAME_DIGITS = 16
-"""Hex digits of the name of weights that a table shows."""
+"""Hex digits that a table shows of the name of weights."""
 
 UNLISTED_EXIT_CODE = 1
 KEPT_EXIT_CODE = 1
@@ -177,8 +177,8 @@ def _groups_text(groups: object) -> str:
 
 
 def _last_used(unit: Path) -> int:
-    """Unix seconds. Files that a running unit takes away meanwhile (its log, a new epoch), and those that this user may
-    not look at, are left out."""
+    """Unix seconds. Leaves out files that a running unit deletes meanwhile (its log, a new epoch), and those that this
+    user may not look at."""
     last = 0.0
     with contextlib.suppress(FileNotFoundError, PermissionError):
         for path in unit.iterdir():

@@ -1,4 +1,4 @@
-"""Calls of `cuda.bindings.driver`, each of which gives a tuple that starts with its code."""
+"""Calls of `cuda.bindings.driver`, each of which returns a tuple that starts with its code."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class DriverRefused(Exception):
 
 
 def done(answer: tuple[Any, ...], call: str) -> Any:
-    """What a call gave behind its code; None where that is nothing.
+    """The value that a call returned after its code; None where there is none.
 
     Raises:
         DriverRefused: the code is not 0.

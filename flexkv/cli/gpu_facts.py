@@ -1,4 +1,4 @@
-"""What NVIDIA's own bindings say of the GPUs of this machine, where the extra `flexkv[gpu]` is installed."""
+"""Facts about this machine's GPUs from NVIDIA's own bindings, where the extra `flexkv[gpu]` is installed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flexkv.cli.driver_calls import DriverRefused, done
 from flexkv.cli.package_facts import Facts
 
 PACKAGES = ("cuda-bindings", "cuda-pathfinder")
-"""Of the extra."""
+"""Packages of the extra."""
 HOW = "pip install cuda-bindings cuda-pathfinder (the extra flexkv[gpu])"
 NAME_BYTES, ADDRESS_BYTES = 256, 32
 
@@ -22,14 +22,14 @@ ATTRIBUTES = {
     "host_pointer_is_device_pointer": "CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM",
     "numa_node": "CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID",
 }
-"""Key in the facts -> attribute of the driver; each decides something of how flexkv copies there."""
+"""Key in the facts -> attribute of the driver; each decides something about how flexkv copies there."""
 
 
 def gpu_facts() -> Facts:
     """Versions of the extra's packages, and each device's attributes.
 
-    `reason` says why `devices` is empty: the extra is missing, there is no driver, or what the driver said. The extra
-    is not loaded before this is called.
+    `reason` says why `devices` is empty: the extra is missing, there is no driver, or an error of the driver. The extra
+    is first loaded by this call.
     """
     versions = {name: _version(name) for name in PACKAGES}
     facts: Facts = {"packages": versions, "devices": [], "reason": ""}
@@ -43,8 +43,8 @@ def gpu_facts() -> Facts:
         return facts | {"devices": devices(driver)}
     except DriverRefused as error:
         return facts | {"reason": str(error)}
-    except RuntimeError as error:  # the bindings found no libcuda, which they say at length
-        from flexkv import c_ext  # not before: these facts are given without a native core too
+    except RuntimeError as error:  # the bindings found no libcuda; their message is long
+        from flexkv import c_ext  # here, because these facts are collected without a native core, too
 
         return facts | {
             "reason": "no NVIDIA driver" if not c_ext.cuda_info()["driver"] else str(error).strip()
@@ -79,7 +79,7 @@ def devices(driver: Any) -> list[Facts]:
 
 
 def words(facts: Facts) -> str:
-    """One device in a line."""
+    """Describes one device in a line."""
 
     def known(key: str) -> object:
         return "?" if facts[key] is None else facts[key]

@@ -1,4 +1,4 @@
-"""What a person could change about a machine so that flexkv does more there, each with the command."""
+"""What a person could change on a machine so that flexkv runs better there, each with the command."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class Machine:
     Attributes:
         private_pages, shared_pages: the kernel's settings for huge pages of private and of shared memory.
         huge_page_bytes: 0 where there are none.
-        huge_pages_free: reserved and unused.
-        host_bytes: of the host tier with the current settings.
+        huge_pages_free: reserved huge pages that are unused.
+        host_bytes: size of the host tier with the current settings.
         uring_refusal: why io_uring cannot be used; empty if it can.
         has_gpu: an NVIDIA driver is loaded.
         with_cuda: the native core was built with a CUDA toolkit.
@@ -35,7 +35,7 @@ def gpu_driver_is_loaded(root: Path = Path("/")) -> bool:
 
 
 def hints(machine: Machine) -> list[str]:
-    """One line each: what is so, what it costs, the command that changes it."""
+    """One line per hint: the fact, what it costs, and the command that changes it."""
     found = []
     if machine.private_pages == "never":
         found.append(

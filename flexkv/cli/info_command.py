@@ -1,4 +1,4 @@
-"""`flexkv info`: what this build and this machine can do, and what an engine's start would refuse."""
+"""`flexkv info`: shows what this build and this machine can do, and what an engine's start would refuse."""
 
 from __future__ import annotations
 

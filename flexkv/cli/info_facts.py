@@ -1,4 +1,4 @@
-"""What `flexkv info` finds, as plain data; the keys are documented, and stay. Needs the native core."""
+"""The findings of `flexkv info` as plain data; the keys are documented and stay. Needs the native core."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SHARED_PAGES = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
 
 
 def collect(config: FlexKVConfig, model: Path | None) -> Facts:
-    """All of it.
+    """Collects all facts, problems and hints.
 
     Args:
         model: folder of a model that is to be served.
@@ -46,7 +46,7 @@ def collect(config: FlexKVConfig, model: Path | None) -> Facts:
         ConfigError: the model's configuration cannot be read.
     """
     memory = read_memory()
-    # Whose bytes in a folder are depends on the model, which is not known here: all count as the engine's own.
+    # Which bytes in a folder are the engine's own depends on its model, which is not known here: all count as its own.
     lost = folder_faults(config, held_bytes)
     facts = package_facts() | {"gpu": gpu_facts()} | machine_facts(memory) | tier_facts(config, memory, lost)
     facts["cufile"] = asdict(find_cufile())
@@ -97,14 +97,14 @@ def machine_facts(memory: MemoryState) -> Facts:
 
 
 def tier_facts(config: FlexKVConfig, memory: MemoryState, lost: Mapping[str, str]) -> Facts:
-    """The tiers with the current settings and one rank. `bytes` is None where the host tier cannot be had.
+    """The tiers with the current settings and one rank. `bytes` is None where there can be no host tier.
 
     Args:
         lost: folders that cannot be used, and why.
     """
     huge = memory.huge_page_bytes * memory.huge_pages_free
     host_bytes: int | None = None
-    with contextlib.suppress(FlexKVError):  # it is among the problems, in words
+    with contextlib.suppress(FlexKVError):  # the error is among the problems
         host_bytes = resolve_host_bytes(config, 1, memory.usable, huge)
     refusal = c_ext.uring_refusal()
     return {
@@ -164,7 +164,7 @@ def folder_hints(disk: DiskConfig) -> list[str]:
     ]
     root = os.stat("/").st_dev
     for folder in disk.folders:
-        with contextlib.suppress(OSError):  # it is among the problems
+        with contextlib.suppress(OSError):  # the error is among the problems
             if not Path(folder).exists() and device_of(Path(folder)) == root:
                 found.append(
                     f"{folder} is not there and would lie on the root file system: is its disk mounted?"

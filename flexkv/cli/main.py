@@ -65,8 +65,7 @@ def cli() -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line; returns its exit code.
 
-    An error of flexkv's own, a native core that was not built, and output that cannot be written, are said in words,
-    with exit code 2.
+    Reports flexkv's own errors, a missing native core, and output that cannot be written in words, with exit code 2.
     """
     try:
         with checked_output():

@@ -1,4 +1,4 @@
-"""What one token of a model takes in the cache, from its configuration; so that tiers can be sized before a start."""
+"""Bytes that one token of a model takes in the cache, from its configuration, to size tiers before a start."""
 
 from __future__ import annotations
 
@@ -14,22 +14,21 @@ from flexkv.unit.capacity import PromptLimit, TierCapacity
 from flexkv.unit.ranks import KvGroup
 
 BLOCK_TOKENS = 16
-"""The block that engines take on a GPU unless they are told another."""
+"""The block size that engines choose on a GPU unless they are configured otherwise."""
 SLOT_MULTIPLE_BYTES = 4096
 ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 SEEN = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
-"""Kinds of layers that see no more than so many tokens, and what a configuration calls that number."""
+"""Kinds of layers that see a limited number of tokens, and the name of that number in a configuration."""
 STATES = ("full_attention_interval", "attn_layer_period", "mamba_d_state", "conv_L_cache")
-"""What configurations have of models with recurrent states that do not name each layer's kind."""
+"""Names in the configurations of models with recurrent states that do not name each layer's kind."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
     """
     Attributes:
-        token_bytes: of K and V, or of the latent, in all layers, in the type that the weights are in. Of layers that
-            see a window or a chunk only that is counted, spread over the longest prompt.
-        prompt_tokens: the longest prompt that the model takes.
+        token_bytes: bytes of K and V, or of the latent, in all layers, in the weights' dtype. For layers that see a
+            window or a chunk only that counts, spread over the longest prompt.
     """
 
     token_bytes: int
@@ -83,7 +82,7 @@ class ModelSize:
         return PromptLimit(self.prompt_tokens, "max_position_embeddings")
 
     def host_tier(self, host_bytes: int) -> TierCapacity:
-        """What so much host memory holds."""
+        """The host tier that so much memory makes."""
         block_bytes = -(-BLOCK_TOKENS * self.token_bytes // SLOT_MULTIPLE_BYTES) * SLOT_MULTIPLE_BYTES
         return TierCapacity(
             "host tier", host_bytes // block_bytes, (KvGroup(BLOCK_TOKENS),), block_bytes, "host.bytes"
@@ -95,7 +94,7 @@ def _layer_kinds(config: dict[str, Any]) -> list[str]:
     if kinds is None:
         if named := [name for name in STATES if name in config]:
             raise KeyError(f"{named[0]} is of a model with recurrent states, and nothing tells their size")
-        # Without `use_sliding_window`, which switches it off in other families, a window is that of all layers.
+        # Families with `use_sliding_window` may have it off; in others, a window is that of all layers.
         sliding = config.get("sliding_window") is not None and "use_sliding_window" not in config
         return ["sliding_attention" if sliding else "full_attention"] * layers
     if not isinstance(kinds, list) or len(kinds) != layers:
@@ -104,7 +103,7 @@ def _layer_kinds(config: dict[str, Any]) -> list[str]:
 
 
 def _seen_tokens(config: dict[str, Any], kind: Any, longest: int) -> int:
-    """Of the longest prompt, what a layer keeps that a hit on all of it needs."""
+    """Tokens that a layer keeps of the longest prompt for a hit on all of it."""
     if kind == "full_attention":
         return longest
     if kind not in SEEN:

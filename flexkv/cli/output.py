@@ -1,4 +1,4 @@
-"""Standard output that cannot be written is an error of its own: a result that nobody has is no success."""
+"""Makes a failed write to standard output an error of its own: a result that nobody has is no success."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class OutputError(Exception):
 
 
 class CheckedOutput:
-    """A text stream whose failing writes are OutputErrors, so that they are told apart from those of other files.
+    """A text stream whose failed writes raise OutputError, so that they differ from those of other files.
 
-    Not derived from OSError: click and rich end the process by themselves at a broken pipe.
+    OutputError is not an OSError, because click and rich end the process by themselves at a broken pipe.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -36,7 +36,7 @@ class CheckedOutput:
 
 @contextlib.contextmanager
 def checked_output() -> Iterator[None]:
-    """Standard output is checked within the block, and flushed at its end.
+    """Checks standard output within the block, and flushes it at the end.
 
     Raises:
         OutputError: something could not be written.
@@ -50,7 +50,7 @@ def checked_output() -> Iterator[None]:
         yield
         checked.flush()
     except OutputError:
-        # What is left in its buffer would fail again when the interpreter ends.
+        # The rest in its buffer would fail again when the interpreter ends.
         with contextlib.suppress(OSError, ValueError), open(os.devnull, "w") as nowhere:
             os.dup2(nowhere.fileno(), stream.fileno())
         raise

@@ -1,4 +1,4 @@
-"""Which flexkv this is, and what its native core was built for; works where the core was not built."""
+"""The version of flexkv and what its native core was built for; also where the core was not built."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Facts = dict[str, Any]
 
 
 def package_facts() -> Facts:
-    """The package, and what its native core was built for; `native_core` is None where it was not built."""
+    """Facts about the package and the build of its native core; `native_core` is None where that is missing."""
     facts: Facts = {
         "flexkv": {
             "version": flexkv.__version__,

@@ -1,4 +1,4 @@
-"""`flexkv remote`: whether the store that machines share is there, how fast it is, and what a value in it is."""
+"""`flexkv remote`: asks whether the shared store is there, how fast it is, and what a value in it is."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from flexkv.remote.settings import store_options
 
 FAILED_EXIT_CODE = 1
 DEADLINE_S = 5.0
-"""Of a question; a library's call may take a few seconds more."""
+"""Deadline of a question; a library's call may take a few seconds more."""
 SPARE_S = 30.0
-"""A job that takes so much longer than it should is ended."""
+"""A job that takes this much longer than it should is ended."""
 MOST_BENCH_BYTES = 4 << 30
 MOST_NAMES = 1000
-"""Of one command: each is read, or removed, as a whole."""
+"""Names per command: each value is read, or removed, as a whole."""
 
 KEY = re.compile(r"[0-9a-f]{32}")
 PREFIX = re.compile(r"flexkv/[0-9]{1,4}/[0-9a-f]{32}/[0-9]{1,9}/?")
 
 
 def _shared(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The options of all of these commands."""
+    """Adds the options that all of these commands have."""
     for option in (
         click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text."),
         click.option(
@@ -68,7 +68,7 @@ def command() -> None:
 def ping(as_json: bool, extra: str | None) -> int:
     """Ask each server of remote.urls whether it is there, and how long an answer takes. Exit code 1: one is not.
 
-    Of Mooncake this asks the master; whether it has owners with memory, `bench` shows."""
+    With Mooncake this asks the master; `bench` shows whether it has owners with memory."""
     options = _options(extra)
     found = run_job(options, "ping", DEADLINE_S, most_s=2 * DEADLINE_S * len(options.urls) + SPARE_S)
     if as_json:
@@ -94,8 +94,8 @@ def ping(as_json: bool, extra: str | None) -> int:
 )
 @_shared
 def bench(size: str, values: int, batch: int | None, seconds: int, as_json: bool, extra: str | None) -> int:
-    """Put values, ask for them, get them back and compare them, in batches and one a call. They lie under names of
-    their own, flexkv-bench/..., and are removed at the end. Exit code 1: something failed, or was left there."""
+    """Put values, ask for them, get them back and compare them, in batches and one per call. They have names of their
+    own, flexkv-bench/..., and are removed at the end. Exit code 1: something failed, or was left there."""
     value_bytes = _size(size)
     if not 8 <= value_bytes <= 1 << 30 or value_bytes * values > MOST_BENCH_BYTES:
         raise ConfigError(
@@ -146,11 +146,11 @@ def _print_bench(result: BenchResult) -> None:
 @_named
 @_shared
 def get(names: tuple[str, ...], prefix: str | None, as_json: bool, extra: str | None) -> int:
-    """Say what the values of these names are: size, key, tokens, age, expiry, and what of it can be verified here. Exit
-    code 1: one is not there, or its trailer would be a miss.
+    """Say what the values of these names are: size, key, tokens, age, expiry, and which parts can be verified here.
+    Exit code 1: one is not there, or its trailer would be a miss.
 
-    The trailer, key and KV group are verified. Which bytes belong to which of its digests only the engine knows: they
-    are compared as runs of equal length, as most models' are, and otherwise not."""
+    The trailer, key and KV group are verified. Only the engine knows which bytes belong to which digest: they are
+    compared as runs of equal length, which most models have, and otherwise not."""
     full = full_names(names, prefix)
     found: list[StoredValue | None] = run_job(
         _options(extra), "look", full, DEADLINE_S, most_s=2 * DEADLINE_S * len(full) + SPARE_S

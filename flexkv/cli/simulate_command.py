@@ -74,7 +74,7 @@ def number(value: float) -> float:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No warnings: thousands of ops fail on purpose."""
+    """Silences warnings: thousands of ops fail on purpose."""
     logger = get_logger("flexkv")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -10,7 +10,7 @@ WIDEST = 10_000
 
 
 def print_table(table: Table) -> None:
-    """Prints it as wide as its cells are; a narrower terminal breaks the lines itself."""
+    """Prints the table as wide as its cells are; a narrower terminal breaks the lines itself."""
     console = Console(markup=False, highlight=False)
     wanted = Measurement.get(console, console.options.update(max_width=WIDEST), table).maximum
     Console(markup=False, highlight=False, width=max(console.width, wanted)).print(table)

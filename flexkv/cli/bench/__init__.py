@@ -1,1 +1,1 @@
-"""What `flexkv bench` measures: the lanes, and what each of them is to be compared with."""
+"""The measurements of `flexkv bench`: the lanes, and what each of them is to be compared with."""

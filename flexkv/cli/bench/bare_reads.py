@@ -1,4 +1,4 @@
-"""What the disk of a folder reaches by itself: large reads of one file, several at a time."""
+"""The rate that a folder's disk reaches by itself: large reads of one file, several at a time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 CALL_BYTES = 2 << 20
-"""Of one read: long enough that what a call costs does not show."""
+"""Bytes per read: long enough that the cost of a call does not show."""
 THREADS = 8
 """Reads under way at once; NVMe disks reach their rate at 2 MiB with fewer."""
 
@@ -19,7 +19,7 @@ class BareReads:
     """A file of whole calls in `folder`, and the threads that read it past the page cache.
 
     Args:
-        total_bytes: of the file; at least one call is made.
+        total_bytes: size of the file, rounded down to whole calls, but one call at least.
 
     Raises:
         OSError: the folder has no space, or cannot be written.
@@ -42,7 +42,7 @@ class BareReads:
         return self.calls * CALL_BYTES
 
     def once(self) -> float:
-        """Seconds of reading the whole file once.
+        """Reads the whole file once and returns the seconds that it took.
 
         Raises:
             OSError: a read failed or was short.
@@ -60,7 +60,7 @@ class BareReads:
             buffer.close()
 
     def _read(self, buffer: mmap.mmap, turns: itertools.count[int]) -> None:
-        # next() of a count is one step for all threads.
+        # next() of a count is atomic, so the threads share it.
         while (number := next(turns)) < self.calls:
             got = os.preadv(self._fd, [buffer], number * CALL_BYTES)
             if got != CALL_BYTES or buffer[0] != number % 251:
@@ -68,7 +68,7 @@ class BareReads:
 
 
 def _open_direct(path: Path) -> tuple[int, bool]:
-    """The file's descriptor, and whether its reads pass the page cache: some file systems refuse that."""
+    """The file's descriptor, and whether its reads bypass the page cache, which some file systems refuse."""
     try:
         return os.open(path, os.O_RDONLY | os.O_DIRECT), True
     except OSError:

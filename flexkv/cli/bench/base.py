@@ -1,14 +1,14 @@
-"""What `flexkv bench transfer` compares the lanes with: one row a comparison, also for those that cannot run here."""
+"""The comparisons of `flexkv bench transfer`: one row per comparison, also for those that cannot run here."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 PAGE_LAYERS = 80
-"""Of the pages that are moved from disk, and through the layout transform."""
+"""Layers of the pages that are moved from disk, and through the layout transform."""
 
 PAGE_RUN_BYTES = (4096, 16384, 65536)
-"""Lengths of one layer's K or V of a block of theirs."""
+"""Lengths of one layer's K or V of one block of these pages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,13 +17,13 @@ class ComparisonRow:
 
     Attributes:
         what: the method.
-        gbps: 1e9 bytes a second, median; None where it did not run or is no rate.
+        gbps: 1e9 bytes per second, median; None where the method did not run or has no rate.
         calls: I/O or driver calls of one round; None where they are not counted.
         p99_ms: of single copies, milliseconds; None for other methods.
         path: what moved the bytes; empty where nothing ran.
-        multiprocessors: that it takes from the engine's kernels.
-        share: of the rate that `note` names; None where there is none to compare with.
-        note: what stands behind the number, or why there is none.
+        multiprocessors: multiprocessors that it takes from the engine's kernels.
+        share: share of the rate that `note` names; None where there is none to compare with.
+        note: what the number rests on, or why there is none.
     """
 
     what: str

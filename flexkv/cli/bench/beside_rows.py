@@ -1,7 +1,7 @@
-"""What copies by flexkv's lanes cost the engine's own work: `flexkv bench transfer --part beside`.
+"""Measures what copies by flexkv's lanes cost the engine's own work: `flexkv bench transfer --part beside`.
 
-A round measures every work alone, then beside each kind of copies, so that each pair has the same clocks and
-temperature; a row is the median of its pairs.
+A round measures each work alone, then beside each kind of copies, so that both windows of a pair have the same clocks
+and temperature; a row is the median of its pairs.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from flexkv.transfer.graph import OpKind
 RUN_BYTES = (4 << 10, 16 << 10, 32 << 10, 64 << 10, 256 << 10)
 LAYERS = 32
 POOL_BYTES = 512 << 20
-"""Least size of a GPU's pool: six ops that share no block have 85 MiB each, a prompt of some thousand tokens."""
+"""Least size of a GPU's pool: each of six ops that share no block has 85 MiB, a prompt of some thousand tokens."""
 PAIRS = 5
 SECONDS = 40.0
 """For all rows together, where the caller names no time."""
 SHARES = {"decoding step": 0.4, "large product": 0.25, "small D2H": 0.2, "small H2D": 0.15}
-"""How the time of a set of windows is divided among works: the more where a 99th percentile needs more samples."""
+"""How works share the time of a set of windows: those whose 99th percentile needs more samples have more."""
 PAUSE_SHARE = 0.12
-"""Of a set's time: until its copies are under way, and until the last has ended."""
+"""Share of a set's time that passes until its copies are under way, and until the last has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,17 +60,17 @@ class BesideRow:
     Attributes:
         direction: H2D, D2H or both at once.
         layerwise: the loads were moved layer by layer.
-        path: of most of the bytes meanwhile; `path_bytes` has all.
-        multiprocessors: that the path takes.
-        alone_p50_ms, alone_p99_ms, beside_p50_ms, beside_p99_ms: of all its windows together, milliseconds; None where
-            nothing was measured.
-        factor: the median beside, of the median alone: the median of the pairs. `factor_least` and `factor_most` are
+        path: the path of most of the bytes meanwhile; `path_bytes` has all.
+        multiprocessors: multiprocessors that the path takes.
+        alone_p50_ms, alone_p99_ms, beside_p50_ms, beside_p99_ms: over all its windows together, milliseconds; None
+            where nothing was measured.
+        factor: the median beside over the median alone: the median of the pairs. `factor_least` and `factor_most` are
             the least and the greatest pair.
-        load_gbps, store_gbps: 1e9 bytes a second meanwhile, the median of the pairs; None for a direction that did not
-            run.
-        pairs: how many there are.
-        pinned: the GPU had taken all host memory.
-        note: why it was not measured, or what it is measured on.
+        load_gbps, store_gbps: 1e9 bytes per second meanwhile, the median of the pairs; None for a direction that did
+            not run.
+        pairs: number of pairs.
+        pinned: the GPU had taken or refused all host memory.
+        note: why it was not measured, or what it was measured on.
     """
 
     work: str
@@ -107,11 +107,11 @@ class _Pairs:
 def beside_rows(
     device: int | None, total_bytes: int, settings: TransferConfig, seconds: float
 ) -> Iterator[list[BesideRow]]:
-    """The rows of one length of run after the other, all within about `seconds`.
+    """Yields the rows of each length of run in turn, all within about `seconds`.
 
     Args:
         device: None for plain memory, where a CPU computes.
-        total_bytes: of the pool; a GPU's has `POOL_BYTES` at least.
+        total_bytes: size of the pool; a GPU's has `POOL_BYTES` at least.
 
     Raises:
         CapacityError: the memory is not there. ContractError: a copy failed.
@@ -144,7 +144,7 @@ def _rows_of(
     pairs = {(kind, name): _Pairs() for kind in kinds for name in (*WORKS, LAUNCH)}
     moved: dict[CopyKind, dict[str, int]] = {kind: {} for kind in kinds}
     sets = PAIRS * (1 + len(kinds))
-    for name in WORKS:  # what is slow the first time
+    for name in WORKS:  # the first time of each work is slow
         work.run(name, 0.0, _nothing)
     for done in range(PAIRS):
         set_s = _share_s(until_s, sets - done * (1 + len(kinds)))
@@ -168,7 +168,7 @@ def _rows_of(
 
 
 def _measure_beside(copies: OpStream, work: EngineWork, set_s: float) -> dict[str, Window]:
-    """Every work while the copies run; they have ended when it returns."""
+    """Measures every work while the copies run; they have ended when it returns."""
     ends_s = time.monotonic() + DRAIN_S
     while copies.ended_ops < 1:
         copies.keep()
@@ -181,7 +181,7 @@ def _measure_beside(copies: OpStream, work: EngineWork, set_s: float) -> dict[st
 
 
 def _share_s(until_s: float, sets: int) -> float:
-    """Time that windows have in one set of `sets` that are left."""
+    """Seconds that windows have in each of the `sets` sets that are left."""
     return max(0.0, until_s - time.monotonic()) / sets * (1.0 - PAUSE_SHARE)
 
 
@@ -229,7 +229,7 @@ def _row(
 
 
 def pair_factors(alone: Sequence[NDArray[np.float64]], beside: Sequence[NDArray[np.float64]]) -> list[float]:
-    """The median beside, of the median alone, of each pair."""
+    """The median beside over the median alone, for each pair."""
     return [
         float(np.median(with_copies) / np.median(without))
         for without, with_copies in zip(alone, beside, strict=True)
@@ -237,4 +237,4 @@ def pair_factors(alone: Sequence[NDArray[np.float64]], beside: Sequence[NDArray[
 
 
 def _nothing() -> None:
-    """Between two times of a work that runs alone."""
+    """Does nothing between two times of a work that runs alone."""

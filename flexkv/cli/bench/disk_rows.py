@@ -1,4 +1,4 @@
-"""Pages from disk to the engine's pool, by every way there is: what `flexkv bench transfer --folder` adds."""
+"""Moves pages from disk to the engine's pool in every way there is: `flexkv bench transfer --folder`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from flexkv.transfer.graph import (
 from flexkv.transfer.host_pool import HostPool
 
 KV = 2
-"""Runs of a layer: K and V."""
+"""Runs per layer: K and V."""
 BLOCK_TOKENS = 16
 NO_IDS = np.empty(0, np.int32)
 
@@ -56,21 +56,21 @@ def disk_rows(
     repeats: int,
     settings: TransferConfig,
 ) -> list[ComparisonRow]:
-    """Reads of the same pages in turns, each into a pool of its own layout.
+    """Reads the same pages in each way in turn, each into a pool of its own layout.
 
     Args:
-        device: the CUDA device that has the pools; None for plain memory.
-        multiprocessors: of the device; 0 for plain memory.
-        folder: on the disk to be measured; what is made there is removed.
-        total_bytes: moved a read; every geometry moves at least two pages.
-        settings: which ways the device's lane may take.
+        device: the CUDA device that holds the pools; None for plain memory.
+        multiprocessors: multiprocessors of the device; 0 for plain memory.
+        folder: lies on the disk to be measured; what is made there is removed.
+        total_bytes: bytes moved per read; every geometry moves at least two pages.
+        settings: the ways that the device's lane may take.
 
     Raises:
         ConfigError: the folder or the device cannot be used. CapacityError: the memory or the space is not there.
     """
     rows = []
     for run_bytes in PAGE_RUN_BYTES:
-        # The layers of a pool of one block lie in a row: it would be block-first.
+        # Two at least: in a pool of one block the layers lie in a row, so it would be block-first.
         pages = max(2, total_bytes // (PAGE_LAYERS * KV * run_bytes))
         with tempfile.TemporaryDirectory(dir=folder, prefix="flexkv-bench-") as made:
             ways = _DiskWays(Path(made), device, multiprocessors, run_bytes, pages, settings)
@@ -88,8 +88,8 @@ class _Way:
     Attributes:
         once: seconds of one round.
         count: calls so far.
-        path: what moved the bytes, and the multiprocessors it takes; asked after the rounds.
-        note: what stands behind it; asked after the rounds too: cuFile tells by its calls how it reached a file.
+        path: what moved the bytes, and the multiprocessors it takes; called after the rounds.
+        note: what the number rests on; called after the rounds too: cuFile's calls show how it reached a file.
     """
 
     what: str
@@ -100,7 +100,7 @@ class _Way:
 
 
 class _DiskWays:
-    """A tier of `pages` pages that are written once, and an engine for each way to read them."""
+    """A disk tier of `pages` pages that are written once, and an engine for each way to read them."""
 
     def __init__(
         self,
@@ -157,9 +157,9 @@ class _DiskWays:
             for way in (bare, *ways):
                 before, taken = way.count(), way.once()
                 calls[way.what] = way.count() - before
-                if number:  # the first one touches memory and starts threads
+                if number:  # the first round touches memory and starts threads
                     seconds[way.what].append(taken)
-        # The best of them: a limit that one of the ways is above would be none.
+        # The best round, because a limit that one of the ways exceeds would be none.
         limit = self._bare.bytes / min(seconds[bare.what]) / 1e9
         cached = "" if self._bare.direct else ", through the page cache: the file system refuses O_DIRECT"
         rows = [
@@ -193,7 +193,7 @@ class _DiskWays:
         return rows
 
     def _through_lane(self, what: str, *, staged: bool, block_first: bool) -> _Way:
-        """By the lane between disk and pool."""
+        """The way by the lane between disk and pool."""
         gds = load_config().gds
         lane = make_gds_lane(self._unit.slab_map(), 0, self._device, gds, use_staged_transfer=staged)
         engine = self._engine(lane, block_first)
@@ -210,7 +210,7 @@ class _DiskWays:
         )
 
     def _through_host_way(self) -> _Way:
-        """By the disk tier's lane to host memory, and the copy lane from there."""
+        """The way by the disk tier's lane to host memory, and by the copy lane from there."""
 
         def path() -> tuple[str, int]:
             backends = ", ".join(sorted({backend for _, _, backend, _ in self._disk_lane.states()}))

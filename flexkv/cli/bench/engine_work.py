@@ -1,4 +1,4 @@
-"""What an engine does on its device while flexkv copies: a decoding step, a large product, small copies."""
+"""An engine's work on its device while flexkv copies: a decoding step, a large product, small copies."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from flexkv.cli.bench.torch_baseline import SMALL_BYTES, load_torch
 
 STEP, PRODUCT, SMALL_D2H, SMALL_H2D = "decoding step", "large product", "small D2H", "small H2D"
 LAUNCH = "launch calls of a step"
-"""Not a work of its own: what the calls of `STEP` take until they return."""
+"""Not a work of its own: the time until the calls of `STEP` return."""
 WORKS = (STEP, PRODUCT, SMALL_D2H, SMALL_H2D)
 STEP_LAYERS = 64
 STEP_ROWS, STEP_WIDTH = 64, 4096
-"""Of the activations of a step's layers: on an H200 64 of them take 0.6 ms, a small model's step."""
+"""Shape of the activations of a step's layers: on an H200 64 such layers take 0.6 ms, a small model's step."""
 PRODUCT_SIZE = 8192
 """Rows and columns of the large product: a prefill's, 1.6 ms on an H200."""
 PLAIN_STEP_ROWS, PLAIN_STEP_WIDTH, PLAIN_PRODUCT_SIZE = 4, 64, 256
 """The same for plain memory, where a CPU computes them."""
 FEWEST = 3
-"""Times that a work is done in a window, however short that is."""
+"""Times that a work is done in a window at least, however short that is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +33,9 @@ class Window:
     """One work, done again and again.
 
     Attributes:
-        begin_s, end_s: by `time.perf_counter`.
-        times_ms: of each time, float64 [n]: from its first call until its stream has reached its end.
-        launch_ms: of each time, float64 [n]: until its calls had returned.
+        begin_s, end_s: readings of `time.perf_counter`.
+        times_ms: float64 [n]: each time from the work's first call until its stream reached its end.
+        launch_ms: float64 [n]: each time until the work's calls had returned.
     """
 
     begin_s: float
@@ -45,10 +45,10 @@ class Window:
 
 
 class EngineWork:
-    """Work of an engine in torch, on a stream of its own; use as a context manager, in one thread.
+    """An engine's work in torch, on a stream of its own; use as a context manager, in one thread.
 
     Args:
-        torch: the module, with CUDA where `device` is one.
+        torch: the module, built with CUDA where `device` is one.
         device: None for plain memory.
 
     Attributes:
@@ -75,10 +75,10 @@ class EngineWork:
         self._made.close()
 
     def run(self, work: str, seconds: float, between: Callable[[], None]) -> Window:
-        """Does one of `WORKS` for so long, `FEWEST` times at least.
+        """Does one of `WORKS` for `seconds`, `FEWEST` times at least.
 
         Args:
-            between: called before each time, outside of what is measured.
+            between: called before each time, outside of the measured time.
         """
         calls, wait, clock = self._calls[work], self._wait, time.perf_counter
         taken: list[tuple[float, float]] = []

@@ -1,4 +1,4 @@
-"""Times by the GPU's own clock: events in a stream, by NVIDIA's bindings (the extra `flexkv[gpu]`)."""
+"""Measures time by the GPU's own clock: events in a stream, by NVIDIA's bindings (the extra `flexkv[gpu]`)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class EventClock:
             made.callback(lambda: done(driver.cuDevicePrimaryCtxRelease(number), "cuDevicePrimaryCtxRelease"))
             done(driver.cuCtxPushCurrent(context), "cuCtxPushCurrent")
             made.callback(lambda: done(driver.cuCtxPopCurrent(), "cuCtxPopCurrent"))
-            # Not tied to the default stream, which waits for others.
+            # Not tied to the default stream, which waits for other streams.
             flags = int(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
             self.stream = done(driver.cuStreamCreate(flags), "cuStreamCreate")
             made.callback(lambda: done(driver.cuStreamDestroy(self.stream), "cuStreamDestroy"))
@@ -49,15 +49,15 @@ class EventClock:
         self._made.close()
 
     def start(self) -> None:
-        """From here: a point behind what the stream was given so far."""
+        """Records the first point, behind the work that the stream has so far."""
         self._record(0)
 
     def stop(self) -> None:
-        """To here."""
+        """Records the second point."""
         self._record(1)
 
     def seconds(self) -> float:
-        """Between the two points. Waits until the stream has reached the second."""
+        """Seconds between the two points. Waits until the stream has reached the second."""
         done(self._driver.cuEventSynchronize(self._events[1]), "cuEventSynchronize")
         return float(done(self._driver.cuEventElapsedTime(*self._events), "cuEventElapsedTime")) / 1e3
 

@@ -1,4 +1,4 @@
-"""Loads by the GPU's own clock, without what this process takes to notice that they ended."""
+"""Times loads by the GPU's own clock, without the time that this process takes to notice their end."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def measure(driver: Any, device: int, bench: TransferBench) -> list[ComparisonRo
             for run_bytes in RUNS:
                 found = bench.loads_by_events(run_bytes, clock)
                 if found is None:
-                    continue  # more than is moved
+                    continue  # a block has more bytes than are moved
                 gbps, path, multiprocessors = found
                 rows.append(
                     ComparisonRow(

@@ -1,4 +1,4 @@
-"""How long loads and stores take from submit to end, and what they take of the CPU: `--part latency`."""
+"""Measures how long loads and stores take from submit to end, and their CPU time: `--part latency`."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ BLOCKS = (1, 16, 256, 1024)
 POOL_BYTES = 512 << 20
 """Least size of a GPU's pool: 1,024 blocks of the longer runs, scattered over twice as many."""
 TIMES = 60
-"""Of each op; the first few are left out."""
+"""Measurements of each op, after a few that are left out."""
 WARM_UP = 5
 LONGEST_S = 1.0
-"""For one row; where the copies are slower, it has fewer times."""
+"""Seconds for one row; where copies are slower, it has fewer measurements."""
 BUSY_S = 0.5
-"""For which the CPU time of a full link, or of an idle process, is taken."""
+"""Seconds over which the CPU time of a full link, or of an idle process, is taken."""
 BUSY_KINDS = (("loads", OpKind.H2D), ("stores", OpKind.D2H))
 IDLE = "idle"
 
 
 @dataclass(frozen=True, slots=True)
 class LatencyRow:
-    """One op, again and again, with nothing beside it.
+    """One op, repeated, with nothing beside it.
 
     Attributes:
         what: "load by layer" or "store".
-        path: of most of the bytes; `multiprocessors` it takes.
+        path: the path of most of the bytes; `multiprocessors` that it takes.
         p50_us, p99_us: from `submit` until `wait` returned, microseconds.
-        submit_us: until `submit` returned, p50.
-        first_layer_us: until the first layer's `wait_layer` returned, p50; None for stores.
-        gbps: 1e9 bytes a second, by the p50.
-        times: how often it was measured.
+        submit_us: time until `submit` returned, p50.
+        first_layer_us: time until the first layer's `wait_layer` returned, p50; None for stores.
+        gbps: 1e9 bytes per second, by the p50.
+        times: number of measurements.
     """
 
     what: str
@@ -75,9 +75,9 @@ class ProcessorRow:
     """CPU time of the whole process.
 
     Attributes:
-        what: "loads" or "stores" without a pause, or "idle": an engine that has moved, and moves nothing.
-        cores: CPU seconds a second, all threads.
-        gbps: 1e9 bytes a second meanwhile.
+        what: "loads" or "stores" without a pause, or "idle": an engine that has moved pages and now moves nothing.
+        cores: CPU seconds per second, all threads together.
+        gbps: 1e9 bytes per second meanwhile.
     """
 
     what: str
@@ -91,10 +91,10 @@ class ProcessorRow:
 def latency_rows(
     device: int | None, total_bytes: int, settings: TransferConfig
 ) -> Iterator[tuple[list[LatencyRow], list[ProcessorRow]]]:
-    """The rows of one length of run after the other.
+    """Yields the rows of each length of run in turn.
 
     Args:
-        total_bytes: of the pool; a GPU's has `POOL_BYTES` at least. Ops that do not fit are left out.
+        total_bytes: size of the pool; a GPU's has `POOL_BYTES` at least. Ops that do not fit are left out.
 
     Raises:
         CapacityError: the memory is not there. ContractError: a copy failed.

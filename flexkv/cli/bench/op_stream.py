@@ -15,24 +15,24 @@ from flexkv.transfer.engine import TransferEngine
 from flexkv.transfer.graph import OpId, OpKind, OpStatus, Priority, TransferGraph, TransferOp
 
 OUTSTANDING = 3
-"""Ops of each direction that are submitted and have not ended: one moves, one follows, one is planned."""
+"""Ops per direction that are submitted and have not ended: one moves, one follows, one is planned."""
 DRAIN_S = 30.0
-"""Until the last op has ended."""
+"""Seconds until the last op must have ended."""
 
 
 class OpStream:
-    """Keeps `OUTSTANDING` ops of each direction submitted, whenever `keep` is called.
+    """Keeps `OUTSTANDING` ops per direction submitted, whenever `keep` is called.
 
     The caller calls it between two of its own measurements, in its own thread: a second Python thread would hold the
-    interpreter's lock while a measurement waits for it, and its cost would be taken for the lane's.
+    interpreter's lock while a measurement waits for it, and that cost would be taken for the lane's.
 
     Args:
-        engine: with a view of group 0 of `blocks` blocks, and as many slots.
+        engine: has a view of group 0 with `blocks` blocks, and as many slots.
         kinds: H2D, D2H or both.
-        blocks: of the engine's pool. Ops under way share none.
-        page_bytes: of a block, all layers.
+        blocks: blocks of the engine's pool. Ops under way share none.
+        page_bytes: bytes of a block, all layers.
         layerwise: loads are moved layer by layer.
-        stream: of the engine, after whose work ops begin; None for plain memory.
+        stream: the engine's stream, after whose work ops begin; None for plain memory.
     """
 
     def __init__(
@@ -62,11 +62,11 @@ class OpStream:
 
     @property
     def ended_ops(self) -> int:
-        """In the direction that has ended fewest."""
+        """Ops that have ended in the direction where the fewest have."""
         return min(len(ended) for ended in self._ended.values()) - 1
 
     def keep(self) -> None:
-        """Counts what has ended, and submits as many ops anew.
+        """Counts the ops that have ended, and submits as many new ones.
 
         Raises:
             ContractError: a copy failed.
@@ -96,7 +96,7 @@ class OpStream:
         """Sleeps until the op that was submitted first has ended, for at most `deadline_s` seconds.
 
         Raises:
-            ContractError: it has not.
+            ContractError: it has not ended by then.
         """
         for _, _, ticket in self._under_way.values():
             if not self._engine.wait(ticket, deadline_s):
@@ -104,10 +104,10 @@ class OpStream:
             return
 
     def gbps(self, kind: OpKind, begin_s: float, end_s: float) -> float | None:
-        """1e9 bytes a second between two points of `time.perf_counter`; None of a direction that does not run.
+        """1e9 bytes per second between two points of `time.perf_counter`; None for a direction that does not run.
 
-        Bytes are counted when their op ends, and are taken to have moved evenly since the end before it. To be asked
-        after `drain`, so that the last op counts.
+        Bytes are counted when their op ends, and count as moved evenly since the end before it. Call it after `drain`,
+        so that the last op counts.
         """
         if kind not in self._ended:
             return None

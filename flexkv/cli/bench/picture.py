@@ -1,4 +1,4 @@
-"""The picture of `flexkv bench transfer`."""
+"""Draws the picture of `flexkv bench transfer`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ KIB = 1 << 10
 
 
 def draw(rows: Sequence[TransferRow], compared: Sequence[ComparisonRow], path: Path) -> None:
-    """GB/s by length of run: the lanes, and what is measured beside them.
+    """Draws GB/s by length of run: the lanes, and what is measured beside them.
 
     Raises:
         ImportError: matplotlib is not installed.

@@ -1,6 +1,6 @@
-"""The JSON of `flexkv bench transfer`, written again after every group of rows: a cut run keeps what it measured.
+"""The JSON of `flexkv bench transfer`, rewritten after every group of rows: a cut run keeps what it measured.
 
-A device or a pipe, such as /dev/stdout, is never replaced: each time it gets all of it so far, as one line.
+A device or a pipe, such as /dev/stdout, is never replaced: each time it gets all results so far, as one line.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from flexkv.cli.bench.transfer_bench import TransferRow
 
 
 class ResultFile:
-    """What was measured so far.
+    """The results so far.
 
     Args:
-        path: where it is written, or a link to that; None keeps it in memory alone.
-        facts: what is known before anything is measured.
+        path: the file to write, or a link to it; None keeps the results in memory alone.
+        facts: what is known before the first measurement.
     """
 
     def __init__(self, path: Path | None, facts: dict[str, Any]) -> None:
@@ -54,7 +54,7 @@ class ResultFile:
         self._write()
 
     def part_ended(self, part: str) -> None:
-        """All rows of `part` are there."""
+        """Notes that all rows of `part` are there."""
         self._content["parts"].append(part)
         self._write()
 
@@ -69,12 +69,12 @@ class ResultFile:
             "processor": self.processor,
         }
         self._content |= {name: [asdict(row) for row in rows] for name, rows in kinds.items()}
-        # By its own name: a pipe under /proc has a target that is no path.
+        # Opened by its own name: a pipe under /proc has a target that is no path.
         if self._path.exists() and not self._path.is_file():
             with self._path.open("w") as stream:
                 stream.write(json.dumps(self._content) + "\n")
             return
-        # In place of the last one at once: whoever reads meanwhile sees a whole one, also after a loss of power.
+        # Replaces the last one atomically: whoever reads meanwhile sees a whole file, also after a loss of power.
         path = self._path.resolve()
         beside = path.with_name(f".{path.name}.part")
         with beside.open("w") as file:

@@ -1,6 +1,6 @@
-"""torch's own way to move blocks, and small copies beside a store: what an engine would do without flexkv.
+"""torch's own way to move blocks, and small copies beside a store: how an engine would copy without flexkv.
 
-The one module outside the adapters that imports torch, and only where something is measured with it.
+The one module outside the adapters that imports torch, and only for measurements.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from flexkv.cli.bench.base import ComparisonRow
 
 SMALL_BYTES = 4096
 SMALL_COPIES = 2000
-"""Enough for a 99th percentile; at most some 0.2 s of small copies."""
+"""Enough for a 99th percentile; about 0.2 s of small copies at most."""
 PAUSE_S = 1e-4
-"""Between small copies: an engine makes one a step, not one after the other."""
+"""Seconds between small copies: an engine makes one per step, not one after the other."""
 
 
 def load_torch() -> Any | None:
@@ -32,7 +32,7 @@ def load_torch() -> Any | None:
 
 
 def both_ways_limit_gbps(device: int, total_bytes: int, repeats: int) -> float | None:
-    """1e9 bytes a second of two contiguous copies at once, one each way, `total_bytes` together; None without torch."""
+    """1e9 bytes per second of two contiguous copies at once, one each way, `total_bytes` in all; None without torch."""
     torch = load_torch()
     if torch is None or not torch.cuda.is_available():
         return None
@@ -62,7 +62,7 @@ def both_ways_limit_gbps(device: int, total_bytes: int, repeats: int) -> float |
 def index_select_rows(
     device: int | None, run_sizes: tuple[int, ...], layers: int, total_bytes: int, repeats: int
 ) -> list[ComparisonRow]:
-    """`index_select` of a layer's blocks and one copy of what it gathered, layer by layer; `index_copy_` back."""
+    """Stores layer by layer by `index_select` of blocks and one copy of the result; loads by `index_copy_`."""
     torch = load_torch()
     what = "torch index_select + copy"
     if torch is None:
@@ -70,7 +70,7 @@ def index_select_rows(
     if device is not None and not torch.cuda.is_available():
         return [ComparisonRow(what, "both", 0, note="torch was built without CUDA")]
     place = "cpu" if device is None else f"cuda:{device}"
-    # The gather and the scatter of torch take as many multiprocessors as they can fill.
+    # torch's gather and scatter take as many multiprocessors as they can fill.
     path = "cpu" if device is None else "torch's kernels, copy engine"
     taken = 0 if device is None else torch.cuda.get_device_properties(device).multi_processor_count
     rows = []
@@ -113,7 +113,7 @@ def index_select_rows(
 
 
 def small_copy_rows(device: int | None, store: Callable[[], None]) -> list[ComparisonRow]:
-    """p99 of a 4 KiB device-to-host copy on a stream of its own, alone and while `store` runs again and again."""
+    """p99 of a 4 KiB device-to-host copy on a stream of its own, alone and while `store` runs repeatedly."""
     what = "4 KiB copy, p99"
     if device is None:
         small, target = np.zeros(SMALL_BYTES, np.uint8), np.zeros(SMALL_BYTES, np.uint8)
@@ -143,7 +143,7 @@ def small_copy_rows(device: int | None, store: Callable[[], None]) -> list[Compa
         try:
             while not ended.is_set():
                 store()
-        except BaseException as error:  # it is raised in the caller's thread
+        except BaseException as error:  # raised in the caller's thread
             failures.append(error)
 
     storing = threading.Thread(target=keep_storing)

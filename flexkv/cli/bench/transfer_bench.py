@@ -25,7 +25,7 @@ RUN_BYTES = tuple(4096 << i for i in range(11))
 
 LAYERS = 8
 STORE_RUN_BYTES = 1 << 20
-"""Of the store that others are measured beside: long runs, so that the copy engine is busy."""
+"""Run length of the store beside which other things are measured: long, so that the copy engine is busy."""
 WAIT_S = 120.0
 NULL_STREAM = 0
 DIRECTIONS = {"H2D": OpKind.H2D, "D2H": OpKind.D2H}
@@ -37,14 +37,14 @@ class TransferRow:
 
     Attributes:
         path: how most of the bytes were copied.
-        path_bytes: bytes by each path, of all copies that were made for this row; empty for plain memory.
+        path_bytes: bytes by each path, for all copies of this row; empty for plain memory.
         pinned: the GPU took all of the host pool's slots, or refused some (`TransferBench` waits for either).
-        multiprocessors: that the path takes from the engine's kernels.
-        gbps: 1e9 bytes a second, median; of both directions together where `direction` says so.
-        share_of_limit: of one contiguous copy of the same bytes, or of one each way at once; None where that was not
-            measured.
-        share_of_one_way: of the faster direction alone; None for one way.
-        single_calls_gbps: the same bytes by one driver call a run; None without a GPU.
+        multiprocessors: multiprocessors that the path takes from the engine's kernels.
+        gbps: 1e9 bytes per second, median; of both directions together where `direction` says so.
+        share_of_limit: share of one contiguous copy of the same bytes, or of one each way at once; None where that was
+            not measured.
+        share_of_one_way: ratio to the faster direction alone; None for one way.
+        single_calls_gbps: rate of the same bytes by one driver call per run; None without a GPU.
     """
 
     run_bytes: int
@@ -60,19 +60,19 @@ class TransferRow:
 
 
 def copy_path(engine: TransferEngine) -> tuple[str, int]:
-    """What moved most of the bytes from host memory to the engine's pool, and the multiprocessors it takes."""
+    """The path of most bytes from host memory to the engine's pool, and the multiprocessors that it takes."""
     return chosen_path(path_bytes(engine), "H2D")
 
 
 def path_bytes(engine: TransferEngine) -> dict[str, int]:
-    """Bytes that each path of the engine's GPU has copied; empty without one."""
+    """Bytes that each path of the engine's GPU has copied; empty without a GPU."""
     if engine.cuda_lane is None:
         return {}
     return {path: moved for path, _, moved, _ in engine.cuda_lane.counts()}
 
 
 def chosen_path(moved: Mapping[str, int], direction: str) -> tuple[str, int]:
-    """The path of most bytes, and the multiprocessors that it takes: of "H2D", "D2H", or both."""
+    """The path of most bytes, and the multiprocessors that it takes for "H2D", "D2H", or both."""
     if not moved:
         return "cpu", 0
     path = max(moved, key=lambda name: moved[name])
@@ -85,7 +85,7 @@ def chosen_path(moved: Mapping[str, int], direction: str) -> tuple[str, int]:
 def engine_of(
     device: int | None, settings: TransferConfig, lanes: Sequence[c_ext.Lane] = ()
 ) -> TransferEngine:
-    """One whose copies on a GPU go by the ways that the settings allow."""
+    """A transfer engine that copies on a GPU in the ways that the settings allow."""
     return TransferEngine(
         lanes=lanes,
         device=device,
@@ -98,11 +98,11 @@ def engine_of(
 def pooled_engine(
     device: int | None, settings: TransferConfig, base: int, run_bytes: int, layers: int, blocks: int
 ) -> Iterator[tuple[TransferEngine, bool]]:
-    """An engine between memory, as a layer-first pool, and a host pool of as many slots; and whether the GPU took all
-    of these, without which it may not take the path that is meant.
+    """An engine between memory, as a layer-first pool, and a host pool of as many slots; and whether the GPU has taken
+    or refused all of these, before which it may not take the intended path.
 
     Args:
-        base: address of the memory, on `device`; `layers` x `blocks` x `run_bytes` bytes.
+        base: address of the memory, on `device`; it has `layers` x `blocks` x `run_bytes` bytes.
 
     Raises:
         CapacityError: the host memory is not there. ContractError: it was not mapped in `WAIT_S`.
@@ -124,7 +124,7 @@ def pooled_engine(
         while device is not None and pool.pinned_slots < blocks and time.monotonic() < ends_s:
             time.sleep(0.01)
         engine.attach_view(0, view, pool)
-        # The kernel reads registered memory alone: a row that was measured before says so.
+        # The kernel reads registered memory alone: a row that was measured before that says so.
         yield engine, device is None or pool.pinned_slots >= blocks
     finally:
         engine.close(WAIT_S)
@@ -136,7 +136,7 @@ class TransferBench:
 
     Args:
         device: CUDA device, or None for plain memory.
-        settings: which ways the device's lane may take.
+        settings: the ways that the device's lane may take.
 
     Raises:
         ConfigError: there is no such device. CapacityError: the memory is not there.
@@ -150,29 +150,29 @@ class TransferBench:
         self._ids = itertools.count(1)
         self._pinned = True
         self.limit_gbps = {name: self._limit(name) for name in DIRECTIONS}
-        """One contiguous copy each way; "both" besides where somebody has measured two at once."""
+        """Rates of one contiguous copy each way; also "both" where somebody has measured two at once."""
 
     @property
     def copies(self) -> dict[str, str]:
-        """Which way the GPU's lane copies, in words, by direction; empty without a GPU."""
+        """The ways in which the GPU's lane copies, in words, by direction; empty without a GPU."""
         if self._device is None:
             return {}
         return c_ext.CudaLane(self._device, self._settings.batch_copies, self._settings.copy_kernel, 1).ways
 
     @property
     def multiprocessors(self) -> int:
-        """Of the GPU; 0 without one."""
+        """Multiprocessors of the GPU; 0 without one."""
         return 0 if self._device_memory is None else self._device_memory.multiprocessors
 
     def run(self) -> Iterator[list[TransferRow]]:
-        """The rows of one length of run after the other."""
+        """Yields the rows of each length of run in turn."""
         for run_bytes in RUN_BYTES:
             blocks = self._total // (run_bytes * LAYERS)
             if blocks >= 1:
                 yield self._measure(run_bytes, blocks)
 
     def _median(self, once: Callable[[], float]) -> float:
-        once()  # touches memory, starts threads
+        once()  # the first time touches memory and starts threads
         return statistics.median(once() for _ in range(self._repeats))
 
     def _limit(self, direction: str) -> float:
@@ -185,7 +185,7 @@ class TransferBench:
                 / 1e9
             )
         assert self._memory is not None
-        # Written, because pages that never were are all one page of zeros, which lies in the CPU's cache.
+        # Written, because untouched pages all map to one page of zeros, which lies in the CPU's cache.
         other = np.full_like(self._memory, 1)
         source, target = (other, self._memory) if direction == "H2D" else (self._memory, other)
 
@@ -214,8 +214,8 @@ class TransferBench:
             return rows
 
     def loads_by_events(self, run_bytes: int, clock: EventClock) -> tuple[float, str, int] | None:
-        """GB/s of a layerwise load between what the clock's stream was given before and what it is given behind, with
-        path and multiprocessors; None where a block is more than all bytes.
+        """GB/s of a layerwise load between the stream's work before it and the stream's work after it, with path and
+        multiprocessors; None where a block has more than all bytes.
 
         Raises:
             DriverRefused: the clock cannot be read.
@@ -233,7 +233,7 @@ class TransferBench:
                 ticket = engine.submit(TransferGraph((op,), ()), stream=clock.stream)
                 if ticket is None:
                     raise ContractError("a load found its queue full")
-                # The stream waits for the copies; this thread only until they are enqueued.
+                # The stream waits for the copies; this thread waits only until they are enqueued.
                 found = engine.wait_layer(ticket, LAYERS - 1, WAIT_S, stream=clock.stream)
                 clock.stop()
                 if not found.ok or not engine.wait(ticket, WAIT_S):
@@ -248,7 +248,7 @@ class TransferBench:
 
     @contextmanager
     def storing(self) -> Iterator[Callable[[], None]]:
-        """What stores all bytes once in runs of `STORE_RUN_BYTES`, to be called while something else is measured."""
+        """Yields a function that stores all bytes once in runs of `STORE_RUN_BYTES`, for calls beside a measurement."""
         run_bytes = min(STORE_RUN_BYTES, self._total // LAYERS)
         blocks = self._total // (run_bytes * LAYERS)
 
@@ -288,7 +288,7 @@ class TransferBench:
 
     def _transfer(self, engine: TransferEngine, kinds: list[OpKind], share: list[np.ndarray]) -> float:
         ops = tuple(
-            # One priority for both ways: a store would otherwise pause for the load.
+            # One priority for both ways, because a store would otherwise pause for the load.
             TransferOp(OpId(next(self._ids)), kind, 0, Priority.LOAD, ids.copy(), ids.copy(), False)
             for kind, ids in zip(kinds, share, strict=True)
         )

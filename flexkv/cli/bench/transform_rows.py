@@ -1,4 +1,4 @@
-"""The layout transform with digests, beside the device's own copy of as many bytes."""
+"""Measures the layout transform with digests, beside the device's own copy of as many bytes."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from flexkv import c_ext
 from flexkv.cli.bench.base import PAGE_LAYERS, PAGE_RUN_BYTES, ComparisonRow
 
 HOST_DEVICE = -1
-"""Number of the device that is plain memory."""
+"""The device number that stands for plain memory."""
 
 
 def transform_rows(
     device: int | None, multiprocessors: int, total_bytes: int, repeats: int
 ) -> list[ComparisonRow]:
-    """Slots to a layer-first pool, checking digests, and back, making them; on the multiprocessors that transfers use
-    and, on a GPU, on all `multiprocessors` of it.
+    """Transforms slots into a layer-first pool, checking digests, and back, making them; on the multiprocessors that
+    transfers use and, on a GPU, on all `multiprocessors` of it.
 
     Raises:
         ConfigError: no such device. CapacityError: the memory is not there.

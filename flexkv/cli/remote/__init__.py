@@ -1,1 +1,1 @@
-"""What `flexkv remote` does: jobs against a store, carried out here or in a process of their own."""
+"""The jobs of `flexkv remote` against a store, run in this process or in one of their own."""

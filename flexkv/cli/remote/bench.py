@@ -1,4 +1,4 @@
-"""Measures a store from this machine: values of a store's own name, which are removed at the end."""
+"""Measures a store from this machine, with values under names of their own, which are removed at the end."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from flexkv.remote.stores import open_store
 PREFIX = "flexkv-bench/"
 """No engine's values have such a name."""
 TTL_S = 600
-"""Where a store can, it drops what a bench that was killed has left after so long."""
+"""A store that can expire values drops what a killed bench has left after this time."""
 NAMES = 256
-"""Of one question, as an engine asks."""
+"""Names per question, as an engine asks."""
 SINGLE_VALUES = 16
-"""That are moved one a call, at most."""
+"""Values moved one per call, at most."""
 LEAST_S = 1.0
-"""That the last call has."""
+"""Seconds that the last call has at least."""
 CALL_S = 30.0
-"""Of one call at most."""
+"""Seconds that one call has at most."""
 PHASES = 6
-"""Puts, questions and gets, each one a call and many: each has the same share of the time."""
+"""Puts, questions and gets, each one per call and many per call: all have the same share of the time."""
 REMOVE_S = 10.0
 
 
@@ -35,12 +35,12 @@ class BenchRow:
     """Calls of one kind.
 
     Attributes:
-        per_call: values or names of one call.
+        per_call: values or names per call.
         good: values that were moved, or names that were answered.
-        unit: of the rate.
-        rate: 0.0 where nothing was.
-        call_ms: median.
-        ratio: of the rate to that of one value or name a call; None for that row itself, and where it has none.
+        unit: unit of the rate.
+        rate: 0.0 where nothing was moved or answered.
+        call_ms: median time of a call.
+        ratio: the rate over that of one value or name per call; None for that row itself, and where it has no rate.
     """
 
     what: str
@@ -58,10 +58,10 @@ class BenchRow:
 class BenchResult:
     """
     Attributes:
-        reason: of the first call that failed; empty if none did.
+        reason: why the first failing call failed; empty if none did.
         wrong: values that came back with other bytes.
         left: names that could not be removed.
-        removed: values that the store had taken, and has no more.
+        removed: values that the store had taken and does not have any more.
     """
 
     value_bytes: int
@@ -76,10 +76,10 @@ def bench(options: StoreOptions, value_bytes: int, values: int, batch: int, most
     """Puts `values` values in batches and a few one by one, asks for their names, and gets them back.
 
     Args:
-        most_s: no call begins after so long, but those that remove.
+        most_s: no call begins after so long, except those that remove values.
 
     Raises:
-        StoreError: with these settings there can be no client.
+        StoreError: these settings allow no client.
     """
     store = open_store(replace(options, ttl_s=TTL_S))
     measured = _Bench(store, value_bytes, batch, most_s)
@@ -92,12 +92,12 @@ def bench(options: StoreOptions, value_bytes: int, values: int, batch: int, most
 
 
 class _Bench:
-    """Memory for one call: uint8 [batch, value_bytes] to send, and as much to receive."""
+    """The measurement, with memory for one call: uint8 [batch, value_bytes] to send, and as much to receive."""
 
     def __init__(self, store: Store, value_bytes: int, batch: int, most_s: float) -> None:
         self._store = store
         self._sent = np.random.default_rng(0).integers(0, 256, (batch, value_bytes), dtype=np.uint8)
-        self._came = np.ones_like(self._sent)  # pages that are there: the first get is not to make them
+        self._came = np.ones_like(self._sent)  # written: the first get is not to make its pages
         self._share_s = most_s / PHASES
         self._ends_s = time.perf_counter() + most_s
         self._names: list[str] = []
@@ -109,7 +109,7 @@ class _Bench:
 
     def run(self, values: int) -> None:
         batch = len(self._sent)
-        # Connects, which is no part of what is measured.
+        # Connects, which is not part of the measurement.
         if why := self._store.alive(self._call_s()):
             self.result.reason = f"the store is not there: {why}"
             return
@@ -142,7 +142,7 @@ class _Bench:
     def _measure(
         self, what: str, unit: str, call: Callable[[Sequence[str]], int], names: list[str], per_call: int
     ) -> BenchRow:
-        """Calls until all names are through, or the time is."""
+        """Calls until all names are done or the time is up."""
         times, good, asked = [], 0, 0
         ends_s = min(self._ends_s, time.perf_counter() + self._share_s)
         for first in range(0, len(names), per_call):
@@ -160,7 +160,7 @@ class _Bench:
         return BenchRow(what, per_call, len(times), good, asked - good, unit, rate, call_ms)
 
     def _marked(self, names: Sequence[str]) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
-        """What is sent under these names: each value has its own first bytes."""
+        """The bytes to send under these names: each value has its own first bytes."""
         for row, name in enumerate(names):
             self._sent[row, :8] = np.frombuffer(name[-8:].encode(), np.uint8)
         return self._sent[: len(names)]
@@ -189,7 +189,7 @@ class _Bench:
         return sum(right)
 
     def remove(self) -> None:
-        """Whatever may have been put."""
+        """Removes every value that may have been put."""
         for first in range(0, len(self._names), NAMES):
             part = self._names[first : first + NAMES]
             gone = self._store.remove(part, REMOVE_S)

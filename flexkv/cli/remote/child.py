@@ -1,5 +1,5 @@
-"""A job in a process of its own where the store's library wants one: it reads its settings from the environment, once,
-and cannot be interrupted. Other stores are asked from here.
+"""Runs a job in a process of its own where the store's library needs one: it reads its settings from the environment,
+once, and cannot be interrupted. Jobs for other stores run in this process.
 
 The process is `flexkv.cli.remote.child FD`: it reads the job from its input and writes the result to FD.
 """
@@ -21,17 +21,17 @@ from flexkv.remote.own_program import own_program
 from flexkv.remote.settings import client_environment
 
 GRACE_S = 5.0
-"""The process ends itself by then if it is asked to take no longer; who started it waits a little more."""
+"""The process ends itself at the deadline that it was given; its parent waits so much longer."""
 
 
 def run_job(options: StoreOptions, job: str, *arguments: object, most_s: float) -> Any:
     """The result of `JOBS[job](options, *arguments)`.
 
     Args:
-        most_s: a process is killed after so long.
+        most_s: a process is killed after this time.
 
     Raises:
-        StoreError: of the job, or its process did not come to an end.
+        StoreError: the job raised it, or its process did not come to an end.
     """
     environment = client_environment(options)
     if not environment:
@@ -74,7 +74,7 @@ def _how(code: int, said: bytes, most_s: float) -> str:
 
 def main() -> None:
     options, job, arguments, most_s = pickle.load(sys.stdin.buffer)
-    signal.alarm(max(1, round(most_s)))  # ends the process also where nobody waits for it any more
+    signal.alarm(max(1, round(most_s)))  # ends the process even if its parent does not wait for it any more
     fault, value = "", None
     try:
         value = JOBS[job](options, *arguments)

@@ -1,4 +1,4 @@
-"""What is asked of a store by `flexkv remote`, each with a client that is closed at its end."""
+"""The questions that `flexkv remote` asks a store, each with a client that is closed at its end."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from flexkv.remote.base import NO_VALUE, NOT_SAID, Outcome, Presence, Store, Sto
 from flexkv.remote.stores import open_store
 
 MOST_VALUE_BYTES = 1 << 30
-"""Of a value that is looked at: it is read into memory. Those of engines have a few MiB."""
+"""Largest value that is looked at, because it is read into memory. Those of engines have a few MiB."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reached:
     """
     Attributes:
-        url: of a server, without secrets.
-        why_not: it cannot be used; empty if it can.
-        first_ms: of the first question, with the connection, the login and the library's start.
-        round_trip_ms: of the next one; None where the server did not answer.
+        url: a server's URL, without secrets.
+        why_not: why it cannot be used; empty if it can.
+        first_ms: time of the first question, with the connection, the login and the library's start.
+        round_trip_ms: time of the next one; None where the server did not answer.
     """
 
     url: str
@@ -65,7 +65,7 @@ def ping(options: StoreOptions, deadline_s: float) -> list[Reached]:
 
 
 def look(options: StoreOptions, names: Sequence[str], deadline_s: float) -> list[StoredValue | None]:
-    """What each value says of itself; None: the store has no such name.
+    """What each value says of itself; None where the store has no such name.
 
     Raises:
         StoreError: the store is not there.
@@ -97,7 +97,7 @@ def _look_at(store: Store, name: str, deadline_s: float) -> StoredValue | None:
 def drop(
     options: StoreOptions, names: Sequence[str], deadline_s: float
 ) -> tuple[list[bool], list[bool], str]:
-    """Of each name, whether the store had it, and whether it does not have it any more; and why not."""
+    """Whether the store had each name, whether it does not have it any more, and why it still has some."""
     with opened(options) as store:
         there = [presence is Presence.YES for presence in store.exists(names, deadline_s)]
         gone = store.remove(names, deadline_s)

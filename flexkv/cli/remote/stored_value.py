@@ -1,4 +1,4 @@
-"""What a value in a store says of itself, as far as that can be told without the model's geometry."""
+"""Reads what a value in a store says of itself, as far as that is possible without the model's geometry."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from flexkv.c_ext import run_digest
 
 NAME = re.compile(r"flexkv/(?P<version>[0-9]{1,4})/[0-9a-f]{32}/(?P<group>[0-9]{1,9})/(?P<key>[0-9a-f]{32})")
-"""Of a value (`flexkv.remote.values.ValueFormat`)."""
+"""Name of a value (`flexkv.remote.values.ValueFormat`)."""
 
 MAGIC = b"FKVPAGE1"
 HEAD = struct.Struct("<8sIIQQ16sQQIIQIIQ")
@@ -20,19 +20,19 @@ HEAD = struct.Struct("<8sIIQQ16sQQIIQIIQ")
 DIGEST_AT = 88
 
 MOST_RUNS = 1 << 17
-"""Of a value that an engine may have written: layers, K and V, ranks and groups stay far below."""
+"""Most runs of a value that an engine may have written: layers, K and V, ranks and groups stay far below."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredValue:
     """
     Attributes:
-        bytes: of all of it.
-        fault: why it is no value that an engine would take, as far as that can be told; empty if nothing was found.
-        runs: whose digests the trailer has.
-        runs_matching: of them, if the stripes are cut into as many equal parts; None where they cannot be.
+        bytes: size of the whole value.
+        fault: why no engine would take the value, as far as that can be told; empty if nothing was found.
+        runs: runs whose digests the trailer has.
+        runs_matching: how many match if the stripes are cut into as many equal parts; None where they cannot be.
         key: 32 hex digits.
-        tokens: valid ones.
+        tokens: number of valid tokens.
         written, expiry: unix seconds; an expiry of 0 is never.
         group: number of the KV group.
     """
@@ -52,7 +52,7 @@ class StoredValue:
 def read_value(name: str, value: NDArray[np.uint8], now: int) -> StoredValue:
     """
     Args:
-        value: uint8 [n], as the store gave it.
+        value: uint8 [n], as the store returned it.
         now: unix seconds.
     """
     size = len(value)
@@ -73,7 +73,7 @@ def read_value(name: str, value: NDArray[np.uint8], now: int) -> StoredValue:
 
 
 def _trailer_start(value: NDArray[np.uint8]) -> int | None:
-    """Where a trailer begins whose runs end with the value; None for nowhere."""
+    """Where the trailer begins whose runs end with the value; None if there is none."""
     end = value[-(HEAD.size + 8 * MOST_RUNS) :].tobytes()
     at = len(end) - HEAD.size - 8
     while (at := end.rfind(MAGIC, 0, at + len(MAGIC))) >= 0:
