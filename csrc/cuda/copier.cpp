@@ -28,8 +28,8 @@ Copier::Copier(std::shared_ptr<Device> device, KernelLauncher launcher, const Co
   } else if (!device_->host_addresses_work()) {
     note("no copy kernel: the device has other addresses for host memory");
   } else {
-    // A build for other devices, or for a later driver, shows here: a launch is the first that needs its
-    // image.
+    // A build for other devices, or for a later driver, fails here: a launch is the first call that needs the
+    // kernel's image.
     const std::string failure = try_path(Path::kKernel);
     capabilities_.kernel = failure.empty();
     if (!failure.empty()) note("no copy kernel: self-test: " + failure);
@@ -168,10 +168,10 @@ std::string Copier::by_batch(Direction direction, std::span<const Copy> copies, 
     sizes[i] = copies[i].bytes;
   }
   BatchAttributes attributes;
-  // A loaded page was complete in host memory before its op was let start, so its bytes may be read at any
-  // time. What a store reads is written by the work that the stream waits for.
+  // A loaded page was complete in host memory before its op could start, so its bytes may be read at any
+  // time. The work that the stream waits for writes what a store reads.
   attributes.order = to_device ? SourceOrder::kAny : SourceOrder::kStream;
-  size_t first = 0;  // the one set of attributes holds from the first copy on
+  size_t first = 0;  // the one set of attributes applies from the first copy on
   const Driver& driver = device_->driver();
   Code code = kSuccess;
   if (driver.batch_13000 != nullptr) {

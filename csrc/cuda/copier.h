@@ -1,4 +1,4 @@
-// Enqueues copies on a stream, by the means that the device and its driver have.
+// Enqueues copies on a stream, in the ways that the device and its driver offer.
 #pragma once
 #include <array>
 #include <atomic>
@@ -26,24 +26,25 @@ struct PathCount {
   int64_t calls = 0;  // driver calls and launches
 };
 
-// For several threads, each with streams of its own.
+// Several threads may use it, each with streams of its own.
 class Copier {
  public:
-  // Runs the self-tests of batched copies and of the kernel; what fails its test is not used, and `notes()`
-  // says why. Precondition: the device is current. Throws CapacityError.
+  // Runs the self-tests of batched copies and of the kernel; a path that fails its test is not used, and
+  // notes() says why. Precondition: the device is current. Throws CapacityError.
   Copier(std::shared_ptr<Device> device, KernelLauncher launcher, const CopySwitches& switches);
 
-  // Has one kernel copy `segments` of `pages`, all in memory that the device knows. False, and nothing is
-  // enqueued of them: there is no kernel, or no room for its tables. One that cannot be started is not tried
-  // again.
+  // Has one kernel copy `segments` of `pages`, all in memory that is registered with the device. False:
+  // nothing of them is enqueued, because there is no kernel, no room for its tables, or it could not be
+  // started. A kernel that could not be started is not tried again.
   bool launch(Direction direction, std::span<const Segment> segments, std::span<const PageEnds> pages,
               CopyStream& stream);
-  // Gives the copy engine some copies. `registered`: the device knows all their host memory. Empty, or why it
-  // failed: then some may be under way all the same, and only a mark after them says when they have ended.
+  // Gives some copies to the copy engine. `registered`: all their host memory is registered with the device.
+  // Empty, or why it failed: some may be under way even then, and only a mark after them shows when they have
+  // ended.
   std::string copy(Direction direction, std::span<const Copy> copies, bool registered, CopyStream& stream);
 
   Capabilities capabilities() const;
-  // What is not used and why, in words; empty when everything is.
+  // Which paths are not used and why, in words; empty if all are.
   std::string notes() const;
   // Kernels that could not be started after their self-test.
   int64_t failed_launches() const { return failed_launches_; }
@@ -57,7 +58,7 @@ class Copier {
   std::string try_path(Path path);
   void note(const std::string& text);
   void add(Path path, int64_t bytes, int64_t calls);
-  // Empty, or why not. Precondition: there is room for the tables.
+  // Empty, or why it failed. Precondition: `tables` has room for chunks and pages.
   std::string by_kernel(Direction direction, std::span<const CopyChunk> chunks,
                         std::span<const PageEnds> pages, const CopyStream::Tables& tables,
                         CopyStream& stream) const;
@@ -67,7 +68,7 @@ class Copier {
 
   const std::shared_ptr<Device> device_;
   const KernelLauncher launcher_;
-  mutable std::mutex mutex_;  // of the next two
+  mutable std::mutex mutex_;  // guards the next two
   Capabilities capabilities_;
   std::string notes_;
   std::atomic<int64_t> failed_launches_{0};

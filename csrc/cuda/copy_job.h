@@ -17,11 +17,11 @@ namespace flexkv::cuda {
 // Loads of a thread in flight: a warp has a run of 4 KiB on its way at once, so that two multiprocessors fill
 // the link.
 inline constexpr int kCopyLoadsInFlight = 8;
-// Unit: bytes. What one warp copies before it turns to the next: two rounds of 16 bytes a thread. A multiple
-// of 16, so that cutting a run keeps its alignment.
+// Unit: bytes. What one warp copies before it turns to the next item: two rounds of kCopyLoadsInFlight loads
+// of 16 bytes per thread. A multiple of 16, so that cutting a run keeps its alignment.
 inline constexpr int64_t kChunkBytes = 8192;
 
-// A part of a run, for every block.
+// A part of a run, the same in every block.
 struct CopyChunk {
   uintptr_t device_base;
   int64_t block_stride;
@@ -41,8 +41,8 @@ struct CopyJob {
   int32_t chunk_count = 0;
   int32_t page_count = 0;
   bool to_device = false;
-  // In memory of the device, which is quick to read again and again: once it is `number`, warps begin no
-  // further item. Null: nothing ends it early.
+  // A word in device memory, which is quick to read again and again: once it is `number`, warps begin no
+  // further item. Null: nothing ends the job early.
   const uint32_t* stop = nullptr;
   uint32_t number = 0;
 };
@@ -51,7 +51,8 @@ FLEXKV_HD inline int64_t item_count(const CopyJob& job) {
   return static_cast<int64_t>(job.chunk_count) * job.page_count;
 }
 
-// One chunk of one page: what a warp does at a time. One division for each, none for each element.
+// Copies one chunk of one page, which is what a warp does at a time. It takes one division per item, none per
+// element.
 FLEXKV_HD inline void copy_item(const CopyJob& job, int64_t item, int lane, int lanes) {
   const int64_t page = item / job.chunk_count;
   const CopyChunk& chunk = job.chunks[item - page * job.chunk_count];
@@ -75,7 +76,7 @@ FLEXKV_HD inline bool is_stopped(const CopyJob& job) {
 #endif
 }
 
-// The items of warp `warp` of `warps`.
+// Copies the items of warp `warp` of `warps`.
 FLEXKV_HD inline void copy_share(const CopyJob& job, int64_t warp, int64_t warps, int lane) {
   const int64_t items = item_count(job);
   for (int64_t item = warp; item < items && !is_stopped(job); item += warps) {
@@ -94,16 +95,17 @@ FLEXKV_HD inline CopyJob with_tables(const CopyJob& job, const void* tables) {
 // Segments cut to chunks, in order.
 std::vector<CopyChunk> cut_to_chunks(const Segment* segments, size_t count);
 
-// The kernel on the CPU, thread after thread from last to first.
+// Runs the kernel on the CPU, thread after thread from last to first.
 void run_on_cpu(const CopyJob& job, int64_t warps);
 
-// Unit: bytes. Tables of so many travel with the launch, which spares it a copy that it would wait for: what
-// kernels of any toolkit may be given as parameters, less the job.
+// Unit: bytes. Tables up to this size travel with the launch, which then waits for no copy of them: kernels
+// of any toolkit take this much as parameters, beside the job.
 inline constexpr size_t kTablesInLaunch = 3840;
 
-// Starts `job` on `stream`; `multiprocessors` bounds what it takes from the engine's kernels. Its tables lie
-// in memory that the device can read until the stream has passed it; or they are `tables`, of at most
-// kTablesInLaunch, in memory of the caller that is read before this returns. Empty, or why not.
+// Starts `job` on `stream`; `multiprocessors` bounds what it takes from the engine's kernels. The job's
+// tables lie in memory that the device can read until the stream has passed the job; or they are `tables`, at
+// most kTablesInLaunch bytes of the caller's memory, which are read before this returns. Empty, or why it
+// failed.
 using KernelLauncher = std::string (*)(const CopyJob& job, std::span<const std::byte> tables,
                                        int multiprocessors, void* stream);
 

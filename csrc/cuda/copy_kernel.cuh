@@ -1,4 +1,4 @@
-// The copy kernel's text; copy_kernel.cu launches it.
+// The copy kernel's code; copy_kernel.cu launches it.
 #pragma once
 #include "base/kernel_grid.h"
 #include "cuda/copy_job.h"

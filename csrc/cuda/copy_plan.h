@@ -15,12 +15,12 @@ enum class Path {
   kKernel,   // a kernel on one or two multiprocessors reads or writes host memory
   kBatch,    // cuMemcpyBatchAsync
   kPitched,  // cuMemcpy2DAsync for rows of equal distance, single calls for the rest
-  kSingle,   // one call a run
+  kSingle,   // one call per run
 };
 inline constexpr int kPaths = 4;
 const char* to_string(Path path);
 
-// What can be used here.
+// What the device and its driver can do.
 struct Capabilities {
   bool kernel = false;
   bool batch = false;
@@ -33,26 +33,27 @@ struct Copy {
   std::byte* host = nullptr;
   size_t bytes = 0;
   int64_t piece = 0;     // of host memory; see PinPieces
-  uintptr_t region = 0;  // of device memory: another number may be another allocation
+  uintptr_t region = 0;  // of device memory: different numbers may be different allocations
 };
 
 // A page to copy: a block of the engine's pool and its stripe.
 struct PageEnds {
   int64_t block = 0;
   std::byte* stripe = nullptr;
-  int64_t piece = 0;  // that the stripe's slot was registered with
+  int64_t piece = 0;  // the one that the stripe's slot was registered with
 };
 
-// All runs of some pages as copies, page by page and so many at a time. Neighbours in one piece and region
-// that continue each other at both ends are one copy, empty runs none; what is longer than `longest` is cut.
-// Segments that lie within each other's blocks are of one region, as of pools with all layers in a block;
-// others may be layers that were allocated one by one. Segments and pages live as long as it does.
+// Lists all runs of some pages as copies, page by page and some at a time. Neighbours in one piece and region
+// that continue each other at both ends make one copy, and empty runs none; a copy that would be longer than
+// `longest` is cut. Segments that lie within each other's blocks belong to one region, as in pools with all
+// layers in a block; others may be layers that were allocated one by one. Segments and pages must live as
+// long as the lister.
 class CopyLister {
  public:
   CopyLister(std::span<const Segment> segments, std::span<const PageEnds> pages, int64_t longest);
   bool ended() const { return page_ == pages_.size(); }
-  // The next ones, of at most so many bytes in all (or one copy) and at most so many; `copies` is replaced.
-  // Returns their bytes; 0 only at the end.
+  // Replaces `copies` by the next ones: at most `most_copies`, of at most `most_bytes` in all. Returns their
+  // bytes; 0 only at the end.
   int64_t next(int64_t most_bytes, size_t most_copies, std::vector<Copy>& copies);
 
  private:
@@ -63,7 +64,7 @@ class CopyLister {
   const std::span<const Segment> segments_;
   const std::span<const PageEnds> pages_;
   const int64_t longest_;
-  std::vector<uintptr_t> regions_;  // a segment
+  std::vector<uintptr_t> regions_;  // per segment
   size_t page_ = 0;
   size_t segment_ = 0;
   int64_t offset_ = 0;  // into the run
@@ -77,9 +78,10 @@ struct PitchedCopy {
   size_t host_step = 0;
 };
 
-// The same bytes in as few pitched copies as two orders give: along the pages' runs, or along each run's
-// pages. Steps are at most `max_pitch_bytes` and at least a row; rows are of one piece and region, because
-// a driver may refuse a range of several allocations even where these follow each other.
+// The same bytes in pitched copies, in whichever of two orders takes fewer: along the pages' runs, or along
+// each run's pages. Steps are at most `max_pitch_bytes` and at least a row. The rows of a copy lie in one
+// piece and region, because a driver may refuse a range of several allocations even if they follow each
+// other.
 std::vector<PitchedCopy> group_rows(std::span<const Copy> copies, size_t max_pitch_bytes);
 
 }  // namespace flexkv::cuda

@@ -12,9 +12,9 @@ namespace flexkv::cuda {
 namespace {
 
 constexpr size_t kAlign = 64;
-// Words that kernels look at. A stop that is overwritten by the sixteenth after it only ends later.
+// Words that kernels look at. If the sixteenth stop after one overwrites it, the kernel only ends later.
 constexpr uint32_t kStopWords = 16;
-// Unit: seconds. What a word takes on an idle stream is some microseconds.
+// Unit: seconds. How long the trial of a word may take; on an idle stream it takes some microseconds.
 constexpr double kWordTrialS = 1;
 
 }  // namespace
@@ -36,7 +36,7 @@ CopyStream::CopyStream(std::shared_ptr<Device> device, bool urgent, uint32_t mar
 
 CopyStream::~CopyStream() {
   const QuietCurrent here(*device_);
-  // What a mark or a kernel writes lies in memory that goes.
+  // Marks and kernels write to memory that is freed after this.
   device_->driver().stream_synchronize(handle());
   device_->driver().stream_synchronize(stops_.handle());
 }
@@ -62,7 +62,7 @@ std::string CopyStream::mark() {
                          std::forward_as_tuple(device_, handle()));
     return {};
   } catch (const CapacityError& error) {
-    // Where that fails nothing has ended well.
+    // If this fails too, nothing has ended well.
     if (driver.stream_synchronize(handle()) == kSuccess) {
       events_.clear();
       word_->store(marks_, std::memory_order_release);
@@ -72,7 +72,7 @@ std::string CopyStream::mark() {
 }
 
 bool CopyStream::reached(uint32_t mark) {
-  // Numbers go round after four thousand millions.
+  // The difference is signed because numbers wrap around after four billion.
   if (static_cast<int32_t>(word_->load(std::memory_order_acquire) - mark) >= 0) return true;
   while (!events_.empty() && events_.front().second.ended_well()) {
     word_->store(events_.front().first, std::memory_order_release);
@@ -120,7 +120,7 @@ std::string CopyStream::stop(uint32_t mark) {
       "cuStreamWriteValue32");
 }
 
-// Where that fails the context is broken.
+// If that fails, the context is broken.
 void CopyStream::forget_stop(uint32_t mark) {
   device_->driver().stream_write_value(stops_.handle(), stop_word_of(mark), 0, kWriteValueDefault);
 }

@@ -1,4 +1,5 @@
-// A stream of our own that pages are copied on: where its ends are seen, and the memory of kernels' tables.
+// A stream of our own that pages are copied on, with marks that show how far it has got and memory for
+// kernels' tables.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -15,10 +16,10 @@
 
 namespace flexkv::cuda {
 
-// For one thread, of which the device is current.
+// For one thread, whose current device it must be.
 class CopyStream {
  public:
-  // `marks`: the number that the first mark comes after. Throws CapacityError.
+  // `marks`: the number before the first mark's. Throws CapacityError.
   CopyStream(std::shared_ptr<Device> device, bool urgent, uint32_t marks = 0);
   ~CopyStream();
   CopyStream(const CopyStream&) = delete;
@@ -26,36 +27,36 @@ class CopyStream {
 
   StreamHandle handle() const { return stream_.handle(); }
 
-  // The number that the next mark() will have; they go round, and 0 is none.
+  // The number that the next mark() will have. Numbers wrap around, and 0 is none.
   uint32_t next_mark() const { return marks_ + 1 == 0 ? 1 : marks_ + 1; }
-  // Marks what the stream has been given: a word in pinned memory, which the stream writes when it comes to
-  // it and a thread reads in some nanoseconds; where the driver refuses that, an event. Empty, or why there
-  // is no mark: then the stream has been waited for instead, or is broken.
+  // Marks the end of what the stream has been given: by a word in pinned memory, which the stream writes when
+  // it gets there and a thread reads in some nanoseconds, or by an event if the driver refuses that. Empty,
+  // or why there is no mark: then this has waited for the stream instead, or the stream is broken.
   std::string mark();
-  // Whether what was enqueued before that mark has ended well. Of a stream on which nothing moves any more
-  // failure() says so.
+  // Whether what was enqueued before that mark has ended well. It stays false if the stream is broken, and
+  // failure() says why.
   bool reached(uint32_t mark);
   // Why nothing moves any more on the stream; empty while it does.
   std::string failure() const;
 
   struct Tables {
     std::byte* host;       // pinned: what the thread writes
-    DeviceAddress device;  // where send() puts it: a kernel that stores must not read over the link
+    DeviceAddress device;  // where send() copies it: a kernel that stores must not read over the link
   };
-  // Room for a kernel's tables, free again when the next mark has been reached. None: all is in use, or it is
-  // never that much.
+  // Room for a kernel's tables, free again when the next mark has been reached. None: the room is in use, or
+  // is never that much.
   std::optional<Tables> reserve(size_t bytes);
-  // Empty, or why they are not sent.
+  // Enqueues a copy of the tables to the device. Empty, or why it failed.
   std::string send(const Tables& tables, size_t bytes);
 
   // A kernel that is launched before the next mark reads this word; see CopyJob::stop.
   DeviceAddress stop_word() const;
-  // Has the kernel before that mark end soon, if it runs or will. Empty, or why not.
+  // Makes the kernel before that mark end soon, whether it has started or not. Empty, or why it failed.
   std::string stop(uint32_t mark);
-  // Takes that back once the mark has been reached: its number comes again.
+  // Undoes stop() once the mark has been reached, because its number will come again.
   void forget_stop(uint32_t mark);
 
-  // Unit: bytes. Of all tables.
+  // Unit: bytes. The room for all tables.
   static constexpr size_t kTablesBytes = 1 << 20;
 
  private:

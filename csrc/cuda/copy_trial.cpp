@@ -16,7 +16,7 @@ constexpr int32_t kTestRuns = 4;
 constexpr int64_t kTestPages = 2;
 constexpr int64_t kTestBytes = kTestRuns * kTestPages * kTestRunStep;
 
-// Waited for also after a failure: some of it may be under way, in memory that the caller writes or frees.
+// Waits even after a failure: some copies may be under way, in memory that the caller writes or frees.
 std::string await_end(const std::shared_ptr<Device>& device, StreamHandle stream,
                       const std::string& failure) {
   std::string ended;

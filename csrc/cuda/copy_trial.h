@@ -1,4 +1,4 @@
-// Copies that are tried before a page is: whether they bring the right bytes.
+// Tries copies before any page is copied: do they bring the right bytes?
 #pragma once
 #include <functional>
 #include <memory>
@@ -10,12 +10,12 @@
 
 namespace flexkv::cuda {
 
-// Enqueues segments of pages by one means. Empty, or why it failed.
+// Enqueues segments of pages in one way. Empty, or why it failed.
 using Mover =
     std::function<std::string(Direction, std::span<const Segment>, std::span<const PageEnds>, CopyStream&)>;
 
-// Some odd runs there and back by `move`, compared. Empty if they arrived and nothing else changed.
-// Precondition: the device is current.
+// Copies some odd runs there and back by `move`, and compares them. Empty if they arrived and nothing else
+// changed. Precondition: the device is current.
 std::string try_copies(const std::shared_ptr<Device>& device, const Mover& move);
 
 }  // namespace flexkv::cuda

@@ -37,7 +37,7 @@ CudaLane::CudaLane(std::shared_ptr<Device> device, KernelLauncher launcher, cons
 
 CudaLane::~CudaLane() { abandon(); }
 
-// The threads hold the source: kept here, scheduler and lane would hold each other for ever.
+// Only the threads hold the source: if the lane did, scheduler and lane would keep each other alive for ever.
 void CudaLane::start(std::shared_ptr<WorkSource> source, int32_t lane) {
   // One after the other, so that a start which ran out of threads can be tried again.
   static constexpr std::pair<OpKind, const char*> kThreads[] = {{OpKind::kH2D, "flexkv-h2d"},

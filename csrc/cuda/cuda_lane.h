@@ -18,16 +18,17 @@ namespace flexkv::cuda {
 
 class CudaLane : public Lane {
  public:
-  // Makes streams and runs the self-tests. Both directions' digests are the crew's. Throws CapacityError.
+  // Makes streams and runs the self-tests. The crew makes and checks both directions' digests. Throws
+  // CapacityError.
   CudaLane(std::shared_ptr<Device> device, KernelLauncher launcher, const CopySwitches& switches,
            std::unique_ptr<DigestCrew> digests = std::make_unique<DigestCrew>());
   ~CudaLane() override;
 
   const char* name() const override { return name_.c_str(); }
   KindSet kinds() const override { return kind_bit(OpKind::kH2D) | kind_bit(OpKind::kD2H); }
-  // What is stuck of one direction says nothing of the other.
+  // Stuck items of one direction say nothing about the other.
   int32_t concurrency() const override { return INT32_MAX; }
-  // So much of an op that the thread may look ahead, and one that is more urgent waits for a millisecond.
+  // Enough of an op for the thread to look ahead, while a more urgent op waits for a millisecond only.
   int64_t item_bytes() const override { return kLaunchBytes; }
   bool takes_all_stages() const override { return true; }
   bool kinds_are_apart() const override { return true; }

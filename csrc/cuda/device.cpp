@@ -72,7 +72,7 @@ Device::~Device() {
   driver_.primary_context_release(number_);
 }
 
-// Where the driver refuses, which it does for a mode that it does not know, the thread keeps its own.
+// If the driver refuses, as it does for a mode that it does not know, the thread keeps its own.
 RelaxedCapture::RelaxedCapture(const Driver& driver)
     : driver_(driver), exchanged_(driver.exchange_capture_mode(&before_) == kSuccess) {}
 

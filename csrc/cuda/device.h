@@ -10,8 +10,8 @@ namespace flexkv::cuda {
 
 class Device {
  public:
-  // Retains the primary context. Throws ConfigError for an ordinal that is not there or without a driver,
-  // CapacityError when the context cannot be had.
+  // Retains the primary context. Throws ConfigError for an ordinal that does not exist or without a driver,
+  // CapacityError when the driver refuses the context.
   static std::shared_ptr<Device> open(int ordinal);
   static std::shared_ptr<Device> open(int ordinal, const Driver& driver);
   ~Device();
@@ -24,7 +24,7 @@ class Device {
   // Unit: bytes. The largest pitch of a 2D copy.
   size_t max_pitch() const { return max_pitch_; }
   int multiprocessors() const { return multiprocessors_; }
-  // Whether registered host memory has the same address on the device: without it kernels stay away from it.
+  // Whether registered host memory has the same address on the device: if not, kernels must not touch it.
   bool host_addresses_work() const { return host_addresses_work_; }
 
  private:
@@ -60,8 +60,8 @@ class RelaxedCapture {
 };
 
 // Makes a device this thread's current one for a scope, with relaxed capture, and leaves both as they were:
-// the calling thread may be the engine's. Pushing a primary context that is retained makes no other; the
-// runtime's cudaSetDevice would make device 0's in every thread that never chose one.
+// the calling thread may be the engine's. Pushing a retained primary context creates no other; going back by
+// the runtime's cudaSetDevice would create device 0's in every thread that never chose one.
 class Current {
  public:
   // Throws CapacityError when the context is refused.
@@ -75,7 +75,8 @@ class Current {
   const RelaxedCapture relaxed_;
 };
 
-// The same where a refusal is an answer, or nothing can be done about it.
+// The same, but with error() instead of a throw: for callers that report a refusal, or can do nothing about
+// it.
 class QuietCurrent {
  public:
   explicit QuietCurrent(const Device& device);
@@ -91,11 +92,11 @@ class QuietCurrent {
   const std::string error_;
 };
 
-// The same for the rest of a thread of our own. Empty, or why the context was refused.
+// The same for the rest of the life of a thread of our own. Empty, or why the context was refused.
 std::string bind_thread(const Device& device);
 
 // Throws ContractError while the engine's stream is being captured: nothing of ours may touch it then, as an
-// event of it would draw our streams into the graph. Throws CapacityError where the driver cannot tell.
+// event on it would draw our streams into the graph. Throws CapacityError if the driver cannot tell.
 // Precondition: its device is current.
 void require_no_capture(const Device& device, StreamHandle stream);
 

@@ -1,5 +1,5 @@
-// What this build and this machine have of CUDA. Asking is safe everywhere: nothing is started where there is
-// none.
+// What CUDA support this build and this machine have. Asking is safe everywhere: nothing is started where
+// there is none.
 #pragma once
 #include <string>
 

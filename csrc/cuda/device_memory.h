@@ -1,5 +1,5 @@
-// Memory of a GPU, owned, and how fast bare copies to and from it are: what
-// `flexkv bench transfer` compares with.
+// Memory of a GPU, owned, and how fast bare copies to and from it are: the baseline of `flexkv bench
+// transfer`.
 #pragma once
 #include <memory>
 
@@ -18,9 +18,9 @@ class DeviceMemory {
   uintptr_t address() const { return static_cast<uintptr_t>(address_); }
   size_t bytes() const { return bytes_; }
   int multiprocessors() const { return device_->multiprocessors(); }
-  // Seconds of copying `calls` times `call_bytes` to or from pinned host memory on an own stream, one driver
-  // call each, until the last has ended. The calls walk through the memory. Throws CapacityError, or
-  // ContractError when one call is larger than the memory.
+  // The seconds that `calls` copies of `call_bytes` to or from pinned host memory take, with one driver call
+  // each, on a stream of their own, until the last has ended. The calls walk through the memory. Throws
+  // CapacityError, or ContractError when one call is larger than the memory.
   double time_copies(bool to_device, size_t call_bytes, int64_t calls) const;
 
  private:

@@ -5,7 +5,8 @@
 namespace flexkv::cuda {
 namespace {
 
-// Unit: CUDA version. What the entry points are asked for; cuGetProcAddress_v2 itself came with 12.0.
+// Unit: CUDA version. The versions that entry points are requested for; cuGetProcAddress_v2 itself came with
+// 12.0.
 constexpr int kBaseVersion = 12000;
 constexpr int kBatchVersion = 12080;
 constexpr int kBatchVersionWithoutIndex = 13000;
@@ -92,7 +93,7 @@ LoadedDriver find_functions(FindFunction find) {
     loaded.missing = d.error_text(code, "cuInit");
     return loaded;
   }
-  // The version decides the parameters, so exactly one is asked for. Without it copies go one by one.
+  // The version decides the parameters, so exactly one is requested. Without it copies go one by one.
   if (d.version >= kBatchVersionWithoutIndex) {
     find_one(find, "cuMemcpyBatchAsync", kBatchVersionWithoutIndex, d.batch_13000);
   } else if (d.version >= kBatchVersion) {
@@ -102,8 +103,8 @@ LoadedDriver find_functions(FindFunction find) {
 }
 
 const Driver* system_driver(std::string* missing) {
-  static const auto* loaded =
-      new LoadedDriver(load_system_driver());  // used by threads that may outlive main()
+  // Never destroyed: threads that use it may outlive main().
+  static const auto* loaded = new LoadedDriver(load_system_driver());
   if (missing != nullptr) *missing = loaded->missing;
   return loaded->missing.empty() ? &loaded->driver : nullptr;
 }

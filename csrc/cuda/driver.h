@@ -1,6 +1,6 @@
-// The CUDA driver's functions, found at run time: libcuda is loaded where it is and never linked. The
-// declarations are our own, so that every build has them, with or without a toolkit; those of cuda.h have the
-// same binary form.
+// The CUDA driver's functions, found at run time: libcuda is loaded if the machine has it, and never linked.
+// The declarations are our own, so that every build has them, with or without a toolkit; those of cuda.h have
+// the same binary form.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -14,8 +14,8 @@ inline constexpr Code kErrorInvalidValue = 1;
 inline constexpr Code kErrorNotReady = 600;
 inline constexpr Code kErrorCaptureImplicit = 906;  // of the legacy stream, while another one is captured
 
-// CUstreamCaptureMode. Global is every thread's own until it changes it: while another thread captures a
-// graph in that mode, each potentially unsafe call of this one fails, and the capture with it.
+// CUstreamCaptureMode. Every thread starts in global mode: while another thread captures a graph in that
+// mode, each potentially unsafe call of this one fails, and the capture with it.
 inline constexpr int kCaptureGlobal = 0;
 inline constexpr int kCaptureThreadLocal = 1;
 inline constexpr int kCaptureRelaxed = 2;
@@ -135,8 +135,8 @@ struct Driver {
   Code (*memset_bytes)(DeviceAddress, unsigned char, size_t, StreamHandle) = nullptr;
   Code (*pointer_attribute)(void*, int attribute, DeviceAddress) = nullptr;
   Code (*copy_2d)(const Copy2D*, StreamHandle) = nullptr;
-  BatchCopy12080 batch_12080 = nullptr;  // with a driver of 12.8 and later 12
-  BatchCopy13000 batch_13000 = nullptr;  // with a driver of 13.0 and later
+  BatchCopy12080 batch_12080 = nullptr;  // with drivers from 12.8 on, before 13.0
+  BatchCopy13000 batch_13000 = nullptr;  // with drivers from 13.0 on
 
   bool has_batch() const { return batch_12080 != nullptr || batch_13000 != nullptr; }
   // "what: the driver's words"
@@ -155,8 +155,8 @@ struct LoadedDriver {
 // Fills a table from the driver's own finder, and initialises the driver.
 LoadedDriver find_functions(FindFunction find);
 
-// The driver of this machine, loaded and initialised once at the first call; null with a reason where there
-// is none. Not before it is needed: an initialised driver does not survive a fork.
+// The driver of this machine, loaded and initialised once at the first call; null with a reason if there is
+// none. Do not call it before it is needed: an initialised driver does not survive a fork.
 const Driver* system_driver(std::string* missing = nullptr);
 
 }  // namespace flexkv::cuda

@@ -8,10 +8,10 @@
 
 namespace flexkv::cuda {
 
-// An own stream that does not wait for the legacy null stream, nor that for it.
+// A stream of our own. It does not wait for the legacy null stream, nor does that wait for it.
 class Stream {
  public:
-  // `urgent`: its kernels are given multiprocessors before those of other streams. Throws CapacityError.
+  // `urgent`: its kernels get multiprocessors before those of other streams. Throws CapacityError.
   explicit Stream(std::shared_ptr<Device> device, bool urgent = false);
   ~Stream();
   Stream(const Stream&) = delete;
@@ -27,7 +27,7 @@ class Stream {
 // A recorded event. Waiting for it on the host sleeps.
 class Event : public StreamEvent {
  public:
-  // Records it on `stream`, of which the device must be current. Throws CapacityError.
+  // Records it on `stream`, whose device must be current. Throws CapacityError.
   Event(std::shared_ptr<Device> device, StreamHandle stream);
   ~Event() override;
   Event(const Event&) = delete;
@@ -46,8 +46,8 @@ class Event : public StreamEvent {
   EventHandle handle_ = nullptr;
 };
 
-// Of what the engine's `stream` has been given so far. Throws ContractError while that is being captured into
-// a graph, whose events mean nothing outside it, and CapacityError.
+// An event recorded after all that the engine's `stream` has been given so far. Throws ContractError while
+// the stream is being captured into a graph, whose events mean nothing outside it, and CapacityError.
 std::shared_ptr<Event> record_engine(const std::shared_ptr<Device>& device, StreamId stream);
 
 }  // namespace flexkv::cuda

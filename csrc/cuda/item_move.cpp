@@ -6,8 +6,8 @@
 namespace flexkv::cuda {
 namespace {
 
-// Unit: bytes. What is given to the copy engine, and of which digests are checked, as one part: so much ends
-// at once for what waits for its pages.
+// Unit: bytes. How much goes to the copy engine as one part, or has its digests checked as one: that much
+// ends at once for whatever waits for its pages.
 constexpr int64_t kPartBytes = kSubBatchBytes;
 
 }  // namespace
@@ -29,8 +29,8 @@ ItemMove::ItemMove(std::shared_ptr<WorkItem> item, Direction direction, const Ca
   begin_pass();
 }
 
-// Layers of an op by layer go together as far as they are open for the same reason and small; of other pages
-// all stages do.
+// Stages with the same fence go together: those of a layerwise op as long as their layers are small, those of
+// another op all.
 void ItemMove::begin_pass() {
   first_of_pass_ = last_of_pass_ = stage_;
   page_ = 0;
@@ -52,7 +52,7 @@ int64_t ItemMove::most_bytes() const {
   return first_ && first_of_op ? kFirstLaunchBytes : kLaunchBytes;
 }
 
-// The next part without its pages' ends; the cursor is behind it.
+// Cuts the next part, without its pages' ends, and moves the cursor behind it.
 std::shared_ptr<Part> ItemMove::cut() {
   auto part = std::make_shared<Part>();
   const int64_t most = most_bytes();
@@ -124,7 +124,7 @@ const std::shared_ptr<Part>& ItemMove::part(DigestCrew& digests) {
   return now_ = part;
 }
 
-// From now on the page ends like this, once nothing of it is under way.
+// From now on the page ends with `why`, once nothing of it is under way.
 void ItemMove::spoil(size_t index, const MoveResult& why) {
   Page& page = pages_[index];
   page.bad = true;

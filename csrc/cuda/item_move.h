@@ -1,5 +1,5 @@
-// A work item under way: in which parts it is enqueued, and how each of its pages ends. Of one direction's
-// thread; nothing here calls the driver.
+// A work item under way: in which parts it is enqueued, and how each of its pages ends. One direction's
+// thread uses it; nothing here calls the driver.
 #pragma once
 #include <cstdint>
 #include <memory>
@@ -13,20 +13,20 @@
 
 namespace flexkv::cuda {
 
-// Some pages of an item through some of its stages. It ends when all its portions have.
+// Some pages of an item on their way through some of its stages. It ends when all its portions have ended.
 struct Part {
   std::vector<size_t> indices;  // of the item's positions
-  std::vector<PageEnds> pages;  // the same
+  std::vector<PageEnds> pages;  // one for each of `indices`
   int32_t first_stage = 0, last_stage = 0;
-  bool last_of_stages = false;  // with it all pages of the item are on their way through these
-  bool registered = true;       // the device knows all of the pages' memory
+  bool last_of_stages = false;  // with it all pages of the item are on their way through its stages
+  bool registered = true;       // all of the pages' memory is registered with the device
   SplitRuns runs;
-  EngineWay way;                     // of runs.by_engine
-  std::optional<CopyLister> copies;  // of runs.by_engine, from its first portion on
-  // The lane's, while it enqueues it and until it ends.
+  EngineWay way;                     // for runs.by_engine
+  std::optional<CopyLister> copies;  // lists runs.by_engine, from the first portion on
+  // The lane keeps these from the first portion until the part ends.
   int portions = 0;  // under way
   bool enqueued = false;
-  MoveResult bad;  // of all its pages, where that is not kOk
+  MoveResult bad;  // how all its pages end, unless kOk
 };
 
 class ItemMove {
@@ -36,28 +36,28 @@ class ItemMove {
 
   const std::shared_ptr<WorkItem>& item() const { return item_; }
   bool ended() const { return unfinished_ == 0; }
-  // Whether stages may have become free that it was taken without.
+  // Whether there are stages that it was taken without and that may become free.
   bool may_grow() const { return !over_ && item_->last_stage() + 1 < item_->stages(); }
 
-  // The part that is enqueued, or the next one from now on; null: there is none. Pages of the next are under
-  // way with it. Of a load that has digests these are only those whose bytes are right, which the crew checks
-  // here; the others are refused.
+  // The part that is being enqueued; if there is none, begins the next one, whose pages are under way from
+  // then on. Null if there is no next one. If a load has digests, the crew checks the bytes of its pages
+  // here: only pages with the right bytes are in the part, and the others are refused.
   const std::shared_ptr<Part>& part(DigestCrew& digests);
-  // Whether part() is to be enqueued now. Not while a page that was refused is under way: its earlier layers
-  // must end before it does, and before anything is said of later ones.
+  // Whether part() may be enqueued now. Not while a refused page is under way: its earlier layers must end
+  // before it does, and before anything is reported about later ones.
   bool may_enqueue() const { return !over_ && refused_under_way_ == 0 && (now_ || has_next()); }
-  // The stage that part() has or will have first.
+  // The first stage that part() has or will have.
   int32_t stage() const { return now_ ? now_->first_stage : stage_; }
-  // All of part() is enqueued.
+  // Call when all of part() is enqueued.
   void part_is_enqueued() { now_.reset(); }
 
-  // From now on nothing of it is enqueued; pages of which something would have to be end like this.
+  // From now on nothing of the item is enqueued; pages that are not wholly enqueued end with `why`.
   void stop(const MoveResult& why);
   bool stopped() const { return over_.has_value(); }
-  // The part has ended: it is behind its pages.
+  // Records that the part has ended, and ends the pages that wait for nothing else.
   void end(const Part& part);
 
-  // Pages that end now, each once.
+  // Pages that have ended since the last call.
   struct Ended {
     std::vector<size_t> indices;
     std::vector<MoveResult> results;
@@ -68,7 +68,7 @@ class ItemMove {
   struct Page {
     int32_t under_way = 0;  // parts
     bool bad = false;
-    bool through = false;  // all of the item's stages
+    bool through = false;  // it has passed all of the item's stages
     bool finished = false;
   };
 
@@ -95,7 +95,8 @@ class ItemMove {
   size_t refused_under_way_ = 0;
   std::optional<MoveResult> over_;
   std::shared_ptr<Part> now_;
-  // Where the next part begins. A pass takes all pages through stages that end with last_of_pass_.
+  // Where the next part begins. A pass takes all pages through the stages from first_of_pass_ to
+  // last_of_pass_.
   int32_t first_of_pass_, last_of_pass_ = 0;
   int32_t stage_;
   size_t page_ = 0;

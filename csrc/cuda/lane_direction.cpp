@@ -13,20 +13,22 @@
 namespace flexkv::cuda {
 namespace {
 
-// Unit: seconds a byte. A portion is taken to need between these; for that share of it nobody looks.
+// Unit: seconds per byte. A portion is assumed to take between these; for kRestShare of that time the thread
+// does not look for its end.
 constexpr double kFastestPace = 1 / 60e9;
 constexpr double kSlowestPace = 1 / 10e9;
 constexpr double kRestShare = 0.9;
-// Unit: seconds. So long before a portion is due the thread wakes up, as a sleep may take longer.
+// Unit: seconds. How long before a portion is due the thread wakes up, as a sleep may take longer.
 constexpr double kEarlyS = 60e-6;
-// Unit: seconds. For so long after it was due its end is looked for without a pause.
+// Unit: seconds. How long after a portion was due the thread looks for its end without a pause.
 constexpr double kPollS = 2e-3;
-// Unit: seconds. Pauses between looks at what is later than that, or stands behind the engine's work.
+// Unit: seconds. Pauses between looks for a portion that is later than that, or waits behind the engine's
+// work.
 constexpr double kShortPauseS = 50e-6;
 constexpr double kLongPauseS = 200e-6;
-// Unit: items. By layer, taken at once: they go on in turns, so that all have their first layers soon.
+// Unit: items. Layerwise items taken at once: they take turns, so that all have their first layers soon.
 constexpr size_t kItemsByLayer = 8;
-// Unit: bytes. Of digests that are made between two looks at what is under way.
+// Unit: bytes. How much is digested between two looks at what is under way.
 constexpr int64_t kDigestBytes = 2 << 20;
 
 }  // namespace
@@ -70,7 +72,7 @@ LaneDirection::Queue& LaneDirection::queue_of(const ItemMove& move) const {
   return queues_[direction_ == Direction::kToDevice && move.item()->layerwise() ? 1 : 0];
 }
 
-// Whether the next portion of the move may go out by turns.
+// Whether the move's next portion may be enqueued in its turn.
 bool LaneDirection::has_room(const Queue& queue, ItemMove& move) {
   if (queue.under_way.empty()) return true;
   if (queue.under_way.size() >= kPortionsUnderWay || queue.under_way.back().alone) return false;
@@ -79,7 +81,7 @@ bool LaneDirection::has_room(const Queue& queue, ItemMove& move) {
   return !part || !part->runs.by_kernel.empty() || !part->way.alone;
 }
 
-// Takes items while there is something to enqueue for, and has those under way grow or end early.
+// Takes items until enough of them wait to be enqueued, and makes those under way grow or end early.
 void LaneDirection::look_at_items(WorkSource& source, int32_t lane) {
   if (woken_.exchange(false)) {
     may_take_ = true;
@@ -118,20 +120,20 @@ void LaneDirection::stop_cancelled(WorkSource& source) {
     if (!move->item()->cancelled() || move->stopped()) continue;
     Queue& queue = queue_of(*move);
     move->stop({Status::kCancelled, "cancelled", {}, FailureCause::kNotExecuted});
-    // A forward may wait for what a load has under way.
+    // Only for stores: a forward may wait for what a load has under way.
     if (direction_ == Direction::kToHost) {
       for (Portion& portion : queue.under_way) {
         if (portion.move != move || !portion.by_kernel || !move->item()->unwanted()) continue;
         portion.stopped = queue.stream->stop(portion.mark).empty();
       }
-      // Whoever orders the engine's stream behind it has nothing more to wait for than what is under way.
+      // A caller that orders the engine's stream behind it has to wait only for what is under way.
       say_issued(source, *move, move->item()->stages() - 1);
     }
     finish_pages(source, *move);
   }
 }
 
-// Where there is no event, whoever would have a stream wait for it waits for the end.
+// Without an event, a caller that would make a stream wait for it waits for the end of the op instead.
 void LaneDirection::say_issued(WorkSource& source, const ItemMove& move, int32_t stage) {
   std::shared_ptr<Event> event;
   try {
@@ -177,7 +179,7 @@ void LaneDirection::end_portion(WorkSource& source, Queue& queue, const std::str
   }
 }
 
-// When the oldest portion may be looked for: those behind it begin when it has ended.
+// Sets when to look for the end of the oldest portion: those behind it begin when it has ended.
 void LaneDirection::set_due(Queue& queue) {
   Portion& next = queue.under_way.front();
   const double pace = std::max(kFastestPace, queue.pace[next.by_kernel ? 1 : 0]);
@@ -187,7 +189,7 @@ void LaneDirection::set_due(Queue& queue) {
 void LaneDirection::learn_pace(Queue& queue, const Portion& ended) {
   const auto now = Clock::now();
   const double took = std::chrono::duration<double>(now - std::exchange(queue.last_end, now)).count();
-  // Else it is not known when it began.
+  // Otherwise the time when it began is not known.
   const bool followed = std::exchange(queue.went_on, !queue.under_way.empty());
   if (ended.bytes <= 0 || !followed) return;
   double& pace = queue.pace[ended.by_kernel ? 1 : 0];
@@ -195,7 +197,7 @@ void LaneDirection::learn_pace(Queue& queue, const Portion& ended) {
   pace = seen < pace ? seen : pace + (seen - pace) / 8;
 }
 
-// Digests of stored pages, some at a time. False: there are none to make.
+// Makes digests of stored pages, some at a time. False: there are none to make.
 bool LaneDirection::make_digests(WorkSource& source) {
   if (undigested_.empty()) return false;
   Undigested& next = undigested_.front();
@@ -234,7 +236,8 @@ void LaneDirection::finish_pages(WorkSource& source, ItemMove& move) {
   if (move.ended()) std::erase_if(moves_, [&](const auto& one) { return one.get() == &move; });
 }
 
-// All of the items that the engine's stream is to be ordered behind.
+// Enqueues a portion of an item that the engine's stream is to be ordered behind, whether there is room or
+// not. False: there is none.
 bool LaneDirection::enqueue_expedited(WorkSource& source) {
   for (const auto& move : moves_) {
     if (!move->item()->expedited() || !move->may_enqueue()) continue;
@@ -244,14 +247,14 @@ bool LaneDirection::enqueue_expedited(WorkSource& source) {
   return false;
 }
 
-// One portion: of loads by layer, of which each forward waits for the next layer, the one that is least far;
+// Enqueues one portion: of the layerwise load that is least far, as each forward waits for its next layer;
 // else of the oldest item.
 bool LaneDirection::enqueue_in_turn(WorkSource& source) {
   std::shared_ptr<ItemMove> chosen;
   for (const auto& move : moves_) {
     if (!move->may_enqueue()) continue;
     if (!has_room(queue_of(*move), *move)) {
-      // One that has to be alone would wait for ever behind those that need not.
+      // An item whose portions must be alone would wait for ever if others overtook it.
       if (direction_ == Direction::kToHost) break;
       continue;
     }
@@ -303,10 +306,11 @@ void LaneDirection::enqueue(WorkSource& source, const std::shared_ptr<ItemMove>&
   }
 }
 
-// What the kernel takes of a part, then the others, so much at a time. Empty, or why it is not enqueued.
+// Enqueues the runs of a part that go to the kernel, then the others portion by portion. Empty, or why it
+// failed.
 std::string LaneDirection::enqueue_next(const WorkItem& item, Part& part, Queue& queue, Portion& portion) {
-  // The engine's stream first: what a store reads must have been written, and what a load overwrites must
-  // have been read by the forwards enqueued before.
+  // Waits for the engine's stream first: the forwards enqueued before must have written what a store reads,
+  // and must have read what a load overwrites.
   const auto& fence = item.fence_of(part.last_stage);
   if (fence && fence != queue.waited_for) {
     const auto stream = reinterpret_cast<StreamId>(queue.stream->handle());
@@ -340,18 +344,18 @@ void LaneDirection::part_is_enqueued(WorkSource& source, ItemMove& move, Part& p
   if (move.may_grow()) source.extend(move.item());
 }
 
-// Ends what is under way on a stream on which nothing moves any more.
+// If nothing moves on the stream any more, ends what is under way on it.
 void LaneDirection::end_failed(WorkSource& source, Queue& queue) {
   if (queue.under_way.empty()) return;
   const std::string failure = queue.stream->failure();
   while (!failure.empty() && !queue.under_way.empty()) {
-    // What ended before it failed has ended well.
+    // What ended before the failure has ended well.
     const bool ended = queue.stream->reached(queue.under_way.front().mark);
     end_portion(source, queue, ended ? std::string() : failure);
   }
 }
 
-// When the end of the oldest portion is to be looked for; `now`: at once, and again.
+// When to look for the end of the oldest portion. `now`: at once, without a pause.
 Clock::time_point LaneDirection::next_look(WorkSource& source, Queue& queue, Clock::time_point now) {
   Portion& oldest = queue.under_way.front();
   const double late = std::chrono::duration<double>(now - oldest.due).count();
@@ -371,7 +375,7 @@ Clock::time_point LaneDirection::next_look(WorkSource& source, Queue& queue, Clo
   return now + pause;
 }
 
-// Until something has to be done. False: nothing ever will.
+// Rests until there may be something to do. False: there never will be.
 bool LaneDirection::rest(WorkSource& source) {
   const auto now = Clock::now();
   auto look = Clock::time_point::max();

@@ -1,10 +1,11 @@
-// One direction of a GPU's lane: a thread that takes its items, enqueues them, sees what has ended and ends
-// them.
+// One direction of a GPU's lane: a thread that takes items, enqueues their copies, and ends items whose
+// copies have ended.
 //
-// A kernel takes as much of an item as its tables have room for; the copy engine is given portions, of which
-// kPortionsUnderWay are under way: it serves other streams between them. What the engine's stream waits for
-// goes out at once, however much is under way. Ends are looked for when they are due, in a loop that calls no
-// driver; what does not come in a while stands behind the engine's work, and is looked for now and then.
+// A kernel takes as much of an item as its tables have room for; the copy engine is given portions,
+// kPortionsUnderWay at a time, and serves other streams between them. What the engine's stream waits for is
+// enqueued at once, however much is under way. The thread looks for the end of a portion when it is due, in a
+// loop that does not call the driver; a portion that stays away waits behind the engine's work, and the
+// thread looks for it now and then.
 #pragma once
 #include <array>
 #include <atomic>
@@ -27,15 +28,15 @@ class LaneDirection {
   LaneDirection(Direction direction, std::shared_ptr<Device> device, std::shared_ptr<Copier> copier,
                 std::shared_ptr<DigestCrew> digests);
 
-  // The thread's whole life, until end(). If the thread cannot have the device's context, every item fails
-  // with that reason.
+  // The thread runs this until end(). If it cannot get the device's context, every item fails with that
+  // reason.
   void run(WorkSource& source, int32_t lane);
-  // The next two: by any thread.
+  // Any thread may call the next two.
   void wake();
   void end();
 
  private:
-  // What a stream was given as one.
+  // What a stream was given at once.
   struct Portion {
     std::shared_ptr<ItemMove> move;
     std::shared_ptr<Part> part;
@@ -44,17 +45,17 @@ class LaneDirection {
     bool by_kernel = false;
     bool alone = false;  // see EngineWay
     bool stopped = false;
-    std::shared_ptr<StreamEvent> fence;  // of the engine's, that it may stand behind yet
-    Clock::time_point due;               // it will hardly end before
+    std::shared_ptr<StreamEvent> fence;  // of the engine's stream, which it may still wait for
+    Clock::time_point due;               // it will hardly end before this
   };
   struct Queue {
     std::unique_ptr<CopyStream> stream;
     std::deque<Portion> under_way;
     std::shared_ptr<StreamEvent> waited_for;
     Clock::time_point last_end;
-    bool went_on = false;  // with the next portion at once
+    bool went_on = false;  // another portion was under way when the last one ended
     Clock::time_point last_query;
-    // Unit: seconds a byte. Of the latest portions, by the copy engine and by kernel.
+    // Unit: seconds per byte. What the latest portions took, by the copy engine and by kernel.
     std::array<double, 2> pace{};
   };
 
@@ -87,7 +88,7 @@ class LaneDirection {
   const std::shared_ptr<Copier> copier_;
   const std::shared_ptr<DigestCrew> digests_;
   std::string refused_;                  // why the thread has no context
-  mutable std::array<Queue, 2> queues_;  // [1]: loads by layer, which a forward waits for; [0]: all else
+  mutable std::array<Queue, 2> queues_;  // [1]: layerwise loads, which a forward waits for; [0]: all else
   std::list<std::shared_ptr<ItemMove>> moves_;  // in the order they were taken
   struct Undigested {
     std::shared_ptr<ItemMove> move;

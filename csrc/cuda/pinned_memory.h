@@ -1,4 +1,4 @@
-// Host memory that all devices know, owned.
+// Host memory that is pinned for all devices, owned.
 #pragma once
 #include <cstddef>
 #include <memory>
