@@ -13,7 +13,7 @@ const PolicyKind& checked(const PolicyKind& policy) {
                     " lists; allowed are 1 to " + std::to_string(PolicyKind::kMaxLists));
 }
 
-// Heads a class needs: the lists of leased entries and of spare blocks, and the policy's.
+// The heads that a class needs: the lists of leased entries and of spare blocks, and the policy's.
 size_t heads_per_class(const PolicyKind& policy) { return 2 + policy.lists; }
 
 // Whether group g has slots of its own.

@@ -1,4 +1,4 @@
-// The invariants of BlockIndex. Kept apart from the code they judge.
+// Checks the invariants of BlockIndex, apart from the code that must keep them.
 #include <string>
 
 #include "base/error.h"

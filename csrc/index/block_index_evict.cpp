@@ -9,10 +9,10 @@
 namespace flexkv {
 namespace {
 
-// One slot in so many is left to spare blocks. Source: Mooncake's conversation trace, five windows of 1,024
+// Spare blocks may keep one slot in this many. Source: Mooncake's conversation trace, five windows of 1,024
 // tokens beside full attention, caches of 1 to 5 M tokens: the hit ratio is 1.03 to 1.12 times that without
-// spare blocks, with a share of none 1.02 to 1.17 times, with a fifth no better. A share of none would never
-// serve a prefix that many requests have in common, unless the cache has room for everything.
+// spare blocks; without a share it is 1.02 to 1.17 times, with a fifth no better. Without a share, a prefix
+// that many requests have in common would never be served, unless the cache has room for everything.
 constexpr size_t kSpareShare = 16;
 
 }  // namespace
@@ -48,7 +48,7 @@ void BlockIndex::evict(SizeClass& owner, size_t count, std::vector<BlockKey>& ev
       const EntryId victim = take_victim(owner, spares);
       if (victim == kNoEntry) break;
       if (table_[victim].pins() > 0) {
-        // Met once for each time it was pinned at most, so this is part of the price of a pin.
+        // At most once for each time that the entry was pinned, so this is part of the cost of a pin.
         table_.link_after(owner.leased, victim, victim);
         continue;
       }

@@ -1,18 +1,18 @@
-// Leases of BlockIndex, and the order of use that they leave behind.
+// Leases of BlockIndex, and the order of use that follows from them.
 #include "base/error.h"
 #include "index/block_index.h"
 
 namespace flexkv {
 namespace {
 
-// How many entries ahead `pin` fetches. Source: sweep of 8..64 on Zen 3, flat from 16 on.
+// How many entries ahead `pin` prefetches. Source: sweep of 8..64 on Zen 3, flat from 16 on.
 constexpr size_t kPinAhead = 16;
 
 }  // namespace
 
 void BlockIndex::pin(std::span<const EntryId> entries, int32_t* slots) {
-  // A pinned entry stays where it is in its list: relinking it would touch both of its neighbours, which lie
-  // anywhere. An eviction that meets it takes it out.
+  // A pinned entry stays where it is in its list: relinking it would touch both of its neighbours, which may
+  // lie anywhere in memory. An eviction that meets it takes it out.
   if (entries.empty()) return;
   const bool any_known = entries[0] >= table_.first() && entries[0] < table_.end();
   const uint32_t group = any_known ? table_[entries[0]].group() : 0;

@@ -9,13 +9,13 @@
 namespace flexkv {
 namespace {
 
-// A link is followed only to an entry that is near, so that its line is likely on its way already. A walk
-// over links to far entries pays the memory's latency for each, four times the cost of overlapped probes.
+// A walk follows a link only to a near entry, whose line is likely on its way already. Links to far entries
+// would cost the memory's latency each, four times the cost of overlapped probes.
 constexpr EntryId kNearEntries = 8;
 
 bool near(EntryId from, EntryId to) { return to - from + kNearEntries <= 2 * kNearEntries; }
 
-// How many entries ahead a walk fetches: 16 lines. The hardware's own prefetch stops at every 4 KiB.
+// How many entries ahead a walk prefetches: 16 lines. The hardware's own prefetch stops at every 4 KiB.
 constexpr EntryId kWalkAhead = 32;
 
 }  // namespace
@@ -26,7 +26,7 @@ size_t BlockIndex::walk(uint32_t group, std::span<const BlockKey> keys, EntryId 
   size_t i = 0;
   while (i < keys.size()) {
     // The usual chain lies in ascending order. Comparing with the next number, rather than loading it from
-    // the link, lets the CPU run ahead of the loads; one test of all differences keeps it to two branches a
+    // the link, lets the CPU run ahead of the loads; one test of all differences keeps it to two branches per
     // block.
     for (; i < keys.size(); ++i, ++at) {
       const Entry& entry = table_[at];
@@ -51,13 +51,13 @@ template <EntryState kState, class Visit>
 size_t BlockIndex::match(uint32_t group, std::span<const BlockKey> keys, EntryId* entries,
                          Visit visit) const {
   class_at(group);
-  std::array<uint32_t, 2 * kProbeBatch> hashes;  // of key k at k modulo the size
+  std::array<uint32_t, 2 * kProbeBatch> hashes;  // of key k at index k modulo the size
   size_t hashed = 0;
   size_t i = 0;
   size_t batch = 1;
   while (i < keys.size()) {
-    // One probe at a break between two chains; a growing batch of overlapped ones where no chain is to be
-    // found. Then the map's places are fetched a whole batch ahead, so that the pipeline never runs dry.
+    // At a break between two chains, one probe; if no chain follows, a growing batch of overlapped probes. A
+    // full batch prefetches the map's places a whole batch ahead, so that the pipeline never runs dry.
     const size_t begin = i;
     const size_t end = std::min(keys.size(), i + batch);
     const size_t ahead = std::min(keys.size(), batch == kProbeBatch ? end + kProbeBatch : end);
@@ -102,7 +102,7 @@ size_t BlockIndex::match_prefix(uint32_t group, std::span<const BlockKey> keys, 
 template <EntryState kState, class Passes>
 size_t BlockIndex::match_and_pin(uint32_t group, std::span<const BlockKey> keys, EntryId* entries,
                                  int32_t* slots, Passes passes) {
-  uint32_t before = 0;  // bits of all metas
+  uint32_t before = 0;  // all metas before, ORed
   const size_t found = match<kState>(group, keys, entries, [&](size_t i, EntryId id) {
     if (!passes(id)) return false;
     Entry& entry = table_[id];
@@ -111,7 +111,7 @@ size_t BlockIndex::match_and_pin(uint32_t group, std::span<const BlockKey> keys,
     before |= entry.meta++;
     return true;
   });
-  size_t fresh = found;  // without a pin before: mostly all
+  size_t fresh = found;  // entries that had no pin before: mostly all
   bool overflow = false;
   if ((before & Entry::kMaxPins) != 0) {
     fresh = 0;

@@ -1,5 +1,5 @@
-// What BlockIndex notes of some blocks beside their entries: who fills a pending one, when a ready one
-// expires, which are spare, and what follows from it for whoever asks.
+// What BlockIndex notes about some blocks beside their entries: which op fills a pending one, when a ready
+// one expires, and which are spare; and how many leading entries are ready.
 #include <string>
 
 #include "base/error.h"

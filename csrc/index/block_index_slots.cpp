@@ -1,5 +1,5 @@
-// What a tier with a life of its own needs of the index: blocks that were there before, slots that are gone
-// for good, and the blocks that leave next.
+// What a tier that outlives the process needs from the index: taking in blocks that were there before,
+// retiring slots that are lost for good, and finding the blocks that leave next.
 #include <cstring>
 #include <string>
 
@@ -28,7 +28,7 @@ size_t BlockIndex::adopt(uint32_t group, std::span<const BlockKey> keys, const i
   EntryId first = kNoEntry;
   EntryId last = kNoEntry;
   size_t count = 0;
-  // From the one used last on, so that a chain gets ascending entries, as if it had just been stored.
+  // Starts with the block used last, so that a chain gets ascending entries, as if it had just been stored.
   for (size_t i = keys.size(); i > 0;) {
     --i;
     taken[i] = 0;

@@ -1,4 +1,5 @@
-// How blocks come into BlockIndex: a place and a slot first, visible when the write has ended.
+// How blocks enter BlockIndex: they get an entry and a slot first, and become visible when the write has
+// ended.
 #include <algorithm>
 #include <array>
 #include <optional>
@@ -28,7 +29,7 @@ void BlockIndex::make_room(uint32_t group, std::span<const BlockKey> keys, size_
   const size_t free = owner.pool.free();
   if (expected <= free) return;
 
-  // What the request has already must not be evicted to make room for the rest of it.
+  // Blocks that the request already has must not be evicted to make room for the rest of it.
   std::vector<EntryId> held;
   if (unknown < keys.size()) {
     for (const EntryId id : found) {
@@ -62,7 +63,8 @@ Inserted BlockIndex::insert(uint32_t group, std::span<const BlockKey> keys, size
 
   std::array<uint32_t, 2 * kProbeBatch> hashes;  // of key k at k modulo the size
   std::vector<EntryId> known;                    // and ready
-  // New entries become a chain behind the head of the leased ones; what followed the head follows the chain.
+  // New entries become a chain behind the head of the leased list; the entry that followed the head follows
+  // the chain.
   EntryId at = owner.leased;
   const EntryId after = table_[at].older;
   bool full = false;
@@ -83,7 +85,7 @@ Inserted BlockIndex::insert(uint32_t group, std::span<const BlockKey> keys, size
         if (table_[found].state() == EntryState::kReady) known.push_back(found);
         end_spare(found);
       }
-      // Known ones come in a row: the next but some are likely known too.
+      // Known keys come in a row: the key kProbeBatch ahead is likely known, too.
       const size_t next = i + kProbeBatch;
       if (next >= hashed) continue;
       const EntryId candidate = map_.candidate(hashes[next % hashes.size()]);
@@ -126,8 +128,8 @@ Inserted BlockIndex::insert(uint32_t group, std::span<const BlockKey> keys, size
 }
 
 void BlockIndex::check_finish(std::span<const EntryId> entries, const uint8_t* ok, uint32_t leases) {
-  // Ends each lease and gives it back: an entry that is named more often than it is leased shows up here,
-  // while nothing has changed.
+  // Ends each lease and restores it: this finds an entry that is named more often than it is leased before
+  // anything has changed.
   std::string wrong;
   size_t ended = 0;
   while (ended < entries.size()) {
@@ -153,7 +155,7 @@ void BlockIndex::finish(std::span<const EntryId> entries, const uint8_t* ok, uin
                         uint32_t leases) {
   check_leases("finish", leases);
   check_finish(entries, ok, leases);
-  std::vector<EntryId> let_go;  // that nobody leases in place of who filled them
+  std::vector<EntryId> let_go;  // entries whose pin of `insert` no new lease takes over
   for (size_t i = 0; i < entries.size(); ++i) {
     Entry& entry = table_[entries[i]];
     const bool pending = entry.state() == EntryState::kPending;

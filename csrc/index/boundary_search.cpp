@@ -8,12 +8,12 @@
 namespace flexkv {
 namespace {
 
-// Pages that are looked for at once: enough to overlap the waits for memory, at first few enough that a miss
-// at the first of them costs little, and twice as many each time that all of them were there.
+// Pages that are probed at once: enough to overlap the waits for memory, but at first few enough that a miss
+// at the first page costs little. The number doubles while all pages are there.
 constexpr size_t kFirstBatch = 16;
 constexpr size_t kBatch = 64;
 
-// Of a page: not looked for, nowhere, or 2 x (tier + 1), and 1 more where an op fills it.
+// Where a page is: not looked for, nowhere, or 2 x (tier + 1), plus 1 if an op fills it.
 constexpr uint8_t kUnknown = 0;
 constexpr uint8_t kAbsent = 1;
 static_assert(2 * (TierLookup::kMaxTiers + 1) <= UINT8_MAX);
@@ -101,7 +101,7 @@ uint64_t BoundarySearch::longest_of(size_t group, uint64_t limit) {
 
 uint64_t BoundarySearch::longest_state(size_t group, uint64_t limit) {
   const size_t step = alignment_ / rules_[group].block_tokens;
-  const size_t first = page_of(group, aligned(start_) + alignment_) - 1;  // of the shortest hit
+  const size_t first = page_of(group, aligned(start_) + alignment_) - 1;  // page of the shortest hit
   while (limit > start_ && probes_ <= BoundaryLookup::kMaxProbes) {
     const size_t page = page_of(group, limit) - 1;
     uint8_t& where = pages_[group].where[page];
@@ -120,8 +120,8 @@ uint64_t BoundarySearch::longest_run(size_t group, uint64_t limit) {
     const size_t first = rule.first_page(start_, limit) - had;
     const size_t end = page_of(group, limit);
     if (first == end) return limit;
-    // Pages [there_from, there_to) are there, as the length before has shown. If this run ends outside of
-    // them, they are of no help.
+    // Pages [there_from, there_to) are there, as the search at the previous limit has shown. If this run ends
+    // outside of them, they are of no help.
     if (end < pages.there_from || end > pages.there_to) pages.there_from = end;
     pages.there_to = end;
     if (!pages.walked) walk_run(group, first, end);
@@ -136,7 +136,7 @@ uint64_t BoundarySearch::longest_run(size_t group, uint64_t limit) {
       pages.there_from = page;
     }
     if (pages.there_from <= first) return limit;
-    // Every hit between needs the page that is absent.
+    // Every hit in between needs the absent page.
     limit = aligned(start_ + (pages.there_from - 1) * rule.block_tokens);
   }
   return start_;
@@ -176,7 +176,7 @@ void BoundarySearch::probe(size_t group, size_t first, size_t last, size_t step,
     for (size_t k = 0; k < left; ++k) {
       const size_t page = wanted[k];
       const Presence presence = tiers_.index_of(tier).presence(found[k], terms_.now_s);
-      // What a store fills may never be published, and nothing else may fill it meanwhile.
+      // A page that a store fills may never be published, and nothing else may fill it meanwhile.
       if (tier == 0 && presence == Presence::kStoring) continue;
       const bool coming = tier == 0 && presence == Presence::kFilling && terms_.coming;
       if (coming || presence == Presence::kReady) {
@@ -207,8 +207,8 @@ void BoundarySearch::lease(size_t group, FoundLengths& found) {
   into.slots = std::make_unique_for_overwrite<int32_t[]>(end - into.first);
   std::fill_n(into.entries.get(), end - into.first, kNoEntry);
   std::fill_n(into.slots.get(), end - into.first, -1);
-  // From the shortest length on, each page once. Room for runs is made first: nothing may be thrown between a
-  // lease and its record.
+  // Starts with the shortest length and leases each page once. Makes room for runs first: nothing may throw
+  // between a lease and its record.
   into.pages = into.first;
   for (auto length = found.lengths.rbegin(); length != found.lengths.rend(); ++length) {
     const size_t from = std::max(into.pages, rule.first_page(start_, *length) - had);

@@ -12,12 +12,12 @@
 
 namespace flexkv {
 
-// What is known of the pages of one group that is not full. Pages are numbered from the start on. Kept from
-// one search to the next for their memory alone.
+// What a search knows about the pages of one group that is not full. Pages are numbered from the search's
+// start. The next search reuses only the memory.
 struct ProbedPages {
   std::vector<uint8_t> where;    // unknown (0), absent, or a tier and a state
-  std::vector<EntryId> entries;  // of those that are somewhere
-  // Pages [there_from, there_to) are all there: what was looked at for one length need not be for the next.
+  std::vector<EntryId> entries;  // of the pages that were found
+  // Pages [there_from, there_to) are all there: the next length need not look at them again.
   size_t there_from = 0;
   size_t there_to = 0;
   bool walked = false;
@@ -32,12 +32,13 @@ struct ProbedPages {
 
 class BoundarySearch {
  public:
-  // As of BoundaryLookup::look; all of it outlives the search. `pages`: one for each group.
+  // Takes the arguments of BoundaryLookup::look, which outlive the search. `pages`: one for each group.
   BoundarySearch(TierLookup& tiers, std::span<const GroupRule> rules, uint64_t alignment,
                  std::span<const std::span<const BlockKey>> keys, uint64_t start, const LookupTerms& terms,
                  std::span<ProbedPages> pages);
 
-  // Writes to `found` the `most` longest hits of `allowed` tokens at most, with what they need, leased.
+  // Writes to `found` the `most` longest hits of at most `allowed` tokens, and leases the pages that they
+  // need.
   void find(uint64_t allowed, size_t most, FoundLengths& found);
 
  private:
@@ -53,10 +54,11 @@ class BoundarySearch {
   uint64_t longest_of(size_t group, uint64_t limit);
   uint64_t longest_state(size_t group, uint64_t limit);
   uint64_t longest_run(size_t group, uint64_t limit);
-  // Looks for the pages of a run in host memory as a chain, from its start: where all are there, as they
-  // mostly are, that is faster than probes.
+  // Looks for the pages of a run in host memory as a chain, from its start: if all are there, as they mostly
+  // are, that is faster than probes.
   void walk_run(size_t group, size_t first, size_t end);
-  // Looks for the pages `last`, `last - step`, ... down to `first`, for `most` of those that are unknown.
+  // Looks for the unknown ones among pages `last`, `last - step`, ... down to `first`, at most `most` of
+  // them.
   void probe(size_t group, size_t first, size_t last, size_t step, size_t most);
   void lease(size_t group, FoundLengths& found);
 

@@ -1,4 +1,4 @@
-// What the index knows of one block.
+// What the index knows about one block.
 #pragma once
 #include <cstdint>
 
@@ -16,14 +16,13 @@ enum class EntryState : uint32_t {
   kRemoved = 3,  // not in the map any more; leased, so its slot is not free yet
 };
 
-// 32 bytes: two entries a cache line, and a chain stored together is one sequential read.
+// 32 bytes: two entries per cache line, and a chain stored together is one sequential read.
 struct alignas(32) Entry {
   BlockKey key;
   uint32_t slot;
   EntryId newer;  // neighbour in its list, away from eviction
-  EntryId older;  // neighbour towards eviction. Of a chain used together: the next block, hence the successor
-                  // hint
-  uint32_t meta;  // state, group and pins in one word, so that the walks test all of them in one comparison
+  EntryId older;  // neighbour towards eviction; in a chain used together the next block, a hint for walks
+  uint32_t meta;  // state, group and pins in one word, so that walks test all of them in one comparison
 
   static constexpr uint32_t kPinBits = 24;
   static constexpr uint32_t kGroupBits = 6;

@@ -1,5 +1,5 @@
-// All entries, in circular doubly linked lists. An entry in use is in exactly one list; unlinking needs no
-// knowledge of which. The table hands out list heads first and entries after them.
+// All entries, in circular doubly linked lists. An entry in use is in exactly one list; unlinking does not
+// need to know which. List heads have the first ids, entries those after them.
 #pragma once
 #include <cstddef>
 #include <string>
@@ -22,7 +22,7 @@ class EntryTable {
   const Entry& operator[](EntryId id) const { return entries_[id]; }
   void prefetch(EntryId id) const { entries_.prefetch(id); }
 
-  // Heads and entries: every id is below.
+  // The number of heads and entries: every id is below it.
   size_t size() const { return entries_.size(); }
   // Ids below this one are heads.
   EntryId first() const { return static_cast<EntryId>(heads_); }
@@ -32,8 +32,9 @@ class EntryTable {
   EntryId free_head() const { return free_head_; }
   size_t free_listed() const { return free_count_; }
 
-  // An unlinked entry, or kNoEntry when all are in use. The last one released comes first: a chain that was
-  // evicted from its end is handed out again in ascending order, so that the next chain lies in sequence.
+  // Returns an unlinked entry, or kNoEntry if all are in use. The last one released comes first: the entries
+  // of a chain that was evicted from its end are used again in ascending order, so that the next chain lies
+  // in sequence.
   EntryId allocate() {
     if (free_head_ != kNoEntry) {
       const EntryId id = free_head_;

@@ -32,7 +32,7 @@ struct GroupRule {
   uint32_t block_tokens = 1;
   uint32_t reach = 0;  // of a window, in pages; of a chunk, in tokens
 
-  // Throws ConfigError for a rule that means nothing.
+  // Throws ConfigError for a meaningless rule.
   void check() const {
     const bool reaches = kind == RuleKind::kWindow || kind == RuleKind::kChunk;
     if (block_tokens > 0 && reaches == (reach > 0)) return;
@@ -41,8 +41,8 @@ struct GroupRule {
                       "; allowed are blocks of 1 token or more, and a reach for windows and chunks alone");
   }
 
-  // The first page that a hit of `tokens` needs, where the engine has `start` tokens itself. A state at
-  // `start` is of no use for a longer hit, so it needs one even then.
+  // The first page that a hit of `tokens` needs if the engine has `start` tokens itself. A state at `start`
+  // is of no use for a longer hit, which needs a state of its own.
   size_t first_page(size_t start, size_t tokens) const {
     const size_t had = start / block_tokens;
     const size_t end = tokens / block_tokens;
@@ -59,7 +59,7 @@ struct GroupRule {
     return had;
   }
 
-  // No hit of up to `tokens` needs more pages; never less for a longer hit.
+  // The most pages that a hit of up to `tokens` may need; never fewer for more tokens.
   size_t most_pages(size_t start, size_t tokens) const {
     const size_t all = tokens / block_tokens - start / block_tokens;
     switch (kind) {

@@ -1,5 +1,5 @@
-// A fixed, zeroed array on its own mapping, on huge pages where the system gives them: random probes into
-// tens of MiB otherwise miss the TLB as often as the cache. Pages that are never touched cost no memory.
+// A fixed, zeroed array in a mapping of its own, on huge pages if the system gives them: otherwise random
+// probes into tens of MiB miss the TLB as often as the cache. Pages that are never touched cost no memory.
 #pragma once
 #include <sys/mman.h>
 
@@ -29,7 +29,7 @@ class HugeArray {
     mapping_ = static_cast<char*>(got);
     const auto at = reinterpret_cast<uintptr_t>(mapping_);
     data_ = reinterpret_cast<T*>((at + kHugePageBytes - 1) / kHugePageBytes * kHugePageBytes);
-    // Small arrays would only waste memory on a huge page. A refusal costs speed and nothing else.
+    // Small arrays would only waste memory on a huge page. A refusal costs only speed.
     if (size * sizeof(T) >= kHugePageBytes) ::madvise(data_, mapped_bytes_, MADV_HUGEPAGE);
   }
   ~HugeArray() { ::munmap(mapping_, mapped_bytes_ + kHugePageBytes); }
@@ -41,7 +41,7 @@ class HugeArray {
   const T& operator[](size_t i) const { return data_[i]; }
   void prefetch(size_t i) const { __builtin_prefetch(data_ + i); }
 
-  // All elements become zero, and their memory goes back to the system.
+  // Zeroes all elements and gives their memory back to the system.
   void zero() {
     if (::madvise(data_, mapped_bytes_, MADV_DONTNEED) != 0) {
       std::memset(static_cast<void*>(data_), 0, size_ * sizeof(T));

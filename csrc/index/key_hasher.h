@@ -3,8 +3,8 @@
 // key = first 16 bytes of SHA-256( one 64-byte prefix block: label, namespace, group
 //                                  | u32 length, engine key ).
 // The prefix has a fixed size and the rest carries its length, so no two different inputs give the same
-// bytes. The prefix fills exactly one compression block: its state is kept, and a key of up to 51 bytes costs
-// one compression.
+// bytes. The prefix fills exactly one compression block, whose state is kept, so that a key of up to 51 bytes
+// costs one compression.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -18,18 +18,19 @@ namespace flexkv {
 inline constexpr size_t kMinEngineKeyBytes = 16;  // 128 bits: shorter keys can be made to collide
 inline constexpr size_t kMaxEngineKeyBytes = 64;
 
-// Throws KeySchemeError when an engine key of this length is not acceptable; `position` is for the message.
+// Throws KeySchemeError if an engine key of this length is not acceptable; `position` is for the message.
 void check_engine_key_bytes(size_t bytes, size_t position);
 
 class KeyHasher {
  public:
   KeyHasher(const Sha256Digest& namespace_digest, uint32_t group);
 
-  // Their lengths must have passed check_engine_key_bytes. Writes kKeyBytes for each to `out`.
+  // Hashes engine keys, whose lengths must have passed check_engine_key_bytes. Writes kKeyBytes per key to
+  // `out`.
   void block_keys(std::span<const std::span<const uint8_t>> engine_keys, uint8_t* out) const;
 
-  // Key of the first `count` of the tokens that follow `parent` (empty: they start the request). `extra` is
-  // what the engine mixes into that block's hash beside tokens and parent. Writes kKeyBytes to `out`.
+  // Hashes `tokens`, which follow the block of key `parent` (empty: they start the request). `extra` is what
+  // the engine mixes into that block's hash beside tokens and parent. Writes kKeyBytes to `out`.
   void tail_key(std::span<const uint8_t> parent, std::span<const uint8_t> extra,
                 std::span<const uint32_t> tokens, uint8_t* out) const;
 

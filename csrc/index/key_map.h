@@ -1,5 +1,5 @@
-// A flat map key -> entry: open addressing with linear probing, 8 bytes a place, never more than a quarter
-// full: most probes then end in the first place or two, which the CPU predicts.
+// A flat map from key to entry: open addressing with linear probing, 8 bytes per place. It is never more than
+// a quarter full, so that most probes end in the first place or two, which the CPU predicts.
 //
 // A place holds 32 bits of the key's hash beside the entry's number. Its home is the hash's top bits, so
 // neither a probe that misses nor a removal (which shifts the following places back, leaving no tombstones)
@@ -42,7 +42,7 @@ class KeyMap {
     places_.prefetch((home(hash) + 1) & mask_);
   }
 
-  // The first entry whose hash agrees, without looking at it: worth prefetching.
+  // The first entry with this hash, not read itself: worth prefetching.
   EntryId candidate(uint32_t hash) const {
     return find(hash, [](EntryId) { return true; });
   }
@@ -57,7 +57,7 @@ class KeyMap {
     }
   }
 
-  // Like `find`; when there is none, `place` is where `put` may put it, until the map changes.
+  // Like `find`; if there is none, `place` is where `put` may put it, until the map changes.
   template <class Same>
   EntryId find_or_place(uint32_t hash, Same same, size_t& place) const {
     for (place = home(hash);; place = (place + 1) & mask_) {
@@ -67,13 +67,13 @@ class KeyMap {
     }
   }
 
-  // The map must hold fewer entries than it was made for.
+  // Precondition: the map holds fewer entries than it was made for.
   void put(size_t place, uint32_t hash, EntryId entry) {
     places_[place] = uint64_t{hash} << 32 | (entry + 1);
     ++size_;
   }
 
-  // False when the entry is not there.
+  // Returns false if the entry is not there.
   bool erase(uint32_t hash, EntryId entry) {
     size_t hole = home(hash);
     while (places_[hole] != kEmpty && (hash_of(places_[hole]) != hash || entry_of(places_[hole]) != entry)) {
@@ -110,8 +110,8 @@ class KeyMap {
   static constexpr uint64_t kEmpty = 0;
   static constexpr size_t kMaxEntries = size_t{1} << 30;
   static constexpr size_t kMinPlaces = 16;
-  // At least; rounded up to a power of two. Source: inserts and evictions at 2 and at 4 with 1M blocks
-  // cached.
+  // At least this many; the capacity is rounded up to a power of two. Source: inserts and evictions at 2 and
+  // at 4 with 1M blocks cached.
   static constexpr size_t kPlacesPerEntry = 4;
 
   static size_t capacity_for(size_t max_entries) {

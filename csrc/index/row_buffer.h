@@ -17,7 +17,7 @@ class RowBuffer {
   const uint8_t* row(size_t i) const { return storage_.get() + i * row_bytes_; }
   std::shared_ptr<uint8_t[]> storage() const { return storage_; }
 
-  // Makes room for `count` more rows and returns where they go; they count once `commit` is called.
+  // Makes room for `count` more rows and returns their address; `commit` makes them count.
   uint8_t* reserve(size_t count) {
     if (rows_ + count > capacity_) move_to(std::max(rows_ + count, 2 * capacity_));
     return storage_.get() + rows_ * row_bytes_;
@@ -25,7 +25,7 @@ class RowBuffer {
 
   void commit(size_t count) { rows_ += count; }
 
-  // Keeps the first `rows` rows. Moves them: rows appended later must not show in older views.
+  // Keeps the first `rows` rows, and moves them: rows appended later must not show in older views.
   void truncate(size_t rows) {
     if (rows >= rows_) return;
     rows_ = rows;

@@ -1,4 +1,4 @@
-// SHA-256 (FIPS 180-4) with the CPU's SHA instructions where it has them; the portable form gives the same
+// SHA-256 (FIPS 180-4) with the CPU's SHA instructions if it has them; the portable form gives the same
 // bytes.
 #pragma once
 #include <array>
@@ -23,11 +23,11 @@ void sha256_compress_portable(uint32_t* state, const uint8_t* data, size_t block
 using Sha256CompressPair = void (*)(uint32_t* first, const uint8_t* first_block, uint32_t* second,
                                     const uint8_t* second_block);
 
-// Null where the compiler or this CPU has no SHA instructions.
+// Null if the compiler or this CPU has no SHA instructions.
 Sha256Compress sha256_native_compress();
 Sha256CompressPair sha256_native_compress_pair();
 
-// The fastest form this CPU runs; resolved once.
+// The fastest form that this CPU runs; resolved once.
 Sha256Compress sha256_compress();
 Sha256CompressPair sha256_compress_pair();
 
@@ -41,7 +41,7 @@ class Sha256 {
   // Ends the hash; the object must not be used afterwards.
   Sha256Digest finish();
 
-  // The state after the whole blocks so far. Only meaningful when a multiple of 64 bytes was given.
+  // The state after the whole blocks so far. Only meaningful if a multiple of 64 bytes was given.
   const Sha256State& state() const { return state_; }
 
  private:

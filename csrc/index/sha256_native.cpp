@@ -73,7 +73,7 @@ FLEXKV_SHA_NI void compress_sha_ni(uint32_t* state, const uint8_t* data, size_t 
   store(lane, state);
 }
 
-// The rounds of one hash wait for each other, those of two do not.
+// The rounds of one hash wait for each other; those of two hashes overlap.
 FLEXKV_SHA_NI void compress_pair_sha_ni(uint32_t* first, const uint8_t* first_block, uint32_t* second,
                                         const uint8_t* second_block) {
   const Lane first_before = lane_of(first);

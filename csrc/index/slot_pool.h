@@ -1,6 +1,6 @@
-// The slots of one size class of a tier that nobody owns. A slot is up once its memory or file can be used:
-// the pool grows while that is prepared. Slots leave it only by `retire`, when what they lie on is gone for
-// good.
+// The free slots of one size class of a tier. A slot is up once its memory or file can be used: the pool
+// grows while these are prepared. Slots leave it for good only by `retire`, when their memory or file is
+// lost.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -16,7 +16,7 @@ namespace flexkv {
 
 class SlotPool {
  public:
-  // Throws CapacityError when there is no memory for so many.
+  // Throws CapacityError if there is no memory for so many slots.
   explicit SlotPool(uint32_t max_slots) : max_slots_(max_slots) {
     try {
       freed_.reserve(max_slots);
@@ -28,7 +28,7 @@ class SlotPool {
 
   uint32_t max_slots() const { return max_slots_; }
   uint32_t up() const { return up_; }
-  // How many there are to hold blocks.
+  // How many slots can hold blocks.
   uint32_t usable() const { return up_ - retired_up_; }
   size_t free() const { return freed_.size() + (up_ - unused_from_) - retired_unused_; }
 
@@ -42,7 +42,7 @@ class SlotPool {
     if (!retired_.empty()) count_retired();
   }
 
-  // The slot freed last, else the lowest never used, else none.
+  // Takes the slot freed last, else the lowest never used, else none.
   std::optional<uint32_t> take() {
     if (!freed_.empty()) {
       const uint32_t slot = freed_.back();
@@ -61,8 +61,8 @@ class SlotPool {
     if (!is_retired(slot)) freed_.push_back(slot);
   }
 
-  // Takes the slots marked in `used` (one flag for each that is up), of a pool that has given none away yet.
-  // Throws ContractError otherwise.
+  // Takes the slots marked in `used`. Throws ContractError if one was taken before, or unless there is one
+  // flag for each slot that is up.
   void adopt(const std::vector<uint8_t>& used) {
     if (unused_from_ != 0 || used.size() != up_) {
       throw ContractError(
@@ -77,8 +77,8 @@ class SlotPool {
     if (!retired_.empty()) count_retired();
   }
 
-  // The slots marked in `gone` (one flag for each of max_slots) are never given away again; those in use
-  // leave when they are given back. Throws ContractError for another number of flags.
+  // Takes the slots marked in `gone` (one flag for each of max_slots) out of use for good; those that are
+  // taken leave when they are given back. Throws ContractError for another number of flags.
   void retire(std::span<const uint8_t> gone) {
     if (gone.size() != max_slots_) {
       throw ContractError("retire: " + std::to_string(gone.size()) +
@@ -111,7 +111,7 @@ class SlotPool {
   uint32_t retired_up_ = 0;      // retired ones among those that are up
   uint32_t retired_unused_ = 0;  // and of these, those that were never used
   std::vector<uint32_t> freed_;
-  std::vector<uint8_t> retired_;  // a flag a slot; empty while none is
+  std::vector<uint8_t> retired_;  // one flag per slot; empty while none is retired
 };
 
 }  // namespace flexkv

@@ -1,4 +1,4 @@
-// Slots that lie in a row: what is kept by slot can then be taken as one piece.
+// Consecutive slots: data kept by slot can then be taken as one piece.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -6,10 +6,10 @@
 
 namespace flexkv {
 
-// Whether there is a slot, and each of the others follows the one before it.
+// Whether there is a slot, and each further one follows the one before it.
 inline bool in_a_row(std::span<const int32_t> slots) {
   if (slots.empty()) return false;
-  // Without a branch in the loop, so that it is a few vector instructions for each 16 slots.
+  // The loop has no branch, so that it takes a few vector instructions per 16 slots.
   const auto first = static_cast<uint32_t>(slots.front());
   uint32_t differs = 0;
   for (size_t i = 0; i < slots.size(); ++i) {

@@ -89,7 +89,7 @@ void TierLookup::look(std::span<const std::span<const BlockKey>> keys, const Loo
   found.lookup = number_;
   found.groups.resize(groups_);
   found.blocks = room;
-  // Pages are noted in `found` as they are leased, so that what an exception leaves is known.
+  // Pages are noted in `found` as they are leased, so that an exception leaves no unknown lease.
   try {
     for (uint32_t group = 0; group < groups_ && found.blocks > 0; ++group) {
       look_in_group(group, keys[group].first(found.blocks), terms, found);
@@ -134,7 +134,7 @@ void TierLookup::take_back(FoundGroup& group, size_t from) {
 
 std::string TierLookup::unpin(FoundGroup& group, size_t from) {
   std::string wrong;
-  // From the end on, so that the start of the prefix becomes the most recently used.
+  // Backwards, so that the start of the prefix becomes the most recently used.
   visit_backwards(group, from, [&](const FoundRun& run) {
     try {
       tiers_[run.tier]->unpin(group.entries_of(run));

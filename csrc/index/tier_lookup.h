@@ -1,9 +1,9 @@
 // One lookup over all tiers: the longest prefix that every group can restore from them, leased page by page
-// in the tier where it was found. Each tier keeps an index of its own, because a chain is walked fast only
-// where its entries lie in sequence.
+// in the tier where it was found. Each tier keeps an index of its own, because a walk along a chain is fast
+// only if the entries lie in sequence.
 //
-// Groups restore whole prefixes: block i is of use only with all blocks before it. Not thread-safe, as the
-// indexes are not.
+// Groups restore whole prefixes: block i is of use only with all blocks before it. Not thread-safe, like the
+// indexes.
 #pragma once
 #include <array>
 #include <cstddef>
@@ -22,16 +22,16 @@ namespace flexkv {
 struct LookupTerms {
   size_t room_pages = 0;    // over all groups
   uint32_t tiers_mask = 0;  // bit t: tier t
-  uint64_t now_s = 0;       // Unix time; what has expired by then is a miss
-  bool coming = true;       // host pages that ops are filling count
+  uint64_t now_s = 0;       // Unix time; blocks expired by then are misses
+  bool coming = true;       // whether host pages that ops are filling count
 };
 
 class TierLookup {
  public:
   static constexpr size_t kMaxTiers = 32;  // bits of a mask
 
-  // `presences`: of every tier in the order of lookups, host memory first. Throws ConfigError for none or too
-  // many, ContractError for one that is named twice or has another number of groups.
+  // `presences`: the index of every tier in the order of lookups, host memory first. Throws ConfigError for
+  // none or too many, ContractError for an index that occurs twice or has another number of groups.
   TierLookup(std::vector<std::shared_ptr<BlockIndex>> presences, size_t groups);
 
   size_t tiers() const { return tiers_.size(); }
@@ -42,40 +42,41 @@ class TierLookup {
   // Throws ContractError for a mask that names other tiers, and for keys of another number of groups.
   void check(std::span<const std::span<const BlockKey>> keys, const LookupTerms& terms) const;
 
-  // Finds and leases. `keys`: per group, those after the start of the lookup.
+  // Finds pages and leases them. `keys`: per group, those after the start of the lookup.
   //
-  // At each page host memory comes first. Where it ends, the first tier that has the page goes on for as long
-  // as it can, and then host memory is asked again. A host page that is being stored ends the prefix: what it
-  // will hold may never be published, and nothing else may fill it meanwhile. Throws ContractError; then
+  // At each page host memory comes first. Where it ends, the first tier that has the page continues for as
+  // long as it can, and then host memory is searched again. A host page that is being stored ends the prefix:
+  // its content may never be published, and nothing else may fill it meanwhile. Throws ContractError; then
   // nothing is leased.
   void look(std::span<const std::span<const BlockKey>> keys, const LookupTerms& terms, Found& found);
 
-  // The same of the leading pages of one group, for lookups that know more rules; leased, and noted in
-  // `found.groups[group]` and `found.expired`.
+  // The same for the leading pages of one group, for lookups that know more rules. Leases the pages and notes
+  // them in `found.groups[group]` and `found.expired`.
   void look_in_group(uint32_t group, std::span<const BlockKey> keys, const LookupTerms& terms,
                      FoundPages& found);
 
-  // Takes back the leases of a lookup under way on the pages of `group` from `from` on: nobody has seen them.
+  // Undoes the leases of a lookup under way on the pages of `group` from page `from` on, which nobody has
+  // seen yet.
   void take_back(FoundGroup& group, size_t from);
 
-  // Ends the leases on the pages of `group` outside [first, end). Returns what was wrong with one, or
-  // nothing.
+  // Ends the leases on the pages of `group` outside [first, end). Returns what was wrong with one of them;
+  // empty if nothing was.
   std::string unpin_all_but(FoundGroup& group, size_t first, size_t end);
 
-  // Throws ContractError for what another lookup found.
+  // Throws ContractError for pages that another lookup found.
   void check_made_here(const FoundPages& found) const;
 
   // Ends the leases on all but the first `blocks` blocks. Throws BlockRangeError for more than were found.
   void trim(Found& found, size_t blocks);
 
-  // Ends the leases. All of them, even if one of them was ended by somebody else: then throws ContractError.
+  // Ends all leases, even if someone else has ended one of them: then throws ContractError.
   void release(Found& found);
   void release_pages(FoundPages& found);
 
-  // The leading blocks that are ready in host memory now.
+  // How many leading blocks are ready in host memory now.
   size_t count_ready(const Found& found) const;
 
-  // Per key, the first tier in the mask where it is ready and has not expired, plus 1; 0 for none.
+  // Writes per key 1 plus the first tier in the mask in which it is ready and has not expired; 0 for none.
   void present(uint32_t group, std::span<const BlockKey> keys, uint32_t tiers_mask, uint64_t now_s,
                uint8_t* out);
 
@@ -87,9 +88,10 @@ class TierLookup {
   size_t take_run(Search& search);
   size_t take_run(Search& search, size_t tier, FoundState state);
   size_t take_window(Search& search);
-  // Whether each group has its next key, looked for by itself.
+  // Whether every group has a page for its key number `at`.
   bool has_next(std::span<const std::span<const BlockKey>> keys, const LookupTerms& terms, size_t at) const;
-  // Ends the leases on them for good. Returns what was wrong with one, or nothing.
+  // Ends the leases on the pages from page `from` on. Returns what was wrong with one of them; empty if
+  // nothing was.
   std::string unpin(FoundGroup& group, size_t from);
 
   static constexpr size_t kWindow = 512;
@@ -97,7 +99,7 @@ class TierLookup {
   std::vector<std::shared_ptr<BlockIndex>> tiers_;
   size_t groups_;
   uint64_t number_;
-  // Of a window: the keys that no tier so far has, and what `find` gave for them.
+  // In a window: the keys that no tier has had so far, and the entries that `find` returned for them.
   std::array<BlockKey, kWindow> missing_;
   std::array<EntryId, kWindow> candidates_;
 };

@@ -1,5 +1,5 @@
-// How TierLookup finds the pages of one group: runs of chains in turn, or batches of probes where the tiers
-// take turns too often for that.
+// How TierLookup finds the pages of one group: one run of a chain after another, or batches of probes if the
+// tiers alternate too often for that.
 #include <algorithm>
 #include <array>
 #include <memory>
@@ -12,10 +12,10 @@
 namespace flexkv {
 namespace {
 
-// After so many runs in a row that are shorter than that, the next keys are looked for in all tiers at once:
-// the end of a run costs a probe of each tier that waits for memory. Source: tiers that alternate every block
-// and every 64 blocks, 8,192 keys of 1M in each of two tiers, on an EPYC: 1,300 against 200 us and 60 against
-// 220 us, runs in turn against batches.
+// After kShortRunsInARow runs in a row of fewer than kShortRunPages pages, the next keys are looked for in
+// all tiers at once: the end of a run costs a probe of each tier that waits for memory. Source: tiers that
+// alternate every block and every 64 blocks, 8,192 keys of 1M in each of two tiers, on an EPYC: 1,300 against
+// 200 us and 60 against 220 us, run by run against batches.
 constexpr size_t kShortRunsInARow = 8;
 constexpr size_t kShortRunPages = 32;
 
@@ -29,7 +29,7 @@ struct TierLookup::Search {
   const LookupTerms& terms;
   FoundGroup& into;
   std::vector<ExpiredPage>& expired;
-  // The run that was taken last ended because its tier has no more in this state.
+  // The run taken last ended because this tier has no more pages in this state.
   size_t ended_tier = kNoTier;
   FoundState ended_state = FoundState::kReady;
 
@@ -39,8 +39,8 @@ struct TierLookup::Search {
     expired.push_back({static_cast<int32_t>(tier), group, entry});
   }
 
-  // `count` pages more, whose leases are made and whose entries and slots are written. The caller has made
-  // room for a run, so that nothing is thrown between a lease and its record.
+  // Records `count` further pages, which are leased and whose entries and slots are written. The caller has
+  // made room for a run, so that nothing throws between a lease and its record.
   void append(size_t tier, FoundState state, size_t count) {
     auto& runs = into.runs;
     const auto in_tier = static_cast<int32_t>(tier);
@@ -65,7 +65,7 @@ void TierLookup::look_in_group(uint32_t group, std::span<const BlockKey> keys, c
       const size_t wanted = std::min(kWindow, keys.size() - into.pages);
       const size_t runs = into.runs.size();
       if (take_window(search) < wanted) break;
-      // The next keys likely lie as these do.
+      // The runs were long: the next ones are likely long, too.
       if ((into.runs.size() - runs) * kShortRunPages <= wanted) short_runs = 0;
       search.ended_tier = kNoTier;
       continue;
@@ -75,7 +75,7 @@ void TierLookup::look_in_group(uint32_t group, std::span<const BlockKey> keys, c
     short_runs = taken < kShortRunPages ? short_runs + 1 : 0;
   }
   if (into.pages > keys.size() / 2) return;
-  // Of a long request few pages were found: what is kept for them is made as small.
+  // Few pages of a long request were found: shrink the arrays to these.
   auto entries = std::make_unique_for_overwrite<EntryId[]>(into.pages);
   auto slots = std::make_unique_for_overwrite<int32_t[]>(into.pages);
   std::copy_n(into.entries.get(), into.pages, entries.get());
@@ -123,11 +123,11 @@ size_t TierLookup::take_window(Search& search) {
   EntryId* const entries = into.entries.get() + into.pages;
   std::array<uint8_t, kWindow> tier_of;
   std::array<FoundState, kWindow> state_of;
-  // Numbers of the keys that no tier so far has, ascending; a tier is asked for these alone.
+  // Numbers of the keys that no tier has had so far, ascending; each tier is searched for these alone.
   std::array<uint16_t, kWindow> missing;
   std::iota(missing.begin(), missing.begin() + static_cast<ptrdiff_t>(window.size()), uint16_t{0});
   size_t left = window.size();
-  size_t end = window.size();  // the prefix cannot go beyond
+  size_t end = window.size();  // the prefix cannot extend beyond
   std::vector<std::pair<size_t, ExpiredPage>> expired;
   for (size_t tier = 0; tier < tiers_.size() && left > 0; ++tier) {
     if (!is_masked(terms.tiers_mask, tier)) continue;
@@ -160,7 +160,7 @@ size_t TierLookup::take_window(Search& search) {
     into.slots[into.pages] = tiers_[tier_of[i]]->pin_one(entries[i]);
     search.append(tier_of[i], state_of[i], 1);
   }
-  // What lies behind the end was looked at for nothing.
+  // Expired pages beyond the end are no misses of this lookup.
   for (const auto& [i, page] : expired) {
     if (i <= end) search.expired.push_back(page);
   }

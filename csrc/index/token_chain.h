@@ -1,7 +1,7 @@
-// Chained block digests from token ids, for engines that give no block keys of their own:
-// digest(i) = SHA-256( digest(i - 1), absent for the first block | each token as u32 little endian ).
-// This is the chain SGLang makes of its pages, so several engines can share one cache. The bigram form, for
-// EAGLE drafts, hashes each token together with its successor.
+// Chained block digests from token ids, for engines that give no block keys of their own: digest(i) =
+// SHA-256( digest(i - 1), absent for the first block | each token as u32 little endian ). SGLang chains its
+// pages in the same way, so that several engines can share one cache. The bigram form, for EAGLE drafts,
+// hashes each token together with its successor.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -14,7 +14,7 @@ namespace flexkv {
 
 class TokenChain {
  public:
-  // `seed`: empty, or a digest that stands before the first block. Throws ConfigError for no tokens a block,
+  // `seed`: empty, or a digest that stands before the first block. Throws ConfigError for 0 tokens per block,
   // KeySchemeError for a seed of another length.
   TokenChain(size_t block_tokens, std::span<const uint8_t> seed, bool bigram);
 

@@ -9,9 +9,9 @@ namespace flexkv {
 namespace {
 
 // Two lists, for blocks that were hit and for the others, each in the order of use. The bonus is the same for
-// every block, so the oldest of one list or of the other goes next, and one comparison says which.
+// every block, so the next victim is the oldest of one list or of the other, and one comparison says which.
 //
-// Time is counted in blocks used, a block stored or hit being one. Putting blocks in order takes no time.
+// Time is counted in blocks used: each block stored or hit is one. Putting blocks in order takes no time.
 class BonusLruPolicy final : public EvictionPolicy {
  public:
   explicit BonusLruPolicy(const PolicyRoom& room)
@@ -65,13 +65,14 @@ class BonusLruPolicy final : public EvictionPolicy {
   }
 
  private:
-  // Of a note, the lowest bit, and the number of the list; the rest is the time of the block's last use.
+  // The lowest bit of a note, and the number of the list; the rest of a note is the time of the block's last
+  // use.
   static constexpr size_t kOnce = 0, kHit = 1;
 
   uint64_t time_of(EntryId entry) const { return notes_[entry] >> 1; }
   bool goes_to_hit(EntryId entry, const Use& use) const { return use.hit || (notes_[entry] & kHit) != 0; }
 
-  // Returns whether it goes to the list of those that were hit.
+  // Notes a use. Returns whether the block goes to the list of those that were hit.
   bool admit_one(EntryId entry, const Use& use) {
     PolicyNote& note = notes_[entry];
     const bool hit = goes_to_hit(entry, use);

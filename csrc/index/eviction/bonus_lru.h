@@ -1,6 +1,6 @@
-// Least recently used first, but a block that was hit counts as used one capacity later than it was: what
-// came back once comes back more often than what never did. Of a chain, the block farthest from the start
-// first.
+// Evicts the least recently used block first, but counts a block that was hit as used one capacity later than
+// it was: blocks that were hit once are hit again more often than those that never were. Within a chain, the
+// block farthest from the start leaves first.
 #pragma once
 #include "index/eviction/eviction_policy.h"
 

@@ -1,5 +1,5 @@
-// Least recently used first; of a chain used together, the block farthest from the start first, because a
-// block is of no use without the ones before it.
+// Evicts the least recently used block first and, within a chain used together, the block farthest from the
+// start, because a block is of no use without the ones before it.
 #pragma once
 #include "index/eviction/eviction_policy.h"
 
