@@ -27,12 +27,13 @@ from typing import Any, ParamSpec, TypeVar
 import numpy as np
 
 from flexkv import c_ext
-from flexkv.cache.base import GroupSpec, Keys, ManagerLimits, StorePlan
+from flexkv.cache.base import GroupSpec, ManagerLimits, StorePlan
 from flexkv.cache.keys import EngineKeyChain, TokenChain, namespace_digest
+from flexkv.cache.ledger.hub import RESERVE_MAX_PAGES
 from flexkv.cache.manager import LocalCacheManager
-from flexkv.cache.reserve import RESERVE_MAX_PAGES
 from flexkv.cache.tiers.disk.tier import DiskTier
 from flexkv.cache.tiers.factory import unit_tiers
+from flexkv.facts.keys import Keys
 from flexkv.storage.base import DiskGroup, DiskIdentity, DiskOptions
 from flexkv.storage.striped_slabs import StripedSlabs
 from flexkv.transfer.graph import OpResult, OpStatus

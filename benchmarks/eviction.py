@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flexkv import c_ext
-from flexkv.cache.ids import NO_ENTRY
+from flexkv.cache.base import NO_ENTRY
 
 SIZES = (250, 500, 1000, 2000, 4000, 10_000, 20_000)
 

@@ -24,7 +24,7 @@ from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 
 from flexkv.adapters.vllm.boundaries import Boundaries, pages_at
 from flexkv.adapters.vllm.pool_geometry import BlockGeometry, PoolGeometry, layer_specs, pool_geometry
-from flexkv.cache.base import Rule
+from flexkv.facts.keys import Rule
 
 BLOCK_TOKENS = 16
 SLOT_ALIGNMENT = 4096

@@ -27,7 +27,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from flexkv.cache.base import Keys
+from flexkv.facts.keys import Keys
 from flexkv.remote.base import Outcome, StoreOptions
 from flexkv.remote.mooncake import CLIENT_ENVIRONMENT
 from flexkv.remote.stores import open_store

@@ -25,8 +25,8 @@ from rich.console import Console
 from rich.table import Table
 
 from flexkv import c_ext
-from flexkv.cache.base import Keys
-from flexkv.cache.ids import NO_ENTRY
+from flexkv.cache.base import NO_ENTRY
+from flexkv.facts.keys import Keys
 
 BLOCK_TOKENS = 512
 FULL, WINDOWS = 0, range(1, 6)

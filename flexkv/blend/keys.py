@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from flexkv.blend.base import KvShape, Tokens
-from flexkv.cache.base import Keys, TailCandidates
+from flexkv.cache.base import TailCandidates
 from flexkv.cache.keys import EngineKeyChain, TokenChain, namespace_digest, tail_key
+from flexkv.facts.keys import Keys
 
 GROUP = 0
 

@@ -12,11 +12,11 @@ from flexkv.c_ext import KvView
 from flexkv.cache.tiers.disk.tier import DiskTier
 from flexkv.config import DiskConfig, FlexKVConfig, HostConfig, LoadConfig, StoreConfig, TransferConfig
 from flexkv.errors import CapacityError
+from flexkv.facts.ranks import GroupFacts, KvGroup, RankFacts, UnitOwner
 from flexkv.layout.format_id import FormatId, Interior
 from flexkv.transfer.engine import TransferEngine
 from flexkv.unit.base import CacheRole
 from flexkv.unit.build import build_unit
-from flexkv.unit.ranks import GroupFacts, KvGroup, RankFacts, UnitOwner
 
 UNIT = "segments"
 """Name of the ownership unit: one segment cache at a time uses a model's folder."""

@@ -11,37 +11,34 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import NewType
 
 import numpy as np
 from numpy.typing import NDArray
 
+from flexkv.facts.keys import Keys, Rule
 from flexkv.observe import PageLoss
 from flexkv.transfer.graph import BlockIds, OpId, OpResult, SlotIds, TransferGraph
 
-KEY_BYTES = 16
+TierId = NewType("TierId", int)
+"""Place of a tier in the order in which a lookup asks them."""
+
+HUB = TierId(0)
+"""Host memory, which every other tier reads into and is written from."""
+
+EntryIds = NDArray[np.uint32]
+"""Entries of a tier's native block index, each pinned once for every lease or op that names it."""
+
+NO_ENTRIES: EntryIds = np.empty(0, np.uint32)
+
+NO_ENTRY = np.uint32(0xFFFFFFFF)
+"""In place of an entry: the index does not know the key."""
 
 MOST_BLOCKS = 2**31
 """Most pages of one request: an engine numbers its blocks with 32 bits, and no request has more than all of them."""
 
 NO_BLOCK = -1
 """In place of an engine block: the engine keeps no page there."""
-
-Keys = NDArray[np.uint8]
-"""Namespaced block keys, shape [blocks, KEY_BYTES], uint8, C-contiguous."""
-
-
-class Rule(Enum):
-    """Which pages of a KV group a hit needs, so that the engine can go on behind it."""
-
-    FULL = "full"
-    """Full attention: every page from the start to the hit's end."""
-    WINDOW = "window"
-    """Sliding window: the last `reach` pages before the hit's end."""
-    CHUNK = "chunk"
-    """Chunked attention: those from the start of the chunk of `reach` tokens that the hit ends in; none where it ends
-    with one."""
-    STATE = "state"
-    """Recurrent state: the one page that ends where the hit ends."""
 
 
 @dataclass(frozen=True, slots=True)

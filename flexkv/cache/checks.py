@@ -6,21 +6,18 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
-from flexkv.cache.base import NO_BLOCK, GroupSpec, Keys, ManagerLimits, Rule, TailCandidates
-from flexkv.cache.leases import Lease
+from flexkv.cache.base import NO_BLOCK, GroupSpec, ManagerLimits, TailCandidates
+from flexkv.cache.ledger.leases import Lease
 from flexkv.errors import BlockRangeError, ConfigError, ContractError
-from flexkv.transfer.graph import BlockIds, OpResult, OpStatus
+from flexkv.facts.keys import Keys, Rule
+from flexkv.transfer.graph import BlockIds
 
 MAX_GROUPS = 64
 MAX_SLOTS = 2**30
 MAX_BLOCK_TOKENS = 2**20
 MAX_REACH = 2**31 - 1
 MAX_ALIGNMENT = 2**40
-
-WHOLE_OP_STATUSES = (OpStatus.CANCELLED, OpStatus.SKIPPED, OpStatus.LANE_DOWN)
-"""Statuses under which no page of the op counts, whatever the result lists."""
 
 
 def check_groups(groups: Sequence[GroupSpec]) -> None:
@@ -127,31 +124,6 @@ def load_targets(
             )
         targets.append(target)
     return targets
-
-
-def good_pages(result: OpResult, pages: int, who: str = "the lane") -> NDArray[np.bool_]:
-    """Which pages of an op of so many ended well, bool [pages].
-
-    Raises:
-        ContractError: the result lists pages that the op has not, or some although it says OK; names `who` sent it.
-    """
-    listed = np.asarray(result.failed)
-    if listed.size and (
-        listed.ndim != 1 or listed.dtype.kind not in "iu" or listed.min() < 0 or listed.max() >= pages
-    ):
-        raise ContractError(
-            f"op {result.op_id}: {who} lists failed pages {listed.tolist()[:8]}; allowed are positions 0 to {pages - 1}"
-        )
-    if result.status is OpStatus.OK:
-        if listed.size:
-            raise ContractError(f"op {result.op_id}: {who} says OK and lists {listed.size} failed pages")
-        return np.ones(pages, np.bool_)
-    good = np.zeros(pages, np.bool_)
-    # A failure that names no page is taken as a failure of all: never a page too few.
-    if result.status not in WHOLE_OP_STATUSES and listed.size:
-        good[:] = True
-        good[listed] = False
-    return good
 
 
 def check_lookup(

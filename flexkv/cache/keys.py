@@ -12,8 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexkv.c_ext import EngineKeyChain, TokenChain, sha256, tail_keys
-from flexkv.cache.base import Keys, TailCandidates
+from flexkv.cache.base import TailCandidates
 from flexkv.errors import KeySchemeError
+from flexkv.facts.keys import Keys
 
 __all__ = ["EngineKeyChain", "TokenChain", "chain_seed", "namespace_digest", "tail_candidates", "tail_key"]
 

@@ -1,6 +1,6 @@
 """The cache manager of one ownership unit: leases and ops over an ordered list of tiers.
 
-Contracts: `flexkv.cache.base.CacheManager`; of what lies behind it, `flexkv.cache.tier`.
+Contracts: `flexkv.cache.base.CacheManager`; of what lies behind it, `flexkv.cache.tiers.contract`.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from flexkv.cache.access_order import AccessOrders
 from flexkv.cache.base import (
+    HUB,
     MOST_BLOCKS,
+    NO_ENTRY,
     CacheListener,
     CacheManager,
     Completion,
     GroupSpec,
-    Keys,
     ManagerLimits,
     MatchResult,
     OpRole,
     StorePlan,
     TailCandidates,
+    TierId,
 )
-from flexkv.cache.broken_plan import BrokenPlans
 from flexkv.cache.checks import (
     as_block_ids,
     check_alignment,
@@ -35,28 +35,29 @@ from flexkv.cache.checks import (
     check_lookup,
     load_targets,
 )
-from flexkv.cache.cost import CostModel
-from flexkv.cache.failed_loads import FailedLoads
-from flexkv.cache.fetch_choice import FetchChoice
-from flexkv.cache.hub import Hub
-from flexkv.cache.ids import HUB, NO_ENTRY, TierId
-from flexkv.cache.lookup import Lookup
-from flexkv.cache.op_log import OpLog
-from flexkv.cache.ops import OpTable, RankOp
-from flexkv.cache.outbox import Outbox
-from flexkv.cache.page_walk import PageWalk
-from flexkv.cache.promises import Promises
-from flexkv.cache.promotions import Promotions
-from flexkv.cache.requests import RequestTable
-from flexkv.cache.reserve import REFILL_PAGES
-from flexkv.cache.room_line import RoomLine
-from flexkv.cache.routes import LoadRoute, StoreOffer, StoreRoute
-from flexkv.cache.stats import ManagerStats
-from flexkv.cache.tables import CacheTables
-from flexkv.cache.tier import Tier, TierContext, TierFactory
-from flexkv.cache.tier_work import TierWork
-from flexkv.cache.waits import FetchWaits
+from flexkv.cache.ledger.access_order import AccessOrders
+from flexkv.cache.ledger.cost import CostModel
+from flexkv.cache.ledger.hub import REFILL_PAGES, Hub
+from flexkv.cache.ledger.ops import OpTable, RankOp
+from flexkv.cache.ledger.outbox import Outbox
+from flexkv.cache.ledger.requests import RequestTable
+from flexkv.cache.ledger.stats import ManagerStats
+from flexkv.cache.moves.broken_plan import BrokenPlans
+from flexkv.cache.moves.dispatch import TierWork
+from flexkv.cache.moves.fetches import Promotions
+from flexkv.cache.moves.op_log import OpLog
+from flexkv.cache.moves.page_walk import PageWalk
+from flexkv.cache.promise.failed_loads import FailedLoads
+from flexkv.cache.promise.fetch_choice import FetchChoice
+from flexkv.cache.promise.lookup import Lookup
+from flexkv.cache.promise.promises import Promises
+from flexkv.cache.promise.room_line import RoomLine
+from flexkv.cache.promise.waits import FetchWaits
+from flexkv.cache.tiers.contract import Tier, TierContext, TierFactory
+from flexkv.cache.tiers.routes import LoadRoute, StoreOffer, StoreRoute
+from flexkv.cache.tiers.tables import CacheTables
 from flexkv.errors import BlockRangeError, ContractError
+from flexkv.facts.keys import Keys
 from flexkv.observe import unix_now_s
 from flexkv.transfer.graph import BlockIds, OpResult, TransferGraph
 

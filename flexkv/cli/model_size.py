@@ -10,8 +10,8 @@ from typing import Any
 from flexkv.config.names import shown
 from flexkv.config.values import MAX_COUNT
 from flexkv.errors import ConfigError
+from flexkv.facts.ranks import KvGroup
 from flexkv.unit.capacity import PromptLimit, TierCapacity
-from flexkv.unit.ranks import KvGroup
 
 BLOCK_TOKENS = 16
 """The block size that engines choose on a GPU unless they are configured otherwise."""

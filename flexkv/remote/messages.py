@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from flexkv.cache.base import KEY_BYTES, Keys
 from flexkv.errors import StoreError
+from flexkv.facts.keys import KEY_BYTES, Keys
 from flexkv.remote.base import StoreOptions
 from flexkv.remote.values import ValueOwner
 from flexkv.storage.base import DiskGroup

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from flexkv.cache.base import Keys
 from flexkv.errors import ContractError
+from flexkv.facts.keys import Keys
 from flexkv.observe import get_logger
 from flexkv.remote.base import Presence
 from flexkv.remote.link import HelperLink

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from flexkv.cache.base import KEY_BYTES, Keys
+from flexkv.facts.keys import KEY_BYTES, Keys
 from flexkv.remote.base import Part
 from flexkv.storage.base import DiskGroup
 from flexkv.storage.group_tables import codec_of, format_text

@@ -12,11 +12,12 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from flexkv.cache.base import GroupSpec, Rule
+from flexkv.cache.base import GroupSpec
+from flexkv.cache.ledger.stats import ManagerStats
 from flexkv.cache.manager import LocalCacheManager
-from flexkv.cache.stats import ManagerStats
-from flexkv.cache.tier import TierCounts, WriteMode
+from flexkv.cache.tiers.contract import TierCounts, WriteMode
 from flexkv.errors import ContractError
+from flexkv.facts.keys import Rule
 
 Symbol = tuple[int, bytes | int]
 """What a block or slot holds on one rank: `(epoch, key)`, the KV of that key under those weights, or `(-1, n)`,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from flexkv.cache.base import OpRole
-from flexkv.cache.ids import TierId
+from flexkv.cache.base import OpRole, TierId
 from flexkv.simulation.base import Key, require
 from flexkv.simulation.failure_causes import causes_by_page, causes_of
 from flexkv.simulation.model_ops import ModelOp

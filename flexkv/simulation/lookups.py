@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from flexkv.cache.base import OpRole, Rule, TailCandidates
+from flexkv.cache.base import OpRole, TailCandidates
+from flexkv.facts.keys import Rule
 from flexkv.simulation.base import NO_SLOT, Key, require
 from flexkv.simulation.request import SimRequest
 from flexkv.simulation.room_judge import RoomJudge

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from flexkv.cache.base import Completion, GroupSpec, ManagerLimits, OpRole, Rule, sharing
+from flexkv.cache.base import Completion, GroupSpec, ManagerLimits, OpRole, sharing
+from flexkv.facts.keys import Rule
 from flexkv.simulation.base import NO_SLOT, Key, require
 from flexkv.simulation.failure_causes import causes_by_page
 from flexkv.simulation.model_ops import ModelFailure, ModelOp

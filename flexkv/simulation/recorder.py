@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from flexkv.cache.base import CacheListener, Keys
+from flexkv.cache.base import CacheListener
+from flexkv.facts.keys import Keys
 from flexkv.simulation.base import Key
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from flexkv.cache.base import Keys
+from flexkv.facts.keys import Keys
 
 
 @dataclass

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from flexkv.cache.base import Keys, OpRole
-from flexkv.cache.ids import NO_ENTRY
+from flexkv.cache.base import NO_ENTRY, OpRole
+from flexkv.facts.keys import Keys
 from flexkv.simulation.base import Key, Place, require
 from flexkv.simulation.lookups import Lookups
 from flexkv.simulation.request import SimRequest

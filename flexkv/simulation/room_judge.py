@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from flexkv.cache.base import MatchResult, Rule
-from flexkv.cache.ids import NO_ENTRY
+from flexkv.cache.base import NO_ENTRY, MatchResult
+from flexkv.facts.keys import Rule
 from flexkv.simulation.base import Key, require
 from flexkv.simulation.line_model import ReadRoom
 from flexkv.simulation.request import SimRequest

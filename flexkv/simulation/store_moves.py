@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from flexkv.cache.base import Keys
 from flexkv.cache.tiers.remote.tier import RemoteTier
+from flexkv.facts.keys import Keys
 from flexkv.remote.base import Presence
 from flexkv.simulation.base import Key, Symbol, require
 from flexkv.simulation.symbolic_store import Question, SymbolicStore, Value, keys_of

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flexkv.cache.base import Keys
+from flexkv.facts.keys import Keys
 from flexkv.remote.plane import Presences, RemoteTotals
 from flexkv.simulation.base import Key, Symbol, require
 from flexkv.storage.tags import tag_fields

@@ -1,4 +1,4 @@
-"""A tier that no product has: the least that `flexkv.cache.tier` asks for, with symbols for pages.
+"""A tier that no product has: the least that `flexkv.cache.tiers.contract` asks for, with symbols for pages.
 
 `SymbolicVolumes` stands below the disk tier and drives that; this stands beside it and drives the contract alone.
 """
@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexkv.c_ext import BlockIndex
-from flexkv.cache.base import Keys
-from flexkv.cache.ids import NO_ENTRY, EntryIds
-from flexkv.cache.tier import Sink, Source, Tier, TierContext, TierCounts, TierFacts
+from flexkv.cache.base import NO_ENTRY, EntryIds
+from flexkv.cache.tiers.contract import Sink, Source, Tier, TierContext, TierCounts, TierFacts
+from flexkv.facts.keys import Keys
 from flexkv.simulation.base import Symbol
 from flexkv.transfer.graph import NO_BLOCKS, OpId, OpKind, Priority, SlotIds, TransferOp
 

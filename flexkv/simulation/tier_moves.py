@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from flexkv.cache.base import OpRole
-from flexkv.cache.ids import NO_ENTRY
+from flexkv.cache.base import NO_ENTRY, OpRole
 from flexkv.simulation.base import Key, Symbol, require
 from flexkv.simulation.failure_causes import causes_by_page, causes_of
 from flexkv.simulation.model_ops import ModelOp

@@ -6,9 +6,8 @@ import hashlib
 import random
 from collections import deque
 
-from flexkv.cache.base import ManagerLimits, OpRole, sharing
-from flexkv.cache.ids import TierId
-from flexkv.cache.tier import TierContext, TierFacts
+from flexkv.cache.base import ManagerLimits, OpRole, TierId, sharing
+from flexkv.cache.tiers.contract import TierContext, TierFacts
 from flexkv.cache.tiers.disk.load_route import GdsUse
 from flexkv.cache.tiers.disk.tier import DiskTier, DiskTraffic
 from flexkv.cache.tiers.factory import unit_tiers

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from flexkv.cache.base import CacheManager
+from flexkv.facts.ranks import NO_UNIT, PoolGrant, UnitId
 from flexkv.observe import Counters
-from flexkv.unit.ranks import NO_UNIT, PoolGrant, UnitId
 
 
 class UnitState(Enum):

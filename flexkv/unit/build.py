@@ -7,19 +7,19 @@ from contextlib import ExitStack
 
 from flexkv.cache.base import CacheListener, GroupSpec, ManagerLimits
 from flexkv.cache.manager import LocalCacheManager
-from flexkv.cache.tier import TierFactory
+from flexkv.cache.tiers.contract import TierFactory
 from flexkv.cache.tiers.disk.plan import overwritable
 from flexkv.cache.tiers.factory import plan_tiers
 from flexkv.cache.tiers.host.tier import HostTier
 from flexkv.cache.tiers.plan import UnitFacts
 from flexkv.config import FlexKVConfig, read_memory, resolve_host_bytes
 from flexkv.errors import CapacityError, GeometryError
+from flexkv.facts.ranks import KvGroup, RankFacts, UnitOwner
 from flexkv.observe import get_logger
 from flexkv.transfer.host_pool import MAX_EXTENT_BYTES, HostPool
 from flexkv.unit.base import CacheRole
 from flexkv.unit.capacity import PromptLimit, TierCapacity
 from flexkv.unit.live_unit import LiveUnit
-from flexkv.unit.ranks import KvGroup, RankFacts, UnitOwner
 from flexkv.unit.slot_geometry import SlotGeometry
 from flexkv.unit.start_check import check_start
 from flexkv.unit.weights_gate import WeightsGate

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from flexkv.cache.base import Rule
 from flexkv.config.sizes import format_size
-from flexkv.unit.ranks import KvGroup
+from flexkv.facts.keys import Rule
+from flexkv.facts.ranks import KvGroup
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,12 @@ import time
 from collections.abc import Mapping, Sequence
 
 from flexkv.cache.manager import LocalCacheManager
-from flexkv.cache.unit_driver import UnitDriver
+from flexkv.facts.ranks import PoolGrant, PoolId, RankPlace, UnitId, random_id
 from flexkv.observe import Counters, get_logger
 from flexkv.transfer.host_pool import HostPool
 from flexkv.transfer.slab_map import SlabMap
 from flexkv.unit.base import EngineUnit, UnitState
-from flexkv.unit.ranks import PoolGrant, PoolId, RankPlace, UnitId, random_id
+from flexkv.unit.driver import UnitDriver
 from flexkv.unit.tier_metrics import TierMetrics
 from flexkv.unit.weights_gate import WeightsGate
 

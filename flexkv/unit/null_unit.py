@@ -6,16 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from flexkv.cache.base import (
-    CacheManager,
-    Completion,
-    GroupMatch,
-    Keys,
-    MatchResult,
-    StorePlan,
-    TailCandidates,
-)
+from flexkv.cache.base import CacheManager, Completion, GroupMatch, MatchResult, StorePlan, TailCandidates
 from flexkv.errors import ContractError
+from flexkv.facts.keys import Keys
 from flexkv.observe import Counters
 from flexkv.transfer.graph import BlockIds, OpResult, TransferGraph
 from flexkv.unit.base import EngineUnit, UnitState

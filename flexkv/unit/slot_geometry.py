@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from flexkv.c_ext import SlotImage
 from flexkv.cache.tiers.plan import ImageNeeds
 from flexkv.errors import GeometryError
-from flexkv.unit.ranks import GroupFacts, RankFacts, RankPlace
+from flexkv.facts.ranks import GroupFacts, RankFacts, RankPlace
 
 DIGEST_BYTES = 8
 """Bytes of one run's digest."""

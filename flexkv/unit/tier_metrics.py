@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from flexkv.cache.ids import TierId
+from flexkv.cache.base import TierId
 from flexkv.cache.manager import LocalCacheManager
-from flexkv.cache.tier import Series, TierCounts
+from flexkv.cache.tiers.contract import Series, TierCounts
 from flexkv.observe import Counters, PageLoss
 
 ON_DISK = frozenset({"disk", "peers"})

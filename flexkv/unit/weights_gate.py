@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from flexkv.cache.ids import TierId
+from flexkv.cache.base import TierId
 from flexkv.cache.manager import LocalCacheManager
-from flexkv.cache.tier import Tier
+from flexkv.cache.tiers.contract import Tier
 from flexkv.config import FlexKVConfig
 from flexkv.observe import get_logger
 from flexkv.weights.check import WeightsCheck

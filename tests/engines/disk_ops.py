@@ -8,8 +8,8 @@ from itertools import pairwise
 from typing import Any
 
 from demo.engine_child import Operation
-from flexkv.cache.ids import HUB
-from flexkv.cache.tier import Plane
+from flexkv.cache.base import HUB
+from flexkv.cache.tiers.contract import Plane
 from flexkv.simulation.world import DISK
 from flexkv.transfer.graph import OpId, OpKind, OpResult, TransferGraph
 

@@ -19,7 +19,7 @@ from flexkv.adapters.sglang import hicache
 from flexkv.adapters.sglang.identity import Place
 from flexkv.adapters.sglang.pools import HOST_LAYOUTS
 from flexkv.errors import ContractError, DiskError, GeometryError
-from flexkv.unit.ranks import UnitOwner
+from flexkv.facts.ranks import UnitOwner
 from tests.engines_sglang.pool_child import PAGE_TOKENS, hashes_of, make_pool
 
 LATENT_LAYOUTS = ("layer_first", "page_first", "page_first_direct")

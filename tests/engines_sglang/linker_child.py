@@ -20,9 +20,9 @@ from flexkv.adapters.sglang import linker as linker_module
 from flexkv.adapters.sglang.identity import Place
 from flexkv.adapters.sglang.linker import FlexKVLinker
 from flexkv.errors import ClosedError, DiskError
+from flexkv.facts.ranks import UnitOwner
 from flexkv.transfer.base import Ticket
 from flexkv.transfer.graph import OpKind
-from flexkv.unit.ranks import UnitOwner
 from tests import testing_ext
 from tests.engines_sglang.pool_child import PAGE_TOKENS, hashes_of, make_pool, page, tensors_of
 

@@ -15,7 +15,7 @@ from flexkv.adapters.sglang.pools import view_of
 from flexkv.adapters.sglang.rank_cache import RankCache
 from flexkv.config import load_config
 from flexkv.errors import GeometryError
-from flexkv.unit.ranks import UnitOwner
+from flexkv.facts.ranks import UnitOwner
 
 PAGE_TOKENS, TOKENS, LAYERS = 16, 160, 3
 COMMON = {

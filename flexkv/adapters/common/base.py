@@ -1,6 +1,6 @@
 """The contract between the sides of an adapter: what the scheduler's side orders a rank to load.
 
-A rank and its unit know each other by `flexkv.unit.ranks`. From then on loads are ordered as `LoadJob`s, and every op
+A rank and its unit know each other by `flexkv.facts.ranks`. From then on loads are ordered as `LoadJob`s, and every op
 is reported once (`RankReports`). Plain and picklable: workers may be processes of their own.
 """
 

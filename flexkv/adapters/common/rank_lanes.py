@@ -9,12 +9,12 @@ from typing import Any
 from flexkv.c_ext import GdsLane
 from flexkv.config import FlexKVConfig
 from flexkv.errors import ConfigError, FlexKVError
+from flexkv.facts.ranks import RankPlace
 from flexkv.transfer import nvtx
 from flexkv.transfer.engine import TransferEngine, cuda_device_of
 from flexkv.transfer.gds_lane import make_gds_lane
 from flexkv.transfer.host_pool import HostPool
 from flexkv.transfer.slab_map import SlabMap
-from flexkv.unit.ranks import RankPlace
 
 
 def open_gds_lane(

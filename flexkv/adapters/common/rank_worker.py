@@ -10,12 +10,7 @@ from flexkv.adapters.common.rank_lanes import attach_views, open_gds_lane, open_
 from flexkv.adapters.common.rank_ops import RankOps
 from flexkv.config import FlexKVConfig
 from flexkv.errors import ContractError, FlexKVError
-from flexkv.observe import Counters, get_logger
-from flexkv.transfer import nvtx
-from flexkv.transfer.engine import OnDevice
-from flexkv.transfer.host_pool import HostPool
-from flexkv.transfer.slab_map import SlabMap
-from flexkv.unit.ranks import (
+from flexkv.facts.ranks import (
     NO_POOL,
     NO_UNIT,
     GroupFacts,
@@ -26,6 +21,11 @@ from flexkv.unit.ranks import (
     UnitId,
     random_id,
 )
+from flexkv.observe import Counters, get_logger
+from flexkv.transfer import nvtx
+from flexkv.transfer.engine import OnDevice
+from flexkv.transfer.host_pool import HostPool
+from flexkv.transfer.slab_map import SlabMap
 
 logger = get_logger(__name__)
 

@@ -31,9 +31,9 @@ from flexkv.adapters.sglang.node_units import units_on_node
 from flexkv.adapters.sglang.pools import PoolView
 from flexkv.config import FlexKVConfig
 from flexkv.errors import ConfigError
+from flexkv.facts.ranks import UnitOwner
 from flexkv.observe import get_logger
 from flexkv.unit.capacity import PromptLimit
-from flexkv.unit.ranks import UnitOwner
 from flexkv.weights.files import NAMED, WeightsContent, process_start_ns
 
 logger = get_logger(__name__)

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 from flexkv.adapters.common.cancel import cancel_and_drain, wait_all
 from flexkv.adapters.sglang.rank_cache import RankCache
-from flexkv.cache.base import Completion, Keys
+from flexkv.cache.base import Completion
+from flexkv.facts.keys import Keys
 from flexkv.observe import FailedOps, get_logger
 from flexkv.transfer.base import Ticket
 from flexkv.transfer.graph import BlockIds, OpId

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from flexkv.adapters.sglang.rank_cache import RankCache
-from flexkv.cache.base import Completion, Keys
+from flexkv.cache.base import Completion
+from flexkv.facts.keys import Keys
 from flexkv.transfer.graph import BlockIds, OpId, TransferGraph
 
 

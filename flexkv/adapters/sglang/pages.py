@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from flexkv.cache.base import Keys
 from flexkv.cache.keys import EngineKeyChain
 from flexkv.errors import GeometryError, KeySchemeError
+from flexkv.facts.keys import Keys
 from flexkv.transfer.graph import BlockIds
 
 HASH_BYTES = 32

@@ -13,9 +13,11 @@ from flexkv.adapters.common.metric_report import MetricReport
 from flexkv.adapters.common.rank_lanes import open_gds_lane, open_lanes
 from flexkv.adapters.common.submitted_op import count_ended
 from flexkv.adapters.sglang.pages import GROUP, page_keys
-from flexkv.cache.base import Completion, Keys, StorePlan
+from flexkv.cache.base import Completion, StorePlan
 from flexkv.cache.keys import namespace_digest
 from flexkv.config import FlexKVConfig
+from flexkv.facts.keys import Keys
+from flexkv.facts.ranks import GroupFacts, KvGroup, RankFacts, UnitOwner
 from flexkv.layout.tensor import dtype_name
 from flexkv.observe import Counters, PageLoss, get_logger
 from flexkv.transfer.base import Ticket
@@ -23,7 +25,6 @@ from flexkv.transfer.graph import BlockIds, OpId, OpResult, TransferGraph
 from flexkv.unit.base import CacheRole
 from flexkv.unit.build import build_unit
 from flexkv.unit.capacity import PromptLimit
-from flexkv.unit.ranks import GroupFacts, KvGroup, RankFacts, UnitOwner
 
 logger = get_logger(__name__)
 

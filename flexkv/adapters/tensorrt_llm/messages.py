@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from flexkv.adapters.common.base import LoadJob
+from flexkv.facts.ranks import NO_UNIT, PoolGrant, RankFacts, UnitId
 from flexkv.transfer.graph import OpResult, TransferGraph
-from flexkv.unit.ranks import NO_UNIT, PoolGrant, RankFacts, UnitId
 
 
 @dataclass(frozen=True, slots=True)

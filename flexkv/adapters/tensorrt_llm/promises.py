@@ -20,8 +20,9 @@ from flexkv.adapters.tensorrt_llm.requests import (
     still_wanted,
     tokens_of,
 )
-from flexkv.cache.base import NO_BLOCK, Keys, MatchResult
+from flexkv.cache.base import NO_BLOCK, MatchResult
 from flexkv.errors import TransferError
+from flexkv.facts.keys import Keys
 from flexkv.observe import Counters
 from flexkv.transfer.graph import NO_OPS
 

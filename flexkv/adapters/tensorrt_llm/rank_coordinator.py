@@ -13,12 +13,12 @@ from flexkv.adapters.tensorrt_llm.requests import RequestTable
 from flexkv.cache.base import OpRole
 from flexkv.config import FlexKVConfig
 from flexkv.errors import FlexKVError, GeometryError
+from flexkv.facts.ranks import KvGroup, RankFacts, UnitOwner
 from flexkv.observe import Counters, get_logger
 from flexkv.unit.base import CacheRole, EngineUnit
 from flexkv.unit.build import build_unit
 from flexkv.unit.live_unit import LiveUnit
 from flexkv.unit.null_unit import NullUnit
-from flexkv.unit.ranks import KvGroup, RankFacts, UnitOwner
 
 logger = get_logger(__name__)
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from flexkv.adapters.tensorrt_llm.identity import request_namespace
-from flexkv.cache.base import Keys
 from flexkv.cache.keys import EngineKeyChain, TokenChain
+from flexkv.facts.keys import Keys
 from flexkv.transfer.graph import BlockIds, OpId
 
 GROUP = 0

@@ -23,11 +23,11 @@ from flexkv.adapters.tensorrt_llm.messages import (
 from flexkv.adapters.tensorrt_llm.no_store import NoStoreRequests
 from flexkv.config import FlexKVConfig
 from flexkv.errors import ClosedError, TransferError
+from flexkv.facts.ranks import GroupFacts, PoolGrant
 from flexkv.layout.tensor import dtype_name
 from flexkv.observe import Counters, FailedOps, PageLoss, get_logger
 from flexkv.transfer.graph import OpId, OpResult, TransferOp
 from flexkv.transfer.stream import stream_address
-from flexkv.unit.ranks import GroupFacts, PoolGrant
 
 logger = get_logger(__name__)
 

@@ -11,8 +11,8 @@ from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
 from flexkv.adapters.common.framed import framed
 from flexkv.adapters.common.lora_names import LoraNames
-from flexkv.cache.base import Keys
 from flexkv.cache.keys import EngineKeyChain, TokenChain, chain_seed, namespace_digest
+from flexkv.facts.keys import Keys
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

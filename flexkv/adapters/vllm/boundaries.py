@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from flexkv.adapters.vllm.pool_geometry import BlockGeometry, PoolGeometry
-from flexkv.cache.base import Rule
+from flexkv.facts.keys import Rule
 
 LEAST_CHECKPOINT_TOKENS = 4096
 CHECKPOINT_WINDOWS = 8

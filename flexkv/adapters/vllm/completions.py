@@ -16,10 +16,10 @@ from flexkv.adapters.vllm.store_watch import StoreWatch
 from flexkv.adapters.vllm.stores import StoreMode, first_failed
 from flexkv.adapters.vllm.worker import WorkerSide
 from flexkv.cache.base import Completion, OpRole
+from flexkv.facts.ranks import NO_UNIT
 from flexkv.observe import Counters, PageLoss, get_logger, warn_once
 from flexkv.transfer.graph import OpResult
 from flexkv.unit.base import EngineUnit
-from flexkv.unit.ranks import NO_UNIT
 
 logger = get_logger(__name__)
 

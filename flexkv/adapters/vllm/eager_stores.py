@@ -20,8 +20,9 @@ from flexkv.adapters.vllm.holds import Hold, Holds
 from flexkv.adapters.vllm.metadata import ConnectorMetadata
 from flexkv.adapters.vllm.requests import RequestTracker
 from flexkv.adapters.vllm.stores import BlocksByGroup, RequestStores, StoreTables, first_failed
-from flexkv.cache.base import Completion, Rule, StorePlan
+from flexkv.cache.base import Completion, StorePlan
 from flexkv.cache.keys import tail_key
+from flexkv.facts.keys import Rule
 from flexkv.observe import PageLoss
 from flexkv.transfer.graph import BlockIds, TransferGraph
 

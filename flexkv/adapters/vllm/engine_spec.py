@@ -14,10 +14,10 @@ from flexkv.adapters.vllm.input_names import InputNames
 from flexkv.adapters.vllm.pool_geometry import PoolGeometry
 from flexkv.config import FlexKVConfig
 from flexkv.errors import ConfigError
+from flexkv.facts.ranks import UnitOwner
 from flexkv.observe import get_logger
 from flexkv.unit.base import CacheRole
 from flexkv.unit.capacity import PromptLimit
-from flexkv.unit.ranks import UnitOwner
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -22,7 +22,8 @@ from vllm.v1.core.kv_cache_utils import (
 
 from flexkv.adapters.vllm.pool_geometry import BlockGeometry, PoolGeometry
 from flexkv.adapters.vllm.requests import RequestTracker
-from flexkv.cache.base import CacheListener, Keys, StorePlan
+from flexkv.cache.base import CacheListener, StorePlan
+from flexkv.facts.keys import Keys
 from flexkv.transfer.graph import OpId, TransferGraph
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from flexkv.adapters.common.base import LoadJob
 from flexkv.adapters.common.rank_ops import RankOps
 from flexkv.adapters.common.rank_reports import RankReports
 from flexkv.config import FlexKVConfig
+from flexkv.facts.ranks import UnitId
 from flexkv.observe import Counters, get_logger
 from flexkv.transfer.graph import TransferGraph
-from flexkv.unit.ranks import UnitId
 
 logger = get_logger(__name__)
 

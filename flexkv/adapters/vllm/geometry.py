@@ -24,11 +24,11 @@ from vllm.v1.kv_cache_interface import (
 
 from flexkv.adapters.vllm.pool_geometry import BlockGeometry, PoolGeometry, layer_specs, pool_geometry
 from flexkv.errors import GeometryError
+from flexkv.facts.ranks import GroupFacts
 from flexkv.layout.format_id import Interior
 from flexkv.layout.tensor import dtype_name
 from flexkv.layout.vllm import VllmGroup, VllmHandler
 from flexkv.transfer.engine import cuda_device_of
-from flexkv.unit.ranks import GroupFacts
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

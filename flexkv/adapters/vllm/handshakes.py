@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from flexkv.adapters.vllm.metadata import Handshake, WorkerMetadata
 from flexkv.errors import ContractError, GeometryError
+from flexkv.facts.ranks import NO_UNIT, PoolId, UnitId
 from flexkv.observe import Counters, get_logger
-from flexkv.unit.ranks import NO_UNIT, PoolId, UnitId
 
 logger = get_logger(__name__)
 

@@ -13,8 +13,9 @@ from flexkv.adapters.vllm.block_keys import GROUP
 from flexkv.adapters.vllm.metadata import ConnectorMetadata
 from flexkv.adapters.vllm.requests import RequestTracker
 from flexkv.adapters.vllm.stores import BlocksByGroup, RequestStores, StoreTables
-from flexkv.cache.base import KEY_BYTES, CacheListener, Completion, Keys
+from flexkv.cache.base import CacheListener, Completion
 from flexkv.cache.keys import EngineKeyChain
+from flexkv.facts.keys import KEY_BYTES, Keys
 from flexkv.observe import PageLoss, get_logger, warn_once
 from flexkv.transfer.graph import BlockIds, TransferGraph
 

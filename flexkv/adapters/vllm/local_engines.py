@@ -23,7 +23,7 @@ from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown, has_kv_transfer_group
 
 from flexkv.errors import ConfigError
-from flexkv.unit.ranks import PoolId
+from flexkv.facts.ranks import PoolId
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

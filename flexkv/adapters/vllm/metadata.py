@@ -11,8 +11,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from flexkv.adapters.common.base import LoadJob
+from flexkv.facts.ranks import NO_UNIT, PoolGrant, RankFacts, UnitId
 from flexkv.transfer.graph import OpId, OpResult, TransferGraph
-from flexkv.unit.ranks import NO_UNIT, PoolGrant, RankFacts, UnitId
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,10 +19,10 @@ from vllm.v1.kv_cache_interface import (
     iter_layer_specs,
 )
 
-from flexkv.cache.base import Rule
 from flexkv.cache.keys import namespace_digest
 from flexkv.errors import GeometryError
-from flexkv.unit.ranks import KvGroup
+from flexkv.facts.keys import Rule
+from flexkv.facts.ranks import KvGroup
 
 SERVED_SPECS = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec, MambaSpec)
 

@@ -14,7 +14,8 @@ from flexkv.adapters.vllm.block_keys import BlockKeys, EngineBlockKeys, RequestN
 from flexkv.adapters.vllm.input_names import InputNames
 from flexkv.adapters.vllm.pool_geometry import PoolGeometry
 from flexkv.adapters.vllm.request_fields import KeptOut, RequestFields
-from flexkv.cache.base import Keys, MatchResult
+from flexkv.cache.base import MatchResult
+from flexkv.facts.keys import Keys
 from flexkv.transfer.graph import BlockIds, OpId
 
 if TYPE_CHECKING:

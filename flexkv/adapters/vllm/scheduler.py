@@ -23,13 +23,13 @@ from flexkv.adapters.vllm.stores import BlocksByGroup, NoStores, StoreMode, Stor
 from flexkv.adapters.vllm.worker import WorkerSide, current_device_is_host
 from flexkv.cache.base import CacheListener
 from flexkv.errors import ClosedError
+from flexkv.facts.ranks import NO_UNIT
 from flexkv.observe import Counters, PageLoss, get_logger
 from flexkv.transfer.graph import OpId
 from flexkv.unit.base import EngineUnit, UnitState
 from flexkv.unit.build import build_unit
 from flexkv.unit.live_unit import LiveUnit
 from flexkv.unit.null_unit import NullUnit
-from flexkv.unit.ranks import NO_UNIT
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool

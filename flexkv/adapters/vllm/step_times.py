@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from flexkv.cache.cost import LinearFit
+from flexkv.cache.ledger.cost import LinearFit
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput

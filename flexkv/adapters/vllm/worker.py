@@ -17,11 +17,11 @@ from flexkv.adapters.vllm.geometry import build_views, layer_numbers, replicas
 from flexkv.adapters.vllm.metadata import ConnectorMetadata, Handshake, WorkerMetadata
 from flexkv.adapters.vllm.pool_geometry import pool_geometry
 from flexkv.config import FlexKVConfig
+from flexkv.facts.ranks import UnitId
 from flexkv.observe import get_logger
 from flexkv.transfer.engine import cuda_device_of
 from flexkv.transfer.gds_lane import gpudirect_refusal
 from flexkv.transfer.graph import OpResult, TransferGraph
-from flexkv.unit.ranks import UnitId
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig

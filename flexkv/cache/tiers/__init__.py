@@ -1,1 +1,1 @@
-"""Where pages lie: one package a tier, each behind `flexkv.cache.tier`; `factory` makes a unit's list of them."""
+"""Where pages lie: one package per tier behind `contract`; `factory` makes the list of a unit's tiers."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from flexkv.cache.tier import Plane, TierFactory, TierFacts
+from flexkv.cache.tiers.contract import Plane, TierFactory, TierFacts
 from flexkv.cache.tiers.disk.plan import plan_disk
 from flexkv.cache.tiers.disk.tier import DiskTier, DiskTraffic
 from flexkv.cache.tiers.host.tier import HostTier

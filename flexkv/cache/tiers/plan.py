@@ -11,11 +11,11 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from flexkv.cache.tier import TierFactory
+from flexkv.cache.tiers.contract import TierFactory
 from flexkv.config import FlexKVConfig
+from flexkv.facts.ranks import KvGroup, RankFacts, UnitOwner
 from flexkv.transfer.host_pool import HostPool
 from flexkv.transfer.slab_map import SlabMap
-from flexkv.unit.ranks import KvGroup, RankFacts, UnitOwner
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexkv.c_ext import BlockIndex, in_a_row
-from flexkv.cache.base import Keys, sharing
-from flexkv.cache.ids import NO_ENTRY, EntryIds
-from flexkv.cache.tier import Source, Tier, TierContext, TierCounts, TierFacts
+from flexkv.cache.base import NO_ENTRY, EntryIds, sharing
+from flexkv.cache.tiers.contract import Source, Tier, TierContext, TierCounts, TierFacts
+from flexkv.facts.keys import Keys
 from flexkv.storage.base import Places, StoredPages
 from flexkv.storage.striping import striped_slots
 from flexkv.storage.tags import NEVER, TAG, TagFields, make_tags, tag_fields

@@ -7,7 +7,7 @@ import time
 import numpy as np
 from numpy.typing import NDArray
 
-from flexkv.cache.base import KEY_BYTES, Keys
+from flexkv.facts.keys import KEY_BYTES, Keys
 from flexkv.remote.base import ALIVE_S, Presence
 from flexkv.remote.helper.movers import Work, why_lost
 from flexkv.remote.messages import Alive, Answer, Probe

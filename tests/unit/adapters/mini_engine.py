@@ -21,13 +21,13 @@ from flexkv.adapters.vllm.metadata import ConnectorMetadata, WorkerMetadata
 from flexkv.adapters.vllm.pool_geometry import pool_geometry
 from flexkv.adapters.vllm.scheduler import SchedulerSide
 from flexkv.adapters.vllm.worker import WorkerSide
-from flexkv.cache.base import Keys
 from flexkv.cache.keys import EngineKeyChain, namespace_digest
 from flexkv.config import load_config
+from flexkv.facts.keys import Keys
+from flexkv.facts.ranks import UnitOwner
 from flexkv.observe import Counters, merge_values
 from flexkv.unit.capacity import PromptLimit
 from flexkv.unit.live_unit import LiveUnit
-from flexkv.unit.ranks import UnitOwner
 from tests.unit.adapters.mini_pools import HEADS, Live, MiniPools, kv_config
 from tests.unit.adapters.vllm_objects import BLOCK_TOKENS, make_pool, make_request
 

@@ -11,7 +11,7 @@ import pytest
 from flexkv.adapters.vllm.boundaries import CHECKPOINT_WINDOWS, LEAST_CHECKPOINT_TOKENS, Boundaries, pages_at
 from flexkv.adapters.vllm.pool_geometry import BlockGeometry, PoolGeometry
 from flexkv.c_ext import BlockIndex, BoundaryLookup, GroupRule, TierLookup
-from flexkv.cache.base import Rule
+from flexkv.facts.keys import Rule
 
 FULL = BlockGeometry(16, 16, 100, ("full",))
 

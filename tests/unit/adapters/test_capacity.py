@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from flexkv.facts.ranks import KvGroup
 from flexkv.unit.capacity import PromptLimit, TierCapacity
-from flexkv.unit.ranks import KvGroup
 from tests.unit.adapters.mini_engine import MiniEngine
 from tests.unit.adapters.vllm_objects import BLOCK_TOKENS, make_request
 

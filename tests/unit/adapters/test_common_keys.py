@@ -19,10 +19,10 @@ from flexkv.adapters.tensorrt_llm.identity import engine_namespace as namespace_
 from flexkv.adapters.vllm.engine_spec import EngineRole, EngineSpec, with_possible_modes
 from flexkv.adapters.vllm.identity import engine_namespace as namespace_of_vllm
 from flexkv.adapters.vllm.pool_geometry import BlockGeometry, PoolGeometry
-from flexkv.cache.base import Rule
 from flexkv.cache.keys import EngineKeyChain
 from flexkv.config import load_config
 from flexkv.errors import ConfigError
+from flexkv.facts.keys import Rule
 from tests.unit.adapters.mini_engine import NAMESPACE, MiniEngine
 from tests.unit.adapters.test_fingerprint import TextConfig, config, ngram
 from tests.unit.adapters.vllm_objects import BLOCK_TOKENS, embeddings, image, lora, make_request

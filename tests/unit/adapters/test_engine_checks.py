@@ -22,9 +22,9 @@ from flexkv.adapters.vllm.engine_checks import (
 from flexkv.adapters.vllm.engine_spec import with_possible_modes
 from flexkv.adapters.vllm.local_engines import end_registration, register_only
 from flexkv.adapters.vllm.pool_geometry import BlockGeometry, PoolGeometry
-from flexkv.cache.base import Rule
 from flexkv.config import load_config
 from flexkv.errors import ConfigError
+from flexkv.facts.keys import Rule
 
 SCHEDULER, WORKER = KVConnectorRole.SCHEDULER, KVConnectorRole.WORKER
 

@@ -25,8 +25,8 @@ from flexkv.adapters.vllm.geometry import (
     required_layout,
 )
 from flexkv.adapters.vllm.pool_geometry import check_group, one_group_geometry, pool_geometry
-from flexkv.cache.base import Rule
 from flexkv.errors import GeometryError
+from flexkv.facts.keys import Rule
 from flexkv.transfer.engine import cuda_device_of
 from tests.unit.adapters.mini_pools import kv_config, make_caches
 

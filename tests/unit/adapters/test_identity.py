@@ -21,9 +21,9 @@ from flexkv.adapters.vllm.local_engines import OwnPools, check_agent
 from flexkv.adapters.vllm.metadata import ConnectorMetadata, WorkerMetadata
 from flexkv.config import load_config
 from flexkv.errors import ConfigError, ContractError
+from flexkv.facts.ranks import NO_UNIT, PoolId, UnitId, random_id
 from flexkv.observe import Counters
 from flexkv.transfer.graph import NO_OPS, OpResult
-from flexkv.unit.ranks import NO_UNIT, PoolId, UnitId, random_id
 from tests.unit.adapters.mini_engine import MiniEngine, stored_engine
 from tests.unit.adapters.mini_pools import make_caches
 from tests.unit.adapters.vllm_objects import make_request

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from flexkv.adapters.vllm.lazy_stores import LazyStores
-from flexkv.cache.ids import NO_ENTRY
+from flexkv.cache.base import NO_ENTRY
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.observe import Counters
 from tests import testing_ext

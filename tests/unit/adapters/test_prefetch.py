@@ -9,7 +9,7 @@ import pytest
 
 from flexkv.adapters.vllm.connector import FlexKVConnector
 from flexkv.adapters.vllm.engine_spec import EngineRole
-from flexkv.cache.base import Keys
+from flexkv.facts.keys import Keys
 from flexkv.simulation.world import DISK
 from tests.unit.adapters.disk_engines import PROMPT, Make, in_turn
 from tests.unit.adapters.mini_engine import MiniEngine

@@ -20,11 +20,12 @@ from flexkv.adapters.vllm.request_fields import RequestFields
 from flexkv.adapters.vllm.requests import RequestTable
 from flexkv.adapters.vllm.store_watch import NoWatch
 from flexkv.adapters.vllm.stores import StoreTables
-from flexkv.cache.base import Keys, Rule, StorePlan
+from flexkv.cache.base import StorePlan
 from flexkv.config import load_config
+from flexkv.facts.keys import Keys, Rule
+from flexkv.facts.ranks import UnitOwner
 from flexkv.observe import Counters
 from flexkv.transfer.graph import BlockIds
-from flexkv.unit.ranks import UnitOwner
 from tests.unit.adapters.vllm_objects import BLOCK_TOKENS, make_request
 
 FULL, STATE = 0, 1

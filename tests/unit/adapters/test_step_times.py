@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from flexkv.adapters.vllm.step_times import StepTimes
-from flexkv.cache.cost import LinearFit
+from flexkv.cache.ledger.cost import LinearFit
 
 
 class Script:

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from benchmarks.group_bytes import MODELS, boundaries_of, groups_of, pages_kept
 from flexkv.adapters.vllm.boundaries import Boundaries
-from flexkv.cache.base import Rule
+from flexkv.facts.keys import Rule
 
 PROMPT = 32768
 BOUND = 0.35

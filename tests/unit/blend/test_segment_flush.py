@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from flexkv.blend.base import KvShape
 from flexkv.blend.cache import SegmentCache
 from flexkv.blend.keys import GROUP
-from flexkv.cache.ids import NO_ENTRY
+from flexkv.cache.base import NO_ENTRY
 from flexkv.config import DiskConfig
 from flexkv.errors import ClosedError, TransferError
 from flexkv.simulation.world import DISK

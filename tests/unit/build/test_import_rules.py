@@ -12,21 +12,21 @@ ROOT = Path(__file__).resolve().parents[3]
 
 # Package -> packages of flexkv it may import beside itself. `transfer.graph` is the border between cache and transfer,
 # `storage.base`, `storage.tags` and `storage.striping` (arithmetic alone) that between cache and storage, `remote.base`
-# and what its `plane` counts (plain types) that between the simulation and the store, `cache.base` (plain types) that
-# between the store and the cache,
-# `unit.ranks` (plain facts) that between unit and the plans of tiers.
+# and what its `plane` counts (plain types) that between the simulation and the store. `facts` has what all of them
+# name: keys of blocks and their rules (`facts.keys`), and what ranks and their unit know of each other (`facts.ranks`).
 BASE = frozenset({"errors", "observe", "config", "layout", "c_ext"})
 ALLOWED: dict[str, frozenset[str]] = {
     "errors": frozenset(),
     "observe": frozenset(),
     "config": frozenset({"errors", "observe", "c_ext"}),
     "layout": frozenset({"errors", "observe", "config", "c_ext"}),
-    "cache": BASE | {"transfer.graph", "storage.base", "storage.tags", "storage.striping"},
-    "cache.tiers": BASE | {"cache", "transfer", "storage", "remote", "unit.ranks"},
+    "facts": frozenset({"transfer.slab_map", "weights.files"}),
+    "cache": BASE | {"facts.keys", "transfer.graph", "storage.base", "storage.tags", "storage.striping"},
+    "cache.tiers": BASE | {"cache", "facts", "transfer", "storage", "remote"},
     "transfer": BASE,
     "remote": BASE
     | {
-        "cache.base",
+        "facts.keys",
         "storage.base",
         "storage.group_tables",
         "storage.tags",
@@ -35,15 +35,18 @@ ALLOWED: dict[str, frozenset[str]] = {
     },
     "storage": BASE | {"transfer.graph", "transfer.host_pool", "transfer.slab_map"},
     "weights": frozenset({"errors", "observe", "config", "storage.private_files"}),
-    "unit": BASE | {"cache", "transfer", "storage", "weights"},
-    "adapters": BASE | {"cache", "transfer", "storage", "unit", "weights"},
-    "blend": BASE | {"cache", "transfer", "storage", "unit"},
+    "unit": BASE | {"cache", "facts", "transfer", "storage", "weights"},
+    "adapters": BASE | {"cache", "facts", "transfer", "storage", "unit", "weights"},
+    "blend": BASE | {"cache", "facts", "transfer", "storage", "unit"},
     "simulation": BASE
-    | {"cache", "transfer.graph", "storage.base", "storage.tags", "remote.base", "remote.plane"},
+    | {"cache", "facts", "transfer.graph", "storage.base", "storage.tags", "remote.base", "remote.plane"},
     "blend.runner": BASE | {"blend", "transfer"},
     "integration": frozenset({"adapters", "errors"}),
-    "cli": BASE | {"cache", "transfer", "storage", "remote", "unit", "adapters", "simulation", "weights"},
+    "cli": BASE
+    | {"cache", "facts", "transfer", "storage", "remote", "unit", "adapters", "simulation", "weights"},
 }
+CONTROL_PLANE = ("base", "keys", "ledger", "checks", "tiers", "moves", "promise", "manager")
+"""Files and folders of `flexkv/cache`, from the ground up: each imports those before it."""
 ENGINES = frozenset({"vllm", "torch", "sglang", "tensorrt_llm", "transformers"})
 ADAPTER_ENGINES: dict[str, frozenset[str]] = {
     "vllm": frozenset({"vllm", "torch"}),
@@ -106,6 +109,34 @@ def test_imports_run_one_way(path: Path) -> None:
         package = within
     baselines = BASELINES.get(path.relative_to(ROOT / "flexkv").as_posix(), frozenset())
     assert violations(package, path.read_text(), adapter, baselines) == []
+
+
+def imports_upwards(room: str, source: str) -> list[str]:
+    """Imports by a file in a room of the control plane of rooms that are not below it."""
+    below = CONTROL_PLANE[: CONTROL_PLANE.index(room) + 1]
+    rooms = {module: module.split(".")[2] for module in imported_modules(source) if module.startswith(OWN)}
+    return [module for module, other in rooms.items() if other not in below]
+
+
+OWN = "flexkv.cache."
+
+
+@pytest.mark.parametrize("room", CONTROL_PLANE)
+def test_the_control_plane_imports_downwards(room: str) -> None:
+    folder = ROOT / "flexkv" / "cache" / room
+    files = sorted(folder.rglob("*.py")) if folder.is_dir() else [folder.with_suffix(".py")]
+    assert [upwards for path in files for upwards in imports_upwards(room, path.read_text())] == []
+
+
+def test_every_part_of_the_control_plane_has_a_place_in_the_order() -> None:
+    parts = {path.stem for path in (ROOT / "flexkv" / "cache").iterdir() if not path.name.startswith("__")}
+    assert parts == set(CONTROL_PLANE)
+
+
+def test_control_an_import_upwards_is_found() -> None:
+    assert imports_upwards("ledger", "from flexkv.cache.tiers.contract import Tier")
+    assert imports_upwards("moves", "def f():\n    from flexkv.cache.promise.lookup import Lookup")
+    assert imports_upwards("promise", "from flexkv.cache.ledger.ops import OpTable") == []
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,9 @@ from flexkv.config.model import setting_fields
 from flexkv.config.names import ALIASES, environment_name
 from flexkv.config.sources import OTHER_VARIABLES
 from flexkv.errors import ConfigError
+from flexkv.facts.ranks import KvGroup
 from flexkv.observe.package import name_this_package
 from flexkv.unit.capacity import PromptLimit, TierCapacity
-from flexkv.unit.ranks import KvGroup
 
 ROOT = Path(__file__).resolve().parents[3]
 README = (ROOT / "README.md").read_text()

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from flexkv.cache.ids import HUB
-from flexkv.cache.leases import HeldPages
+from flexkv.cache.base import HUB
+from flexkv.cache.ledger.leases import HeldPages
+from flexkv.cache.ledger.ops import FetchOp, WriteOp
 from flexkv.cache.manager import LocalCacheManager
-from flexkv.cache.ops import FetchOp, WriteOp
 from flexkv.simulation.world import DISK
 from flexkv.transfer.graph import NO_CAUSES, OpResult, OpStatus
 from tests.unit.cache.disk_world import disk_tier

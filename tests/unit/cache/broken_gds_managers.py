@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from flexkv.cache.ids import HUB
+from flexkv.cache.base import HUB
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.transfer.graph import FailureCause, OpResult, OpStatus, TransferOp
 from tests.unit.cache.broken_disk_managers import (

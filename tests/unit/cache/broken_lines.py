@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from flexkv.cache.leases import HeldPages
-from flexkv.cache.lookup import Looked
+from flexkv.cache.ledger.leases import HeldPages
 from flexkv.cache.manager import LocalCacheManager
-from flexkv.cache.room_line import Turn
+from flexkv.cache.promise.lookup import Looked
+from flexkv.cache.promise.room_line import Turn
 
 
 class GivesRoomToHalves(LocalCacheManager):

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from flexkv.cache.ledger.ops import RankOp
 from flexkv.cache.manager import LocalCacheManager
-from flexkv.cache.ops import RankOp
 from flexkv.errors import ContractError
 from flexkv.simulation.base import SimulationConfig
 from flexkv.simulation.run import Simulation

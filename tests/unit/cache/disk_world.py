@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from flexkv.cache.base import Completion, GroupSpec, Keys, ManagerLimits, MatchResult
+from flexkv.cache.base import Completion, GroupSpec, ManagerLimits, MatchResult
 from flexkv.cache.manager import LocalCacheManager
-from flexkv.cache.tier import TierFacts, WriteMode
+from flexkv.cache.moves.writes import WriteQueue
+from flexkv.cache.tiers.contract import TierFacts, WriteMode
 from flexkv.cache.tiers.disk.load_route import GdsUse
 from flexkv.cache.tiers.disk.tier import DiskTier, DiskTraffic
 from flexkv.cache.tiers.factory import unit_tiers
-from flexkv.cache.write_queue import WriteQueue
+from flexkv.facts.keys import Keys
 from flexkv.simulation.base import Symbol
 from flexkv.simulation.disk_lane import SimDiskLane
 from flexkv.simulation.symbolic_volumes import SymbolicVolumes

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from flexkv.cache.base import CacheListener, Completion, GroupSpec, Keys, ManagerLimits
+from flexkv.cache.base import CacheListener, Completion, GroupSpec, ManagerLimits
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.cache.tiers.factory import unit_tiers
+from flexkv.facts.keys import Keys
 from flexkv.transfer.graph import OpId, OpResult, OpStatus
 
 NONE = np.empty(0, np.int32)

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flexkv.cache.base import Keys, ManagerLimits, OpRole, TailCandidates
+from flexkv.cache.base import ManagerLimits, OpRole, TailCandidates
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.cache.tiers.disk.load_route import GdsUse
+from flexkv.facts.keys import Keys
 from flexkv.transfer.graph import OpKind
 from tests.unit.cache.broken_disk_managers import TakesHeldPagesForReady
 from tests.unit.cache.disk_world import (

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from flexkv.c_ext import BlockIndex, BoundaryLookup, FoundLengths, GroupRule, TierLookup
-from flexkv.cache.base import Keys
 from flexkv.errors import BlockRangeError, ConfigError, ContractError
+from flexkv.facts.keys import Keys
 from tests.soak import soak_rounds
 
 NO_ENTRY = 2**32 - 1

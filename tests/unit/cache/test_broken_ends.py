@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flexkv.cache.broken_plan import BrokenPlans
-from flexkv.cache.tier import WriteMode
+from flexkv.cache.moves.broken_plan import BrokenPlans
+from flexkv.cache.tiers.contract import WriteMode
 from flexkv.cache.tiers.disk.load_route import GdsUse
 from flexkv.errors import ContractError
 from flexkv.simulation.symbolic_volumes import stripe_digest

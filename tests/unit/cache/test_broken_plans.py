@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 
 import flexkv.cache
-from flexkv.cache.base import GroupSpec, Keys, MatchResult, Rule, StorePlan
-from flexkv.cache.broken_plan import BrokenPlans
+from flexkv.cache.base import GroupSpec, MatchResult, StorePlan
+from flexkv.cache.moves.broken_plan import BrokenPlans
 from flexkv.cache.tiers.disk.load_route import GdsUse
 from flexkv.errors import FlexKVError
+from flexkv.facts.keys import Keys, Rule
 from flexkv.transfer.graph import BlockIds
 from tests.soak import soak_factor
 from tests.unit.cache import disk_world

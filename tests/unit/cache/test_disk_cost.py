@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 import flexkv.cache
-from flexkv.cache.ops import FetchOp
-from flexkv.cache.promotions import Promotions
-from flexkv.cache.tier import WriteMode
+from flexkv.cache.ledger.ops import FetchOp
+from flexkv.cache.moves.fetches import Promotions
+from flexkv.cache.tiers.contract import WriteMode
 from flexkv.simulation.world import DISK
 from flexkv.transfer.graph import OpId, OpResult, OpStatus
 from tests.unit.cache.disk_world import NONE, DiskWorld, chain
@@ -132,7 +132,7 @@ def test_a_loop_over_blocks_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     complete = Promotions.complete
     source = "def looping(op):\n    for _ in op.host.tolist():\n        pass\n"
     space: dict[str, Any] = {}
-    exec(compile(source, f"{FOLDER}/promotions.py", "exec"), space)
+    exec(compile(source, f"{FOLDER}/moves/fetches.py", "exec"), space)
 
     def both(self: Promotions, op: FetchOp, result: OpResult, current: bool) -> None:
         space["looping"](op)

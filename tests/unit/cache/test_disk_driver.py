@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flexkv.cache.base import GroupSpec, Rule
-from flexkv.cache.ids import TierId
-from flexkv.cache.tier import WriteMode
-from flexkv.cache.unit_driver import UnitDriver
+from flexkv.cache.base import GroupSpec, TierId
+from flexkv.cache.tiers.contract import WriteMode
 from flexkv.errors import ClosedError
+from flexkv.facts.keys import Rule
 from flexkv.simulation.symbolic_volumes import SymbolicVolumes
 from flexkv.simulation.world import DISK
 from flexkv.transfer.graph import OpId, OpResult, OpStatus, TransferGraph
+from flexkv.unit.driver import UnitDriver
 from tests.unit.cache.disk_world import DiskWorld, chain, traffic
 
 
@@ -333,7 +333,7 @@ def test_a_look_that_lasts_past_the_deadline_counts_what_it_did_not_write(
     world = DiskWorld(mode=WriteMode.EVICT, limits=traffic(write_pages=2))
     driver, _ = make(world, steps=10**9)
     world.store(chain(6))
-    monkeypatch.setattr("flexkv.cache.unit_driver.CLOSE_LOOK_S", 0.3)
+    monkeypatch.setattr("flexkv.unit.driver.CLOSE_LOOK_S", 0.3)
     assert not driver.close(0.2)
     assert "4 pages of host memory were not written" in caplog.text
     assert world.tier.counts.lost == 4
@@ -354,7 +354,7 @@ def test_a_close_that_began_too_few_writes_says_so(monkeypatch: pytest.MonkeyPat
     world = DiskWorld(mode=WriteMode.EVICT, limits=traffic(write_pages=2))
     driver, _ = make(world)
     world.store(chain(6))
-    monkeypatch.setattr("flexkv.cache.unit_driver.FLUSH_SHARE", 0.0)
+    monkeypatch.setattr("flexkv.unit.driver.FLUSH_SHARE", 0.0)
     assert not driver.close(30.0)
     assert world.tier.counts.lost == 4
     assert not driver.close(30.0)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flexkv.cache.base import GroupSpec, Rule
-from flexkv.cache.cost import MIN_SAMPLES, RELIABLE_S, LinearFit
+from flexkv.cache.base import GroupSpec
+from flexkv.cache.ledger.cost import MIN_SAMPLES, RELIABLE_S, LinearFit
+from flexkv.facts.keys import Rule
 from flexkv.simulation.world import DISK
 from tests.unit.cache.disk_world import BLOCK_TOKENS, DiskWorld, chain
 

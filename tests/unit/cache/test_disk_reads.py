@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flexkv.cache.base import GroupSpec, ManagerLimits, Rule, TailCandidates
+from flexkv.cache.base import GroupSpec, ManagerLimits, TailCandidates
 from flexkv.errors import ContractError
+from flexkv.facts.keys import Rule
 from flexkv.transfer.graph import FailureCause, OpKind, OpResult, OpStatus
 from tests.unit.cache.disk_world import DiskWorld, chain, traffic, written
 

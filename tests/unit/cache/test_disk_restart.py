@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flexkv.cache.base import GroupSpec, Keys
+from flexkv.cache.base import GroupSpec
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.cache.tiers.disk.tier import DiskTier
 from flexkv.cache.tiers.factory import unit_tiers
+from flexkv.facts.keys import Keys
 from flexkv.storage.base import DiskGroup, DiskIdentity, DiskOptions
 from flexkv.storage.striped_slabs import StripedSlabs
 from tests.unit.cache.disk_world import chain, disk_tier

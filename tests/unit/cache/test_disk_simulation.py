@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from flexkv.c_ext import eviction_policies
-from flexkv.cache.base import GroupSpec, Rule
+from flexkv.cache.base import GroupSpec
 from flexkv.cache.manager import LocalCacheManager
-from flexkv.cache.tier import WriteMode
+from flexkv.cache.tiers.contract import WriteMode
+from flexkv.facts.keys import Rule
 from flexkv.simulation.base import SimulationConfig
 from flexkv.simulation.run import Simulation
 from flexkv.transfer.graph import FailureCause, OpResult

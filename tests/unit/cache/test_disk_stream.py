@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flexkv.cache.base import Keys, TailCandidates
+from flexkv.cache.base import TailCandidates
 from flexkv.cache.tiers.disk.tier import DiskTraffic
 from flexkv.errors import ContractError
+from flexkv.facts.keys import Keys
 from flexkv.transfer.graph import OpResult, OpStatus
 from tests.unit.cache import disk_world
 from tests.unit.cache.disk_world import DiskWorld, chain, traffic

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flexkv.cache.base import GroupSpec, Rule
-from flexkv.cache.tier import WriteMode
+from flexkv.cache.base import GroupSpec
+from flexkv.cache.tiers.contract import WriteMode
+from flexkv.facts.keys import Rule
 from flexkv.simulation.base import RuleBroken
 from flexkv.transfer.graph import OpKind
 from tests.unit.cache.disk_world import DiskWorld, chain, traffic

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from flexkv import c_ext
-from flexkv.cache.base import GroupSpec
-from flexkv.cache.ids import NO_ENTRY
+from flexkv.cache.base import NO_ENTRY, GroupSpec
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.cache.tiers.factory import unit_tiers
 from flexkv.config import IndexConfig, load_config

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from flexkv.cache.base import GroupSpec, ManagerLimits
-from flexkv.cache.failed_loads import MAX_REQUESTS, FailedLoads
 from flexkv.cache.manager import LocalCacheManager
+from flexkv.cache.promise.failed_loads import MAX_REQUESTS, FailedLoads
 from flexkv.cache.tiers.disk.load_route import GdsUse
 from flexkv.cache.tiers.factory import unit_tiers
 from flexkv.errors import ConfigError

@@ -5,16 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flexkv.cache.base import (
-    NO_BLOCK,
-    Keys,
-    ManagerLimits,
-    TailCandidates,
-)
-from flexkv.cache.cost import MIN_SAMPLES, RELIABLE_S, CostModel
+from flexkv.cache.base import NO_BLOCK, ManagerLimits, TailCandidates
+from flexkv.cache.ledger.cost import MIN_SAMPLES, RELIABLE_S, CostModel
 from flexkv.cache.tiers.disk.load_route import REST_S, GdsUse
 from flexkv.cache.tiers.disk.tier import DiskTraffic
 from flexkv.errors import ContractError
+from flexkv.facts.keys import Keys
 from flexkv.simulation.world import DISK
 from flexkv.storage.tags import tag_fields
 from flexkv.transfer.graph import FailureCause, OpKind, OpResult, OpStatus

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from flexkv.c_ext import BoundaryLookup, GroupRule
-from flexkv.cache.base import GroupSpec, ManagerLimits, Rule
+from flexkv.cache.base import GroupSpec, ManagerLimits
+from flexkv.cache.ledger.ops import RankOp
 from flexkv.cache.manager import LocalCacheManager
-from flexkv.cache.ops import RankOp
-from flexkv.cache.tier import WriteMode
+from flexkv.cache.tiers.contract import WriteMode
+from flexkv.facts.keys import Rule
 from flexkv.simulation.base import SimulationConfig
 from flexkv.simulation.run import Simulation
 from tests.soak import soak_rounds

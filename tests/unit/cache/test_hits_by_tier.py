@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flexkv.cache.base import GroupSpec, Keys, Rule
-from flexkv.cache.ids import HUB
-from flexkv.cache.requests import RequestTable
+from flexkv.cache.base import HUB, GroupSpec
+from flexkv.cache.ledger.requests import RequestTable
 from flexkv.cache.tiers.disk.load_route import GdsUse
 from flexkv.cache.tiers.disk.tier import DiskTraffic
+from flexkv.facts.keys import Keys, Rule
 from flexkv.simulation.world import DISK
 from tests.unit.cache import disk_world
 from tests.unit.cache.disk_world import BLOCK_TOKENS, DiskWorld, blocks_by_tier, chain, traffic

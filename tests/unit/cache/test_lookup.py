@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flexkv.cache.access_order import AccessOrder
-from flexkv.cache.base import GroupSpec, ManagerLimits, Rule, TailCandidates
+from flexkv.cache.base import GroupSpec, ManagerLimits, TailCandidates
+from flexkv.cache.ledger.access_order import AccessOrder
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.cache.tiers.factory import unit_tiers
 from flexkv.errors import ContractError
+from flexkv.facts.keys import Rule
 from tests.unit.cache.host_world import end, ids, keys, make, store
 
 

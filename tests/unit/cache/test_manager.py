@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flexkv.cache.base import MOST_BLOCKS, CacheListener, GroupSpec, Keys, ManagerLimits, Rule, TailCandidates
+from flexkv.cache.base import MOST_BLOCKS, CacheListener, GroupSpec, ManagerLimits, TailCandidates
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.cache.tiers.factory import unit_tiers
 from flexkv.errors import BlockRangeError, ConfigError, ContractError, KeySchemeError
+from flexkv.facts.keys import Keys, Rule
 from flexkv.transfer.graph import OpStatus
 from tests.unit.cache.host_world import end, hit, ids, keys, make, store
 

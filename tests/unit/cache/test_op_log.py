@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from flexkv.cache.base import OpRole
-from flexkv.cache.op_log import WORDS
+from flexkv.cache.moves.op_log import WORDS
 from flexkv.cache.tiers.disk.load_route import GdsUse
 from flexkv.transfer.graph import OpId, OpResult, OpStatus
 from tests.unit.cache.disk_world import NONE, DiskWorld, chain, traffic, written
@@ -25,7 +25,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> Lines:
     return lambda level: [
         record.message
         for record in caplog.records
-        if record.name == "flexkv.cache.op_log" and record.levelno >= level
+        if record.name == "flexkv.cache.moves.op_log" and record.levelno >= level
     ]
 
 

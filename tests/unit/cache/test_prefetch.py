@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flexkv.cache.base import GroupSpec, Keys, ManagerLimits, Rule
+from flexkv.cache.base import GroupSpec, ManagerLimits
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.cache.tiers.disk.load_route import GdsUse
 from flexkv.cache.tiers.disk.tier import DiskTraffic
 from flexkv.errors import ConfigError
+from flexkv.facts.keys import Keys, Rule
 from flexkv.simulation.run import Simulation
 from flexkv.transfer.graph import OpKind
 from tests.unit.cache.broken_managers import caught_by

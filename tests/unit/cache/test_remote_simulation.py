@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from flexkv.cache.base import GroupSpec, Rule
+from flexkv.cache.base import GroupSpec
 from flexkv.cache.manager import LocalCacheManager
-from flexkv.cache.tier import WriteMode
+from flexkv.cache.tiers.contract import WriteMode
 from flexkv.cache.tiers.remote.tier import RemoteTier
+from flexkv.facts.keys import Rule
 from flexkv.simulation.base import SimulationConfig
 from flexkv.simulation.run import Simulation
 from flexkv.simulation.store_moves import StoreMoves

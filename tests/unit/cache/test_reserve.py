@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flexkv.cache.base import CacheListener, GroupSpec, Keys, ManagerLimits
+from flexkv.cache.base import CacheListener, GroupSpec, ManagerLimits
+from flexkv.cache.ledger.hub import REFILL_PAGES, RESERVE_FROM_SLOTS, RESERVE_MAX_PAGES, reserve_pages
 from flexkv.cache.manager import LocalCacheManager
-from flexkv.cache.reserve import REFILL_PAGES, RESERVE_FROM_SLOTS, RESERVE_MAX_PAGES, reserve_pages
 from flexkv.cache.tiers.factory import unit_tiers
+from flexkv.facts.keys import Keys
 from flexkv.transfer.graph import OpResult, OpStatus, TransferGraph
 
 NONE = np.empty(0, np.int32)

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from flexkv.cache.base import GroupSpec, Keys
+from flexkv.cache.base import GroupSpec
 from flexkv.cache.manager import RESET_S, LocalCacheManager
-from flexkv.cache.tier import TierContext
+from flexkv.cache.tiers.contract import TierContext
 from flexkv.cache.tiers.factory import unit_tiers
+from flexkv.facts.keys import Keys
 from tests.unit.cache.disk_world import chain
 from tests.unit.cache.test_tier_seam import ToyTier, store
 

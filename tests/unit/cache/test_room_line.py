@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flexkv.cache.base import GroupSpec, Keys, ManagerLimits, MatchResult, Rule, TailCandidates
+from flexkv.cache.base import GroupSpec, ManagerLimits, MatchResult, TailCandidates
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.cache.tiers.disk.tier import DiskTraffic
+from flexkv.facts.keys import Keys, Rule
 from flexkv.transfer.graph import OpKind, TransferGraph, TransferOp
 from tests.unit.cache.broken_lines import GivesRoomToHalves, KeepsWhatItHasWhileItWaits
 from tests.unit.cache.disk_world import BLOCK_TOKENS, DiskWorld, chain, traffic
@@ -484,7 +485,7 @@ def test_without_an_engine_that_asks_again_room_is_taken_as_far_as_it_goes() -> 
 
 
 def test_the_line_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flexkv.cache.room_line.MAX_IN_LINE", 2)
+    monkeypatch.setattr("flexkv.cache.promise.room_line.MAX_IN_LINE", 2)
     prompts = [chain(6, seed) for seed in range(3)]
     world = queued(prompts, slots=8)
     blocker(world, 4)

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from flexkv.cache.base import GroupSpec, Rule
+from flexkv.cache.base import GroupSpec
 from flexkv.cache.manager import LocalCacheManager
+from flexkv.facts.keys import Rule
 from flexkv.simulation.base import SimulationConfig
 from flexkv.simulation.run import Simulation
 from tests.soak import soak_rounds

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flexkv.cache.base import Keys, ManagerLimits
+from flexkv.cache.base import ManagerLimits
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.cache.tiers.disk.load_route import GdsUse
 from flexkv.errors import FlexKVError
+from flexkv.facts.keys import Keys
 from flexkv.transfer.graph import FailureCause, OpKind, OpResult, OpStatus, TransferOp
 from tests.unit.cache.broken_disk_managers import (
     DropsWhatWasReadForAnother,

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from flexkv import c_ext
-from flexkv.cache.base import CacheListener, GroupSpec, Keys, Rule
+from flexkv.cache.base import CacheListener, GroupSpec
 from flexkv.errors import ConfigError, ContractError
+from flexkv.facts.keys import Keys, Rule
 from tests.unit.cache.host_world import keys, make, store
 
 SLOTS = 6

@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 
 from flexkv.c_ext import eviction_policies
-from flexkv.cache.base import GroupSpec, Rule
+from flexkv.cache.base import GroupSpec
 from flexkv.cache.manager import LocalCacheManager
+from flexkv.facts.keys import Rule
 from flexkv.simulation.base import RuleBroken, SimulationConfig
 from flexkv.simulation.run import Simulation
 from tests.soak import soak_rounds

@@ -8,8 +8,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from flexkv.cache.base import GroupSpec, Keys, Rule
+from flexkv.cache.base import GroupSpec
 from flexkv.cache.manager import LocalCacheManager
+from flexkv.facts.keys import Keys, Rule
 from tests.unit.cache.host_world import end, keys, make, store
 
 SLOTS = 32

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flexkv.cache.base import GroupSpec, Rule
+from flexkv.cache.base import GroupSpec
 from flexkv.cache.manager import LocalCacheManager
-from flexkv.cache.tier import WriteMode
+from flexkv.cache.tiers.contract import WriteMode
+from flexkv.facts.keys import Rule
 from flexkv.simulation.base import SimulationConfig, Symbol
 from flexkv.simulation.run import Simulation
 from flexkv.simulation.symbolic_tier import SymbolicTier

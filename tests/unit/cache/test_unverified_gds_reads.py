@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flexkv.cache.base import Keys
-from flexkv.cache.ids import NO_ENTRIES
+from flexkv.cache.base import NO_ENTRIES
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.cache.tiers.disk.load_route import GdsUse
+from flexkv.facts.keys import Keys
 from flexkv.simulation.run import Simulation
 from flexkv.simulation.world import DISK
 from flexkv.transfer.graph import FailureCause, OpKind, OpResult, OpStatus, TransferOp

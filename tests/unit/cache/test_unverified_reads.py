@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flexkv.cache.base import Keys, StorePlan
+from flexkv.cache.base import StorePlan
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.cache.tiers.disk.load_route import GdsUse
+from flexkv.facts.keys import Keys
 from flexkv.simulation.run import Simulation
 from flexkv.transfer.graph import FailureCause, OpId, OpKind, OpResult, OpStatus, TransferOp
 from tests.unit.cache.broken_managers import caught_by

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from flexkv.cache.base import ManagerLimits
-from flexkv.cache.ids import TierId
-from flexkv.cache.requests import RequestTable
+from flexkv.cache.base import ManagerLimits, TierId
+from flexkv.cache.ledger.requests import RequestTable
 from flexkv.transfer.graph import OpId
 from tests.unit.cache.disk_world import chain, traffic, written
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from flexkv.c_ext import BlockIndex, Found, TierLookup
-from flexkv.cache.base import Keys
+from flexkv.facts.keys import Keys
 from tests.unit.cache.tier_model import Answer, Ask, Page, TierModel
 
 NOW = 1000

@@ -14,10 +14,10 @@ from flexkv import c_ext
 from flexkv.adapters.common.rank_lanes import open_lanes
 from flexkv.config import FlexKVConfig, GdsConfig
 from flexkv.errors import CapacityError, ClosedError, FlexKVError, GeometryError
+from flexkv.facts.ranks import RankPlace
 from flexkv.transfer.engine import TransferEngine
 from flexkv.transfer.gds_lane import make_gds_lane
 from flexkv.transfer.graph import OpKind, OpStatus
-from flexkv.unit.ranks import RankPlace
 from tests.unit.gds.slab_world import Rank, SlabWorld
 
 

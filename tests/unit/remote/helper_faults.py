@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from flexkv.cache.base import Keys
 from flexkv.cache.tiers.remote import tier
+from flexkv.facts.keys import Keys
 from flexkv.remote import breaker, process
 from tests.unit.remote.faulty_helper import PLAN_VARIABLE, REACHED
 from tests.unit.remote.remote_unit import BLOCK_TOKENS, DEADLINE_S, RemoteUnit

@@ -11,15 +11,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexkv.c_ext import run_digest
-from flexkv.cache.base import Keys, MatchResult, Rule
+from flexkv.cache.base import MatchResult
 from flexkv.cache.tiers.remote.tier import RemoteTier
 from flexkv.config import load_config
+from flexkv.facts.keys import Keys, Rule
+from flexkv.facts.ranks import GroupFacts, KvGroup, RankFacts, UnitOwner
 from flexkv.remote.plane import RemotePlane
 from flexkv.transfer.graph import OpKind, OpResult, OpStatus
 from flexkv.unit.base import CacheRole
 from flexkv.unit.build import build_unit
 from flexkv.unit.live_unit import LiveUnit
-from flexkv.unit.ranks import GroupFacts, KvGroup, RankFacts, UnitOwner
 from flexkv.weights.files import NAMED, WeightsContent
 
 BLOCK_TOKENS = 4

@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flexkv.cache import unit_driver
-from flexkv.cache.base import Keys
+from flexkv.facts.keys import Keys
 from flexkv.remote.base import Store
 from flexkv.remote.plane import Moving, RemotePlane
 from flexkv.transfer.graph import OpId, OpKind, OpResult, OpStatus
+from flexkv.unit import driver as unit_driver
 from tests.servers.redis import RedisServer
 from tests.soak import soak_rounds
 from tests.unit.remote.helper_faults import (

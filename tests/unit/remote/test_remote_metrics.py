@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from flexkv.cache.tier import TierCounts
+from flexkv.cache.tiers.contract import TierCounts
 from flexkv.cache.tiers.remote.series import remote_series
 from flexkv.observe import METRICS, Counters
 from flexkv.remote.plane import RemoteTotals

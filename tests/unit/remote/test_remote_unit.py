@@ -239,8 +239,8 @@ class Spoiler:
         from flexkv.cache.tiers.disk.plan import disk_groups
         from flexkv.cache.tiers.plan import UnitFacts
         from flexkv.config import load_config
+        from flexkv.facts.ranks import UnitOwner
         from flexkv.remote.values import ValueOwner
-        from flexkv.unit.ranks import UnitOwner
         from tests.unit.remote.remote_unit import NAMESPACE
 
         facts = UnitFacts(

@@ -14,7 +14,7 @@ from tests.unit.remote.remote_unit import Shape, chain
 import numpy as np
 from flexkv.config import load_config
 from flexkv.unit.build import build_unit
-from flexkv.unit.ranks import KvGroup, UnitOwner
+from flexkv.facts.ranks import KvGroup, UnitOwner
 from pathlib import Path
 loaded = [name for name in sys.modules if name.startswith("flexkv.remote")]
 for name in loaded:  # of the test's own imports

@@ -13,8 +13,8 @@ from flexkv.adapters.sglang.load_batches import LoadBatches
 from flexkv.adapters.sglang.offloads import Offloads
 from flexkv.adapters.sglang.rank_cache import RankCache
 from flexkv.config import load_config
+from flexkv.facts.ranks import UnitOwner
 from flexkv.layout.sglang import SglangHandler
-from flexkv.unit.ranks import UnitOwner
 
 LAYERS, PAGES, PAGE_TOKENS, HEADS, HEAD_SIZE = 3, 40, 4, 2, 8
 

@@ -13,13 +13,13 @@ import torch
 
 from flexkv.adapters.sglang.load_batches import LoadBatches, QueuedLoad
 from flexkv.adapters.sglang.rank_cache import RankCache
-from flexkv.cache.base import Keys
 from flexkv.config import load_config
+from flexkv.facts.keys import Keys
+from flexkv.facts.ranks import UnitOwner
 from flexkv.layout.format_id import Interior
 from flexkv.layout.sglang import SglangHandler
 from flexkv.layout.trtllm import TrtllmHandler, TrtllmModel
 from flexkv.layout.vllm import VllmGroup, VllmHandler
-from flexkv.unit.ranks import UnitOwner
 from flexkv.weights.files import NAMED, WeightsContent
 
 LAYERS, BLOCKS, TOKENS, HEADS, SIZE = 3, 10, 4, 2, 8

@@ -16,8 +16,8 @@ import torch
 from flexkv.adapters.sglang import load_batches
 from flexkv.adapters.sglang.load_batches import QueuedLoad
 from flexkv.adapters.sglang.page_batches import PageBatches
-from flexkv.cache.base import Keys
 from flexkv.config import DiskConfig
+from flexkv.facts.keys import Keys
 from flexkv.transfer.graph import FailureCause, OpId, OpResult, OpStatus
 from tests.unit.adapters.disk_engines import spoil
 

@@ -24,9 +24,9 @@ from flexkv.adapters.tensorrt_llm.messages import RankReport
 from flexkv.adapters.tensorrt_llm.rank_coordinator import RankCoordinator
 from flexkv.adapters.tensorrt_llm.worker import WorkerSide
 from flexkv.errors import TransferError
+from flexkv.facts.ranks import UnitId, random_id
 from flexkv.transfer.graph import OpKind
 from flexkv.unit.base import UnitState
-from flexkv.unit.ranks import UnitId, random_id
 from tests.unit.tensorrt_llm.faults import Faults
 from tests.unit.tensorrt_llm.group import LONG_S
 from tests.unit.tensorrt_llm.world import PROMPT, WHOLE, Make, World, lookup, promised, stored

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flexkv.adapters.tensorrt_llm import promises
-from flexkv.cache.tier import Plane
+from flexkv.cache.tiers.contract import Plane
 from flexkv.simulation.world import DISK
 from flexkv.transfer.graph import OpResult, TransferGraph
 from tests.servers.redis import redis_server

@@ -13,8 +13,8 @@ from flexkv.adapters.tensorrt_llm.arguments import EngineArguments
 from flexkv.adapters.tensorrt_llm.identity import engine_namespace
 from flexkv.cache.keys import TokenChain
 from flexkv.config import load_config
+from flexkv.facts.ranks import UnitOwner
 from flexkv.layout.sglang import SglangHandler
-from flexkv.unit.ranks import UnitOwner
 from tests.unit.tensorrt_llm.group import LONG_S
 from tests.unit.tensorrt_llm.pool import Pool
 from tests.unit.tensorrt_llm.request import Request

@@ -15,11 +15,11 @@ import numpy as np
 from flexkv import c_ext
 from flexkv.adapters.common.rank_lanes import open_lanes
 from flexkv.config import load_config
+from flexkv.facts.ranks import RankPlace
 from flexkv.transfer.graph import OpId, OpKind, OpStatus, Priority, TransferGraph, TransferOp
 from flexkv.transfer.host_pool import HostPool
 from flexkv.transfer.layerwise.host_device import HostDevice
 from flexkv.transfer.nvtx import span
-from flexkv.unit.ranks import RankPlace
 from tests.unit.gds.slab_world import SlabWorld
 
 LONG_S = 60.0

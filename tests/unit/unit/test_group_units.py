@@ -10,18 +10,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flexkv.cache.base import Keys, Rule
 from flexkv.cache.tiers.disk.load_route import GdsUse
 from flexkv.cache.tiers.disk.plan import disk_traffic
 from flexkv.cache.tiers.plan import UnitFacts
 from flexkv.config import load_config
 from flexkv.errors import GeometryError
+from flexkv.facts.keys import Keys, Rule
+from flexkv.facts.ranks import GroupFacts, KvGroup, RankFacts, UnitOwner
 from flexkv.transfer.graph import OpResult, OpStatus
 from flexkv.unit.base import CacheRole
 from flexkv.unit.build import build_unit
 from flexkv.unit.capacity import PromptLimit, TierCapacity
 from flexkv.unit.live_unit import LiveUnit
-from flexkv.unit.ranks import GroupFacts, KvGroup, RankFacts, UnitOwner
 
 OWNER = UnitOwner("a model", b"n" * 32, "unit0")
 GROUPS = (KvGroup(4, signature=b"full"), KvGroup(4, Rule.WINDOW, 2, b"window"))

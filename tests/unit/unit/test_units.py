@@ -14,12 +14,13 @@ import pytest
 
 from flexkv.cache.base import GroupSpec
 from flexkv.cache.manager import LocalCacheManager
-from flexkv.cache.tier import TierContext, TierFactory, TierFacts
 from flexkv.cache.tiers import factory
+from flexkv.cache.tiers.contract import TierContext, TierFactory, TierFacts
 from flexkv.cache.tiers.disk.plan import plan_disk
 from flexkv.cache.tiers.plan import TierPlan, UnitFacts
 from flexkv.config import load_config
 from flexkv.errors import ContractError, DiskError, GeometryError
+from flexkv.facts.ranks import NO_UNIT, GroupFacts, KvGroup, RankFacts, UnitOwner
 from flexkv.observe import Counters
 from flexkv.transfer.graph import OpResult, OpStatus
 from flexkv.transfer.host_pool import HostPool
@@ -27,7 +28,6 @@ from flexkv.unit.base import CacheRole, EngineUnit, UnitState
 from flexkv.unit.build import build_unit
 from flexkv.unit.live_unit import LiveUnit
 from flexkv.unit.null_unit import NullUnit
-from flexkv.unit.ranks import NO_UNIT, GroupFacts, KvGroup, RankFacts, UnitOwner
 from flexkv.unit.tier_metrics import TierMetrics
 from tests.unit.cache.test_tier_seam import ToyTier
 

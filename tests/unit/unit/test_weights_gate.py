@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from flexkv.cache.ids import TierId
+from flexkv.cache.base import TierId
 from flexkv.config import load_config
+from flexkv.facts.ranks import KvGroup, UnitOwner
 from flexkv.observe import Counters
 from flexkv.storage import weights_name
 from flexkv.storage.journal import Journal
@@ -21,7 +22,6 @@ from flexkv.storage.weights_name import WEIGHTS_NAME
 from flexkv.unit.base import CacheRole
 from flexkv.unit.build import build_unit
 from flexkv.unit.live_unit import LiveUnit
-from flexkv.unit.ranks import KvGroup, UnitOwner
 from flexkv.weights import check, digest
 from flexkv.weights.files import NAMED, WeightsContent
 from flexkv.weights.fingerprint import sampled_identity

@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from flexkv.cache.base import NO_BLOCK, Keys, OpRole
-from flexkv.cache.ids import EntryIds
-from flexkv.cache.leases import GroupLease, Lease, StraightPages
-from flexkv.cache.ops import RankOp
-from flexkv.cache.routes import StraightLoads
+from flexkv.cache.base import NO_BLOCK, EntryIds, OpRole
+from flexkv.cache.ledger.leases import GroupLease, Lease, StraightPages
+from flexkv.cache.ledger.ops import RankOp
+from flexkv.cache.tiers.routes import StraightLoads
+from flexkv.facts.keys import Keys
 from flexkv.observe import get_logger
 from flexkv.transfer.graph import NO_PLACES, BlockIds, OpKind, Priority, SlotIds, TransferOp
 
 if TYPE_CHECKING:
-    from flexkv.cache.tier import TierContext
+    from flexkv.cache.tiers.contract import TierContext
     from flexkv.cache.tiers.disk.tier import DiskTier
 
 logger = get_logger(__name__)

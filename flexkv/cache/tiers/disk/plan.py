@@ -7,11 +7,12 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-from flexkv.cache.tier import TierFactory, TierFacts, WriteMode
+from flexkv.cache.tiers.contract import TierFactory, TierFacts, WriteMode
 from flexkv.cache.tiers.disk.load_route import GdsUse
 from flexkv.cache.tiers.disk.tier import DiskTier, DiskTraffic
 from flexkv.cache.tiers.plan import ImageNeeds, TierPlan, UnitFacts
 from flexkv.errors import GeometryError
+from flexkv.facts.ranks import GroupFacts, KvGroup
 from flexkv.observe import get_logger
 from flexkv.storage.base import DiskGroup, DiskIdentity, DiskOptions
 from flexkv.storage.folder_share import OwnBytes, bytes_per_folder, own_bytes, shared_file_systems
@@ -20,7 +21,6 @@ from flexkv.storage.striped_slabs import StripedSlabs
 from flexkv.transfer.engine import TransferEngine
 from flexkv.transfer.host_pool import HostPool
 from flexkv.transfer.slab_map import SlabMap
-from flexkv.unit.ranks import GroupFacts, KvGroup
 
 logger = get_logger(__name__)
 

@@ -12,11 +12,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from flexkv.cache.base import OpRole, StorePlan
-from flexkv.cache.checks import good_pages
-from flexkv.cache.ids import NO_ENTRY
-from flexkv.cache.ops import Op, RankOp
-from flexkv.cache.routes import StoreOffer, StoreRoute
+from flexkv.cache.base import NO_ENTRY, OpRole, StorePlan
+from flexkv.cache.ledger.ops import Op, RankOp, good_pages
+from flexkv.cache.tiers.routes import StoreOffer, StoreRoute
 from flexkv.transfer.graph import (
     NO_BLOCKS,
     NO_PLACES,
@@ -28,7 +26,7 @@ from flexkv.transfer.graph import (
 )
 
 if TYPE_CHECKING:
-    from flexkv.cache.tier import TierContext
+    from flexkv.cache.tiers.contract import TierContext
     from flexkv.cache.tiers.disk.tier import DiskTier
 
 NO_POSITIONS: NDArray[np.intp] = np.empty(0, np.intp)

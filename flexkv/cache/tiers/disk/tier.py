@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from flexkv.cache.base import Keys
-from flexkv.cache.ids import NO_ENTRY, EntryIds
-from flexkv.cache.tier import Plane, Sink, TierContext, TierFacts, TierRoom
+from flexkv.cache.base import NO_ENTRY, EntryIds
+from flexkv.cache.tiers.contract import Plane, Sink, TierContext, TierFacts, TierRoom
 from flexkv.cache.tiers.disk.load_route import GdsLoads, GdsUse
 from flexkv.cache.tiers.disk.store_route import GdsStores
 from flexkv.cache.tiers.stored_tier import StoredTier
 from flexkv.errors import ConfigError
+from flexkv.facts.keys import Keys
 from flexkv.observe import get_logger
 from flexkv.storage.base import Places, Volumes
 from flexkv.storage.tags import NEVER, make_tags, tag_fields

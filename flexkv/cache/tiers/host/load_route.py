@@ -8,11 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexkv.cache.base import NO_BLOCK, OpRole
-from flexkv.cache.leases import GroupLease, Lease
-from flexkv.cache.ops import RankOp
-from flexkv.cache.routes import LoadRoute
-from flexkv.cache.stats import ManagerStats
-from flexkv.cache.tier import TierContext
+from flexkv.cache.ledger.leases import GroupLease, Lease
+from flexkv.cache.ledger.ops import RankOp
+from flexkv.cache.ledger.stats import ManagerStats
+from flexkv.cache.tiers.contract import TierContext
+from flexkv.cache.tiers.routes import LoadRoute
 from flexkv.transfer.graph import NO_READS, BlockIds, OpKind, Priority, ReadIds, TransferOp
 
 

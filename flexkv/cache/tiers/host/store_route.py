@@ -5,12 +5,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from flexkv.cache.access_order import AccessOrders
-from flexkv.cache.base import OpRole, StorePlan
-from flexkv.cache.ids import HUB, NO_ENTRY, EntryIds
-from flexkv.cache.ops import RankOp
-from flexkv.cache.routes import StoreOffer, StoreRoute
-from flexkv.cache.tier import TierContext
+from flexkv.cache.base import HUB, NO_ENTRY, EntryIds, OpRole, StorePlan
+from flexkv.cache.ledger.access_order import AccessOrders
+from flexkv.cache.ledger.ops import RankOp
+from flexkv.cache.tiers.contract import TierContext
+from flexkv.cache.tiers.routes import StoreOffer, StoreRoute
 from flexkv.transfer.graph import OpKind, Priority, TransferGraph, TransferOp
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from flexkv.cache.base import Keys
-from flexkv.cache.ids import EntryIds
-from flexkv.cache.tier import Tier, TierContext, TierCounts, TierFacts
+from flexkv.cache.base import EntryIds
+from flexkv.cache.tiers.contract import Tier, TierContext, TierCounts, TierFacts
 from flexkv.cache.tiers.host.load_route import HostLoads
 from flexkv.cache.tiers.host.store_route import HostStores
+from flexkv.facts.keys import Keys
 
 
 class HostTier(Tier):

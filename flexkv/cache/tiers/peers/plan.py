@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 
-from flexkv.cache.tier import TierFactory, WriteMode
+from flexkv.cache.tiers.contract import TierFactory, WriteMode
 from flexkv.cache.tiers.disk.plan import disk_facts, disk_folders, disk_groups, disk_identity
 from flexkv.cache.tiers.peers.tier import PeerTier
 from flexkv.cache.tiers.plan import TierPlan, UnitFacts

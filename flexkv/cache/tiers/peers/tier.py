@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from flexkv.cache.base import Keys
-from flexkv.cache.ids import EntryIds
-from flexkv.cache.tier import Plane, TierContext, TierFacts
+from flexkv.cache.base import EntryIds
+from flexkv.cache.tiers.contract import Plane, TierContext, TierFacts
 from flexkv.cache.tiers.stored_tier import StoredTier
+from flexkv.facts.keys import Keys
 from flexkv.observe import get_logger
 from flexkv.storage.base import StoredPages
 from flexkv.transfer.graph import OpId, SlotIds, TransferOp

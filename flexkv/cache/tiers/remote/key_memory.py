@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from flexkv.cache.base import Keys
+from flexkv.facts.keys import Keys
 
 
 class KeyMemory:

@@ -6,7 +6,7 @@ import time
 from contextlib import ExitStack
 from functools import partial
 
-from flexkv.cache.tier import TierFactory, TierFacts, WriteMode
+from flexkv.cache.tiers.contract import TierFactory, TierFacts, WriteMode
 from flexkv.cache.tiers.disk.plan import disk_groups, image_needs
 from flexkv.cache.tiers.plan import TierPlan, UnitFacts
 from flexkv.cache.tiers.remote.tier import RemoteTier

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from flexkv.cache.tier import Series, TierCounts
+from flexkv.cache.tiers.contract import Series, TierCounts
 from flexkv.observe import PageLoss
 from flexkv.remote.plane import LOST, RemoteTotals
 

@@ -9,9 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexkv.c_ext import BlockIndex
-from flexkv.cache.base import Keys, Rule, sharing
-from flexkv.cache.ids import NO_ENTRY, EntryIds
-from flexkv.cache.tier import (
+from flexkv.cache.base import NO_ENTRY, EntryIds, sharing
+from flexkv.cache.tiers.contract import (
     Plane,
     Prober,
     Series,
@@ -25,6 +24,7 @@ from flexkv.cache.tier import (
 )
 from flexkv.cache.tiers.remote.key_memory import KeyMemory
 from flexkv.cache.tiers.remote.series import remote_series
+from flexkv.facts.keys import Keys, Rule
 from flexkv.remote.base import Presence
 from flexkv.remote.messages import MOST_ASKED
 from flexkv.remote.plane import Presences, RemoteTotals

@@ -7,13 +7,12 @@ from collections import deque
 import numpy as np
 from numpy.typing import NDArray
 
-from flexkv.cache.base import Keys, OpRole
-from flexkv.cache.checks import good_pages
-from flexkv.cache.hub import Hub
-from flexkv.cache.ids import NO_ENTRY, EntryIds, TierId
-from flexkv.cache.ops import OpTable, WriteOp
-from flexkv.cache.outbox import Outbox
-from flexkv.cache.tier import Sink, Tier, WriteMode
+from flexkv.cache.base import NO_ENTRY, EntryIds, OpRole, TierId
+from flexkv.cache.ledger.hub import Hub
+from flexkv.cache.ledger.ops import OpTable, WriteOp, good_pages
+from flexkv.cache.ledger.outbox import Outbox
+from flexkv.cache.tiers.contract import Sink, Tier, WriteMode
+from flexkv.facts.keys import Keys
 from flexkv.transfer.graph import OpResult, SlotIds
 
 LEAVE_PAGES = 256

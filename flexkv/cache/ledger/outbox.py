@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flexkv.cache.ids import TierId
+from flexkv.cache.base import TierId
 from flexkv.transfer.graph import OpId, TransferGraph, TransferOp
 
 

@@ -6,19 +6,18 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from flexkv.cache.base import Keys
-from flexkv.cache.broken_plan import BrokenPlans
-from flexkv.cache.checks import good_pages
-from flexkv.cache.hub import Hub
-from flexkv.cache.ids import TierId
-from flexkv.cache.op_log import OpLog
-from flexkv.cache.ops import FetchOp, Op, OpTable, ProbeOp, RankOp, WriteOp
-from flexkv.cache.outbox import Outbox
-from flexkv.cache.promotions import Promotions
-from flexkv.cache.requests import RequestTable
-from flexkv.cache.tier import Tier
-from flexkv.cache.write_queue import WriteQueue
+from flexkv.cache.base import TierId
+from flexkv.cache.ledger.hub import Hub
+from flexkv.cache.ledger.ops import FetchOp, Op, OpTable, ProbeOp, RankOp, WriteOp, good_pages
+from flexkv.cache.ledger.outbox import Outbox
+from flexkv.cache.ledger.requests import RequestTable
+from flexkv.cache.moves.broken_plan import BrokenPlans
+from flexkv.cache.moves.fetches import Promotions
+from flexkv.cache.moves.op_log import OpLog
+from flexkv.cache.moves.writes import WriteQueue
+from flexkv.cache.tiers.contract import Tier
 from flexkv.errors import ContractError
+from flexkv.facts.keys import Keys
 from flexkv.observe import get_logger
 from flexkv.transfer.graph import OpId, OpResult, OpStatus, TransferGraph
 

@@ -4,27 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flexkv.cache.access_order import AccessOrders
-from flexkv.cache.base import (
-    GroupMatch,
-    Keys,
-    ManagerLimits,
-    MatchResult,
-    OpRole,
-    TailCandidates,
-)
-from flexkv.cache.failed_loads import FailedLoads
-from flexkv.cache.ids import HUB
-from flexkv.cache.leases import GroupLease, HeldPages, Lease, StraightPages, joined_shares
-from flexkv.cache.lookup import Looked, Lookup
-from flexkv.cache.op_log import OpLog
-from flexkv.cache.ops import FetchOp
-from flexkv.cache.promotions import Promotions
-from flexkv.cache.room_line import RoomLine
-from flexkv.cache.stats import ManagerStats
-from flexkv.cache.tables import CacheTables
-from flexkv.cache.waits import FetchWaits
+from flexkv.cache.base import HUB, GroupMatch, ManagerLimits, MatchResult, OpRole, TailCandidates
+from flexkv.cache.ledger.access_order import AccessOrders
+from flexkv.cache.ledger.leases import GroupLease, HeldPages, Lease, StraightPages, joined_shares
+from flexkv.cache.ledger.ops import FetchOp
+from flexkv.cache.ledger.stats import ManagerStats
+from flexkv.cache.moves.fetches import Promotions
+from flexkv.cache.moves.op_log import OpLog
+from flexkv.cache.promise.failed_loads import FailedLoads
+from flexkv.cache.promise.lookup import Looked, Lookup
+from flexkv.cache.promise.room_line import RoomLine
+from flexkv.cache.promise.waits import FetchWaits
+from flexkv.cache.tiers.tables import CacheTables
 from flexkv.errors import ContractError
+from flexkv.facts.keys import Keys
 from flexkv.transfer.graph import BlockIds, TransferGraph
 
 PREFETCH_SLOTS = 0.25

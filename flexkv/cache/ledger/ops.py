@@ -9,10 +9,9 @@ from enum import IntFlag
 import numpy as np
 from numpy.typing import NDArray
 
-from flexkv.cache.base import Completion, Keys, OpRole
-from flexkv.cache.checks import good_pages
-from flexkv.cache.ids import HUB, NO_ENTRIES, EntryIds, TierId
+from flexkv.cache.base import HUB, NO_ENTRIES, Completion, EntryIds, OpRole, TierId
 from flexkv.errors import ContractError
+from flexkv.facts.keys import Keys
 from flexkv.observe import PageLoss
 from flexkv.transfer.graph import (
     NO_BLOCKS,
@@ -25,6 +24,34 @@ from flexkv.transfer.graph import (
     RunDigests,
     TransferOp,
 )
+
+WHOLE_OP_STATUSES = (OpStatus.CANCELLED, OpStatus.SKIPPED, OpStatus.LANE_DOWN)
+"""Statuses under which no page of the op counts, whatever the result lists."""
+
+
+def good_pages(result: OpResult, pages: int, who: str = "the lane") -> NDArray[np.bool_]:
+    """Which pages of an op of so many ended well, bool [pages].
+
+    Raises:
+        ContractError: the result lists pages that the op has not, or some although it says OK; names `who` sent it.
+    """
+    listed = np.asarray(result.failed)
+    if listed.size and (
+        listed.ndim != 1 or listed.dtype.kind not in "iu" or listed.min() < 0 or listed.max() >= pages
+    ):
+        raise ContractError(
+            f"op {result.op_id}: {who} lists failed pages {listed.tolist()[:8]}; allowed are positions 0 to {pages - 1}"
+        )
+    if result.status is OpStatus.OK:
+        if listed.size:
+            raise ContractError(f"op {result.op_id}: {who} says OK and lists {listed.size} failed pages")
+        return np.ones(pages, np.bool_)
+    good = np.zeros(pages, np.bool_)
+    # A failure that names no page is taken as a failure of all: never a page too few.
+    if result.status not in WHOLE_OP_STATUSES and listed.size:
+        good[:] = True
+        good[listed] = False
+    return good
 
 
 @dataclass(slots=True, kw_only=True)

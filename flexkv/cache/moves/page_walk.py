@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexkv.c_ext import Found, FoundLengths
-from flexkv.cache.base import Keys
-from flexkv.cache.hub import Hub
-from flexkv.cache.ids import HUB, NO_ENTRIES, NO_ENTRY, EntryIds, TierId
-from flexkv.cache.tier import Tier
+from flexkv.cache.base import HUB, NO_ENTRIES, NO_ENTRY, EntryIds, TierId
+from flexkv.cache.ledger.hub import Hub
+from flexkv.cache.tiers.contract import Tier
+from flexkv.facts.keys import Keys
 from flexkv.transfer.graph import NO_PLACES, SlotIds
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flexkv.cache.ops import RankOp
+from flexkv.cache.ledger.ops import RankOp
 from flexkv.observe import get_logger
 from flexkv.transfer.graph import OpId
 

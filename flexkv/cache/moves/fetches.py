@@ -10,16 +10,15 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from flexkv.cache.base import Keys, OpRole
-from flexkv.cache.checks import good_pages
-from flexkv.cache.cost import CostModel
-from flexkv.cache.hub import Hub
-from flexkv.cache.ids import HUB, NO_ENTRIES, NO_ENTRY, EntryIds, TierId
-from flexkv.cache.leases import Lease
-from flexkv.cache.ops import FetchOp, OpTable
-from flexkv.cache.outbox import Outbox
-from flexkv.cache.page_walk import PageRun, PageWalk, leading
-from flexkv.cache.tier import Tier
+from flexkv.cache.base import HUB, NO_ENTRIES, NO_ENTRY, EntryIds, OpRole, TierId
+from flexkv.cache.ledger.cost import CostModel
+from flexkv.cache.ledger.hub import Hub
+from flexkv.cache.ledger.leases import Lease
+from flexkv.cache.ledger.ops import FetchOp, OpTable, good_pages
+from flexkv.cache.ledger.outbox import Outbox
+from flexkv.cache.moves.page_walk import PageRun, PageWalk, leading
+from flexkv.cache.tiers.contract import Tier
+from flexkv.facts.keys import Keys
 from flexkv.transfer.graph import (
     NO_PLACES,
     NO_READS,

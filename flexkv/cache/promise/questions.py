@@ -8,12 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexkv.c_ext import FoundLengths
-from flexkv.cache.base import GroupSpec, Keys, OpRole, Rule, TailCandidates
-from flexkv.cache.fetch_choice import FetchChoice
-from flexkv.cache.ids import NO_ENTRIES, TierId
-from flexkv.cache.ops import ProbeOp
-from flexkv.cache.tables import CacheTables
-from flexkv.cache.waits import FetchWaits
+from flexkv.cache.base import NO_ENTRIES, GroupSpec, OpRole, TailCandidates, TierId
+from flexkv.cache.ledger.ops import ProbeOp
+from flexkv.cache.promise.fetch_choice import FetchChoice
+from flexkv.cache.promise.waits import FetchWaits
+from flexkv.cache.tiers.tables import CacheTables
+from flexkv.facts.keys import Keys, Rule
 from flexkv.transfer.graph import NO_BLOCKS, NO_PLACES, OpKind, Priority, TransferOp
 
 

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from flexkv.cache.ids import NO_ENTRIES, EntryIds
-from flexkv.cache.leases import GroupLease
+from flexkv.cache.base import NO_ENTRIES, EntryIds
+from flexkv.cache.ledger.leases import GroupLease
 
 MAX_REQUESTS = 16_384
 """Requests tracked at once; the oldest is dropped beyond. Far above what an engine runs; a bound on leaked ids."""

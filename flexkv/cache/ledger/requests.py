@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from flexkv.cache.ids import TierId
-from flexkv.cache.leases import HeldPages, Lease
+from flexkv.cache.base import TierId
+from flexkv.cache.ledger.leases import HeldPages, Lease
 from flexkv.errors import ContractError
 from flexkv.transfer.graph import OpId
 

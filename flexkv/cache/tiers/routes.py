@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from flexkv.cache.base import Keys, OpRole, StorePlan
-from flexkv.cache.ids import EntryIds, TierId
-from flexkv.cache.leases import GroupLease, Lease, StraightPages
-from flexkv.cache.ops import Op, OpTable, RankOp
+from flexkv.cache.base import EntryIds, OpRole, StorePlan, TierId
+from flexkv.cache.ledger.leases import GroupLease, Lease, StraightPages
+from flexkv.cache.ledger.ops import Op, OpTable, RankOp
 from flexkv.errors import ContractError
+from flexkv.facts.keys import Keys
 from flexkv.transfer.graph import BlockIds, OpResult, SlotIds, TransferOp
 
 

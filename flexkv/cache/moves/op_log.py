@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import numpy as np
 
 from flexkv.cache.base import MatchResult, OpRole
-from flexkv.cache.ops import Op, RankOp
-from flexkv.cache.tier import Tier
+from flexkv.cache.ledger.ops import Op, RankOp
+from flexkv.cache.tiers.contract import Tier
 from flexkv.observe import FailedOps, OpSpans, get_logger
 from flexkv.observe.spans import REQUEST_ID, AttributeValue
 from flexkv.transfer.graph import OpResult, OpStatus

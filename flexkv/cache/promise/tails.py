@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from flexkv.cache.base import Keys, TailCandidates
-from flexkv.cache.hub import Hub
-from flexkv.cache.leases import Lease
+from flexkv.cache.base import TailCandidates
+from flexkv.cache.ledger.hub import Hub
+from flexkv.cache.ledger.leases import Lease
+from flexkv.facts.keys import Keys
 
 
 def common_tail(

@@ -8,11 +8,10 @@ from enum import Enum
 
 import numpy as np
 
-from flexkv.cache.base import GroupSpec
-from flexkv.cache.ids import HUB, NO_ENTRY, TierId
-from flexkv.cache.leases import GroupLease
-from flexkv.cache.promotions import Promotions, WantedPages
-from flexkv.cache.tables import CacheTables
+from flexkv.cache.base import HUB, NO_ENTRY, GroupSpec, TierId
+from flexkv.cache.ledger.leases import GroupLease
+from flexkv.cache.moves.fetches import Promotions, WantedPages
+from flexkv.cache.tiers.tables import CacheTables
 
 MAX_IN_LINE = 4096
 """Requests in line at most; further ones go on without room."""

@@ -16,7 +16,7 @@ from typing import Any, NewType
 import numpy as np
 from numpy.typing import NDArray
 
-from flexkv.cache.base import Rule
+from flexkv.facts.keys import Rule
 from flexkv.transfer.slab_map import SlabMap
 from flexkv.weights.files import NAMED, WeightsContent
 

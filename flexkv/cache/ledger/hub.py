@@ -9,11 +9,32 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexkv.c_ext import BlockIndex
-from flexkv.cache.base import CacheListener, GroupSpec, Keys, sharing
-from flexkv.cache.ids import NO_ENTRY, EntryIds
-from flexkv.cache.reserve import reserve_pages
-from flexkv.cache.stats import ManagerStats
+from flexkv.cache.base import NO_ENTRY, CacheListener, EntryIds, GroupSpec, sharing
+from flexkv.cache.ledger.stats import ManagerStats
+from flexkv.facts.keys import Keys
 from flexkv.transfer.graph import OpId, SlotIds
+
+RESERVE_FROM_SLOTS = 4096
+"""Smaller pools keep no reserve: in them every slot counts, and their evictions are few."""
+
+RESERVE_SHARE = 64
+"""One slot in so many is kept free."""
+
+RESERVE_MAX_PAGES = 16_384
+"""More is never kept free: two prompts of 128k tokens at 16 a block."""
+
+REFILL_PAGES = 512
+"""Evicted at most when an op ends, or as many as that op had pages: some 20 us beyond the op's own share."""
+
+
+def reserve_pages(up_slots: int) -> int:
+    """Slots to keep free in a pool of which `up_slots` may be used, so that planning a store rarely has to evict.
+
+    The engine's step waits for a store's plan, and evicting costs more than all the rest of it. Nothing waits for the
+    end of an op, so the slots that the next store will want are freed then. The price: this share of the pool holds no
+    blocks.
+    """
+    return 0 if up_slots < RESERVE_FROM_SLOTS else min(up_slots // RESERVE_SHARE, RESERVE_MAX_PAGES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,17 +6,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from flexkv.c_ext import BoundaryLookup, Found, FoundLengths, GroupRule, TierLookup
-from flexkv.cache.base import GroupSpec, Keys, OpRole, Rule, TailCandidates
-from flexkv.cache.fetch_choice import FetchChoice
-from flexkv.cache.ids import HUB, NO_ENTRIES, TierId
-from flexkv.cache.leases import GroupLease, Lease
-from flexkv.cache.page_walk import PageRun, PageWalk, runs_of, split_runs
-from flexkv.cache.promotions import Fetched, Promotions, WantedPages, extend_lease, wanted_pages
-from flexkv.cache.questions import Questions
-from flexkv.cache.room_line import Need, RoomLine, Turn
-from flexkv.cache.tables import CacheTables
-from flexkv.cache.tails import common_tail, lease_tail, tail_key_of
-from flexkv.cache.waits import FetchWaits
+from flexkv.cache.base import HUB, NO_ENTRIES, GroupSpec, OpRole, TailCandidates, TierId
+from flexkv.cache.ledger.leases import GroupLease, Lease
+from flexkv.cache.moves.fetches import Fetched, Promotions, WantedPages, extend_lease, wanted_pages
+from flexkv.cache.moves.page_walk import PageRun, PageWalk, runs_of, split_runs
+from flexkv.cache.promise.fetch_choice import FetchChoice
+from flexkv.cache.promise.questions import Questions
+from flexkv.cache.promise.room_line import Need, RoomLine, Turn
+from flexkv.cache.promise.tails import common_tail, lease_tail, tail_key_of
+from flexkv.cache.promise.waits import FetchWaits
+from flexkv.cache.tiers.tables import CacheTables
+from flexkv.facts.keys import Keys, Rule
 from flexkv.transfer.graph import NO_PLACES, OpId
 
 MAX_TOKENS = 2**62

@@ -13,12 +13,11 @@ from types import TracebackType
 
 import numpy as np
 
-from flexkv.cache.base import OpRole
-from flexkv.cache.ids import HUB, NO_ENTRIES, EntryIds
-from flexkv.cache.ops import FetchOp, Op, OpTable, RankOp, WriteOp
-from flexkv.cache.outbox import Outbox
-from flexkv.cache.requests import RequestTable
-from flexkv.cache.tier import Tier
+from flexkv.cache.base import HUB, NO_ENTRIES, EntryIds, OpRole
+from flexkv.cache.ledger.ops import FetchOp, Op, OpTable, RankOp, WriteOp
+from flexkv.cache.ledger.outbox import Outbox
+from flexkv.cache.ledger.requests import RequestTable
+from flexkv.cache.tiers.contract import Tier
 from flexkv.errors import ContractError
 from flexkv.observe import get_logger
 from flexkv.transfer.graph import OpId

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from flexkv.cache.ids import TierId
+from flexkv.cache.base import TierId
 
 MEMORY_SAMPLES = 32
 """What was seen so many samples ago counts a third of the latest: long enough to even out one busy step, short enough

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from flexkv.cache.ids import TierId
-from flexkv.cache.leases import HeldPages
-from flexkv.cache.ops import ProbeOp
-from flexkv.cache.promotions import FetchedPages, WantedPages
-from flexkv.cache.tables import CacheTables
+from flexkv.cache.base import TierId
+from flexkv.cache.ledger.leases import HeldPages
+from flexkv.cache.ledger.ops import ProbeOp
+from flexkv.cache.moves.fetches import FetchedPages, WantedPages
+from flexkv.cache.tiers.tables import CacheTables
 from flexkv.transfer.graph import OpId
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flexkv.cache.ids import EntryIds, TierId
+from flexkv.cache.base import EntryIds, TierId
 from flexkv.transfer.graph import PageTags, ReadIds, SlotIds
 
 

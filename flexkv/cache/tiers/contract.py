@@ -19,16 +19,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexkv.c_ext import BlockIndex
-from flexkv.cache.access_order import AccessOrders
-from flexkv.cache.base import GroupSpec, Keys
-from flexkv.cache.cost import CostModel
-from flexkv.cache.hub import Hub
-from flexkv.cache.ids import EntryIds, TierId
-from flexkv.cache.ops import OpTable
-from flexkv.cache.outbox import Outbox
-from flexkv.cache.routes import LoadRoute, StoreRoute, StraightLoads
-from flexkv.cache.stats import ManagerStats
+from flexkv.cache.base import EntryIds, GroupSpec, TierId
+from flexkv.cache.ledger.access_order import AccessOrders
+from flexkv.cache.ledger.cost import CostModel
+from flexkv.cache.ledger.hub import Hub
+from flexkv.cache.ledger.ops import OpTable
+from flexkv.cache.ledger.outbox import Outbox
+from flexkv.cache.ledger.stats import ManagerStats
+from flexkv.cache.tiers.routes import LoadRoute, StoreRoute, StraightLoads
 from flexkv.errors import ConfigError
+from flexkv.facts.keys import Keys
 from flexkv.observe import get_logger
 from flexkv.transfer.graph import OpId, OpResult, SlotIds, TransferGraph, TransferOp
 

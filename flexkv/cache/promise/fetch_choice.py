@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flexkv.cache.base import Keys, OpRole
-from flexkv.cache.cost import CostModel
-from flexkv.cache.hub import Hub
-from flexkv.cache.ids import HUB, NO_ENTRY, TierId
-from flexkv.cache.ops import OpTable
-from flexkv.cache.page_walk import PageRun, PageWalk
-from flexkv.cache.promotions import Promotions
-from flexkv.cache.routes import StraightLoads
-from flexkv.cache.tier import Tier
+from flexkv.cache.base import HUB, NO_ENTRY, OpRole, TierId
+from flexkv.cache.ledger.cost import CostModel
+from flexkv.cache.ledger.hub import Hub
+from flexkv.cache.ledger.ops import OpTable
+from flexkv.cache.moves.fetches import Promotions
+from flexkv.cache.moves.page_walk import PageRun, PageWalk
+from flexkv.cache.tiers.contract import Tier
+from flexkv.cache.tiers.routes import StraightLoads
+from flexkv.facts.keys import Keys
 
 
 @dataclass(frozen=True, slots=True)

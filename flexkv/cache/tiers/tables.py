@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from flexkv.cache.hub import Hub
-from flexkv.cache.ops import OpTable
-from flexkv.cache.requests import RequestTable
-from flexkv.cache.tier import Tier
+from flexkv.cache.ledger.hub import Hub
+from flexkv.cache.ledger.ops import OpTable
+from flexkv.cache.ledger.requests import RequestTable
+from flexkv.cache.tiers.contract import Tier
 
 
 @dataclass(frozen=True, slots=True)

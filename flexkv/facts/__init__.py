@@ -1,0 +1,1 @@
+"""Plain facts that several packages speak of: they import nothing that acts."""

@@ -1,0 +1,27 @@
+"""Names of blocks, and which of them a hit needs."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import numpy as np
+from numpy.typing import NDArray
+
+KEY_BYTES = 16
+
+Keys = NDArray[np.uint8]
+"""Namespaced block keys, shape [blocks, KEY_BYTES], uint8, C-contiguous."""
+
+
+class Rule(Enum):
+    """Which pages of a KV group a hit needs, so that the engine can go on behind it."""
+
+    FULL = "full"
+    """Full attention: every page from the start to the hit's end."""
+    WINDOW = "window"
+    """Sliding window: the last `reach` pages before the hit's end."""
+    CHUNK = "chunk"
+    """Chunked attention: those from the start of the chunk of `reach` tokens that the hit ends in; none where it ends
+    with one."""
+    STATE = "state"
+    """Recurrent state: the one page that ends where the hit ends."""
