@@ -1,8 +1,8 @@
-"""The contract of a store that machines share: names to values, on other machines, which may be slow, dead or lying.
+"""The contract of a store that machines share: it maps names to values, on servers that may be slow, dead or lying.
 
-A store is trusted with nothing. What it says of a value is a hint, what it gives is verified by who asked, and every
-call ends: each takes a deadline, in seconds from its start, and returns within it, give or take the time of one system
-call. One object is used by one thread; a process that asks and moves at the same time opens two.
+A store is trusted with nothing. What it says of a value is a hint, the reader verifies what it gets, and every call
+ends: each takes a deadline, in seconds from its start, and returns within it, give or take the time of one system call.
+One thread uses one object; a process that asks and moves at the same time opens two.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ class Presence(IntEnum):
     NO = 0
     YES = 1
     UNKNOWN = 2
-    """It did not say, or said what nobody understands."""
+    """The store did not say, or its answer makes no sense."""
 
 
 class Outcome(IntEnum):
     """How one value of a call fared."""
 
     OK = 0
-    """All of its bytes are where they were to go. A put may also find that the store has the name already."""
+    """All bytes of the value arrived. A put may also find that the store has the name already."""
     ABSENT = 1
     """A get: the store has no such name."""
     OTHER_SIZE = 2
-    """A get: the store has another number of bytes under the name, or something that is no value of bytes. What was
-    read of it is of no use."""
+    """A get: the store has another number of bytes under the name, or something that is no value of bytes. The bytes
+    that were read are of no use."""
     FULL = 3
-    """A put: the store has no room, or lets nothing in now. It is of no use to try again at once."""
+    """A put: the store has no room, or takes nothing now. It is of no use to try again at once."""
     FAILED = 4
-    """The store, the way to it, or the deadline. The memory of a get may have been written to."""
+    """The store or the way to it failed, or the deadline passed. A get may have written to the value's memory."""
     AWAY = 5
-    """The name's server, one of several, is known to be away and was not asked, which says nothing of the others."""
+    """The name's server, one of several, is known to be away and was not asked. This says nothing about the others."""
 
 
 NO_VALUE = -1
@@ -66,13 +66,13 @@ class StoreOptions:
     """How a store is reached.
 
     Attributes:
-        urls: one or more of one scheme.
-        user, password: of those who must say who they are; empty for nobody. Never in a log, an error or `repr`.
-        ca_file: certificates that servers are trusted by; empty for the system's.
-        connect_s: to connect, or to set a client up, for at most so many seconds.
-        ttl_s: the store drops a value so many seconds after it was put, 0 for never. Where a store cannot, nothing is
-            lost by it: the value's own trailer says when it expires.
-        rdma_devices: by name; empty for TCP.
+        urls: one or more URLs of one scheme.
+        user, password: login; empty for a store without users. The password is never in a log, an error or `repr`.
+        ca_file: certificates by which servers are trusted; empty for the system's.
+        connect_s: longest time to connect, or to set a client up, in seconds.
+        ttl_s: the store drops a value so many seconds after it was put, 0 for never. A store that cannot do so loses
+            nothing: the value's own trailer says when it expires.
+        rdma_devices: names of RDMA devices; empty for TCP.
     """
 
     urls: tuple[str, ...]
@@ -85,7 +85,7 @@ class StoreOptions:
 
     @property
     def shown_urls(self) -> str:
-        """For people."""
+        """The URLs for people, without secrets."""
         return ", ".join(map(masked_url, self.urls))
 
     def __repr__(self) -> str:
@@ -100,21 +100,21 @@ def masked_url(url: str) -> str:
 class Store(ABC):
     """One client of a store. Its servers may come and go: each call connects again where that is needed.
 
-    No call raises for what servers do; `StoreError` is for `open_store` alone.
+    No call raises for what servers do; only `open_store` raises `StoreError`.
 
-    A store whose library cannot be interrupted may come back later than a deadline, and says by how much: whoever owns
-    the process of such a store ends it, and with it whatever the call would still have written.
+    A call of a library that cannot be interrupted may return after its deadline; the store's class says by how much.
+    The owner of the process can kill it then, and with it whatever the call would still have written.
 
     Attributes:
-        last_error: why something of the last call was UNKNOWN, FULL or FAILED, or why a server was not alive; empty if
-            nothing was, or nobody knows. No secrets.
+        last_error: why a part of the last call was UNKNOWN, FULL or FAILED, or why a server was not alive; empty if
+            none was, or if the reason is unknown. Holds no secrets.
     """
 
     last_error: str = ""
 
     @abstractmethod
     def exists(self, names: Sequence[str], deadline_s: float) -> list[Presence]:
-        """One answer a name."""
+        """Asks which names the store has; one answer per name."""
 
     @abstractmethod
     def get(self, names: Sequence[str], values: Sequence[Value], deadline_s: float) -> list[Outcome]:
@@ -122,25 +122,25 @@ class Store(ABC):
 
     @abstractmethod
     def put(self, names: Sequence[str], values: Sequence[Value], deadline_s: float) -> list[Outcome]:
-        """Stores values under names that the store is not known to have. Which of two writers wins is the store's."""
+        """Stores values under names that the store is not known to have. The store picks the winner of two writers."""
 
     @abstractmethod
     def sizes(self, names: Sequence[str], deadline_s: float) -> list[int]:
-        """Bytes of each name's value, or NO_VALUE, or NOT_SAID. For people, who do not know what they look at: it may
+        """Bytes of each name's value, or NO_VALUE, or NOT_SAID. For commands that people run, not for engines: it may
         read the values to find out."""
 
     @abstractmethod
     def remove(self, names: Sequence[str], deadline_s: float) -> list[bool]:
-        """Of each name, whether the store does not have it any more, whoever holds it there."""
+        """Removes names, whoever holds them there; returns for each whether the store does not have it any more."""
 
     @abstractmethod
     def alive(self, deadline_s: float) -> str:
-        """Asks the least that shows whether calls have a chance; why they have none, or nothing. Of several servers one
-        that answers is enough; `last_error` names one that does not."""
+        """Asks the least that shows whether calls have a chance; returns why they have none, or an empty string. One of
+        several servers that answers is enough; `last_error` names one that does not."""
 
     def register(self, memory: Part) -> str:
-        """Values lie in this memory from now on, which stays where it is until `close`. Only a store whose transport
-        wants to know does anything. Why it cannot be used, or nothing."""
+        """Announces memory that holds values from now on and stays where it is until `close`. Only a store whose
+        transport needs this does anything. Returns why the memory cannot be used, or an empty string."""
         return ""
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Leaves a store alone that does not answer, and looks once in a while whether it does again."""
+"""A circuit breaker: a store that does not answer is left alone, and asked once in a while whether it is back."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from enum import Enum
 
 FIRST_REST_S = 1.0
 LONGEST_REST_S = 30.0
-"""Each rest is twice as long as the one before: a store that restarts is found soon, one that is gone costs nothing.
-After a store has served for LONGEST_REST_S the next rest is the first again: what answers and dies with the next call,
-over and over, rests as long as what does not answer."""
+"""Each rest is twice as long as the one before, so a store that restarts is found soon, and one that is gone costs
+little. Only after a store has served for LONGEST_REST_S is the next rest the first again, so a store that answers and
+then dies with the next call, over and over, rests as long as one that does not answer."""
 
 JITTER = 0.25
-"""Share of a rest by which it is longer or shorter: units of one store do not all come back at once."""
+"""Share of a rest by which it is longer or shorter, so that units of one store do not all come back at once."""
 
 WATCHED = 20
-"""Of so many values that were read last, more than half have failed: the store answers and serves nothing."""
+"""How many of the last reads count. If more than half of these failed, the store answers but serves nothing."""
 
 
 class BreakerState(Enum):
@@ -30,10 +30,10 @@ class BreakerState(Enum):
 
 
 class Breaker:
-    """Of one store. The caller says what it sees, and asks before it calls.
+    """The breaker of one store. The caller reports what it sees, and asks the breaker before it calls the store.
 
     Args:
-        spread: in [-1, 1], of a rest's jitter.
+        spread: share of the jitter that each rest gets, in [-1, 1]; None for random shares.
     """
 
     def __init__(self, now_s: float, reason: str, spread: float | None = None) -> None:
@@ -51,10 +51,10 @@ class Breaker:
         return self.state is BreakerState.CLOSED
 
     def lost(self, reason: str, now_s: float) -> bool:
-        """The store could not be reached, or an answer took too long; whether that is news."""
+        """Notes that the store could not be reached, or took too long to answer; returns whether it was in use."""
         was_closed = self.closed
         if self.state is BreakerState.OPEN and now_s < self._until_s:
-            return False  # what else was under way says so too: one loss makes one rest
+            return False  # other calls that were under way report the same loss: it makes one rest
         if was_closed and now_s - self._closed_s >= LONGEST_REST_S:
             self._rest_s = FIRST_REST_S
         spread = random.uniform(-1, 1) if self._spread is None else self._spread
@@ -65,8 +65,8 @@ class Breaker:
         return was_closed
 
     def judge(self, good: int, failed: int) -> str:
-        """So many values were read, and so many not, of a store that is there: why it is lost all the same, or
-        nothing. In which order they came is not known: of more than WATCHED the same share counts."""
+        """Notes that `good` values were read and `failed` were not, of a store that is there; returns why it is lost
+        all the same, or an empty string. Their order is unknown, so more than WATCHED of them count by their share."""
         read = good + failed
         watched = min(read, WATCHED)
         bad_now = math.ceil(failed * watched / read) if read else 0
@@ -75,13 +75,13 @@ class Breaker:
         return f"of the last {WATCHED} values {bad} could not be read" if 2 * bad > WATCHED else ""
 
     def due(self, now_s: float) -> bool:
-        """Whether the store is to be asked now if it is there."""
+        """Whether it is time to ask the store if it is there."""
         return self.state is BreakerState.OPEN and now_s >= self._until_s
 
     def asked(self) -> None:
-        """It was."""
+        """Notes that the store was asked."""
         self.state = BreakerState.HALF_OPEN
 
     def answered(self, now_s: float) -> None:
-        """It is."""
+        """Notes that the store has answered."""
         self.state, self.reason, self._closed_s = BreakerState.CLOSED, "", now_s

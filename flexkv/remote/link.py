@@ -1,4 +1,4 @@
-"""The way from a unit to the process with its store's clients: kept alive, watched, and cut where the store is lost."""
+"""Links a unit to the process with its store's clients: restarts it, watches it, and calls no store that is lost."""
 
 from __future__ import annotations
 
@@ -30,42 +30,42 @@ from flexkv.remote.process import HelperProcess
 logger = get_logger(__name__)
 
 ALIVE_S = 5.0
-"""A question whether the store is there that has no answer after so many seconds means a process that hangs."""
+"""A process hangs that has not answered after so many seconds whether the store is there."""
 
 START_S = 30.0
-"""So long a process may take to load its libraries."""
+"""How long a process may take to load its libraries."""
 
 LOOK_S = 0.005
 
 
 class LinkUser(Protocol):
-    """What is under way, for the link."""
+    """The owner of what is under way, as the link sees it."""
 
     def take(self, message: Done | Answer | Progress) -> None: ...
 
     def lost(self) -> None:
-        """The store is not called any more; what waits ends as it is reported."""
+        """The store is not called any more; what waits ends when the process reports it."""
 
     def reaped(self, how: str) -> None:
         """The process has ended, and everything that it was doing has stopped."""
 
     def silent_since(self) -> float | None:
-        """The clock when something under way last showed a sign of life; None: nothing is under way."""
+        """Since when something under way has shown no sign of life, on the clock; None if nothing is under way."""
 
 
 class HelperLink:
-    """One process at a time. Driven by the manager's thread; no call waits but `start` and `close`.
+    """Keeps one process at a time. The manager's thread drives it; only `start` and `close` wait.
 
     Args:
-        setup: of each process.
-        launch: starts one.
+        setup: the first message to each process.
+        launch: starts a process.
         stuck_s: a process that is silent for so long while it has something to do is killed.
         clock: seconds, never running backwards.
 
     Attributes:
         breaker: whether the store is used.
         restarts: processes that were started after the first.
-        last_number: of the messages that have been sent.
+        last_number: number of the last message that was sent.
     """
 
     def __init__(
@@ -99,13 +99,13 @@ class HelperLink:
 
     @property
     def usable(self) -> bool:
-        """Whether messages are of use now."""
+        """Whether it is of use to send messages now."""
         return self.breaker.closed and self._process is not None and not self.closed
 
     # --- messages ---
 
     def send(self, kind: Callable[..., ToHelper], *fields: object) -> int:
-        """Sends a message with a number of its own, which it returns."""
+        """Sends a message with a number of its own, and returns the number."""
         number = self.last_number = next(self._numbers)
         self.post(kind(number, *fields))
         return number
@@ -120,20 +120,20 @@ class HelperLink:
             self._outgoing.popleft()
 
     def name_weights(self, weights: bytes) -> None:
-        """This process and those after it make names of values with these weights (32 bytes)."""
+        """Makes this process and those after it name values by these weights (32 bytes)."""
         owner = replace(self._setup.owner, weights=weights)
         self._setup = replace(self._setup, owner=owner)
         if self._process is not None:
             self.post(Rename(owner))
 
     def poll(self) -> None:
-        """Takes what has come and sends what could not be sent before."""
+        """Takes the messages that have come, and sends those that could not be sent before."""
         while (message := self._received()) is not None:
             self._take(message)
         self._flush()
 
     def _received(self) -> FromHelper | None:
-        """The next message. A process that says what is none is killed: nothing that it says counts any more."""
+        """The next message. A process that sends anything else is killed, and nothing that it sends counts any more."""
         if self._process is None or self._garbled:
             return None
         try:
@@ -162,7 +162,7 @@ class HelperLink:
     # --- the process ---
 
     def start(self, wait_s: float) -> None:
-        """Starts the first process, and waits until it is there and the store has answered, or not.
+        """Starts the first process, and waits up to `wait_s` seconds until the store has answered, or is not there.
 
         Raises:
             StoreError: with these settings there can be no client of the store.
@@ -176,7 +176,7 @@ class HelperLink:
                 raise StoreError(self._refused)
             if self._process is None:
                 if was_ready:
-                    break  # the settings are right: what the store did to it may end
+                    break  # the settings are right, and what the store did to the process may pass
                 raise StoreError(f"the remote tier's process does not come up: {self.breaker.reason}")
             if (
                 self._ready
@@ -186,7 +186,7 @@ class HelperLink:
             ):
                 if self.breaker.due(self._clock()):
                     continue
-                break  # it was asked, and is not there
+                break  # the store was asked, and is not there
             time.sleep(LOOK_S)
 
     def _begin(self) -> None:
@@ -199,7 +199,8 @@ class HelperLink:
         self.post(self._setup)
 
     def watch(self) -> None:
-        """Ends what hangs, starts again what has ended, asks a store that was lost. Called a few times a second."""
+        """Kills a process that hangs, restarts one that has ended, and asks a lost store whether it is back. Called a
+        few times per second."""
         if self.closed:
             return
         self.poll()
@@ -224,7 +225,7 @@ class HelperLink:
         self._killed = True
 
     def _silent(self, now_s: float) -> str:
-        """Why the process is taken for one that hangs, or nothing."""
+        """Why the process seems to hang; empty if it does not."""
         if not self._ready:
             return (
                 f"its process was not ready after {START_S:.0f} s" if now_s - self._began_s > START_S else ""
@@ -254,16 +255,16 @@ class HelperLink:
         self.user.reaped(how)
 
     def lost(self, reason: str) -> None:
-        """The store is not called until it answers again."""
+        """Stops calling the store until it answers again."""
         if self.breaker.lost(reason, self._clock()):
             logger.warning("remote tier: not used for now: %s", reason)
         if self._process is not None and self._ready and not self._killed:
-            # What is under way has a deadline of its own; what waits behind it ends at once.
+            # A call under way has a deadline of its own; messages that wait behind it end at once.
             self.post(Cancel(self.last_number))
         self.user.lost()
 
     def close(self, deadline_s: float) -> bool:
-        """Lets what is under way end, then ends the process. Idempotent. False: it was not reaped in time."""
+        """Lets messages under way end, then ends the process. Idempotent. Returns False if it is not reaped in time."""
         process, ends_s = self._process, time.monotonic() + deadline_s
         if process is None:
             self.closed = True

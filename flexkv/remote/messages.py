@@ -1,7 +1,7 @@
-"""What a unit's process and the process with the clients of its store say to each other.
+"""The messages between a unit's process and the process with the clients of its store.
 
-One message is one packet of a SEQPACKET socket pair, pickled: both ends are this package, and the socket has no name.
-Lists of pages are cut so that a packet fits the kernel's default buffer.
+One message is one packet of a SEQPACKET socket pair. It may be pickled, because both ends are this package and the
+socket has no name. Lists of pages are cut so that a packet fits the kernel's default buffer.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from flexkv.transfer.graph import PageCauses, SlotIds
 from flexkv.transfer.host_pool import PoolDescriptor
 
 MOST_PAGES = 1024
-"""Of a message at most."""
+"""Most pages of one message."""
 
 MOST_ASKED = 6144
-"""Keys of one question at most: 96 KiB."""
+"""Most keys of one question: 96 KiB."""
 
 PACKET_BYTES = 1 << 18
-"""Larger than any packet: what is read at once."""
+"""How many bytes are read at once; no packet is larger."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +39,12 @@ class Setup:
     """The first message: what the process works with.
 
     Attributes:
-        groups: of the unit's pages, by number.
-        pool: of the unit, shared.
-        batch_pages: values of one call of the store.
+        groups: geometry of the unit's pages, by number of the KV group.
+        pool: the unit's pool, which is shared.
+        batch_pages: values per call of the store.
         get_s, probe_s: deadlines of one call of gets or puts, and of one question.
-        put_bytes_per_s: at most; None for as fast as it goes.
-        ttl_s: values are a miss so long after they were written; None for never.
+        put_bytes_per_s: most bytes to put per second; None for as many as go.
+        ttl_s: seconds after its write from which on a value is a miss; None for never.
     """
 
     options: StoreOptions
@@ -60,19 +60,19 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The answer to `Setup`: the store's client is there. Whether its servers are, calls show."""
+    """The answer to `Setup`: the store's client is there. Calls show whether its servers are."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The other answer: with these settings it cannot be."""
+    """The other answer to `Setup`: with these settings there can be no client."""
 
     reason: str
 
 
 class Packed:
-    """A message that is pickled as its fields and nothing more: what a dataclass does by itself takes longer than the
-    kernel takes to send it."""
+    """A message that is pickled as its fields and nothing more, because what a dataclass does by itself takes longer
+    than the kernel takes to send the message."""
 
     __slots__: tuple[str, ...] = ()
 
@@ -82,11 +82,11 @@ class Packed:
 
 @dataclass(frozen=True, slots=True)
 class Pages(Packed):
-    """Part of an op: pages between slots of the pool and the store.
+    """Part of an op: pages that move between slots of the pool and the store.
 
     Attributes:
-        number: of the message.
-        keys, slots, tokens: of each page; tokens are the valid ones.
+        number: number of the message.
+        keys, slots, tokens: each page's key, slot and valid tokens.
     """
 
     number: int
@@ -97,20 +97,20 @@ class Pages(Packed):
 
 
 class Get(Pages):
-    """Read them into their slots, verified."""
+    """Reads the pages into their slots, and verifies them."""
 
 
 class Put(Pages):
-    """Write them, sealed."""
+    """Seals the pages, and writes them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Probe(Packed):
-    """Which pages are there?
+    """Asks which pages the store has.
 
     Attributes:
-        keys: per group, in order, as bytes: 16 a key.
-        whole: per group, whether the pages after one that is not there are of no use.
+        keys: per group, in order, as bytes: 16 per key.
+        whole: per group, whether the pages after a missing one are of no use.
     """
 
     number: int
@@ -123,7 +123,7 @@ class Probe(Packed):
 
 @dataclass(frozen=True, slots=True)
 class Remove:
-    """The store is to have these pages no more."""
+    """Removes these pages from the store."""
 
     group: int
     keys: Keys
@@ -131,21 +131,21 @@ class Remove:
 
 @dataclass(frozen=True, slots=True)
 class Rename:
-    """Names of values are this owner's from now on. Comes before the first page is asked for, read or written."""
+    """Names values by this owner from now on. The unit sends it before it asks for, reads or writes the first page."""
 
     owner: ValueOwner
 
 
 @dataclass(frozen=True, slots=True)
 class Alive:
-    """Is there anybody? Answered by `Answer` without pages."""
+    """Asks whether the store is there; the reply is an `Answer` without pages."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Messages up to this number end as soon as no call is under way for them; what was not begun is not."""
+    """Ends messages up to this number as soon as no call is under way for them, and begins nothing more of them."""
 
     number: int
 
@@ -163,10 +163,10 @@ class Done:
 
     Attributes:
         failed, causes: positions of the pages that must not be used, int32, and the cause of each.
-        outcomes: how many pages fared how: "ok", the name of a miss, or what the store said.
-        reason: of the first failure.
+        outcomes: number of pages by outcome: "ok", "known", the name of a miss, or of the store's `Outcome`.
+        reason: reason of the first failure.
         lost: why the store cannot be reached; empty where it can.
-        bytes: that were moved.
+        bytes: bytes that were moved.
     """
 
     number: int
@@ -183,7 +183,7 @@ class Answer(Packed):
     """The end of a `Probe` or `Alive`.
 
     Attributes:
-        presence: per group, `Presence` of the leading keys that were asked, a byte each.
+        presence: per group, `Presence` of the leading keys that were asked for, one byte per key.
         lost: why the store cannot be reached; empty where it can.
     """
 
@@ -203,8 +203,8 @@ FromHelper = Ready | Refused | Progress | Done | Answer
 def send(sock: socket.socket, message: ToHelper | FromHelper) -> None:
     """
     Raises:
-        OSError: the other end is gone; `BlockingIOError`: of a socket that does not block, there is no room.
-        StoreError: it is too long for a packet.
+        OSError: the other end is gone, or (`BlockingIOError`) a socket that does not block has no room.
+        StoreError: the message is too long for a packet.
     """
     packet = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
     try:
@@ -223,8 +223,8 @@ def receive(sock: socket.socket) -> ToHelper | FromHelper | None:
     """The next message; None: the other end is gone.
 
     Raises:
-        BlockingIOError: of a socket that does not block, there is none.
-        StoreError: what came is no message: the other end has lost its mind.
+        BlockingIOError: a socket that does not block has no message now.
+        StoreError: the packet is no message, so the other end is broken.
     """
     try:
         packet = sock.recv(PACKET_BYTES)
@@ -234,6 +234,6 @@ def receive(sock: socket.socket) -> ToHelper | FromHelper | None:
         return None
     try:
         message: ToHelper | FromHelper = pickle.loads(packet)
-    except Exception as error:  # whatever bytes can make of unpickling
+    except Exception as error:  # unpickling such bytes may raise anything
         raise StoreError(f"a packet that is no message: {type(error).__name__}: {error}") from error
     return message

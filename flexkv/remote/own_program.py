@@ -1,4 +1,4 @@
-"""How a process of this very package is started, from whatever folder and environment its parent has."""
+"""Makes the command for a process of this very package, whatever folder and environment its parent has."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ START = (
 
 
 def own_program(module: str) -> list[str]:
-    """The beginning of a command: this interpreter with `module` of this package, as `python -m` would. Its arguments
-    follow."""
+    """The beginning of a command that runs `module` of this package with this interpreter, as `python -m` would. The
+    module's arguments follow."""
     return [sys.executable, "-c", START, str(Path(flexkv.__file__).resolve().parent.parent), module]

@@ -1,6 +1,6 @@
-"""Moves a unit's pages between its host pool and a store, by a process of its own that may hang, lie or die.
+"""Moves a unit's pages between its host pool and a store, through a process of its own that may hang, lie or die.
 
-Every op ends once, after its last byte has stopped moving: of a process that was killed, when it has been reaped.
+Every op ends once, after its last byte has stopped moving. After a kill that is when the process has been reaped.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from flexkv.transfer.graph import FailureCause, OpId, OpKind, OpResult, OpStatus
 logger = get_logger(__name__)
 
 MOST_REMOVALS = 256
-"""Messages that wait for a store that is away. Of more the oldest are given up: the page is a miss, or damaged as it
-was, to whoever reads it next."""
+"""Most messages that wait for a store that is away. If there are more, the oldest are dropped: whoever reads such a
+page next finds it missing, or as damaged as it was."""
 
 LOST = "lost"
 
 Presences = Sequence[NDArray[np.uint8]]
-"""Per group `Presence` of the leading keys that were asked for; empty where nobody answered."""
+"""Per group `Presence` of the leading keys that were asked for; empty where no answer came."""
 
 
 @dataclass(slots=True)
@@ -38,11 +38,11 @@ class RemoteTotals:
     """Running totals.
 
     Attributes:
-        gets, puts: pages by outcome: "ok", "known" (a put of what was there), or why not; LOST: nobody knows, or it was
-            not tried, as the store or the process was lost.
+        gets, puts: pages by outcome: "ok", "known" (the store had it before the put), or why not. LOST: the outcome is
+            unknown, or the page was not tried, because the store or the process was lost.
         lookups: questions by outcome: "hit", "miss", "unknown" (not answered in time).
-        bytes_got, bytes_put: of pages that arrived.
-        restarts: of the process.
+        bytes_got, bytes_put: bytes of pages that arrived.
+        restarts: how often the process was restarted.
     """
 
     gets: Counter[str] = field(default_factory=Counter)
@@ -57,10 +57,10 @@ class RemoteTotals:
 class PlaneLimits:
     """
     Attributes:
-        queue_ops: ops that may be under way.
-        questions: that the process may have to answer, also late.
-        probe_s: a question without an answer after so long has none.
-        keeps_slots: slots of a killed process stay out of use: a network card may write to them still.
+        queue_ops: most ops under way.
+        questions: most questions that the process has still to answer, late ones among them.
+        probe_s: a question that has no answer after so many seconds ends without one.
+        keeps_slots: slots of a killed process stay out of use, because a network card may still write to them.
     """
 
     queue_ops: int
@@ -86,14 +86,14 @@ class Moving:
 
 
 class RemotePlane:
-    """Driven by the manager's thread; no call waits but `close`.
+    """The manager's thread drives it; only `close` waits.
 
     Args:
-        link: to the process; the plane is its user.
+        link: leads to the process; the plane becomes its user.
         clock: seconds, never running backwards.
 
     Attributes:
-        totals: what was counted so far.
+        totals: running totals.
     """
 
     def __init__(self, link: HelperLink, limits: PlaneLimits, clock: Callable[[], float]) -> None:
@@ -103,18 +103,18 @@ class RemotePlane:
         self.totals = RemoteTotals()
         self._moving: dict[OpId, Moving] = {}
         self._op_of: dict[int, OpId] = {}
-        """By message."""
+        """The op of each message, by the message's number."""
         self._seen_s: dict[OpKind, float] = {}
-        """When ops of a kind last showed a sign of life: one thread carries out each kind, in order."""
+        """When ops of a kind last showed a sign of life. One thread carries out each kind, in order."""
         self._ended: list[OpResult] = []
         self._questions: dict[int, tuple[OpId, float]] = {}
         self._unanswered: set[int] = set()
-        """Questions that the process has not answered, also those that nobody waits for any more."""
+        """Questions that the process has not answered, even those for whose answer nobody waits any more."""
         self._answered_s = 0.0
-        """When it last answered one, or had none before."""
+        """When the process last answered a question, or got one after it had none."""
         self._answers: list[tuple[OpId, Presences]] = []
         self._removals: deque[Remove] = deque(maxlen=MOST_REMOVALS)
-        """For when the store can be reached, and its values' names are known."""
+        """Removals that wait until the store can be reached and its values' names are known."""
         self._held = False
         link.join(self)
 
@@ -124,7 +124,8 @@ class RemotePlane:
         return self.link.breaker.reason
 
     def watch(self) -> None:
-        """As of `HelperLink`."""
+        """Watches the process, posts removals, and ends questions that were not answered in time. Called a few times
+        per second."""
         self.link.watch()
         self.totals.restarts = max(0, self.link.restarts)
         self._post_removals()
@@ -133,7 +134,8 @@ class RemotePlane:
     # --- ops ---
 
     def submit(self, graph: TransferGraph) -> int | None:
-        """Takes the ops of `graph`, or none: None when there is no room. Where the store is lost they end at once.
+        """Takes the ops of `graph`; returns None and takes none when there is no room. If the store is lost, they end
+        at once.
 
         Raises:
             ContractError: an op of another kind.
@@ -172,17 +174,17 @@ class RemotePlane:
         return ended
 
     def remove(self, group: int, keys: Keys) -> None:
-        """The store is to have these pages no more, as soon as it can be reached."""
+        """Removes these pages from the store as soon as it can be reached."""
         for first in range(0, len(keys), MOST_PAGES):
             self._removals.append(Remove(group, keys[first : first + MOST_PAGES]))
         self._post_removals()
 
     def hold(self) -> None:
-        """Values have no names before `open_for`."""
+        """Keeps removals back until `open_for`, because values have no names before."""
         self._held = True
 
     def open_for(self, weights: bytes) -> None:
-        """From now on names of values are those of pages that were computed with these weights (32 bytes)."""
+        """Names values by the weights (32 bytes) that pages are computed with from now on, and posts removals."""
         self._held = False
         self.link.name_weights(weights)
         self._post_removals()
@@ -206,7 +208,7 @@ class RemotePlane:
             self._ended.append(OpResult(op.op_id, OpStatus.FAILED, failed, moving.reason, causes=causes))
 
     def _end_cancelled(self, moving: Moving, reason: str) -> None:
-        """Of no page of it is known what became of it, and nothing moves any more."""
+        """Ends an op whose pages count as not moved, because their outcome is unknown. Nothing of it moves any more."""
         del self._moving[moving.op.op_id]
         ended = moving.op.pages
         if moving.waiting:
@@ -222,7 +224,7 @@ class RemotePlane:
     # --- questions ---
 
     def ask(self, op_id: OpId, keys: Sequence[Keys], whole: Sequence[bool]) -> bool:
-        """Asks which of `keys` are there; `whole`: see `Probe`. False: nothing was asked."""
+        """Asks which of `keys` the store has; for `whole`, see `Probe`. Returns False if nothing was asked."""
         if not self.link.usable or len(self._unanswered) >= self._limits.questions:
             return False
         number = self.link.send(Probe, tuple(of_group.tobytes() for of_group in keys), tuple(whole))
@@ -290,8 +292,8 @@ class RemotePlane:
             self.totals.bytes_put += done.bytes
         if not moving.waiting:
             self._end(moving)
-        # What was evicted, has expired, or is not the page that was asked for is a miss of its key, and says nothing of
-        # the store; whoever has read a wrong value removes it.
+        # A value that was evicted, has expired, or is not the page that was asked for is a miss of its key, and says
+        # nothing about the store; the process that read a wrong value removes it.
         good, failed = done.outcomes["ok"], done.outcomes["failed"]
         if done.lost:
             self.link.lost(done.lost)
@@ -324,5 +326,5 @@ class RemotePlane:
         return min(seen_s, default=None)
 
     def close(self, deadline_s: float) -> bool:
-        """Ends the process. Idempotent. False: it was not reaped, and its ops have not ended."""
+        """Ends the process. Idempotent. Returns False if it was not reaped, and its ops have not ended."""
         return self.link.close(deadline_s)

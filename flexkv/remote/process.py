@@ -1,4 +1,4 @@
-"""The helper's process as its unit sees it: started, spoken to, killed and reaped."""
+"""The helper's process, for its unit, which starts it, exchanges messages with it, kills it and reaps it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from flexkv.remote.messages import FromHelper, ToHelper, receive, send
 from flexkv.remote.own_program import own_program
 
 SOCKET_BYTES = 4 << 20
-"""Of the socket's buffer, where the kernel allows it: for packets that come while the other end does something else."""
+"""Size of the socket's buffer, where the kernel allows it: room for packets that come while the other end is busy."""
 
 
 class HelperProcess:
-    """One process. It ends with the thread that started it, as Linux has it for a parent's death: that thread is to
-    live as long as the unit.
+    """One process. Linux ends it with the thread that started it, which counts as its parent; so that thread must live
+    as long as the unit.
 
     Args:
         environment: variables that the client's library reads when it is loaded; those that are set already stay.
@@ -54,10 +54,10 @@ class HelperProcess:
         return self._process.pid
 
     def send(self, message: ToHelper) -> bool:
-        """False: there is no room now, or the process is gone, which `ended` tells.
+        """Sends a message; returns False if there is no room now, or if the process is gone, which `ended` shows.
 
         Raises:
-            StoreError: it is too long for a packet.
+            StoreError: the message is too long for a packet.
         """
         try:
             send(self._sock, message)
@@ -69,7 +69,7 @@ class HelperProcess:
         """The next message; None where there is none now.
 
         Raises:
-            StoreError: what came is no message of a helper.
+            StoreError: the packet is no message of a helper.
         """
         try:
             message = receive(self._sock)
@@ -80,24 +80,24 @@ class HelperProcess:
         raise StoreError(f"a packet that is no message of a helper: {type(message).__name__}")
 
     def fileno(self) -> int:
-        """To wait for a message."""
+        """The descriptor to wait on for a message."""
         return self._sock.fileno()
 
     @property
     def ended(self) -> str:
-        """How the process ended and that it was reaped, for a person; empty while it runs."""
+        """How the process ended, for people; empty until it has ended and was reaped."""
         code = self._process.poll()
         if code is None:
             return ""
         return f"its process ended by signal {-code}" if code < 0 else f"its process ended with {code}"
 
     def kill(self) -> None:
-        """What it was doing stops; when `ended` says so, and not before, nothing of it touches memory any more."""
+        """Kills the process. It may touch memory until `ended` says that it has ended, and not after."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
 
     def close(self, deadline_s: float) -> bool:
-        """Lets the process end by itself, or kills it; whether it was reaped in time."""
+        """Lets the process end by itself, or kills it; returns whether it was reaped in time."""
         self._sock.close()
         for step in (self._process.wait, self._killed):
             try:

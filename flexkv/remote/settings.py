@@ -1,4 +1,4 @@
-"""How a store is reached, from the settings: secrets are read from their files, and networks are to be trusted."""
+"""Makes a store's options from the settings: reads secrets from their files, and refuses untrusted networks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flexkv.errors import ConfigError
 from flexkv.remote.base import ALIVE_S, StoreOptions, masked_url
 
 ENCRYPTED = frozenset({"rediss"})
-"""Schemes whose servers prove who they are, and whose bytes nobody else reads or changes."""
+"""Schemes whose servers prove who they are, and whose bytes nobody else can read or change."""
 
 MOST_SECRET_BYTES = 4096
 USUAL_STUCK_S = 5.0
@@ -24,7 +24,8 @@ USUAL_STUCK_S = 5.0
 def store_options(remote: RemoteConfig) -> StoreOptions:
     """
     Raises:
-        ConfigError: a file cannot be used, or the network would have to be trusted; says what to do.
+        ConfigError: a file cannot be used, `remote.stuck_s` is too short, or the network would have to be trusted; the
+            message says what to do.
     """
     _check_network(remote)
     if remote.stuck_s is not None and remote.stuck_s < _longest_s(remote):
@@ -45,8 +46,8 @@ def store_options(remote: RemoteConfig) -> StoreOptions:
 
 
 def stuck_s(remote: RemoteConfig) -> float:
-    """Seconds without a sign of life, after which the process with the store's client is killed: `remote.stuck_s`, or
-    where that is unset the usual, or as long as the longest call that the other settings allow."""
+    """Seconds without a sign of life after which the process with the store's client is killed: `remote.stuck_s`, or if
+    that is unset, USUAL_STUCK_S, but at least as long as the longest call that the other settings allow."""
     return max(USUAL_STUCK_S, _longest_s(remote)) if remote.stuck_s is None else remote.stuck_s
 
 
@@ -74,7 +75,7 @@ def _check_network(remote: RemoteConfig) -> None:
         except ValueError as error:
             raise ConfigError(f"remote.urls={masked_url(url)}: it is no URL: {error}") from error
         if parts.scheme in ENCRYPTED or _is_here(host) or not host:
-            continue  # without a host the store refuses it
+            continue  # the store refuses a URL without a host
         encrypted = "use rediss://, or set" if parts.scheme == "redis" else "it has no TLS: set"
         raise ConfigError(
             f"remote.urls: {parts.scheme}://{host} is another machine, and sends plain text: whoever is on the network "
@@ -93,7 +94,7 @@ def _is_here(host: str) -> bool:
 
 @contextmanager
 def _opened(setting: str, path: str, needed: str) -> Iterator[BinaryIO]:
-    """The file, which is one: opening a pipe would wait for somebody to write."""
+    """Opens a regular file and refuses anything else: opening a pipe would wait for somebody to write."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Which store a URL names."""
+"""Opens the store that a URL names."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ SCHEMES: dict[str, tuple[str, str]] = {
     "rediss": ("flexkv.remote.redis.store", "RedisStore"),
     "mooncake": ("flexkv.remote.mooncake", "MooncakeStore"),
 }
-"""Scheme -> module and class. A module is imported when a store of its scheme is opened, and its library with it."""
+"""Module and class of each scheme. A module, and its library, is imported when a store of its scheme is opened."""
 
 
 def open_store(options: StoreOptions) -> Store:
-    """A client of the store that `options.urls` name. Does not ask whether it is there: `alive` does.
+    """A client of the store that `options.urls` name. Does not ask whether the store is there: `alive` does.
 
     Raises:
-        StoreError: no such scheme, several, or the store's library is missing.
+        StoreError: the scheme is unknown, there are several, the options do not suit the store, or its library is
+            missing.
     """
     schemes = sorted({url.partition("://")[0].lower() for url in options.urls})
     if len(schemes) != 1 or schemes[0] not in SCHEMES:

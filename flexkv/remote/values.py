@@ -1,4 +1,4 @@
-"""What a store holds of a page: its name, and a value of all ranks' stripes with a trailer that proves them."""
+"""How a store holds a page: under a name, in a value of all ranks' stripes with a trailer that proves them."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from flexkv.storage.group_tables import codec_of, format_text
 from flexkv.storage.tags import make_tags
 
 VALUE_VERSION = 1
-"""Of names and values together: another version has other names, so that no engine reads what it does not know."""
+"""Version of names and values together. Another version has other names, so no engine reads what it does not know."""
 
 NO_GENERATIONS = np.zeros(1, np.uint64)
 
 
 @dataclass(frozen=True, slots=True)
 class ValueOwner:
-    """Whose pages they are: pages of equal owners may be exchanged.
+    """Names the owner of pages. Pages of equal owners may be exchanged.
 
     Attributes:
         fingerprint: 32 bytes; everything that must be equal before two blocks' KV may be exchanged.
-        weights: 32 bytes that name all content of the weights; empty where the fingerprint does.
-        tenant: for people who keep users of one store apart; values of another tenant are never found.
+        weights: 32 bytes that name all content of the weights; empty where the fingerprint does so.
+        tenant: keeps users of one store apart; values of another tenant are never found.
     """
 
     fingerprint: bytes
@@ -35,7 +35,7 @@ class ValueOwner:
     weights: bytes = b""
 
     def digest(self, encoding: str) -> bytes:
-        """32 bytes that differ for every other owner, encoding of pages, or version of values."""
+        """32 bytes that differ between any two owners, encodings of pages, or versions of values."""
         parts = (
             b"flexkv value",
             str(VALUE_VERSION).encode(),
@@ -51,18 +51,18 @@ class ValueOwner:
 class ValueFormat:
     """The values of one KV group's pages. Specified in docs/remote.md.
 
-    A value is the stripes of all ranks, one after the other and without gaps, then a trailer: that of a page on disk
-    (docs/disk-format.md), whose place is the owner's digest. One value holds all ranks' stripes, so that no rank's
-    share can be missing alone.
+    A value is the stripes of all ranks, one after the other and without gaps, then the trailer of a page on disk
+    (docs/disk-format.md), whose place is bytes of the owner's digest. One value holds all ranks' stripes, so that no
+    rank's share can be missing alone.
 
     Args:
-        group: the pages' geometry and encoding; with `host_digests` a slot has run digests of its own, which the
-            trailer takes over.
-        number: of the KV group.
+        group: the pages' geometry and encoding; with `host_digests` a slot has run digests of its own, which go into
+            the trailer.
+        number: number of the KV group.
 
     Attributes:
-        value_bytes: of every value.
-        trailer_bytes: of its trailer.
+        value_bytes: bytes of every value.
+        trailer_bytes: bytes of its trailer.
     """
 
     def __init__(self, owner: ValueOwner, group: DiskGroup, number: int) -> None:
@@ -79,11 +79,11 @@ class ValueFormat:
         self.value_bytes = sum(group.stripe_bytes) + self.trailer_bytes
 
     def name(self, key: bytes) -> str:
-        """The name of the value of a page; `key`: its 16 bytes."""
+        """The name of a page's value; `key` has 16 bytes."""
         return self._prefix + key.hex()
 
     def names(self, keys: Keys) -> list[str]:
-        """The same of several pages."""
+        """The names of several pages' values."""
         digits, size = keys.tobytes().hex(), 2 * KEY_BYTES
         return [self._prefix + digits[at : at + size] for at in range(0, len(digits), size)]
 
@@ -98,7 +98,7 @@ class ValueFormat:
 
         Args:
             key: uint8 [16].
-            tokens: valid ones.
+            tokens: valid tokens.
             expiry: unix seconds from which on the page is a miss; 0 for never.
             now: unix seconds.
         """
@@ -108,7 +108,7 @@ class ValueFormat:
     def check(
         self, slot: Part, trailer: Part, key: NDArray[np.uint8], tokens: int, now: int
     ) -> tuple[str, str]:
-        """Whether what was read into a slot is the page that was asked for: `("none", "")`, or the name of the miss
-        (`c_ext.PageCodec.check`) and the reason."""
+        """Checks that the value in a slot is the page that was asked for; returns `("none", "")`, or the name of the
+        miss (`c_ext.PageCodec.check`) and the reason."""
         tag = make_tags(key.reshape(1, -1), 0, NO_GENERATIONS, tokens)
         return self._codec.check_apart(slot, trailer, self._place, 0, tag.tobytes(), now)

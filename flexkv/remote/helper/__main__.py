@@ -1,4 +1,4 @@
-"""Starts the process: dies with its parent, and serves the socket that it was given."""
+"""The process's entry point: makes it end with its parent, and serves the socket that it inherits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PR_SET_PDEATHSIG = 1
 """linux/prctl.h"""
 
 SWITCH_S = 0.0002
-"""A thread that computes keeps the interpreter from the others for so long at most: a question is answered in less."""
+"""Longest time for which a computing thread keeps the interpreter from the others, so that questions do not wait."""
 
 
 def main() -> None:
@@ -26,11 +26,11 @@ def main() -> None:
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent:
-        return  # it had ended before it could be watched
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the unit says when it is over
+        return  # the parent had ended before it could be watched
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # from a terminal; the unit decides when the process ends
     sys.setswitchinterval(SWITCH_S)
     Control(socket.socket(fileno=descriptor)).serve()
-    # Threads in calls of a library that may hang do not hold up the end.
+    # The end does not wait for threads in calls of a library, which may hang.
     os._exit(0)
 
 

@@ -40,11 +40,12 @@ Message = TypeVar("Message")
 Taken = TypeVar("Taken", contravariant=True)
 
 MOVERS_NICE = 5
-"""What is read and written here is behind the engine's own threads; what is asked is waited for and takes no time."""
+"""Gets and puts give way to the engine's own threads. Questions do not: requests wait for them, and they take little
+time."""
 
 
 class Inbox(Generic[Message]):
-    """Messages for one thread, in order. How many there may be is the unit's to bound, which counts those under way."""
+    """Messages for one thread, in order. The unit bounds their number, because it counts those under way."""
 
     def __init__(self) -> None:
         self._messages: deque[Message] = deque()
@@ -56,7 +57,7 @@ class Inbox(Generic[Message]):
             self._there.notify()
 
     def take(self) -> Message:
-        """Waits for one."""
+        """Waits for the next message."""
         with self._there:
             while not self._messages:
                 self._there.wait()
@@ -64,7 +65,7 @@ class Inbox(Generic[Message]):
 
 
 class Control:
-    """Of one unit, until its end of the socket is closed."""
+    """Serves one unit until the unit closes its end of the socket."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -93,7 +94,7 @@ class Control:
             self._send(Refused(str(error)))
             return
         except Exception as error:
-            # A library that does not load in its own way: the unit is to say why it has none.
+            # A library may fail to load in ways of its own; the unit must be able to say why it has no client.
             self._send(Refused(f"{type(error).__name__}: {error}"))
             return
         self._send(Ready())
@@ -125,7 +126,7 @@ class Worker(Protocol[Taken]):
 
 def _start(name: str, box: Inbox[Message], make: Callable[[], Worker[Message]], nice: int) -> None:
     """Starts a thread that makes its worker and carries out the messages of `box`. The threads of a client's library
-    are as nice as the one that makes it.
+    get the nice value of the thread that makes the client.
 
     Raises:
         Exception: what `make` raises.
@@ -136,7 +137,8 @@ def _start(name: str, box: Inbox[Message], make: Callable[[], Worker[Message]], 
 
 
 def _run(box: Inbox[Message], make: Callable[[], Worker[Message]], nice: int, made: Future[None]) -> None:
-    """Of a thread. An error of our own ends the process: the unit ends what was under way, and starts another."""
+    """Runs on the thread. An error of our own ends the process; the unit then ends what was under way, and starts
+    another process."""
     try:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)  # of this thread alone
         worker = make()

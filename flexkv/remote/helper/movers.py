@@ -1,4 +1,4 @@
-"""Gets and puts: pages between the store and the unit's host pool, sealed and verified here."""
+"""Gets and puts: moves pages between the store and the unit's host pool, and seals and verifies them."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from flexkv.transfer.graph import FailureCause
 from flexkv.transfer.host_pool import HostPool
 
 ASKED_AT_ONCE = 256
-"""Names of one question before a put: a master's work for it is by the call as much as by the name."""
+"""Names per question before a put: such a question costs a master by the call as much as by the name."""
 
 REMOVE_S = 1.0
-"""A value that is not what it should be is removed by who found it; where that takes longer, by the next one."""
+"""How long one removal may take. The process that finds a wrong value removes it; where that takes longer, the next
+one that finds it does."""
 
 PAUSE_S = 0.5
 """Longest wait for a share of the bandwidth between two signs of life."""
@@ -31,10 +32,10 @@ PAUSE_S = 0.5
 
 @dataclass(slots=True)
 class Work:
-    """What the threads have in common.
+    """State that the threads share.
 
     Attributes:
-        open: another client of the store; each thread has its own.
+        open: opens another client of the store; each thread has its own.
         tell: sends a message to the unit.
         cancelled: messages up to this number end early.
     """
@@ -48,7 +49,7 @@ class Work:
 
 
 def why_lost(store: Store) -> str:
-    """After a call that failed: why the store cannot be reached; empty where it can."""
+    """Asks, after a call that failed, why the store cannot be reached; empty where it can."""
     return store.alive(ALIVE_S)
 
 
@@ -58,8 +59,8 @@ class Batch:
 
     Attributes:
         pages: their positions in the message.
-        names, values: in the store.
-        slots: of the host pool.
+        names, values: their names and values in the store.
+        slots: their slots of the host pool.
     """
 
     message: Pages
@@ -70,10 +71,10 @@ class Batch:
 
 
 Causes = Sequence[FailureCause | None]
-"""Of each page of a batch why it failed, or None. SOURCE: the store, or the way to it."""
+"""Why each page of a batch failed, or None. SOURCE stands for the store, or the way to it."""
 
 Take = Callable[[Sequence[int], Causes], None]
-"""How pages at these positions of a message fared."""
+"""Takes the outcomes of the pages at these positions of a message."""
 
 
 class Mover(ABC):
@@ -98,7 +99,7 @@ class Mover(ABC):
             raise StoreError(f"the store's transport does not take the host pool's memory: {why}")
 
     def _register_slots(self) -> None:
-        """Those that came up since the last call."""
+        """Registers the slots that came up since the last call."""
         pool = self.work.pool
         ready = pool.ready_slots
         while self._registered_slots < ready:
@@ -124,7 +125,7 @@ class Mover(ABC):
         self.work.tell(done)
 
     def batches(self, message: Pages, pages: Sequence[int], done: Done) -> Iterator[Batch]:
-        """Of `pages`, as far as they are to be begun: not if they were cancelled, nor after the store was lost."""
+        """Batches of `pages`, until the message is cancelled or the store is lost."""
         form, size = self.work.formats[message.group], self.work.setup.batch_pages
         for number, first in enumerate(range(0, len(pages), size)):
             if message.number <= self.work.cancelled or done.lost:
@@ -137,7 +138,7 @@ class Mover(ABC):
             yield Batch(message, part, form.names(message.keys[part]), values, slots)
 
     def called(self, message: Pages, begun_s: float, failed: bool, done: Done) -> None:
-        """A call of the store has ended: is it there, where it failed?"""
+        """Reports progress after a call of the store; after one that failed, finds out whether the store is lost."""
         self.work.tell(Progress(message.number))
         if failed:
             took_s = time.monotonic() - begun_s
@@ -152,11 +153,11 @@ class Mover(ABC):
 
     @abstractmethod
     def carry(self, message: Pages, done: Done, take: Take) -> None:
-        """Moves the pages, and says of each how it fared; of what it does not say, nothing was done."""
+        """Moves the pages, and passes the outcome of each to `take`; a page without an outcome was not tried."""
 
 
 class Getter(Mover):
-    """Reads values into slots. What is not the page that was asked for never counts, and the store is to lose it."""
+    """Reads values into slots. A value that is not the page that was asked for never counts, and is removed."""
 
     def __init__(self, work: Work) -> None:
         super().__init__(work)
@@ -205,12 +206,12 @@ class Getter(Mover):
 
 
 class Putter(Mover):
-    """Writes pages of slots, each with a trailer made here; what the store has is not sent again."""
+    """Writes pages of slots, each with a trailer made here. A page that the store has is not sent again."""
 
     def __init__(self, work: Work) -> None:
         super().__init__(work)
         self._allowance = 0.0
-        """Bytes that may be sent at once; below zero those that were sent ahead of their time."""
+        """Bytes that may be sent at once; below zero, bytes that were sent ahead of their time."""
         self._since_s = time.monotonic()
 
     def carry_out(self, message: Put | Remove) -> None:
@@ -227,7 +228,7 @@ class Putter(Mover):
         while batch is not None and sealed is not None:
             sealed.result()
             current, batch = batch, next(batches, None)
-            # Asked after the last call's outcome was seen, and sealed while this batch is sent.
+            # The next batch is chosen after the last call's outcome is known, and sealed while this one is sent.
             sealed = None if batch is None else self.beside.submit(self._seal, batch)
             take(current.pages, self._put(current, done))
             if done.lost:
@@ -251,7 +252,7 @@ class Putter(Mover):
             unknown += [
                 page for page, presence in zip(pages, there, strict=True) if presence is not Presence.YES
             ]
-            # Of a store of several servers some may have answered.
+            # Some servers of a store that has several may have answered.
             self.called(message, begun_s, Presence.UNKNOWN in there, done)
         return unknown
 
@@ -289,7 +290,7 @@ class Putter(Mover):
             return
         while True:
             now_s = time.monotonic()
-            # A second's worth may be sent at once after a quiet time, and no more.
+            # After a quiet time at most a second's worth may be sent at once.
             self._allowance = min(float(rate), self._allowance + rate * (now_s - self._since_s))
             self._since_s = now_s
             if self._allowance >= 0 or batch.message.number <= self.work.cancelled:

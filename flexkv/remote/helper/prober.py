@@ -1,4 +1,4 @@
-"""Answers which pages the store has, beside the bulk of gets and puts: with a client of its own."""
+"""Answers which pages the store has, with a client of its own, so that no question waits behind gets and puts."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from flexkv.remote.helper.movers import Work, why_lost
 from flexkv.remote.messages import Alive, Answer, Probe
 
 CHUNK = 256
-"""Names of one call: a store answers so many in a fifth of a millisecond, and what follows the first that it does not
-have is not asked for."""
+"""Names per call: a store answers so many in a fifth of a millisecond. After a call that finds a name missing, the
+names that follow it in a prefix are not asked for."""
 
 ANSWER_SHARE = 0.8
-"""Of the time after which nobody waits: what some servers said in time is told, though others did not."""
+"""The prober asks for this share of the time that the unit waits, so that the answers of some servers arrive in time
+even if others do not answer."""
 
 NO_KEYS: Keys = np.empty((0, KEY_BYTES), np.uint8)
 
@@ -41,7 +42,7 @@ class Prober:
         ends_s = time.monotonic() + ANSWER_SHARE * self._work.setup.probe_s
         presence: list[NDArray[np.uint8]] = []
         reached = True
-        # Groups that restore whole prefixes come first: where nothing of them is there, nothing else is of use.
+        # Groups that restore whole prefixes come first: if the store has nothing of them, nothing else is of use.
         order = sorted(range(len(message.keys)), key=lambda group: not message.whole[group])
         answers: dict[int, NDArray[np.uint8]] = {}
         for group in order:
@@ -55,7 +56,7 @@ class Prober:
         return Answer(message.number, found, why_lost(self._store) if unknown else "")
 
     def _ask(self, group: int, keys: Keys, whole: bool, ends_s: float) -> NDArray[np.uint8]:
-        """Of the leading keys, as far as the time allows."""
+        """`Presence` of the leading keys, as far as the time allows."""
         form, found = self._work.formats[group], [np.empty(0, np.uint8)]
         for first in range(0, len(keys), CHUNK):
             left_s = ends_s - time.monotonic()

@@ -1,8 +1,9 @@
-"""One client of Mooncake's library: set up when its master is there, and never called when it is known not to be.
+"""One client of Mooncake's library: set up when its master is there, and never called when the master is known not to
+be.
 
 The library cannot be interrupted and forgives little: a call on a client that is not set up, or was closed, ends the
-process with SIGSEGV, and with a dead master each call waits 4.3 s. So a connection of our own to the master is kept, on
-which nothing is sent: its end shows that the master has died, for the price of one system call.
+process with SIGSEGV, and with a dead master each call waits 4.3 s. So `Client` keeps a connection of its own to the
+master, on which it sends nothing: its end shows that the master has died, for the price of one system call.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from flexkv.remote.base import Part
 CLIENT_ENVIRONMENT = {
     "MC_STORE_CLIENT_SETUP_RETRIES": "1",  # a setup without a master takes 90 s otherwise
     "MC_RPC_TIMEOUT_MS": "1000",  # a stopped master holds a call for 30 s otherwise
-    "MC_TCP_PROGRESS_TIMEOUT_SEC": "2",  # and a stopped owner for 30 s a value
+    "MC_TCP_PROGRESS_TIMEOUT_SEC": "2",  # and a stopped owner for 30 s per value
     "MC_TCP_STATUS_TIMEOUT_SEC": "2",
     "MC_TCP_LANES_PER_PEER": "8",  # fewer lanes than values in a call wait for a stopped owner one after the other
 }
-"""Of a process that opens this store: given to it at its start, because the library reads it once. What an operator has
-set stays: `{**CLIENT_ENVIRONMENT, **environment}`."""
+"""Variables for a process that opens this store, given to it at its start, because the library reads them once. What an
+operator has set stays: `{**CLIENT_ENVIRONMENT, **environment}`."""
 
 AGAIN_S = 0.5
-"""After a failed attempt to reach the master none is made for so many seconds: calls fail at once."""
+"""For so many seconds after a failed attempt to reach the master none is made, and calls fail at once."""
 
 ADVICE = "pip install mooncake-transfer-engine-non-cuda==0.3.13.post1; it needs the system's libibverbs1 too"
 
@@ -39,7 +40,7 @@ def load_library(master: str) -> Any:
     """The library's class of clients.
 
     Raises:
-        StoreError: the library cannot be loaded, or would not have its settings.
+        StoreError: the library cannot be loaded, or a variable of CLIENT_ENVIRONMENT is not set.
     """
     missing = [name for name in CLIENT_ENVIRONMENT if name not in os.environ]
     if missing:
@@ -58,13 +59,13 @@ class Client:
     """A pure client: it contributes no memory to the store.
 
     Args:
-        host, port: of the master's RPC.
-        connect_s: to connect to it for at most so many seconds; setting the library up takes one round trip or
+        host, port: address of the master's RPC.
+        connect_s: longest time to connect to it, in seconds; setting the library up takes one round trip or
             MC_RPC_TIMEOUT_MS more.
-        devices: of RDMA; empty for TCP.
+        devices: RDMA devices; empty for TCP.
 
     Attributes:
-        why: there is no client, as `ready` found last.
+        why: why there is no client, as the last `ready` found.
     """
 
     def __init__(self, host: str, port: int, connect_s: float, devices: Sequence[str]) -> None:
@@ -81,11 +82,11 @@ class Client:
         self.why = ""
 
     def ready(self, until_s: float, at_once: bool = False) -> Any:
-        """The library's client, or None: `why` says what is wrong.
+        """The library's client, which it sets up where that is needed, or None: `why` says what is wrong.
 
         Args:
-            until_s: of the monotonic clock, when to give up.
-            at_once: even if an attempt has just failed.
+            until_s: time on the monotonic clock at which to give up.
+            at_once: try even if an attempt has just failed.
         """
         if self._closed:
             raise ClosedError("the store was closed")
@@ -118,7 +119,7 @@ class Client:
             return
         self._client = client
         for memory in self._memory:
-            # One that is refused was told of by `register`, or makes its transfers fail, with a code.
+            # If it is refused, `register` has said so before, or its transfers fail with a code.
             self._register(memory)
 
     def _failed(self, why: str) -> None:
@@ -127,16 +128,18 @@ class Client:
         self.why = why
 
     def doubt(self) -> None:
-        """The master did not answer: connects to it again before the next call."""
+        """Notes that the master did not answer, so that the next call connects to it again."""
         if self._watch is not None:
             self._watch.close()
             self._watch = None
 
     def register(self, memory: Part) -> str:
-        """Lets the transport know `memory`, now or once there is a client; why it cannot be used, or nothing.
+        """Registers `memory` with the transport, now or once there is a client; returns why it cannot be used, or an
+        empty string.
 
         Only RDMA needs it. TCP is no faster for it (0.98 to 1.08 of the rate without, 2 MiB values, benchmarks/
-        remote_mooncake.py), and the library listens on all interfaces: what it does not know it cannot serve there.
+        remote_mooncake.py), and the library listens on all interfaces, where it cannot serve memory that it does not
+        know.
         """
         if not self._devices:
             return ""
@@ -148,7 +151,7 @@ class Client:
         return "" if code == 0 else f"{memory.nbytes >> 20} MiB could not be registered for RDMA: code {code}"
 
     def close(self) -> None:
-        """Idempotent; takes up to a second if the master is dead."""
+        """Closes the client. Idempotent; takes up to a second if the master is dead."""
         self.doubt()
         if self._client is not None:
             self._client.close()

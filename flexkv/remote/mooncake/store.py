@@ -25,9 +25,9 @@ from flexkv.remote.base import (
 from flexkv.remote.mooncake.client import UNREACHABLE, Client
 
 BATCH_VALUES = 8
-"""Values a library call: more are no faster (2 MiB values over loopback), and a call cannot be interrupted."""
+"""Values per library call: more are no faster (2 MiB values over loopback), and a call cannot be interrupted."""
 BATCH_NAMES = 256
-"""Names a library call of `exists` and `remove`: one round trip of 0.2 ms."""
+"""Names per library call of `exists` and `remove`: one round trip of 0.2 ms."""
 
 INFINIBAND = Path("/sys/class/infiniband")
 PROBE = "flexkv/alive"
@@ -74,7 +74,7 @@ def check_options(options: StoreOptions) -> None:
     """Refuses what Mooncake does not have.
 
     Raises:
-        StoreError: names of users or certificates are given, or an RDMA device that this machine does not have.
+        StoreError: a user, a password or certificates are given, or an RDMA device that this machine does not have.
     """
     if options.user or options.password or options.ca_file:
         raise StoreError(
@@ -89,10 +89,10 @@ def check_options(options: StoreOptions) -> None:
 
 
 class MooncakeStore(Store):
-    """A store whose calls may come back later than their deadline: see `Store`.
+    """A store whose calls may return later than their deadline: see `Store`.
 
     With CLIENT_ENVIRONMENT a library call, which is BATCH_VALUES values or BATCH_NAMES names, takes 1 s if the master
-    is stopped, 2 s if an owner is, and 4.3 s if the master dies in it. None begins after the deadline.
+    is stopped, 2 s if an owner is, and 4.3 s if the master dies during it. None begins after the deadline.
     """
 
     def __init__(self, options: StoreOptions) -> None:
@@ -135,12 +135,12 @@ class MooncakeStore(Store):
         return [code if code >= 0 else NO_VALUE if code == ABSENT else NOT_SAID for code in codes]
 
     def _size(self, name: str, until_s: float) -> int:
-        """Bytes of its value, or the library's code; -900 where it was not asked."""
+        """Bytes of the name's value, or the library's code; -900 where the library was not asked."""
         client = self._client_until(until_s)
         return -900 if client is None else self._heard([int(client.get_size(name))])[0]
 
     def alive(self, deadline_s: float) -> str:
-        # A master whose machine has vanished does not end its connections: this asks for a new one.
+        # A master whose machine has vanished does not end its connections, so this makes a new one.
         self._client.doubt()
         self._ask(lambda client, some: client.batch_is_exist(some), [PROBE], deadline_s, at_once=True)
         return self.last_error
@@ -158,7 +158,7 @@ class MooncakeStore(Store):
         deadline_s: float,
         at_once: bool = False,
     ) -> list[int]:
-        """The library's code for each name; -900 where it was not asked."""
+        """The library's code for each name; -900 where the library was not asked."""
         until_s = self._begin(deadline_s)
         codes: list[int] = []
         for start in range(0, len(names), BATCH_NAMES):
@@ -171,7 +171,7 @@ class MooncakeStore(Store):
     def _move(
         self, batch: Batch, names: Sequence[str], values: Sequence[Value], deadline_s: float, written: bool
     ) -> list[int]:
-        """The library's code for each value; -900 where it was not asked.
+        """The library's code for each value; -900 where the library was not asked.
 
         Raises:
             ContractError: a part is not what the contract says. The library takes addresses, and checks nothing.
@@ -213,7 +213,7 @@ class MooncakeStore(Store):
         return client
 
     def _heard(self, codes: list[int]) -> list[int]:
-        """`codes`, after what they say of the master and for people."""
+        """Notes what `codes` say about the master, and the first error for people; returns `codes`."""
         if min(codes) >= 0:
             return codes
         if not UNREACHABLE.isdisjoint(codes):

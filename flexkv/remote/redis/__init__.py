@@ -1,1 +1,1 @@
-"""Redis, and servers that speak as it does, as a store: `store` is the client, all others are its parts."""
+"""Redis, and servers that speak its protocol, as a store: `store` is the client, the other modules are its parts."""

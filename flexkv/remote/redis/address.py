@@ -1,4 +1,4 @@
-"""Where a server is: what a URL of `remote.urls` says of it."""
+"""The address of a server, as a URL of `remote.urls` gives it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flexkv.remote.base import masked_url
 
 DEFAULT_PORT = 6379
 MOST_DATABASES = 1 << 16
-"""A server has 16 unless its settings say more; nobody has as many as this."""
+"""A server has 16 databases unless its settings say more; none has as many as this."""
 ALLOWED = "allowed are redis://HOST[:PORT][/DATABASE] and rediss://..., which is TLS"
 
 
@@ -25,8 +25,8 @@ class Address:
 
     @property
     def identity(self) -> str:
-        """What names are spread by: the same on every machine that has the server under the same name. Not of it is
-        whether TLS is used."""
+        """Stands for the server when names are spread over servers: the same on every machine that knows the server by
+        the same name. Whether TLS is used makes no difference."""
         return f"{self.host}:{self.port}/{self.database}"
 
     def __str__(self) -> str:
@@ -37,7 +37,7 @@ def parse_addresses(urls: Sequence[str]) -> list[Address]:
     """The servers that `urls` name.
 
     Raises:
-        StoreError: a URL is not allowed, or two are of one server. No password that someone wrote into it is told.
+        StoreError: a URL is not allowed, or two name one server. The message shows no password from a URL.
     """
     found: dict[str, Address] = {}
     for url in urls:
@@ -52,13 +52,13 @@ def parse_addresses(urls: Sequence[str]) -> list[Address]:
 
 def _parse(url: str) -> Address:
     if "@" in url:
-        # Anywhere: a password with a slash in it ends where the host is expected, and the rest is taken for a path.
+        # An @ anywhere counts: if a password has a slash, `urlsplit` takes what follows the slash for the path.
         _refuse(url, "a user or password in a URL; use remote.user and remote.password_file")
     try:
         parts = urlsplit(url)
         port = DEFAULT_PORT if parts.port is None else parts.port
     except ValueError:
-        # Its text quotes what was taken for the port or host.
+        # The error's own text quotes what was taken for the port or host, which may be a password.
         _refuse(url, "its host or port cannot be read; " + ALLOWED)
     if parts.scheme not in ("redis", "rediss"):
         _refuse(url, ALLOWED)

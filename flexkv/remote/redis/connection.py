@@ -14,13 +14,13 @@ from flexkv.remote.redis.socket_stream import SocketStream
 from flexkv.remote.redis.turns import Steps
 
 UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f]")
-"""In a terminal or a log it could be more than a text."""
+"""Control characters, which a terminal or a log might not take for text."""
 CODE = re.compile(r"[A-Z]{2,16}")
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Login:
-    """Who this client says it is; no password for nobody, no user for the server's default one."""
+    """How this client logs in: not at all without a password, as the server's default user without a user."""
 
     user: str = ""
     password: str = ""
@@ -30,12 +30,12 @@ class Login:
         return [b"AUTH", *(text.encode() for text in said)] if self.password else []
 
     def mask(self, text: str) -> str:
-        """What a server said, without the password: some errors quote the command."""
+        """A server's text without the password, because some errors quote the command."""
         return text.replace(self.password, "***") if self.password else text
 
 
 class Connection:
-    """To one server. One call uses it at a time: `open_steps`, then its `stream`."""
+    """The connection to one server. One call uses it at a time: `open_steps`, then its `stream`."""
 
     def __init__(self, address: Address, login: Login, tls: ssl.SSLContext | None, connect_s: float) -> None:
         self.address = address
@@ -55,7 +55,7 @@ class Connection:
         return self._stream is not None
 
     def is_kept(self) -> bool:
-        """Whether there is a connection from an earlier call that can be used."""
+        """Closes a connection from an earlier call that cannot be used; returns whether there is one that can."""
         if self._stream is not None and not self._stream.is_idle():
             self.close()
         return self._stream is not None
@@ -64,10 +64,10 @@ class Connection:
         """Connects where there is no connection.
 
         Args:
-            deadline_s: of the call, by the monotonic clock.
+            deadline_s: the call's deadline on the monotonic clock.
 
         Raises:
-            ConnectionFailed: there is none.
+            ConnectionFailed: no connection could be made.
         """
         if self._stream is None:
             yield from self._connect_steps(min(deadline_s, time.monotonic() + self._connect_s))
@@ -111,7 +111,8 @@ class Connection:
         for words in asked:
             reply = parse_line((yield from stream.line()))
             if isinstance(reply, Refusal):
-                # The code alone: a server that does not know AUTH quotes its arguments, shortened perhaps.
+                # The code alone is shown: a server that does not know AUTH quotes its arguments, perhaps shortened, so
+                # that `mask` would not find the password.
                 code = reply.code if CODE.fullmatch(reply.code) else "an error"
                 raise ConnectionFailed(f"{words[0].decode()} was refused: {self._login.mask(code)}")
             if reply != "OK":
@@ -122,7 +123,7 @@ class Connection:
         return f"{self.address}: {UNPRINTABLE.sub('?', self._login.mask(text))}"
 
     def close(self) -> None:
-        """The next call connects again. Idempotent."""
+        """Closes the connection; the next call connects again. Idempotent."""
         if self._stream is not None:
             self._stream.close()
             self._stream = None

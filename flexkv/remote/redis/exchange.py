@@ -1,4 +1,4 @@
-"""What one call asks of one server: commands in a row, answers in the same order."""
+"""One call's exchange with one server: commands in a row, answers in the same order."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from flexkv.remote.redis.socket_stream import DeadlinePassed
 from flexkv.remote.redis.turns import Steps
 
 WINDOW_BYTES = 8 << 20
-"""Of commands and values that are asked for and not yet answered: four values of 2 MiB keep both sides busy, and a
-server holds no more than this for a client that is slow to read."""
+"""Most bytes of commands and values that are asked for and not yet answered: four values of 2 MiB keep both sides busy,
+and a server holds no more than this for a client that is slow to read."""
 SKIP_BYTES = 4 << 20
-"""A value of a wrong size is read and dropped up to here: it takes a few ms, as a new connection with TLS does."""
+"""A value of a wrong size is read and dropped if it is no larger: that takes a few ms, as a new connection with TLS
+does."""
 STALE_CODES = frozenset({"READONLY", "NOAUTH"})
-"""Errors that stay as long as the connection: the server became a replica, or the user that it was made by is gone."""
+"""Errors that last as long as the connection: the server became a replica, or the user of the login is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +25,11 @@ class Command:
     """One command, or several without a value that are sent as one.
 
     Attributes:
-        buffers: what is sent.
-        weight_bytes: of what is sent or of what is to come, whichever is more.
-        good: lines that answer it, but for errors and values; of `COMMON`.
-        answers: how many of them come.
-        into: where a value goes, None for a command that is not answered by one.
+        buffers: the bytes to send.
+        weight_bytes: bytes to send or bytes to come, whichever are more.
+        good: lines of `COMMON` that answer it, besides errors and values.
+        answers: how many answers come.
+        into: memory for a value; None for a command that no value answers.
     """
 
     buffers: Sequence[bytes | memoryview]
@@ -41,9 +42,9 @@ class Command:
 class Exchange:
     """
     Attributes:
-        replies: those that came: the first of what `commands` ask for, in their order. A `Bulk` of the right size is in
-            its memory, of one of another size nothing is.
-        reason: why some are missing, or the first error among them; empty for neither.
+        replies: replies that came, in the order of `commands`, of which the last may be missing. The bytes of a `Bulk`
+            are in its memory if they are of the right size, and nowhere if not.
+        reason: why replies are missing, or the first error among them; empty for neither.
     """
 
     def __init__(self, connection: Connection, commands: Sequence[Command], deadline_s: float) -> None:
@@ -60,7 +61,7 @@ class Exchange:
         return self._answered == len(self._commands)
 
     def steps(self) -> Steps:
-        """Raises nothing for what the server does."""
+        """Sends the commands and takes the replies. Raises nothing for what the server does."""
         connection = self._connection
         may_be_stale = connection.is_kept()
         while self._answered < len(self._commands):
@@ -68,8 +69,8 @@ class Exchange:
                 yield from connection.open_steps(self._deadline_s)
                 yield from self._converse()
             except ConnectionFailed as failure:
-                # The server may have closed a connection of an earlier call just now. It has answered nothing, and what
-                # was sent may be sent twice.
+                # The server may have closed a connection of an earlier call just now. It has answered nothing, and it
+                # does no harm to send the commands twice.
                 again = (
                     may_be_stale
                     and not isinstance(failure, DeadlinePassed)
@@ -83,7 +84,7 @@ class Exchange:
                     return
 
     def _converse(self) -> Steps:
-        """Until all are answered, or a value came that is too long to be skipped: the rest needs a new connection."""
+        """Goes on until all are answered, or a value is too long to be skipped; the rest needs a new connection."""
         stream, commands, first = self._connection.stream, self._commands, len(self.replies)
         sent, in_flight = self._answered, 0
         for number in range(self._answered, len(commands)):
@@ -102,7 +103,7 @@ class Exchange:
             self._connection.close()
 
     def _hear(self, command: Command) -> Steps:
-        """The answers to one command. Closes the connection where a value is too long to be skipped."""
+        """Takes the answers to one command. Closes the connection if a value is too long to be skipped."""
         left = command.answers
         while left:
             lines = yield from self._connection.stream.lines(left)
@@ -121,7 +122,7 @@ class Exchange:
                 self.replies.append(reply)
 
     def _take(self, size: int, into: Sequence[memoryview]) -> Steps:
-        """Reads a value to where it goes; of another size, to nowhere."""
+        """Reads a value into its memory, or drops it if it has another size."""
         stream = self._connection.stream
         if size == sum(map(len, into)):
             for part in into:
@@ -135,5 +136,5 @@ class Exchange:
             raise OutOfStep("a value that is longer than was said")
 
     def _note(self, reason: str) -> None:
-        """The first reason is the cause of the others."""
+        """Keeps the first reason, which is the cause of the others."""
         self.reason = self.reason or self._connection.explain(reason)

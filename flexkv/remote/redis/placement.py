@@ -1,4 +1,4 @@
-"""Which of several servers has a name: rendezvous hashing, so that a server that comes or goes moves only its share.
+"""Finds which of several servers has a name by rendezvous hashing: a server that comes or goes moves only its share.
 
 Every machine that names the same servers, in whatever order, asks the same one for a name. A name goes to the server
 whose seed, mixed with the name's digest, is largest (Thaler and Ravishankar, "Using name-based mappings to increase hit
@@ -24,7 +24,7 @@ def spread(names: Sequence[bytes], seeds: Hashes) -> NDArray[np.intp]:
     """
     if len(seeds) == 1:
         return np.zeros(len(names), np.intp)
-    # One digest a name, and not one for each server and name: a probe asks for hundreds within a millisecond.
+    # One digest per name, not one per server and name, because a probe asks for hundreds within a millisecond.
     return np.asarray(_mix(_digests(names)[:, None] ^ seeds[None, :]).argmax(axis=1), np.intp)
 
 

@@ -1,4 +1,4 @@
-"""Host names to addresses. The system's way to ask has no deadline, so it is asked on a thread."""
+"""Resolves host names to addresses, on a thread, because the system's call for it has no deadline."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from flexkv.remote.redis.resp import ConnectionFailed
 from flexkv.remote.redis.turns import Steps, Wait
 
 LOOK_S = 0.002
-"""How often it is looked whether the thread has an answer."""
+"""How often a call looks whether the thread has an answer."""
 
 Found = tuple[socket.AddressFamily, Any]
 """What `socket.socket` and `connect` take."""
 
 
 class Resolver:
-    """Of one host and port. At most one thread asks at a time, however many calls gave up waiting for it.
+    """Resolves one host and port. At most one thread asks at a time, however many calls gave up waiting for it.
 
     Attributes:
-        found: of the last `steps` that ended, in the system's order of preference.
+        found: addresses that the last `steps` found, in the system's order of preference.
     """
 
     def __init__(self, host: str, port: int) -> None:
@@ -32,13 +32,13 @@ class Resolver:
     def steps(self, until_s: float) -> Steps:
         """
         Raises:
-            ConnectionFailed: nobody knows the name, or not by `until_s`.
+            ConnectionFailed: the name is unknown, or its address was not found by `until_s`.
         """
         try:
             self.found = _ask(self._host, self._port, socket.AI_NUMERICHOST)
             return
         except (OSError, UnicodeError):
-            pass  # a name
+            pass  # it is a name, not a number
         asking = self._asking = self._asking or _Asking(self._host, self._port)
         while asking.is_alive():
             if time.monotonic() >= until_s:

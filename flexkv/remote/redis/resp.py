@@ -1,4 +1,4 @@
-"""The protocol, RESP2, as far as commands need it that are answered by one line or one value."""
+"""The RESP2 protocol, as far as commands need it that one line or one value answers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class ConnectionFailed(Exception):
 
 
 class OutOfStep(ConnectionFailed):
-    """What came is not what a server may answer: nothing that follows on this connection can be trusted."""
+    """The server sent something that is no answer, so nothing that follows on this connection can be trusted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,20 +27,20 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Bulk:
-    """A value of so many bytes. They follow the line that says so."""
+    """A value of `size` bytes, which follow the line that says so."""
 
     size: int
 
 
 Reply = int | str | Refusal | Bulk | None
-"""What one line says: a number, a word, an error, a value that follows, or that there is no value."""
+"""The meaning of one line: a number, a word, an error, a value that follows, or no value."""
 
 MOST_DIGITS = 18
-"""A length of more digits is none; and Python's integers would take any."""
+"""A length of more digits is none. Python's integers would take any."""
 SHOWN_BYTES = 40
 
 COMMON: dict[bytes, Reply] = {b":0": 0, b":1": 1, b"+OK": "OK", b"+PONG": "PONG", b"$-1": None}
-"""What is asked for in batches of hundreds is answered by these."""
+"""The answers to commands that are sent in batches of hundreds."""
 
 
 def command(*words: bytes) -> bytes:
@@ -48,15 +48,15 @@ def command(*words: bytes) -> bytes:
 
 
 def command_a_name(word: bytes, names: Sequence[bytes]) -> bytes:
-    """The command of this word for each of the names."""
+    """The command `word` for each of the names, in one piece."""
     head = b"*2\r\n$%d\r\n%b\r\n" % (len(word), word)
-    # Names have few lengths, and formatting is what takes the time of a probe of hundreds.
+    # Names have few lengths, and formatting takes most of the time of a probe of hundreds.
     heads = {size: b"%b$%d\r\n" % (head, size) for size in set(map(len, names))}
     return b"".join([part for name in names for part in (heads[len(name)], name, b"\r\n")])
 
 
 def set_frame(name: bytes, value_bytes: int, ttl_s: int) -> tuple[bytes, bytes]:
-    """What is sent before and after the bytes of a value, so that they can be sent from where they lie."""
+    """The bytes before and after those of a value, which can then be sent from where they lie."""
     head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (5 if ttl_s else 3, len(name), name, value_bytes)
     tail = b"\r\n$2\r\nEX\r\n$%d\r\n%d\r\n" % (len(str(ttl_s)), ttl_s) if ttl_s else b"\r\n"
     return head, tail

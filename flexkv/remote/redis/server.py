@@ -1,5 +1,5 @@
-"""One server of a store that has several: left alone for a while when it does not answer, so that only its own names
-are without an answer, and the others' come as soon as ever."""
+"""One of a store's servers. When it does not answer, it is left alone for a while, so that only its own names get no
+answer, and those of other servers get theirs as soon as ever."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PING = (Command((command(b"PING"),), 0, frozenset((b"+PONG",))),)
 class Server:
     """
     Args:
-        rests: it may be left alone. An only server may not: whoever asks it decides.
+        rests: it may be left alone. A store's only server may not: the caller of the store decides about it.
     """
 
     def __init__(self, connection: Connection, rests: bool) -> None:
@@ -28,24 +28,24 @@ class Server:
 
     @property
     def usable(self) -> bool:
-        """Whether it is asked for what it has."""
+        """Whether calls use the server."""
         return self._breaker.closed
 
     @property
     def due(self) -> bool:
-        """Whether it has rested, and is to be asked if it is there."""
+        """Whether the server has rested, and it is time to ask if it is there."""
         return self._breaker.due(time.monotonic())
 
     @property
     def why_not(self) -> str:
-        """Why it is left alone; empty if it is not."""
+        """Why the server is left alone; empty if it is not."""
         return self._breaker.reason
 
     def ping(self, ends_s: float) -> Exchange:
         return Exchange(self.connection, PING, ends_s)
 
     def heard(self, exchange: Exchange) -> None:
-        """What was asked of it has ended, with all its answers or without."""
+        """Notes the end of an exchange with the server, with all answers or without."""
         if exchange.complete:
             if not self.usable:
                 self._breaker.answered(time.monotonic())

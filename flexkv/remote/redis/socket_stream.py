@@ -1,4 +1,4 @@
-"""Bytes to and from one server, with and without TLS: sent from where they lie, received where they belong."""
+"""Sends bytes to one server from where they lie, and receives its bytes where they belong, with and without TLS."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from flexkv.remote.redis.resp import ConnectionFailed, OutOfStep
 from flexkv.remote.redis.turns import Steps, Turn, Wait
 
 LINE_BYTES = 8192
-"""The longest line of a reply. Also how much of a value is read with the line before it, and copied."""
+"""The longest line of a reply, and the most bytes of a value that are read with the line before it, and then copied."""
 MOST_BUFFERS = min(os.sysconf("SC_IOV_MAX"), 1024)
-"""Of one `sendmsg`."""
+"""Most buffers of one `sendmsg`."""
 TLS_SEND_BYTES = 1 << 18
-"""Given to OpenSSL at once. It must be given the same bytes again when it could not send all, so not too many."""
+"""Most bytes given to OpenSSL at once. When it cannot send all, it must get the same bytes again, so these are few."""
 SCRATCH_BYTES = 1 << 16
 
 
 class DeadlinePassed(ConnectionFailed):
-    """No answer in time. What comes later is nobody's, so the connection is not used again."""
+    """No answer came in time. A later one belongs to no call, so the connection is not used again."""
 
 
 class SocketStream:
     """One connection that never blocks: each method that has to wait is a generator of what it waits for.
 
-    Sending goes on while replies are waited for. Were all sent first, a server that waits for its replies to be read
-    would not read, and both would wait.
+    The stream goes on sending while it waits for replies. If it sent everything first, a server that waits until its
+    replies are read would not read, and both would wait.
 
     Attributes:
         received: whether any byte has come since `begin`.
@@ -54,7 +54,7 @@ class SocketStream:
         self.received = False
 
     def begin(self, until_s: float) -> None:
-        """A new deadline, by the monotonic clock."""
+        """Sets a new deadline, on the monotonic clock."""
         self._until_s = until_s
         self._late = "no answer in time"
         self.received = False
@@ -66,7 +66,7 @@ class SocketStream:
     def connect(self) -> Steps:
         """
         Raises:
-            ConnectionFailed: refused, not in time, or the server is not who TLS says it must be.
+            ConnectionFailed: the connection was refused or not made in time, or TLS does not trust the server.
         """
         self._late = "no connection in time"
         try:
@@ -78,13 +78,13 @@ class SocketStream:
         number = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if number:
             raise ConnectionFailed(f"no connection: {os.strerror(number)}")
-        # A command is sent whole and its answer waited for: nothing would come to fill a packet up.
+        # Each command is sent whole and waits for its answer, so nothing would come to fill a packet up.
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self._tls is not None:
             yield from self._handshake(self._tls)
 
     def _handshake(self, tls: ssl.SSLContext) -> Steps:
-        # A server without it waits for the end of a line.
+        # A server without TLS waits for the end of a line.
         self._late = "TLS: no answer in time; does it use TLS?"
         try:
             wrapped = tls.wrap_socket(self._socket, server_hostname=self._host, do_handshake_on_connect=False)
@@ -111,7 +111,7 @@ class SocketStream:
         if self._end > self._start:
             return False
         try:
-            self._socket.recv_into(self._lines)  # with TLS, where there is no looking without taking
+            self._socket.recv_into(self._lines)  # not MSG_PEEK, which TLS does not have
         except (BlockingIOError, ssl.SSLWantReadError):
             return True
         except OSError:
@@ -119,11 +119,11 @@ class SocketStream:
         return False
 
     def send(self, buffers: Iterable[bytes | memoryview]) -> None:
-        """Sends them in turn, while replies are waited for. They must stay as they are until all are answered."""
+        """Queues buffers, which go out while the stream waits for replies. They must not change before all replies."""
         self._to_send.extend(memoryview(buffer) for buffer in buffers if len(buffer))
 
     def lines(self, most: int) -> Generator[Turn, None, list[bytes]]:
-        """The next lines, without their ends: those that are there, at least one."""
+        """The next lines, without their ends: those that have come, at least one and at most `most`."""
         while True:
             *lines, _ = bytes(self._lines[self._start : self._end]).split(b"\r\n", most)
             if lines:
@@ -156,7 +156,7 @@ class SocketStream:
             size -= len(part)
 
     def _receive(self, memory: memoryview) -> Generator[Turn, None, int]:
-        """Some bytes, at least one."""
+        """Receives at least one byte; returns how many."""
         while True:
             self._send_more()
             events = self._send_events if self._to_send else 0
@@ -179,7 +179,7 @@ class SocketStream:
             return size
 
     def _send_more(self) -> None:
-        """As much as can be sent now. An error is for who reads: often the server said why before it hung up."""
+        """Sends as much as goes now. The next read raises an error: often the server said why before it hung up."""
         try:
             while self._to_send:
                 if self._tls is None:

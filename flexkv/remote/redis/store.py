@@ -1,8 +1,8 @@
 """Redis as a store: one client of one or more independent servers.
 
-Each name lives on one server, by `placement`; a server that is away takes its own names along and no others, and is
-left alone for a while. The user
-that it logs in as needs `+ping +exists +get +set +unlink`, and `+select` where a URL names a database.
+Each name lives on one server, which `placement` finds. A server that is away takes its own names along and no others,
+and is left alone for a while. The user of the login needs `+ping +exists +get +set +unlink`, and `+select` where a URL
+names a database.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ FLAG = frozenset((b":0", b":1"))
 NOTHING = frozenset((b"$-1",))
 OK = frozenset((b"+OK",))
 RETRY_S = 0.25
-"""A call waits at most so long for a server that has rested to say that it is there."""
+"""How long a call waits at most for a server that has rested to say that it is there."""
 
 WRONG_TYPE = "WRONGTYPE"
-"""Code of a server whose key is a list, a set or another thing that somebody else has put there."""
+"""Error code for a key that holds a list, a set or another thing that somebody else has put there."""
 
 AWAY = Refusal("its server is left alone for now")
 
@@ -39,8 +39,8 @@ PRESENCE: dict[Reply, Presence] = {0: Presence.NO, 1: Presence.YES}
 
 
 class RedisStore(Store):
-    """A put overwrites: SET is one step on the server, so no reader sees half of a value, and a value that failed its
-    check is gone with the next put even where its removal failed.
+    """A put overwrites. SET is one step on the server, so no reader sees half of a value, and the next put replaces a
+    value that failed its check, even if its removal failed.
 
     Raises:
         StoreError: a URL is not allowed, `ca_file` cannot be used, there is a user without a password, or RDMA is asked
@@ -90,7 +90,7 @@ class RedisStore(Store):
         return [_put(reply) for reply in replies]
 
     def sizes(self, names: Sequence[str], deadline_s: float) -> list[int]:
-        """By reading to nowhere, which needs no right besides those of an engine."""
+        """Reads the values and drops them, which needs no right besides those of an engine."""
         keys = [name.encode() for name in names]
 
         def commands(mine: Sequence[int]) -> list[Command]:
@@ -108,7 +108,7 @@ class RedisStore(Store):
         ends_s = time.monotonic() + deadline_s
         used = {number for number, server in enumerate(self._servers) if server.usable}
         resting = set(range(len(self._servers))) - used
-        # Those that rest are asked for longer than in passing only where nobody else answers.
+        # Servers that rest get more time than RETRY_S only if no other server answers.
         for numbers in filter(None, (used, resting)):
             pings = {number: self._servers[number].ping(ends_s) for number in numbers}
             self._run(pings)
@@ -133,10 +133,10 @@ class RedisStore(Store):
     def _ask(
         self, keys: Sequence[bytes], commands: Callable[[Sequence[int]], list[Command]], deadline_s: float
     ) -> list[Reply]:
-        """One reply a key, from its server; a `Refusal` where none came.
+        """One reply per key, from its server; a `Refusal` where none came.
 
         Args:
-            commands: what is sent for the keys of these numbers.
+            commands: makes the commands for the keys of these numbers.
         """
         ends_s = time.monotonic() + deadline_s
         servers = spread(keys, self._seeds)
@@ -161,7 +161,7 @@ class RedisStore(Store):
         return replies
 
     def _run(self, exchanges: Mapping[int, Exchange]) -> None:
-        """Asks the servers of these numbers, and in passing those that have rested if they are there."""
+        """Carries out exchanges with the servers of these numbers, and pings servers that have rested."""
         retry_s = time.monotonic() + RETRY_S
         pings = {
             number: server.ping(retry_s)
@@ -172,7 +172,7 @@ class RedisStore(Store):
         try:
             run_together(exchange.steps() for exchange in asked.values())
         except BaseException:
-            self.close()  # whatever is under way on them is nobody's
+            self.close()  # no call will take what is under way on the connections
             raise
         for number, exchange in asked.items():
             self._servers[number].heard(exchange)
@@ -205,7 +205,7 @@ def _put(reply: Reply) -> Outcome:
 
 
 def _trusting(ca_file: str) -> ssl.SSLContext:
-    """Servers with a certificate of these authorities, or of the system's, for the name in their URL."""
+    """Trusts servers that have a certificate of these authorities, or of the system's, for the name in their URL."""
     try:
         context = ssl.create_default_context(cafile=ca_file or None)
     except (OSError, ValueError) as error:

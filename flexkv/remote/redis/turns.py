@@ -1,7 +1,8 @@
-"""Several servers at once on one thread: whoever has to wait says for what, and all wait together.
+"""Talks to several servers at once on one thread: steps that have to wait yield what they wait for, and all wait
+together.
 
-So a server that does not answer costs the others nothing, and what they send is read while it is waited for. Were they
-asked one after another, with shares of the deadline, a large value might not fit into any share.
+So a server that does not answer costs the others nothing: what they send is read meanwhile. If they were asked one
+after another, with shares of the deadline, a large value might not fit into any share.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from typing import NamedTuple
 class Wait(NamedTuple):
     """
     Attributes:
-        fd: of the socket; -1 for none, where only time is waited for.
-        events: of `poll`.
-        until_s: the monotonic clock when it goes on anyway.
+        fd: the socket's descriptor; -1 to wait for time alone.
+        events: events of `poll`.
+        until_s: time on the monotonic clock at which the steps go on anyway.
     """
 
     fd: int
@@ -28,16 +29,16 @@ class Wait(NamedTuple):
 
 
 LONGEST_POLL_MS = 1 << 30
-"""`poll` takes no more than an int; who waits longer is asked again."""
+"""`poll` takes no more than an int; a longer wait polls again."""
 
 Turn = Wait | None
-"""What is waited for, or None: nothing, but others may go first."""
+"""What steps wait for, or None if they wait for nothing but let others go first."""
 
 Steps = Generator[Turn, None, None]
 
 
 def run_together(all_steps: Iterable[Steps]) -> None:
-    """Returns when all have ended. Each must end by itself: it looks at the clock after each of its waits."""
+    """Runs all steps, and returns when all have ended. Each must end by itself: it checks the clock after each wait."""
     waiting: list[tuple[Steps, Turn]] = [(steps, None) for steps in all_steps]
     while waiting:
         ready = _ready([wait for _, wait in waiting])
@@ -52,7 +53,7 @@ def run_together(all_steps: Iterable[Steps]) -> None:
 
 
 def _ready(waits: list[Turn]) -> list[bool]:
-    """Which of them may go on: at least one. Waits for it."""
+    """Waits for a socket or a time, and returns which of the waits are over."""
     if all(wait is None for wait in waits):
         return [True] * len(waits)
     poll = select.poll()
@@ -60,7 +61,7 @@ def _ready(waits: list[Turn]) -> list[bool]:
         if wait is not None and wait.fd >= 0:
             poll.register(wait.fd, wait.events)
     left_s = min(0.0 if wait is None else wait.until_s - time.monotonic() for wait in waits)
-    # Rounded up: rounded down it would ask again and again in the last millisecond.
+    # Rounded up: rounded down, it would poll again and again in the last millisecond.
     woken = {fd for fd, _ in poll.poll(min(math.ceil(max(left_s, 0.0) * 1000), LONGEST_POLL_MS))}
     now_s = time.monotonic()
     return [wait is None or wait.fd in woken or wait.until_s <= now_s for wait in waits]
