@@ -13,7 +13,7 @@ namespace flexkv {
 
 inline constexpr int64_t kLeafBytes = 4096;
 inline constexpr int kLeafWords = kLeafBytes / 8;
-// Sums kept apart by word index modulo this: what lets two words of a leaf change without cancelling.
+// Sums are kept apart by word index modulo this, so that changes of two words of a leaf do not cancel.
 inline constexpr int kDigestLanes = 8;
 
 // SplitMix64 (Steele, Lea, Flood 2014), seeded with the first 64 bits of pi's fraction, read at position `i`.
@@ -47,11 +47,11 @@ FLEXKV_HD inline uint64_t multiply_fold(uint64_t a, uint64_t b) {
 #endif
 }
 
-// The sums of one digest lane: the words whose index is congruent to the lane's number. Adding is
+// The sums of one digest lane, over the words whose index is congruent to the lane's number. Adding is
 // commutative, so threads may hold parts of them and add up in any order.
 struct LaneSums {
-  uint64_t products = 0;  // sees which word stood where
-  uint64_t words = 0;     // sees every change of a single word, whatever the product does
+  uint64_t products = 0;  // depends on which word stood where
+  uint64_t words = 0;     // changes with every single word, whatever the product does
 
   // `key` is digest_constant(i) for word i of the leaf, little-endian, zero-filled past the leaf's end.
   FLEXKV_HD void add(uint64_t word, uint64_t key) {
@@ -82,7 +82,7 @@ FLEXKV_HD inline uint64_t finish_run(uint64_t sum_of_terms, uint64_t run_bytes) 
 
 // Host entry points; AVX2 where the CPU has it. `bytes` may be 0.
 uint64_t run_digest(const void* data, size_t bytes);
-// What `bytes` from leaf `first_leaf` of a run on add to finish_run()'s sum, for callers that digest a run
+// What `bytes` of a run, from leaf `first_leaf` on, add to finish_run()'s sum, for callers that digest a run
 // piece by piece. Every piece but the run's last is whole leaves.
 uint64_t run_terms(const void* data, size_t bytes, uint64_t first_leaf);
 // The same bits, one word at a time.

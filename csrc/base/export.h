@@ -1,4 +1,4 @@
-// Marks what other shared libraries may call: everything else of the core is hidden.
+// Marks what other shared libraries may call; everything else in the core is hidden.
 #pragma once
 
 #define FLEXKV_EXPORT __attribute__((visibility("default")))

@@ -1,12 +1,12 @@
-// Named ranges of a thread's work for a profiler, by NVTX. Off until a library is loaded: a range then is one
-// load of a pointer. NVTX itself does nothing where no tool is attached.
+// Named ranges of a thread's work for a profiler, by NVTX. While no library is loaded they are off, and a
+// range costs one load of a pointer. NVTX itself does nothing if no tool is attached.
 #pragma once
 #include <atomic>
 #include <string>
 
 namespace flexkv::nvtx {
 
-// Of libnvtx3interop and libnvToolsExt alike.
+// libnvtx3interop and libnvToolsExt both have these.
 struct Functions {
   int (*push)(const char* name) = nullptr;
   int (*pop)() = nullptr;
@@ -19,7 +19,7 @@ extern std::atomic<const Functions*> functions;
 // `library` cannot be loaded or lacks a function. A second call with another library changes nothing.
 void load(const std::string& library);
 
-// From here to the end of the scope. `name` has to be a literal: a tool may read it later.
+// A range from here to the end of the scope. `name` has to be a literal: a tool may read it later.
 class Range {
  public:
   explicit Range(const char* name) : functions_(functions.load(std::memory_order_acquire)) {
@@ -32,7 +32,7 @@ class Range {
   Range& operator=(const Range&) = delete;
 
  private:
-  const Functions* functions_;  // of the push, so that ranges stay balanced when they are turned on meanwhile
+  const Functions* functions_;  // those of the push: ranges stay balanced if they are turned on in between
 };
 
 }  // namespace flexkv::nvtx

@@ -1,10 +1,10 @@
-// Paths from Python may have NUL bytes, where the system's calls would end them and open another file.
+// Paths from Python may have NUL bytes: system calls would end the path there and open another file.
 #pragma once
 #include <string>
 
 namespace flexkv {
 
-// Throws E, which names the path.
+// Throws E, which names the path, if the path has a NUL byte.
 template <typename E>
 void require_no_nul(const std::string& path) {
   const size_t at = path.find('\0');

@@ -1,4 +1,4 @@
-// The time of day as pages carry it.
+// The time of day as pages record it.
 #pragma once
 #include <algorithm>
 #include <cstdint>

@@ -33,28 +33,28 @@ class IoQueue {
   // Owner only. Precondition: fewer than depth() are under way. May hold the request back until wait() or
   // take().
   virtual void submit(const IoRequest& request) = 0;
-  // Owner only. Appends what has ended; returns when there is something or somebody called wake(). Throws
-  // DiskError when the kernel refuses to go on: what is under way may then never be heard of.
+  // Owner only. Appends what has ended; returns once there is something, or somebody has called wake().
+  // Throws DiskError when the kernel refuses to go on: requests under way may then never be reported.
   virtual void wait(std::vector<IoDone>& done) = 0;
-  // The same without waiting: hands over what was held back, appends what has ended.
+  // The same without waiting: submits what was held back, appends what has ended.
   virtual void take(std::vector<IoDone>& done) = 0;
   virtual void wake() = 0;
 };
 
-// Memory that many requests will name. Registered with io_uring when the first of them does: the kernel then
-// pins its pages once, and not for each request.
+// Memory that many requests will name. It is registered with io_uring when the first of them does, so that
+// the kernel pins its pages once instead of for each request.
 struct IoMemory {
   std::byte* base = nullptr;
   int64_t bytes = 0;  // at most 1 GiB, which is what the kernel takes
-  // Whether all of it is there: what is not yet would be taken by being registered.
+  // Whether all of it has been allocated: registering it would allocate the rest.
   std::function<bool()> ready = [] { return true; };
 };
 
-// What is to be registered, if anything.
+// The memory to register, if any.
 struct IoMemories {
   std::vector<IoMemory> parts = {};
   // Called in the owner's thread, at most once, with the reason why no more is registered: requests then go
-  // as they would without. Required where there are parts.
+  // without registration. Required if there are parts.
   std::function<void(const std::string& reason)> refused = nullptr;
 };
 
@@ -63,18 +63,18 @@ enum class IoBackend : int32_t { kAuto = 0, kUring = 1, kThreads = 2 };
 // Why this process cannot use io_uring; empty if it can. Asks the kernel each time.
 std::string uring_refusal();
 
-// To be called in the owner's thread: some rings belong to the thread that made them. Throws DiskError when
-// kUring is asked for and refused.
+// Call it in the owner's thread: some rings belong to the thread that made them. Throws DiskError when kUring
+// is asked for and refused.
 std::unique_ptr<IoQueue> make_io_queue(IoBackend backend, int32_t depth, IoMemories memories = {});
 
 // Puts another queue around that of a disk; called in the owner's thread.
 using WrapQueue = std::function<std::unique_ptr<IoQueue>(std::unique_ptr<IoQueue> queue, int32_t disk)>;
 
-// The same for a module of its own, which hands an object over.
+// The same as an object, which another extension module can make.
 class QueueWrapper {
  public:
   virtual ~QueueWrapper() = default;
-  // Called by the owners of all disks' queues.
+  // Each disk's owner thread calls it.
   virtual std::unique_ptr<IoQueue> wrap(std::unique_ptr<IoQueue> queue, int32_t disk) = 0;
 };
 

@@ -12,7 +12,7 @@
 
 #include "base/error.h"
 
-// Newer than some headers; a kernel that does not know them says EINVAL.
+// These flags are newer than some headers; a kernel that does not know them returns EINVAL.
 #ifndef IORING_SETUP_SINGLE_ISSUER
 #define IORING_SETUP_SINGLE_ISSUER (1U << 12)
 #endif
@@ -27,7 +27,7 @@ namespace flexkv {
 namespace {
 
 // The arguments of IORING_REGISTER_BUFFERS2 and IORING_REGISTER_BUFFERS_UPDATE, which older headers lack or
-// name otherwise.
+// name differently.
 constexpr unsigned kRegisterBuffers2 = 15;
 constexpr unsigned kRegisterBuffersUpdate = 16;
 struct BufferTable {
@@ -62,7 +62,7 @@ void* map(int fd, size_t bytes, off_t offset) {
 }  // namespace
 
 Uring::Uring(uint32_t entries) {
-  // Completions are worked off when the owner asks for them: no interrupts of whatever it does meanwhile.
+  // The kernel handles completions when the owner asks for them, and does not interrupt it in between.
   params_.flags = IORING_SETUP_CLAMP | IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN;
   fd_ = setup(entries, params_);
   if (fd_ < 0 && errno == EINVAL) {
@@ -107,7 +107,7 @@ int Uring::enter(uint32_t min_complete) {
   uint32_t* tail = at(sq_ring_, params_.sq_off.tail);
   store(tail, *tail + queued_);
   queued_ = 0;
-  // What an earlier call left over counts too.
+  // Entries that an earlier call left over count too.
   const uint32_t pending = *tail - load(at(sq_ring_, params_.sq_off.head));
   const long done =
       syscall(__NR_io_uring_enter, fd_, pending, min_complete, IORING_ENTER_GETEVENTS, nullptr, size_t{0});

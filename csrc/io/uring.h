@@ -1,4 +1,5 @@
-// An io_uring by its three system calls: no library, so that a wheel runs wherever the kernel has it.
+// An io_uring by its three system calls. It needs no library, so a wheel runs wherever the kernel has
+// io_uring.
 #pragma once
 #include <linux/io_uring.h>
 
@@ -20,9 +21,9 @@ class Uring {
   io_uring_sqe* next_sqe();
   // Submits what next_sqe() gave out and waits until `min_complete` have ended. 0 or -errno.
   int enter(uint32_t min_complete);
-  // Room for so many registered buffers, none of which is there yet. 0 or -errno.
+  // Makes room for `count` registered buffers, none of which is registered yet. 0 or -errno.
   int reserve_buffers(uint32_t count);
-  // Puts memory into one of those places: pins its pages. 0 or -errno.
+  // Registers memory in one of those places, which pins its pages. 0 or -errno.
   int register_buffer(uint32_t place, void* base, size_t bytes);
   // The oldest completion not seen yet, or null; seen() lets it go.
   const io_uring_cqe* peek_cqe() const;

@@ -35,7 +35,7 @@ io_uring_sqe* UringQueue::sqe() {
   return entry;
 }
 
-// Lets the ring tell when somebody calls wake().
+// Makes the ring report a call of wake().
 void UringQueue::arm() {
   io_uring_sqe* entry = sqe();
   entry->opcode = IORING_OP_POLL_ADD;
@@ -45,11 +45,11 @@ void UringQueue::arm() {
 }
 
 void UringQueue::refuse(const char* what, int error) {
-  memories_.clear();  // requests under way in what was registered before are not touched by it
+  memories_.clear();  // requests under way in registered memory go on unaffected
   refused_(std::string(what) + ": " + std::strerror(error));
 }
 
-// The place of the registered memory that the request lies in, or -1.
+// The place of the registered memory that the request lies in, or -1. Registers the memory first if needed.
 int32_t UringQueue::registered_place(const IoRequest& request) {
   const auto after = std::upper_bound(
       memories_.begin(), memories_.end(), request.buffer,
@@ -87,10 +87,10 @@ void UringQueue::submit(const IoRequest& request) {
   entry->user_data = request.cookie;
 }
 
-// Whether something has ended or somebody called wake().
+// Submits, and appends what has ended. Returns whether something has, or somebody has called wake().
 bool UringQueue::collect(std::vector<IoDone>& done, uint32_t min_complete) {
   const int error = ring_.enter(min_complete);
-  // Signals come and go; EAGAIN and EBUSY end when completions have been taken.
+  // Signals do not matter; EAGAIN and EBUSY end when completions have been taken.
   if (error != 0 && error != -EINTR && error != -EAGAIN && error != -EBUSY) {
     throw DiskError(std::string("io_uring_enter: ") + std::strerror(-error));
   }

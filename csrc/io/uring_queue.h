@@ -9,7 +9,7 @@ namespace flexkv {
 
 class UringQueue : public IoQueue {
  public:
-  // In the owner's thread. Throws DiskError.
+  // Call it in the owner's thread. Throws DiskError.
   explicit UringQueue(int32_t depth, IoMemories memories = {});
   ~UringQueue() override;
 
@@ -34,7 +34,7 @@ class UringQueue : public IoQueue {
   const int32_t depth_;
   Uring ring_;
   int wake_fd_ = -1;
-  std::vector<Memory> memories_;  // ascending, apart; empty when nothing is registered any more
+  std::vector<Memory> memories_;  // ascending, without overlap; empty once nothing more is registered
   std::function<void(const std::string&)> refused_;
 };
 

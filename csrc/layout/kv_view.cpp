@@ -10,7 +10,7 @@
 namespace flexkv {
 namespace {
 
-// Unit: bytes. A pool beyond this is a wrong number, and sums of two such still fit in 64 bits.
+// Unit: bytes. A larger pool is a wrong number, and the sum of two such sizes still fits in 64 bits.
 constexpr int64_t kMaxSpanBytes = int64_t{1} << 56;
 // Unit: layers. Attaching a view makes a table of them, so a wrong number must not cost gigabytes.
 constexpr int32_t kMaxLayers = 1 << 16;

@@ -1,4 +1,5 @@
-// How the runs of a block of one KV group are found in one rank's pool. The data plane knows nothing else.
+// Where the runs of a block of one KV group lie in one rank's pool. The data plane knows nothing else of the
+// pool.
 #pragma once
 #include <cstdint>
 #include <string>

@@ -47,8 +47,8 @@ FLEXKV_HD inline int64_t copy_words(unsigned char* dst, const unsigned char* src
   return words * static_cast<int64_t>(sizeof(Word));
 }
 
-// Copies what falls to `lane`: words as wide as both ends allow, then a tail of at most one word of 8, one of
-// 4 and single bytes. Any size and alignment.
+// Copies `lane`'s share of a run: words as wide as both ends allow, then a tail of at most one word of 8, one
+// of 4 and single bytes. Any size and alignment.
 template <int kInFlight = kLoadsInFlight>
 FLEXKV_HD inline void copy_lane(unsigned char* dst, const unsigned char* src, int64_t bytes, int lane,
                                 int lanes) {
@@ -82,8 +82,8 @@ FLEXKV_HD inline uint64_t load_word(const unsigned char* leaf, int64_t bytes, in
 }
 
 // The sums of the words lane, lane + lanes, ... of a leaf. With `lanes` a multiple of kDigestLanes these all
-// belong to digest lane `lane % kDigestLanes`: add up the sums of equal ones (shuffles), fold each, and add
-// the folds.
+// belong to digest lane `lane % kDigestLanes`: add up the sums of threads with the same digest lane
+// (shuffles), fold each, and add the folds.
 FLEXKV_HD inline LaneSums leaf_lane(const unsigned char* leaf, int64_t bytes, int lane, int lanes) {
   LaneSums sums;
   for (int64_t word = lane; word * 8 < bytes; word += lanes) {

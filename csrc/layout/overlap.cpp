@@ -11,7 +11,7 @@
 namespace flexkv {
 namespace {
 
-// A segment with its blocks [0, blocks), and whose view it is.
+// A segment with its blocks [0, blocks), and the number of its view.
 struct Area {
   const Segment* segment;
   int64_t blocks;
@@ -52,8 +52,8 @@ std::optional<Hit> shared_blocks(const Area& a, const Area& b) {
 
 // Areas of one stride S. Byte x of a run lies at residue x mod S and row x / S; block i is i rows further. So
 // two areas share a byte exactly where their residues meet and their rows are nearer than their blocks reach.
-// Swept by residue, with the areas under the line kept by row: those of one view are apart there, so only
-// neighbours are looked at.
+// The sweep goes by residue and keeps the areas under its line by row: those of one view do not overlap
+// there, so it looks at neighbours only.
 class SameStride {
  public:
   SameStride(int64_t stride, std::vector<Area> areas) : stride_(stride), areas_(std::move(areas)) {}
@@ -96,7 +96,7 @@ class SameStride {
   void enter(const Edge& edge) {
     const Area& mine = areas_[edge.area];
     for (int view = 0; view < 2; ++view) {
-      // Rows nearer than `blocks` of the lower one: those of its own blocks that the upper one starts at.
+      // Areas whose rows are nearer than the lower one has blocks: the upper one starts within its blocks.
       const auto& under = under_[view];
       for (auto at = under.lower_bound(edge.row - most_blocks_[view] + 1);
            at != under.end() && at->first < edge.row + mine.blocks; ++at) {
@@ -130,7 +130,7 @@ class SameStride {
 void check(const std::vector<Area>& all, bool within_views) {
   std::map<int64_t, std::vector<Area>> by_stride;
   for (const Area& area : all) {
-    // One block has no stride: any that holds its run serves.
+    // A single block has no stride: any that holds its run serves.
     const int64_t stride = area.blocks == 1 ? std::max(area.segment->block_stride, area.segment->run_bytes)
                                             : area.segment->block_stride;
     by_stride[stride].push_back(area);
@@ -138,7 +138,8 @@ void check(const std::vector<Area>& all, bool within_views) {
   for (auto& [stride, areas] : by_stride) SameStride(stride, areas).check();
   if (by_stride.size() == 1) return;
 
-  // Different strides: by start; under the line are those of each other stride that have not ended.
+  // Areas of different strides are swept by start; under the line are those of each other stride that have
+  // not ended.
   std::vector<std::pair<int64_t, Area>> sorted;
   for (const auto& [stride, areas] : by_stride) {
     for (const Area& area : areas) sorted.emplace_back(stride, area);

@@ -33,7 +33,7 @@ int64_t stripe_bytes_of(const RowCounts& counts, int64_t element_bytes) {
   return bytes;
 }
 
-// Throws GeometryError for a step with which an axis leaves the stripe: sums of such could overflow.
+// Throws GeometryError for a step with which an axis leaves the stripe: sums of such steps could overflow.
 void require_steps(const RowCounts& counts, const RowOrder& order, int64_t stripe_bytes) {
   const auto require = [&](const std::string& name, int64_t bytes, int64_t steps) {
     const int64_t most = stripe_bytes / std::max<int64_t>(1, steps);
@@ -48,7 +48,7 @@ void require_steps(const RowCounts& counts, const RowOrder& order, int64_t strip
   require("the start of V", order.v_offset, 1);
 }
 
-// Marks every element's place; as many different ones as there are elements leave neither gap nor overlap.
+// Marks every element's place: as many different places as there are elements leave neither gap nor overlap.
 void require_dense(const RowCounts& counts, int64_t element_bytes, int64_t stripe_bytes,
                    const RowOrder& order) {
   require_steps(counts, order, stripe_bytes);

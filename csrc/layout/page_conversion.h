@@ -27,9 +27,9 @@ FLEXKV_HD inline int64_t row_offset(const int64_t* strides, int64_t layer, int64
 
 class PageConversion {
  public:
-  // `element_bytes`: of what is moved as it is; a whole row where both orders keep rows together (then a head
-  // has one element). Throws GeometryError unless both orders lay all elements side by side without gap or
-  // overlap: only then is every byte of the result written, and from one place.
+  // `element_bytes`: the size of what is moved as it is, a whole row if both orders keep rows together (then
+  // a head has one element). Throws GeometryError unless both orders lay all elements side by side without
+  // gap or overlap: only then is every byte of the result written, and from one place.
   PageConversion(const RowCounts& counts, int64_t element_bytes, const RowOrder& from, const RowOrder& to);
 
   int64_t stripe_bytes() const { return stripe_bytes_; }

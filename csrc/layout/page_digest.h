@@ -1,4 +1,4 @@
-// The digests of a page: one a run, in page order.
+// The digests of a page: one per run, in page order.
 #pragma once
 #include <cstddef>
 #include <cstdint>

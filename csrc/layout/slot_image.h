@@ -1,5 +1,5 @@
 // The geometry of a slot image: [stripe of rank 0]...[stripe of rank n-1][trailer], every part on a 4 KiB
-// boundary. The same in the host pool, the slab and (one stripe) the staging of gds transfers.
+// boundary. It is the same in the host pool, the slab and (with one stripe) the staging of gds transfers.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -9,7 +9,7 @@ namespace flexkv {
 
 class SlotImage {
  public:
-  // Sizes in bytes, one stripe a rank; no trailer if `trailer_bytes` is 0. The trailer has sectors of its
+  // Sizes in bytes, one stripe per rank; no trailer if `trailer_bytes` is 0. The trailer has sectors of its
   // own, so that it can be written after the stripes (the commit) without rewriting any of their bytes.
   // Throws GeometryError if there is no stripe, one is not positive, or the trailer is negative.
   explicit SlotImage(std::vector<int64_t> stripe_bytes, int64_t trailer_bytes = 0);
