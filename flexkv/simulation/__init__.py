@@ -1,1 +1,1 @@
-"""The cache manager driven through everything that can go wrong, without an engine."""
+"""Drives the cache manager through everything that can go wrong, without an engine."""

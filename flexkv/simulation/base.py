@@ -1,9 +1,9 @@
-"""The contract of a simulation: what is drawn, what stands for KV, and how a manager is judged.
+"""The contract of a simulation: its random choices, the symbols that stand for KV, and how it judges a manager.
 
-A run (`run.Simulation`) drives a real cache manager in the place of an engine, in one thread, without bytes, files or a
-clock of the machine: the same configuration takes the same steps. Two things judge it: a model, the rules written a
-second time, which every answer is compared with, and symbols in the place of KV, which show what arrived where. A run
-that returns has broken no rule.
+A run (`run.Simulation`) takes the place of an engine and drives a real cache manager in one thread, without bytes,
+files or the machine's clock, so the same configuration takes the same steps. Two things judge the manager: a model, the
+rules written a second time, with which every answer is compared, and symbols in place of KV, which show what arrived
+where. A run that returns has broken no rule.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from flexkv.errors import ContractError
 from flexkv.facts.keys import Rule
 
 Symbol = tuple[int, bytes | int]
-"""What a block or slot holds on one rank: `(epoch, key)`, the KV of that key under those weights, or `(-1, n)`,
-garbage."""
+"""Content of a block or slot on one rank: `(epoch, key)`, the KV of that key under those weights, or `(-1, n)`, which
+is garbage."""
 
 Place = tuple[int, int]
 """Group and engine block."""
@@ -30,14 +30,14 @@ Key = tuple[int, bytes]
 """Group and block key."""
 
 NO_SLOT = -1
-"""Of a page that goes between engine and disk without a slot of host memory."""
+"""Slot of a page that moves between engine and disk without host memory."""
 
 ManagerFactory = Callable[..., LocalCacheManager]
-"""Makes the manager of a run, from what `LocalCacheManager` takes."""
+"""Makes the manager of a run, from the arguments of `LocalCacheManager`."""
 
 
 class RuleBroken(ContractError):
-    """The manager did what the rules forbid, or not what they demand."""
+    """The manager did something that the rules forbid, or left out something that they demand."""
 
 
 def require(holds: bool, what: str) -> None:
@@ -60,14 +60,14 @@ class SimulationConfig:
         ranks: workers that report each op.
         engine_blocks: engine blocks of each group.
         requests: live requests at once.
-        most_steps: length of a request at most, in steps (`step_tokens`).
+        most_steps: greatest length of a request, in steps (`step_tokens`).
         failure_rate: share of moved pages that fail.
-        ordered_reports: each rank reports in the order its ops ended, as an engine's workers do. Only then requests
-            share engine blocks whose load has not been verified yet.
+        ordered_reports: each rank reports in the order in which its ops ended, as an engine's workers do. Only then do
+            requests share engine blocks whose load has not been verified yet.
         tier_places: places of each group in a symbolic tier, after the disk tier if there is one; 0 for none.
         remote: a store that other machines use too, behind all other tiers; not with `tier_places`.
-        source_error_rate: share of failed pages of such loads that failed by SOURCE or TRANSPORT. After one of them the
-            others go through host memory for a minute, which is 6,000 steps.
+        source_error_rate: share of failed pages of loads straight from disk whose cause is SOURCE or TRANSPORT. After
+            such a failure, loads go through host memory for a minute, which is 6,000 steps.
         integrity_every: steps between calls of `check_integrity`; 0 for none but the last.
         store_queue_pages: `ManagerLimits.inflight_store_pages`.
         load_queue_pages: `ManagerLimits.inflight_load_pages`.
@@ -76,13 +76,13 @@ class SimulationConfig:
         policy: which pages leave every tier first.
         disk_places: disk slots of each group; 0 for no disk tier.
         disk_mode: when pages are written to disk.
-        disks: that the places are striped over.
-        measured_steps: the manager sees how long the engine computes, now slow and now fast, so that it leaves pages
-            on disk to the engine.
-        stream: blocks are promised while they are on their way up from disk.
+        disks: the disks over which the places are striped.
+        measured_steps: the manager sees how fast the engine computes, at times slowly, at times fast, so that it leaves
+            pages on disk for the engine to compute.
+        stream: blocks are promised while they are being read from disk.
         gds_loads: blocks on disk are promised where they lie, and loaded without a slot of host memory; with
             `measured_steps` only where that was faster.
-        gds_stores: stores go to disk alone: the ranks write stripes, then the disks the trailers.
+        gds_stores: stores go only to disk: the ranks write stripes, then the disks write the trailers.
     """
 
     seed: int
@@ -118,7 +118,7 @@ class SimulationConfig:
 
     @property
     def pages_a_step(self) -> list[int]:
-        """By group."""
+        """Pages per step, by group."""
         return [self.step_tokens // spec.block_tokens for spec in self.groups]
 
     @property
@@ -140,14 +140,14 @@ class SimulationReport:
         steps: random actions taken.
         verified_pages: pages loaded, on every rank with the KV that their key promises.
         failed_pages: pages loaded that were named as failed.
-        streamed_pages: pages promised while they were on their way up from disk.
+        streamed_pages: pages promised while they were being read from disk.
         gds_pages: pages loaded from disk without a slot of host memory.
-        room_waits: lookups that were told to wait for room in host memory.
-        room_given: those that were given room after they had waited for it.
-        lookups_after_failures: lookups of requests that a load has failed.
-        stored_while_read: pages stored while they were on their way up from disk.
+        room_waits: lookups that had to wait for room in host memory.
+        room_given: lookups that got room after they had waited for it.
+        lookups_after_failures: lookups of requests after a load of theirs has failed.
+        stored_while_read: pages stored while they were being read from disk.
         actions: how often each action was taken, by its name.
-        stats: the manager's own totals; with those of its disk tier in `disk`, of the last one in `symbolic`.
+        stats: the manager's own totals; `disk` has those of its disk tier, `symbolic` those of its last tier.
     """
 
     steps: int = 0

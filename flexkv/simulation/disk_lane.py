@@ -1,4 +1,4 @@
-"""The lane between host slots and a simulated disk: ops move page by page when asked, and no two may share a place."""
+"""The lane between host slots and simulated disks: moves ops page by page on demand, and checks their places."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ WRITES = (OpKind.DISK_WRITE, OpKind.DISK_SEAL, OpKind.GDS_WRITE)
 
 
 class SimDiskLane:
-    """Ops between host slots and a simulated disk, moved page by page when asked.
+    """Ops between host slots and a simulated disk, moved page by page on demand.
 
     Args:
-        get_slot: group and slot -> the symbols there, one a rank.
+        get_slot: group and slot -> the symbols there, one per rank.
         set_slot: puts symbols into a slot.
 
     Attributes:
         missing: by op, the pages of a read that their places do not hold.
-        slot_states: of a group and host slot, the read that ended it last and whether its page is good.
-        rank_ops: by the ranks themselves, whose places nobody else may touch meanwhile, or write.
+        slot_states: group and host slot -> the read that ended there last, and whether its page is good.
+        rank_ops: ops of the ranks themselves, whose places nobody else may write meanwhile, or touch where they write.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class SimDiskLane:
         self.rank_ops: dict[int, TransferOp] = {}
 
     def submit(self, op: TransferOp) -> None:
-        """Takes an op over; its places must not be in use by another."""
+        """Takes an op over and checks that no other op is in the way at its places."""
         self._check_places(op)
         self.ops[op.op_id] = op
         self.left[op.op_id] = list(range(op.pages))
@@ -49,7 +49,7 @@ class SimDiskLane:
         self.missing[op.op_id] = set()
 
     def submit_of_ranks(self, op: TransferOp) -> None:
-        """The same for one that the ranks carry out."""
+        """The same for an op that the ranks carry out."""
         self._check_places(op)
         self.rank_ops[op.op_id] = op
 
@@ -57,7 +57,7 @@ class SimDiskLane:
         require(
             len(op.places) == len(op.tags) == op.pages, "a disk op without a place and a tag for each page"
         )
-        # What was promised before a disk was lost is loaded after it all the same, and fails.
+        # A load that was promised before a disk was lost still comes after that, and fails.
         if op.kind is not OpKind.GDS_READ:
             self._tier.check_places(op.places)
         for other in (*self.ops.values(), *self.rank_ops.values()):
@@ -95,7 +95,7 @@ class SimDiskLane:
         return None if last < read else last == read and good
 
     def end(self, op_id: int) -> tuple[TransferOp, list[int]]:
-        """Takes an op out: the op and its failed pages. What has not moved never will."""
+        """Removes an op and returns it with its failed pages. Pages that have not moved never will."""
         op = self.ops[op_id]
         for page in self.left.pop(op_id) if op.kind is OpKind.DISK_READ else ():
             self.slot_states[op.group, int(op.slots[page])] = op_id, False

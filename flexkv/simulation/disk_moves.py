@@ -15,7 +15,7 @@ from flexkv.simulation.world import World, host_slots
 from flexkv.transfer.graph import FailureCause, OpId, OpKind, OpResult, OpStatus, TransferGraph, TransferOp
 
 SAME_PACE_S = 5.0
-"""How long the engine computes at one pace; 500 steps."""
+"""Seconds that the engine computes at one pace; 500 steps."""
 
 
 class DiskMoves:
@@ -33,14 +33,14 @@ class DiskMoves:
         self._outbox: list[OpResult] = []
 
     def poll(self) -> None:
-        """The driver's part: writes are planned and handed to the lane."""
+        """Does the driver's part: lets the manager plan writes and hands them to the lane."""
         world = self.world
         planned = world.manager.work.poll()
         world.model.evict(world.recorder.take_evicted())
         self._hand_over(planned)
 
     def take_orders(self) -> None:
-        """Hands what was planned to the lane. To be called right after whatever may plan."""
+        """Hands planned ops to the lane. To be called right after anything that may plan."""
         self._hand_over(self.world.manager.work.take_planned())
 
     def _hand_over(self, planned: list[tuple[TierId, TransferGraph]]) -> None:
@@ -57,7 +57,7 @@ class DiskMoves:
                 world.disk_lane.submit(op)
 
     def move(self) -> None:
-        """The disks move some pages of any of their ops."""
+        """Moves some pages of any of the disks' ops."""
         world = self.world
         self.poll()
         for _ in range(3):
@@ -91,7 +91,7 @@ class DiskMoves:
             world.disk_ended[op_id] = op
 
     def deliver(self) -> None:
-        """The manager takes the result of an op that has ended, not always of the first."""
+        """Gives the manager the result of an op that has ended, not always the first."""
         world = self.world
         if not self._outbox:
             return
@@ -109,7 +109,7 @@ class DiskMoves:
             world.disk.require_kept(op, named - disproved)
 
     def measure_step(self) -> None:
-        """A few of the engine's prefill steps were measured: this minute a token takes long, the next it does not."""
+        """Reports a few measured prefill steps of the engine; every SAME_PACE_S its pace changes."""
         world = self.world
         token_s = (0.001, 0.1)[int(world.now_s / SAME_PACE_S) % 2]
         for _ in range(4):
@@ -117,7 +117,7 @@ class DiskMoves:
             world.manager.cost.compute.see(tokens, tokens * token_s, world.now_s)
 
     def lose(self) -> None:
-        """A disk breaks for good, and the manager learns of it. One is left whole, so that the run stays worthwhile."""
+        """Breaks a disk for good and reports it to the manager. One is left whole, so that the run stays worthwhile."""
         world = self.world
         if not world.config.disk_places:
             return
@@ -133,12 +133,12 @@ class DiskMoves:
 
     @property
     def busy(self) -> bool:
-        """Whether something moves, or ended and was not reported."""
+        """Whether something moves, or has ended and was not reported."""
         moving = self.tier_moves is not None and self.tier_moves.busy
         return bool(moving or self.world.disk_lane.ops or self._outbox or self.world.manager.work.busy)
 
     def check(self) -> None:
-        """What would be found after a crash now is what its key promises, on every rank."""
+        """Checks that pages which would be found after a crash now hold what their keys promise, on every rank."""
         world = self.world
         if self.tier_moves is not None:
             self.tier_moves.check()

@@ -1,7 +1,7 @@
-"""An engine without numbers: what is in each of its blocks and in each host slot is a symbol.
+"""An engine without numbers: each of its blocks and each host slot holds a symbol.
 
-Bytes move when the simulation says so, page by page and rank by rank, so that whatever touches a slot or block too
-early or too late shows.
+The simulation moves pages one by one and rank by rank, so that any access to a slot or block that comes too early or
+too late shows.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Movement:
 
     Attributes:
         left: the pages still to move.
-        missing: those that failed because their disk slot holds something else.
-        arrived: what each moved page brought.
+        missing: the pages that failed because their disk slot holds something else.
+        arrived: the symbol that each moved page brought.
     """
 
     op: TransferOp
@@ -57,7 +57,7 @@ class Rank:
 
 
 class BlockPool:
-    """Engine blocks of every group, with a count of who may touch each."""
+    """Engine blocks of every group, with the number of users that may touch each."""
 
     def __init__(self, groups: int, blocks: int) -> None:
         self._users = [[0] * blocks for _ in range(groups)]
@@ -98,16 +98,16 @@ class SimEngine:
             (rank.stream if in_stream else rank.moving).append(movement)
 
     def slot_content(self, group: int, slot: int) -> list[Symbol]:
-        """What is in a host slot, on each rank."""
+        """The symbols in a host slot, one per rank."""
         return [rank.slot[group][slot] for rank in self.ranks]
 
     def fill_slot(self, group: int, slot: int, symbols: list[Symbol] | None) -> None:
-        """Puts a page into a host slot, one symbol a rank; garbage without one."""
+        """Puts a page into a host slot, one symbol per rank; garbage where `symbols` is None."""
         for number, rank in enumerate(self.ranks):
             rank.slot[group][slot] = symbols[number] if symbols is not None else self.garbage()
 
     def arrived(self, op: TransferOp, page: int) -> list[Symbol | None]:
-        """What the page brought on each rank; None where it was not moved."""
+        """The symbol that the page brought on each rank; None where it was not moved."""
         return [movement.arrived.get(page) for movement in self._movements[op.op_id]]
 
     def ended(self, op: TransferOp) -> None:
@@ -132,7 +132,7 @@ class SimEngine:
                 self.pool.drop(place)
 
     def read_page(self, rank: Rank, movement: Movement, page: int, fails: bool) -> Symbol:
-        """What a store to disk finds in its block; a failing one leaves garbage on the way."""
+        """Reads a block for a store to disk; a failing page becomes garbage on the way."""
         movement.started = True
         movement.left.remove(page)
         symbol = rank.block[movement.op.group][int(movement.op.blocks[page])]
@@ -142,12 +142,12 @@ class SimEngine:
         return movement.arrived[page]
 
     def fail_page(self, movement: Movement, page: int) -> None:
-        """A page that never comes: its block stays as it is."""
+        """Fails a page that never comes: its block stays as it is."""
         movement.left.remove(page)
         movement.failed.append(page)
 
     def bring_page(self, rank: Rank, movement: Movement, page: int, symbol: Symbol, fails: bool) -> None:
-        """A page comes from disk; a failing one leaves garbage behind."""
+        """Brings a page from disk; a failing one leaves garbage behind."""
         movement.started = True
         movement.left.remove(page)
         movement.arrived[page] = self.garbage() if fails else symbol

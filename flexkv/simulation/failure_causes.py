@@ -1,4 +1,4 @@
-"""Why pages fail in a simulation, as its ranks and disks report it."""
+"""Draws why pages fail in a simulation, as its ranks and disks report it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def causes_of(
     """`FailureCause` of each page in `failed`; empty where the result names none.
 
     Args:
-        missing: those of them that are not where the op looked for them. Their cause is CONTENT or unknown.
+        missing: the failed pages that are not where the op looked for them. Their cause is CONTENT or unknown.
         source_error_rate: see `SimulationConfig`.
     """
     if random.random() < UNSAID:
@@ -41,7 +41,7 @@ def causes_of(
 
 
 def causes_by_page(result: OpResult) -> dict[int, FailureCause]:
-    """Of a result that failed page by page, why each page failed."""
+    """Why each page failed, for a result that failed page by page; empty for others."""
     if result.status is not OpStatus.FAILED:
         return {}
     causes = result.causes.tolist() or [FailureCause.UNKNOWN] * len(result.failed)

@@ -1,4 +1,4 @@
-"""What befalls the cache as a whole in a simulation: forgotten keys, expiry, growth, lost memory, new weights."""
+"""Events that hit the cache as a whole: forgotten keys, expiry, growth, lost memory, new weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flexkv.simulation.world import World, block_key
 
 
 class FaultEvents:
-    """One method for each event; `Simulation` says how often it comes."""
+    """One method for each event; `Simulation` decides how often it comes."""
 
     def __init__(self, world: World, requests: Requests) -> None:
         self.world = world

@@ -1,4 +1,4 @@
-"""Who may be given room for reads, and who has to wait for it: the rules of a line, written a second time."""
+"""Which requests get room for reads and which have to wait for it: the rules of the line, written a second time."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from flexkv.simulation.model import Model
 
 @dataclass
 class ReadRoom:
-    """How much may be read from disk at once.
+    """The most that may be read from disk at once.
 
     Attributes:
-        pages, ops: at most.
+        pages, ops: limits on both.
     """
 
     pages: int
@@ -23,7 +23,7 @@ class ReadRoom:
 
 
 class LineModel:
-    """Requests that were told to wait for room, with the numbers of all questions about each."""
+    """Requests that have to wait for room, with the numbers of all questions about each."""
 
     def __init__(self, model: Model) -> None:
         self.model = model
@@ -43,12 +43,12 @@ class LineModel:
         self._asked.clear()
 
     def ask(self, request_id: str) -> None:
-        """The engine asked for the request, which has to wait."""
+        """Notes that the engine asked for a request that has to wait."""
         self._questions += 1
         self._asked.setdefault(request_id, []).append(self._questions)
 
     def first(self, request_id: str) -> bool:
-        """Whether nobody who came before the request was asked about since its own last question but one."""
+        """Whether no request ahead of this one was asked about since this one's last question but one."""
         mine = self._asked.get(request_id, [])
         for other, asked in self._asked.items():
             if other == request_id:
@@ -58,14 +58,14 @@ class LineModel:
         return True
 
     def reads_begun(self, before: set[int], keys: Sequence[Sequence[bytes]]) -> list[Key]:
-        """The pages of reads that have begun since the ops `before`, as far as they are of these keys."""
+        """The pages with these keys whose reads have begun since the ops `before`."""
         blocks = {(group, key) for group, of_group in enumerate(keys) for key in of_group}
         ops = [op for op_id, op in self.model.disk_ops.items() if op_id not in before]
         return [key for op in ops if op.role is OpRole.LOAD for key in op.keys if key in blocks]
 
     def check_given(self, was_first: bool, wanted: Iterable[Key], most: ReadRoom) -> None:
-        """A lookup was given room: it was its turn, and all of `wanted` is there or on its way, or is too much for an
-        empty host memory."""
+        """Checks a lookup that got room: it was its turn, and all of `wanted` is there or on its way, or is too much
+        for an empty host memory."""
         require(was_first, "room was given past one who waits for it")
         wanted = list(wanted)
         lacking = [key for key in wanted if key not in self.model.visible and not self._coming(key)]
@@ -73,7 +73,7 @@ class LineModel:
             require(not self._fits(wanted, most), "room was given to a part of a prompt")
 
     def check_told_to_wait(self, was_first: bool, wanted: Iterable[Key], most: ReadRoom) -> None:
-        """A lookup was told to wait: it was not its turn, or host memory has no room for `wanted`."""
+        """Checks a lookup that has to wait: it was not its turn, or host memory has no room for `wanted`."""
         wanted = list(wanted)
         lacking = [key for key in wanted if key not in self.model.visible and not self._coming(key)]
         reads = [op for op in self.model.disk_ops.values() if op.role is OpRole.LOAD]
@@ -91,13 +91,13 @@ class LineModel:
         return self.model.up[group] - len(self.model.held_slots(group))
 
     def _unheld(self, group: int, wanted: Sequence[Key]) -> int:
-        """How many wanted pages in the slots that a group uses have a slot that nobody holds, or none."""
+        """How many wanted pages, over the groups that share a group's slots, are in no held slot and not coming."""
         held = self.model.held_slots(group)
         mine = [key for key in wanted if key[0] in self.model.shares(group)]
         return sum(self.model.visible.get(key) not in held and not self._coming(key) for key in mine)
 
     def _fits(self, wanted: Sequence[Key], most: ReadRoom) -> bool:
-        """Whether all of it could be there at once, and be read at once, as far as it is not there."""
+        """Whether all wanted pages could be there at once, and the missing ones be read at once."""
         lacking = [key for key in wanted if key not in self.model.visible]
         if len(lacking) > most.pages or len({group for group, _ in lacking}) > most.ops:
             return False

@@ -1,4 +1,4 @@
-"""Lookups and loads of a simulation: what the manager promises, and what it then brings, against the model."""
+"""Lookups and loads of a simulation: compares what the manager promises and then brings with the model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Lookups:
     """Asks the manager on behalf of a request, and loads what it promised.
 
     Args:
-        orders_planned: is called when a lookup may have planned reads from disk.
+        orders_planned: called when a lookup may have planned reads from disk.
     """
 
     def __init__(self, world: World, orders_planned: Callable[[], None]) -> None:
@@ -34,7 +34,7 @@ class Lookups:
         world.model.release(request.request_id)
         tails = None
         model_steps = world.model.restorable(request.request_id, request.keys, start)
-        # One that has waited mostly asks for whole blocks first, as an engine does.
+        # A request that has waited mostly asks for whole blocks first, as an engine does.
         if request.tail and world.random.random() < (0.2 if request.state == "waiting" else 0.8):
             base = (
                 len(request.path)
@@ -158,7 +158,7 @@ class Lookups:
         graph = world.manager.begin_load(request.request_id, [np.array(t, np.int32) for t in targets], tail)
         world.model.release(request.request_id)
         request.computed = request.start + taken
-        # A tail that was asked for at another block than the path ends with is of no use to the engine.
+        # The engine cannot use a tail that was asked for at another block than the path's end.
         at_the_end = request.computed == len(request.path)
         request.tail_loaded = request.promised_tail if tail and at_the_end else 0
         sync = world.random.random() < 0.4

@@ -1,6 +1,6 @@
-"""What a cache manager must do, written a second time: sets and dictionaries, no native code, no arrays.
+"""The rules of a cache manager, written a second time: sets and dictionaries, no native code, no arrays.
 
-The model is told of every call and its answer and raises `RuleBroken` where the two disagree.
+The simulation passes every call and its answer to the model, which raises `RuleBroken` where they break a rule.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from flexkv.transfer.graph import FailureCause, OpResult, OpStatus
 
 
 class Model:
-    """The manager's state as the rules have it."""
+    """The manager's state according to the rules."""
 
     def __init__(self, specs: Sequence[GroupSpec], step_tokens: int, limits: ManagerLimits) -> None:
         self.specs = specs
@@ -37,7 +37,7 @@ class Model:
     # --- what is held -------------------------------------------------------------------------------------------------
 
     def shares(self, group: int) -> list[int]:
-        """The groups that use the slots which the group uses, itself among them."""
+        """The groups that use the same slots as this group, itself among them."""
         return [other for other, owner in enumerate(self._owner) if owner == self._owner[group]]
 
     def held_slots(self, group: int) -> set[int]:
@@ -49,7 +49,7 @@ class Model:
         return held.union(*map(self.waiting_slots, sharing)) - {NO_SLOT}
 
     def visible_slots(self, group: int) -> set[int]:
-        """Of those that the group uses, the slots of visible blocks."""
+        """The slots of visible blocks among those that the group uses."""
         sharing = self.shares(group)
         return {slot for key, slot in self.visible.items() if key[0] in sharing}
 
@@ -77,7 +77,7 @@ class Model:
         return range(max(had, first_token // spec.block_tokens), end)
 
     def reach(self, request_id: str, keys: Sequence[Sequence[bytes]], start: int) -> int:
-        """Steps after `start` that may be promised to a request, for all that its loads did not bring."""
+        """Steps after `start` that may be promised to a request, given what its loads did not bring."""
         tokens = min(len(k) * spec.block_tokens for k, spec in zip(keys, self.specs, strict=True))
         failure = self.failures.get(request_id)
         if failure is not None and len(failure.loads) > 1:
@@ -102,7 +102,7 @@ class Model:
         return 0
 
     def most_pages(self, start: int, steps: int) -> int:
-        """What room is asked for: of a chunk group a whole chunk, wherever the hit ends in it."""
+        """Pages for which a lookup needs room: for a chunk group a whole chunk, wherever the hit ends in it."""
         pages = 0
         for group, spec in enumerate(self.specs):
             if spec.rule is Rule.CHUNK:
@@ -122,8 +122,8 @@ class Model:
         return max(stored, default=0)
 
     def lease(self, request_id: str, pages: list[tuple[Key, int]], streamed: bool = False) -> None:
-        """Applies what `match` promised. `streamed`: pages on disk count too, in NO_SLOT or where a read brings
-        them."""
+        """Checks and applies what `match` promised. `streamed`: pages on disk count too, in NO_SLOT or in the slot to
+        which a read brings them."""
         for key, slot in pages:
             require(
                 self.visible.get(key) == slot
@@ -143,7 +143,7 @@ class Model:
     def evict_for_lookup(
         self, evicted: list[Key], keys: Sequence[Sequence[bytes]], start: int, steps: int
     ) -> None:
-        """Applies evictions that made room for reads; none may be of what this lookup was promised."""
+        """Applies evictions that made room for reads; none may hit a page that this lookup promises."""
         groups = range(len(keys))
         promised = {(g, keys[g][n]) for g in groups for n in self.needed(g, start, steps)}
         require(not promised & set(evicted), "a lookup evicted what it promises")
@@ -172,7 +172,7 @@ class Model:
         group = keys[0][0]
         held = self.held_slots(group)
         self._evict_for_store(keys, evicted)
-        # What a read is to bring may yet fail, and then nobody would offer it again.
+        # A read may yet fail to bring its page, and then nobody would offer the page again.
         unverified = self._coming(keys) - from_loads
         there = {i for i, key in enumerate(keys) if key in self.visible or key in self.pending}
         self._check_store(keys, stored, there - unverified, known, dropped)
@@ -199,13 +199,13 @@ class Model:
         evicted: list[Key],
         from_loads: set[int],
     ) -> None:
-        """Checks what `begin_store` did where stores go to disk, but for what is being read there.
+        """Checks what `begin_store` did where stores go to disk, except for pages that are being read there.
 
         Args:
             stored: slots by position of the key, NO_SLOT for those stored on disk.
             on_disk: positions of keys that were on disk, or on their way there.
             read: those of them that are just being read where they lie.
-            from_loads: as of `plan_store`.
+            from_loads: as for `plan_store`.
         """
         self._evict_for_store(keys, evicted)
         visible = {i for i, key in enumerate(keys) if key in self.visible}
@@ -242,7 +242,7 @@ class Model:
         )
 
     def _take_over(self, keys: list[Key], stored: set[int]) -> None:
-        """A store to host memory is given the keys of what a read is to bring: the read publishes them no more."""
+        """Gives a store to host memory the keys of pages that a read is to bring, which it publishes no more."""
         for i in stored & self._coming(keys):
             read = self.disk_ops[self.pending[keys[i]]]
             read.gone.add(read.keys.index(keys[i]))
@@ -281,7 +281,7 @@ class Model:
     # --- completions --------------------------------------------------------------------------------------------------
 
     def report(self, result: OpResult) -> None:
-        """Applies one rank's result; before `complete` is called."""
+        """Applies one rank's result; to be called before `complete`."""
         op = self.ops[result.op_id]
         op.reports += 1
         if result.status is not OpStatus.OK:
@@ -294,7 +294,7 @@ class Model:
             }
             op.damaged |= at_fault
             for page in pages if result.status is not OpStatus.CANCELLED else ():
-                # From host memory there is no other route: whatever the cause, a page that stayed would fail again.
+                # A load from host memory has no other route: whatever the cause, a page that stayed would fail again.
                 if op.slots[page] != NO_SLOT or page in at_fault:
                     op.suspect.add(page)
         if op.role is OpRole.LOAD and op.failed:
@@ -317,7 +317,7 @@ class Model:
     def end_op(
         self, op_id: int, completion: Completion | None, evicted: list[Key], published: list[Key]
     ) -> None:
-        """Checks and applies what `complete` answered."""
+        """Checks and applies what `complete` returned."""
         op = self.ops[op_id]
         if op.reports < self.limits.ranks:
             require(completion is None and not published, "an op ended before every rank reported")
@@ -331,7 +331,7 @@ class Model:
             for key in bad:
                 del self.visible[key]
             for i in op.suspect & op.damaged:
-                # What was wrong in host memory is forgotten on disk too, also where it is just being stored.
+                # A page that was wrong in host memory is forgotten on disk too, even while it is being stored there.
                 if op.slots[i] != NO_SLOT:
                     self._forget_store_on_disk(op.keys[i])
             lost = set(range(len(op.keys))) if op.epoch != self.epoch else op.failed
@@ -400,7 +400,7 @@ class Model:
                 self.visible[key] = op.slots[i]
 
     def lose(self, op_id: int, pages: list[int]) -> None:
-        """These pages of an op of the ranks lie on a disk that is gone; their keys may be stored again elsewhere."""
+        """Notes that these pages of a rank's op lie on a lost disk; their keys may be stored again elsewhere."""
         op = self.ops[op_id]
         op.gone.update(pages)
         for page in pages:

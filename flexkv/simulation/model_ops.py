@@ -1,4 +1,4 @@
-"""What the model of a simulation remembers of ops in flight, and of loads that failed."""
+"""The model's records of ops in flight, and of loads that failed."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from flexkv.simulation.base import Key
 
 @dataclass
 class ModelOp:
-    """An op in flight; lists have one element a page, and sets hold positions of pages.
+    """An op in flight; lists have one element per page, and sets hold positions of pages.
 
     Attributes:
-        slots: in host memory, or NO_SLOT.
-        numbers: of the blocks in their request; empty for an op of the disks' own.
+        slots: slots in host memory, or NO_SLOT.
+        numbers: numbers of the blocks in their request; empty for an op of the disks themselves.
         gone: pages that must not become visible, because their key was forgotten, lost or given to a store.
         load: number of the load that it is a part of.
     """

@@ -1,4 +1,4 @@
-"""Ranks of a simulation: each moves pages, fails some of them, drops ops, and reports when it likes."""
+"""Ranks of a simulation: each moves pages, fails some of them, drops ops, and reports at random times."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Ranks:
         rank.outbox.append(OpResult.cancelled(movement.op.op_id, movement.op.pages, "cancelled"))
 
     def _move_rank(self, rank: Rank) -> None:
-        """One rank does one thing: the head of its stream, or some pages of any of its movements."""
+        """Lets one rank do one thing: the head of its stream, or some pages of any of its movements."""
         world = self.world
         if rank.stream and (not rank.moving or world.random.random() < 0.5):
             task = rank.stream.popleft()
@@ -54,7 +54,7 @@ class Ranks:
                 while self._move_page(rank, task):
                     continue
                 if task.left:
-                    # The step stands still until its pages are up.
+                    # The step stands still until its pages have come.
                     rank.stream.appendleft(task)
                 else:
                     self._finish(rank, task)
@@ -69,7 +69,7 @@ class Ranks:
                 self._finish(rank, movement)
 
     def _move_page(self, rank: Rank, movement: Movement) -> bool:
-        """Moves the first page that can be moved; a page whose read failed ends without. False if there is none."""
+        """Moves the first page that can be moved, or fails it if its read has failed. False if there is none."""
         world = self.world
         op = movement.op
         if op.kind is OpKind.GDS_READ and movement.left:
@@ -93,7 +93,7 @@ class Ranks:
         return False
 
     def _bring_page(self, rank: Rank, movement: Movement, page: int) -> None:
-        """Moves a page from disk, if that is what lies there."""
+        """Moves a page from disk, if its place holds that page."""
         world, op = self.world, movement.op
         symbols = world.disk.read(op.group, int(op.places[page]), identities(op)[page])
         if symbols is None:
@@ -105,7 +105,7 @@ class Ranks:
         world.engine.bring_page(rank, movement, page, symbol, fails)
 
     def _write_stripe(self, rank: Rank, movement: Movement, page: int) -> None:
-        """Moves a rank's part of a page to disk; what failed on the way is there as garbage."""
+        """Moves a rank's part of a page to disk; a part that fails on the way arrives as garbage."""
         world, op = self.world, movement.op
         fails = world.random.random() < world.config.failure_rate
         symbol = world.engine.read_page(rank, movement, page, fails)
@@ -114,7 +114,7 @@ class Ranks:
             movement.failed.append(page)
 
     def _digests(self, rank: Rank, movement: Movement) -> RunDigests:
-        """What a rank reports of the stripes that it wrote, one run a page."""
+        """The digests that a rank reports for the stripes that it wrote, one run per page."""
         number = self.world.engine.ranks.index(rank)
         digests = [stripe_digest(number, movement.arrived[page]) for page in range(movement.op.pages)]
         return np.array(digests, np.uint64).reshape(-1, 1)
@@ -155,7 +155,7 @@ class Ranks:
             return
         del world.ops[op_id]
         of_ranks = world.disk_lane.rank_ops.pop(op_id, None) is not None
-        self.requests.lookups.orders_planned()  # the seal of what was stored on disk
+        self.requests.lookups.orders_planned()  # the completion may have planned the seal of a store on disk
         if of_ranks and model_op.role is OpRole.LOAD and model_op.epoch == world.model.epoch:
             world.disk.require_forgotten(op, model_op.suspect)
             world.disk.require_kept(op, named - model_op.suspect)

@@ -1,4 +1,4 @@
-"""What a manager tells its listener, kept until the model has judged the call."""
+"""Keeps a manager's reports to its listener until the model has judged the call."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from flexkv.simulation.base import Key
 
 
 class Recorder(CacheListener):
-    """Collects what the manager tells its listener during one call."""
+    """Collects the manager's reports to its listener during one call."""
 
     def __init__(self) -> None:
         self.published: list[Key] = []

@@ -12,13 +12,13 @@ class SimRequest:
     """A request that wants the steps of `path`, then `tail`.
 
     Attributes:
-        arrays: per group, the keys as the manager wants them.
+        arrays: per group, the keys in the form that the manager takes.
         keys: the same as bytes.
         tail_keys: per group, token count -> key of the partial tail of that many tokens.
-        start, promised, computed, offered: in steps; computed ones (and then the tail) the engine believes done.
+        start, promised, computed, offered: in steps; the engine believes the computed ones (and then the tail) done.
         blocks: per group, engine block of each page number; the tail's block comes last.
         has: per group, whether the engine believes that block to hold KV.
-        unverified: loads in flight whose target the engine uses already.
+        unverified: loads in flight whose targets the engine uses already.
     """
 
     request_id: str

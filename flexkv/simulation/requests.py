@@ -16,7 +16,7 @@ from flexkv.transfer.graph import OpKind
 
 
 class Requests:
-    """Takes one random step of one request, or of its engine's will."""
+    """Takes one random step of one request, or one that its engine decides."""
 
     def __init__(self, world: World, orders_planned: Callable[[], None]) -> None:
         self.world = world
@@ -29,7 +29,7 @@ class Requests:
             return
         groups = range(len(world.config.groups))
         length = world.random.randint(0, world.config.most_steps)
-        # Few branches, so that requests share prefixes and want again what was stored before.
+        # Few branches, so that requests share prefixes and want pages again that were stored before.
         path = tuple(int(world.random.random() < 0.15) for _ in range(length))
         block_tokens = world.config.groups[0].block_tokens
         tail = tuple(world.random.randrange(2) for _ in range(world.random.randrange(block_tokens)))
@@ -47,7 +47,7 @@ class Requests:
         world.live.append(SimRequest(f"r{self._names}", path, tail, arrays, keys, tail_keys))
 
     def prefetch(self) -> None:
-        """The engine has got a request, and does not ask for it yet; it may have the first blocks itself."""
+        """Prefetches for a request before the engine asks for it; the engine may have its first blocks."""
         world = self.world
         request = world.pick()
         if request is None or request.state != "new":
@@ -87,7 +87,7 @@ class Requests:
             self._run_some(request)
 
     def _ask_again(self, request: SimRequest) -> None:
-        """The engine asks for a request that was told to wait; now and then although it still has to."""
+        """Asks for a request that has to wait, mostly once it need not wait any more."""
         world = self.world
         waits = world.manager.still_waits(request.request_id)
         if waits and request.request_id in world.line:
@@ -225,19 +225,19 @@ class Requests:
         request.state = "new"
 
     def bar_from(self, request_id: str, token: int) -> None:
-        """What the request stores of tokens from `token` on was computed from a load that failed."""
+        """Bars the request's stores of tokens from `token` on, which were computed from a failed load."""
         require(
             self.world.manager.discard_from(request_id, token) == self.world.model.bar(request_id, token),
             "discard_from revoked another number of pages",
         )
 
     def recompute_from(self, request: SimRequest, number: int) -> None:
-        """The engine learns that step `number` holds no KV: nothing computed from it counts.
+        """Makes the engine take step `number` for one without KV: nothing computed from it counts.
 
-        It goes back to the last boundary before which it has what every group needs to go on.
+        The engine goes back to the last boundary before which it has what every group needs to go on.
         """
         if request.state == "matched":
-            # Its promise begins behind blocks of the engine's own cache, which are among those: the engine asks anew.
+            # Its promise begins behind blocks of the engine's own cache, which are among these: the engine asks anew.
             self.restart(request)
         if not request.blocks:
             return

@@ -1,4 +1,4 @@
-"""Judges what a lookup did with room for reads: whose turn it was, and whether it took all that it needs, or none."""
+"""Judges what a lookup did with room for reads: was it its turn, and did it take all that it needs, or none."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ MOST = ReadRoom(FETCH_PAGES, FETCH_OPS)
 
 
 class RoomJudge:
-    """Judges one lookup; made before it.
+    """Judges one lookup; made before the lookup.
 
     Args:
-        tails: it asks for a partial tail too.
+        tails: the lookup asks for a partial tail too.
     """
 
     def __init__(self, world: World, request: SimRequest, tails: bool) -> None:
@@ -26,7 +26,7 @@ class RoomJudge:
         self._waited = request.request_id in world.line
         self._was_first = world.line.first(request.request_id)
         self._ops = set(world.model.disk_ops)
-        # What is kept for it and it wants no more is in its own way, once.
+        # Pages that are held for it and that it does not want any more are in its own way, once.
         self._in_its_way = world.manager.held_pages(request.request_id) > 0
         self._wanted = None if tails or not self._can_tell else self._all_there_is()
 
@@ -39,8 +39,8 @@ class RoomJudge:
         return bool(config.disk_places) and prefixes and not others
 
     def _all_there_is(self) -> list[Key] | None:
-        """The pages that the request could have after its start; None where it may not be promised all of them, or one
-        is just being stored, which a lookup may meet on disk."""
+        """The pages that the request could have after its start; None where not all of them may be promised, or where
+        one is just being stored, which a lookup may find on disk."""
         world, request = self._world, self._request
         room = world.model.limits.inflight_load_pages - world.model.load_pages()
         wanted: list[Key] = []

@@ -21,11 +21,11 @@ from flexkv.simulation.world import World
 Action = Callable[[], None]
 
 RESET, RESET_REMOTE = 0.05, 0.01
-"""Weights of a reset among the actions. After one a remote tier is out of use for the rest of the run."""
+"""Weights of a reset among the actions. After a reset a remote tier is out of use for the rest of the run."""
 
 
 class Simulation:
-    """One run. `manager_class` lets tests put a broken manager in the place of the real one."""
+    """One run. `manager_class` lets tests put a broken manager in place of the real one."""
 
     def __init__(self, config: SimulationConfig, manager_class: ManagerFactory = LocalCacheManager) -> None:
         self.world = World(config, manager_class)
@@ -36,7 +36,7 @@ class Simulation:
 
     @property
     def report(self) -> SimulationReport:
-        """What was done so far, also after a broken rule."""
+        """The report so far, also after a broken rule."""
         return self.world.report
 
     def _orders_planned(self) -> None:
@@ -125,7 +125,7 @@ class Simulation:
             self.ranks.move()
             self.ranks.deliver()
             if world.config.stream:
-                # Loads may wait for them.
+                # Loads may wait for the disks' reads.
                 self.disks.move()
                 self.disks.deliver()
         while world.config.has_tiers and self.disks.busy:

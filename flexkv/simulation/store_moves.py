@@ -1,5 +1,5 @@
-"""What befalls a remote tier in a simulation: values go, come from elsewhere, are damaged or exchanged; answers lie or
-never come; the process with the client dies within its ops."""
+"""Events of a remote tier in a simulation: values disappear, come from other machines, are damaged or swapped; answers
+are false or never come; the client's process dies during its ops."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flexkv.simulation.world import World
 from flexkv.transfer.graph import OpKind, OpResult, TransferOp
 
 LIE = 0.05
-"""Share of answers of one page that are false: a store's dead owners, its unfinished writers."""
+"""Share of answers about one page that are false, as a store's dead owners and unfinished writers make them."""
 
 UNANSWERED = 0.1
 """Share of questions without an answer in time."""
@@ -27,10 +27,10 @@ NAMED_WEIGHTS = 0
 
 
 class StoreMoves(TierMoves):
-    """Of one world whose last tier is remote.
+    """Carries out the ops of a world whose last tier is remote.
 
     Args:
-        orders_planned: is called when an answer may have planned fetches.
+        orders_planned: called when an answer may have planned fetches.
     """
 
     tier: RemoteTier  # type: ignore[assignment]
@@ -46,7 +46,7 @@ class StoreMoves(TierMoves):
 
     def submit(self, op: TransferOp) -> None:
         if self.store.down_reason:
-            # As the product's plane: what comes while the store is lost ends at once.
+            # Like the product's plane: an op that comes while the store is lost ends at once.
             self._enter(op, keys_of(op))
             each = self._moving[op.op_id]
             each.result = OpResult.cancelled(op.op_id, op.pages, self.store.down_reason)
@@ -74,7 +74,7 @@ class StoreMoves(TierMoves):
             each.failed.append(page)
 
     def fetched(self, group: int, key: bytes) -> list[Symbol] | None:
-        """What the helper brings: a value whose trailer names another key, or none, is removed and no page."""
+        """The page that the helper brings; a value whose trailer names another key or none is removed instead."""
         value = self.store.values.get((group, key))
         if value is not None and value.sealed != key:
             del self.store.values[group, key]
@@ -84,7 +84,7 @@ class StoreMoves(TierMoves):
     # --- what happens ---
 
     def answer(self) -> None:
-        """The store answers one of the questions, not always truly, or never does."""
+        """Answers one of the questions, not always truly, or ends it without an answer."""
         world, store = self.world, self.store
         if store.questions:
             question = world.random.choice(store.questions)
@@ -110,7 +110,7 @@ class StoreMoves(TierMoves):
         return np.array(found, np.uint8)
 
     def spoil(self) -> None:
-        """A value goes, is damaged, or is exchanged for another's."""
+        """Deletes a value, damages it, or replaces it with another's."""
         random, values = self.world.random, self.store.values
         if not values:
             return
@@ -124,7 +124,7 @@ class StoreMoves(TierMoves):
             values[name] = values[random.choice(list(values))]
 
     def share(self) -> None:
-        """Another machine writes a value that this one may want; of no request's key as a rule."""
+        """Lets another machine write values under some keys of a live request."""
         world = self.world
         if not world.live:
             return
@@ -137,7 +137,7 @@ class StoreMoves(TierMoves):
                     self.store.values[name] = Value(key, [symbol] * len(world.engine.ranks))
 
     def cut(self) -> None:
-        """The helper dies, or the store is lost and comes back: ops end when nothing moves for them any more."""
+        """Loses the store with its helper, or brings it back. Ops end once nothing moves for them any more."""
         world, store = self.world, self.store
         if store.down_reason:
             store.down_reason = ""
@@ -152,7 +152,7 @@ class StoreMoves(TierMoves):
         self.answer()
 
     def _write_some(self, each: Moving) -> None:
-        """Of a get what was under way when the process died: a part of a page is worth nothing."""
+        """Leaves garbage for a get's page that was under way when the process died: part of a page is worth nothing."""
         if each.op.kind is OpKind.DISK_READ and each.done < each.op.pages:
             self.world.engine.fill_slot(each.op.group, int(each.op.slots[each.done]), None)
 
@@ -169,7 +169,7 @@ class StoreMoves(TierMoves):
         return bool(self._moving or self.store.questions)
 
     def check(self) -> None:
-        """What the store has under a name is of the weights that the name stands for, or says that it is not."""
+        """Checks that a value holds the KV of its name's key and weights, unless its trailer says that it does not."""
         for (_, key), value in self.store.values.items():
             require(
                 value.sealed != key or all(symbol == (NAMED_WEIGHTS, key) for symbol in value.symbols),

@@ -1,6 +1,6 @@
-"""A store of a simulation that other machines use too, with symbols for values: it lies wherever a store may.
+"""A simulated store that other machines use too, with symbols for values; it gives false answers wherever a store may.
 
-What is asked and moved stands here until `StoreMoves` answers and moves it. The tier above is the product's.
+Questions wait here until `StoreMoves` answers them; it moves the pages, too. The tier above is the product's.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from flexkv.transfer.graph import OpId, OpResult, TransferGraph, TransferOp
 
 @dataclass(frozen=True)
 class Value:
-    """What lies under a name.
+    """The value under a name.
 
     Attributes:
-        sealed: the key that its trailer names; None: damaged.
-        symbols: one a rank.
+        sealed: the key that its trailer names; None if it is damaged.
+        symbols: one per rank.
     """
 
     sealed: bytes | None
@@ -41,9 +41,9 @@ class SymbolicStore:
     """The lane of a remote tier, driven by hand.
 
     Attributes:
-        values: by the key that is their name.
-        questions: that were not answered yet.
-        down_reason: why it is not used.
+        values: values by the key that is their name.
+        questions: questions that were not answered yet.
+        down_reason: why the store is not used; empty while it is.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class SymbolicStore:
     # --- as the tier's lane ---
 
     def watch(self) -> None:
-        """What happens is the simulation's to say."""
+        """Does nothing: the simulation decides what happens."""
 
     def submit(self, graph: TransferGraph) -> int | None:
         raise AssertionError("ops are taken from the manager")
@@ -96,12 +96,12 @@ class SymbolicStore:
         self._answers.append((question.op_id, presences))
 
     def lose(self) -> None:
-        """The store cannot be reached: nothing that was asked is answered."""
+        """Makes the store unreachable: open questions end without an answer."""
         self.down_reason = "lost"
         for question in list(self.questions):
             self.answer(question, ())
 
 
 def keys_of(op: TransferOp) -> list[bytes]:
-    """Of an op's pages, as its tags say."""
+    """The keys of an op's pages, from its tags."""
     return [row.tobytes() for row in np.ascontiguousarray(tag_fields(op.tags)["key"])]

@@ -1,6 +1,7 @@
-"""A tier that no product has: the least that `flexkv.cache.tiers.contract` asks for, with symbols for pages.
+"""A tier for simulations alone: the least that `flexkv.cache.tiers.contract` requires, with symbols for pages.
 
-`SymbolicVolumes` stands below the disk tier and drives that; this stands beside it and drives the contract alone.
+`SymbolicVolumes` lies below the product's disk tier and tests it; this tier lies beside it and tests the contract
+alone.
 """
 
 from __future__ import annotations
@@ -16,19 +17,19 @@ from flexkv.simulation.base import Symbol
 from flexkv.transfer.graph import NO_BLOCKS, OpId, OpKind, Priority, SlotIds, TransferOp
 
 Content = tuple[int, bytes, list[Symbol]]
-"""Of a place: epoch of the tier, key, and a symbol per rank."""
+"""Content of a place: epoch of the tier, key, and a symbol per rank."""
 
 
 class SymbolicTier(Tier, Source, Sink):
-    """Takes pages from host memory and gives them back; what carries its ops out moves the symbols.
+    """Takes pages from host memory and returns them; `TierMoves` carries out its ops and moves the symbols.
 
     Args:
-        places: of each group.
+        places: number of places of each group.
 
     Attributes:
-        content: by group and place.
+        content: content by group and place.
         keys_of: keys of the pages of an op in flight.
-        epoch: resets so far; what older places hold is no page.
+        epoch: number of resets so far; places of older epochs hold no page.
     """
 
     def __init__(self, context: TierContext, places: int, facts: TierFacts) -> None:
@@ -113,7 +114,7 @@ class SymbolicTier(Tier, Source, Sink):
         self.epoch += 1
 
     def finish_reset(self, ends_s: float) -> None:
-        """Older places are no pages since `begin_reset`."""
+        """Does nothing: since `begin_reset` older places hold no page."""
 
     def poll(self, now_s: float) -> None:
-        """There is no news: what is lost shows when it is read."""
+        """Does nothing: a lost page shows when it is read."""

@@ -1,7 +1,7 @@
-"""Disks without bytes: what lies at each place is a tag and a symbol a rank, or garbage.
+"""Disks without bytes: each place holds a tag and one symbol per rank, or garbage.
 
-They keep the promises of `flexkv.storage.base.Volumes` that matter to a manager, and judge what it asks for: a place
-in use that is given away, a publish of what was not written, an overwrite that was not announced.
+They keep the promises of `flexkv.storage.base.Volumes` that matter to a manager, and judge its requests: it must not
+give away a place in use, publish what was not written, or overwrite without announcing it.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ Identity = tuple[bytes, int, int, int]
 
 
 def stripe_digest(rank: int, symbol: Symbol) -> int:
-    """What a rank reports of the run that it wrote: its part of what the symbol stands for."""
+    """The digest that a rank reports for the run that it wrote: its part of what the symbol stands for."""
     return int.from_bytes(hashlib.sha256(repr((rank, symbol)).encode()).digest()[:8], "little")
 
 
 def identities(op: TransferOp) -> list[Identity]:
-    """What the tags of an op name, page by page."""
+    """The identities that an op's tags name, page by page."""
     return [
         (bytes(tag["key"]), int(tag["generation"]), int(tag["epoch"]), int(tag["tokens"]))
         for tag in tag_fields(op.tags)
@@ -51,9 +51,9 @@ class SymbolicVolumes(Volumes):
     """Places of each group on `disks` disks.
 
     Attributes:
-        content: of each written place of each group, what was written: identity and one symbol a rank. A torn write
-            leaves no entry.
-        journal: of each place, the row that would be found after a crash: key, generation, tokens, expiry.
+        content: for each group, place -> what was written there: identity and one symbol per rank. A torn write leaves
+            no entry.
+        journal: for each group, place -> the row that would be found after a crash: key, generation, tokens, expiry.
     """
 
     def __init__(self, slots: Sequence[int], disks: int = 2) -> None:
@@ -66,7 +66,7 @@ class SymbolicVolumes(Volumes):
         self.content: list[dict[int, tuple[Identity, list[Symbol]]]] = [{} for _ in slots]
         self.journal: list[dict[int, tuple[bytes, int, int, int]]] = [{} for _ in slots]
         self._stripes: list[dict[int, dict[int, Symbol]]] = [{} for _ in slots]
-        """Of each place without a trailer, what ranks have written there."""
+        """For each place without a trailer, the symbols that ranks have written there."""
         self._named: tuple[bytes, int] | None = None
         """Weights, and the epoch whose pages were computed with them."""
         self._announced: set[int] = set()
@@ -74,7 +74,7 @@ class SymbolicVolumes(Volumes):
 
     @classmethod
     def reopened(cls, former: SymbolicVolumes) -> SymbolicVolumes:
-        """The same folders in a new process: what was journaled and what was written, and nothing else."""
+        """The same folders in a new process: the journaled rows and the written pages, and nothing else."""
         tier = cls(former._slots, former.disks)
         tier._alive = list(former._alive)
         # Durable open count, then a counter: higher than any number given before.
@@ -188,7 +188,7 @@ class SymbolicVolumes(Volumes):
         return False
 
     def finish_reset(self, deadline_s: float) -> None:
-        """It is durable at once."""
+        """Does nothing: a reset is durable at once."""
 
     def reset(self, epoch: int, deadline_s: float = 30.0) -> None:
         self.begin_reset(epoch)
@@ -206,7 +206,7 @@ class SymbolicVolumes(Volumes):
     # --- what a simulation does to it ---
 
     def lose(self, disk: int) -> None:
-        """The disk fails for good."""
+        """Makes a disk fail for good."""
         if self._alive[disk]:
             self._alive[disk] = False
             self._lost.append(LostDisk(disk, Path(f"/disk{disk}"), "simulated"))
@@ -217,22 +217,22 @@ class SymbolicVolumes(Volumes):
                     del self.journal[group][place]
 
     def check_places(self, places: Places) -> None:
-        """No place of a disk whose loss was reported to the manager may be used again."""
+        """Checks that no place is used on a disk whose loss was reported to the manager."""
         used = {place % self.disks for place in places.tolist()}
         require(not used & self._announced, "a place on a lost disk was given away")
 
     def named(self, op: TransferOp) -> set[int]:
-        """Those of an op's pages that the index which survives a crash has where the op looks for them."""
+        """The pages of an op that the index which survives a crash has at the places where the op looks for them."""
         rows = [self.journal[op.group].get(place) for place in op.places.tolist()]
         wanted = zip(rows, identities(op) if rows else (), strict=True)
         return {page for page, (row, (_, write, _, _)) in enumerate(wanted) if row and row[1] == write}
 
     def require_kept(self, op: TransferOp, pages: set[int]) -> None:
-        """These pages of an op were there, and the content of none caused its failure."""
+        """Checks that these pages of an op are still indexed: the content of none caused its failure."""
         require(pages <= self.named(op), "a page whose content did not fail was forgotten on disk")
 
     def require_forgotten(self, op: TransferOp, pages: Iterable[int]) -> None:
-        """These pages of an op did not hold what it asked for: nothing may say that they do."""
+        """Checks that the index does not name these pages of an op, whose places did not hold what it asked for."""
         wanted = identities(op)
         for page in pages:
             row = self.journal[op.group].get(int(op.places[page]))
@@ -242,7 +242,7 @@ class SymbolicVolumes(Volumes):
             )
 
     def write(self, group: int, place: int, identity: Identity, symbols: list[Symbol]) -> bool:
-        """Whether the page was written; it replaces what was there, of which nothing may be found after a crash."""
+        """Writes a page over the old content, of which nothing may be found after a crash; returns whether it could."""
         require(
             place not in self.journal[group],
             "a place was overwritten while the index that survives a crash names its old content",
@@ -254,7 +254,7 @@ class SymbolicVolumes(Volumes):
         return True
 
     def write_stripe(self, group: int, place: int, rank: int, symbol: Symbol) -> bool:
-        """Whether a rank's part of a page was written; what the place held before is no page any more."""
+        """Writes a rank's part of a page, which ends the place's former page; returns whether it could."""
         require(
             place not in self.journal[group],
             "stripes were written to a place that the index that survives a crash names",
@@ -266,7 +266,7 @@ class SymbolicVolumes(Volumes):
         return True
 
     def seal(self, group: int, place: int, identity: Identity, digests: list[int]) -> bool:
-        """Whether the trailer of a page was written, whose stripes every rank has written."""
+        """Writes the trailer of a page whose stripes every rank has written; returns whether it could."""
         stripes = self._stripes[group].get(place, {})
         if not self._alive[place % self.disks]:
             return False
@@ -281,7 +281,7 @@ class SymbolicVolumes(Volumes):
         self._stripes[group].pop(place, None)
 
     def read(self, group: int, place: int, identity: Identity) -> list[Symbol] | None:
-        """The symbols at a place, if it holds what is asked for."""
+        """The symbols at a place, if it holds the page that is asked for; else None."""
         content = self.content[group].get(place)
         if content is None or content[0] != identity or not self._alive[place % self.disks]:
             return None

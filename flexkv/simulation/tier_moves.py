@@ -1,4 +1,4 @@
-"""What carries out the ops of a simulation's symbolic tier: pages fail, ops come late, in any order or never begin, and
+"""Carries out the ops of a simulation's symbolic tier: pages fail, ops come late, in any order or never begin, and
 pages are lost behind the tier's back."""
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class Moving:
     """An op that was handed over; sets hold positions of pages.
 
     Attributes:
-        epoch: of the tier, when it was handed over.
+        epoch: the tier's epoch when the op was handed over.
         done: pages that have moved or failed.
         missing: pages that failed because their place does not hold them.
-        result: once it has ended.
+        result: its result, once it has ended.
     """
 
     op: TransferOp
@@ -37,7 +37,7 @@ class Moving:
 
 
 class TierMoves:
-    """Of one world with a symbolic tier."""
+    """Carries out the ops of a world with a symbolic tier."""
 
     def __init__(self, world: World, tier: SymbolicTier) -> None:
         self.world = world
@@ -68,7 +68,7 @@ class TierMoves:
     # --- what happens ---
 
     def move(self) -> None:
-        """Some pages of some op move or fail."""
+        """Moves or fails some pages of an op."""
         world = self.world
         moving = [each for each in self._moving.values() if each.result is None]
         if not moving:
@@ -112,14 +112,14 @@ class TierMoves:
         return OpResult(op.op_id, OpStatus.FAILED, failed, "page failed", causes=causes)
 
     def cancel(self) -> None:
-        """An op is never begun."""
+        """Cancels an op that has not begun."""
         waiting = [each for each in self._moving.values() if not each.done and each.result is None]
         if waiting:
             each = self.world.random.choice(waiting)
             each.result = OpResult.cancelled(OpId(each.op.op_id), each.op.pages, "cancelled")
 
     def lose(self) -> None:
-        """A page is lost, and the tier does not know it."""
+        """Loses a page without the tier's knowledge."""
         random = self.world.random
         group = random.randrange(len(self.tier.content))
         written = {
@@ -133,7 +133,7 @@ class TierMoves:
             del self.tier.content[group][random.choice(places)]
 
     def deliver(self) -> None:
-        """The manager takes one of the results, not always the first."""
+        """Gives the manager one of the results, not always the first."""
         world = self.world
         ended = [each for each in self._moving.values() if each.result is not None]
         if not ended:
@@ -148,7 +148,7 @@ class TierMoves:
             self._check_forgotten(each, result)
 
     def _check_forgotten(self, each: Moving, result: OpResult) -> None:
-        """Of pages that were not what was asked for, no entry is left at that place."""
+        """Checks that no entry is left at the place of a page that was not what was asked for."""
         for page, cause in causes_by_page(result).items():
             if cause > FailureCause.SOURCE:
                 continue
@@ -163,11 +163,11 @@ class TierMoves:
 
     @property
     def busy(self) -> bool:
-        """Whether an op was handed over and its result was not taken."""
+        """Whether an op was handed over whose result was not taken."""
         return bool(self._moving)
 
     def check(self) -> None:
-        """What a fetch would bring now is what its key promises, on every rank."""
+        """Checks that a fetch now would bring what its key promises, on every rank."""
         for places in self.tier.content:
             for epoch, key, symbols in places.values():
                 require(

@@ -1,4 +1,4 @@
-"""What every part of a simulation shares: the manager, the model that judges it, the engine, and what is in flight."""
+"""The state that all parts of a simulation share: the manager, its model, the engine, and the ops in flight."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from flexkv.simulation.symbolic_volumes import SymbolicVolumes
 from flexkv.transfer.graph import WITHOUT_SLOTS, OpKind, TransferOp
 
 RETIRED = 64
-"""Lost block tables that are remembered; a load ends long before so many requests have."""
+"""Lost block tables that are remembered; a load ends long before this many requests do."""
 
 
 FETCH_PAGES = 12
-"""Pages that are read from disk at once at most."""
+"""Most pages that are read from disk at once."""
 
 FETCH_OPS = 4
-"""Reads from disk at once at most."""
+"""Most reads from disk at once."""
 
 BEGUN_S = 1_000_000
 """The wall clock when a run begins, Unix seconds."""
@@ -48,7 +48,7 @@ def block_key(*parts: object) -> bytes:
 
 
 def host_slots(op: TransferOp) -> list[int]:
-    """Of each page of an op, its slot in host memory, or NO_SLOT."""
+    """The slot of each page of an op in host memory, or NO_SLOT."""
     return [NO_SLOT] * op.pages if op.kind in WITHOUT_SLOTS else op.slots.tolist()
 
 
@@ -232,7 +232,7 @@ class World:
         return {block for op in loads if op.group == group for block in op.blocks.tolist()}
 
     def places_being_read(self, group: int) -> set[int]:
-        """Disk slots that an op in flight reads, also one that has ended and was not reported."""
+        """Disk slots that an op in flight reads, also one that has ended and was not reported yet."""
         ops = (*self.disk_lane.ops.values(), *self.disk_lane.rank_ops.values(), *self.disk_ended.values())
         reads = (op for op in ops if op.group == group and op.kind in (OpKind.DISK_READ, OpKind.GDS_READ))
         return {place for op in reads for place in op.places.tolist()}
@@ -245,7 +245,7 @@ class World:
         self.manager.grow(group, up)
 
     def check_visible(self) -> None:
-        """Every visible slot holds what its key promises, on every rank."""
+        """Checks that every visible slot holds what its key promises, on every rank."""
         for (group, key), slot in self.model.visible.items():
             for rank in self.engine.ranks:
                 require(
