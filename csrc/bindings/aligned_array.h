@@ -1,4 +1,4 @@
-// NumPy arrays over foreign memory may be unaligned, which the types of pybind11 do not tell.
+// NumPy arrays over foreign memory may be unaligned, which pybind11's types do not show.
 #pragma once
 #include <pybind11/numpy.h>
 

@@ -20,13 +20,13 @@ namespace {
 
 std::shared_ptr<cuda::CudaLane> make_lane(int device, bool batch, bool kernel, int32_t digest_threads) {
   const py::gil_scoped_release release;
-  auto digests = std::make_unique<DigestCrew>(digest_threads);  // first: it refuses a number by its name
+  auto digests = std::make_unique<DigestCrew>(digest_threads);  // first, as its error names the bad argument
   return released_without_gil(
       std::make_shared<cuda::CudaLane>(cuda::Device::open(device), cuda::copy_kernel_launcher(),
                                        cuda::CopySwitches{batch, kernel}, std::move(digests)));
 }
 
-// (path, pieces, bytes, driver calls) of each path.
+// (path, pieces, bytes, driver calls) for each path.
 py::list counts(const cuda::CudaLane& lane) {
   py::list list;
   for (int i = 0; i < cuda::kPaths; ++i) {

@@ -51,7 +51,7 @@ std::shared_ptr<GdsLane> make_gds_lane(const List<std::shared_ptr<PageCodec>>& c
                                static_cast<int32_t>(at)};
     }
   }
-  // What stands still is found by the engine's watchdog, which keeps blocks and places until it ends.
+  // The engine's watchdog finds transfers that hang, and keeps their blocks and places until they end.
   const GdsOptions options{.threads_per_device = threads_per_device,
                            .use_staged_transfer = use_staged_transfer,
                            .max_staging_blocks = max_staging_blocks,
@@ -68,7 +68,7 @@ std::shared_ptr<GdsLane> make_gds_lane(const List<std::shared_ptr<PageCodec>>& c
   return released_without_gil(std::make_shared<GdsLane>(std::move(groups), stripe, std::move(manager)));
 }
 
-// Of libcufile: path, how it was found and version, or why it was not.
+// libcufile's path, how it was found and its version, or why it was not found.
 py::tuple find_cufile() {
   std::string why;
   std::optional<CufileLibrary> library;

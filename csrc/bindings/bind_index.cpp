@@ -1,5 +1,5 @@
 // Bindings of csrc/index: the block index. The GIL stays held: calls take microseconds, and it keeps a
-// statistics thread from looking into a half-made change.
+// statistics thread from seeing a half-made change.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -38,8 +38,8 @@ Bytes array_of(const std::vector<BlockKey>& keys) {
   return rows;
 }
 
-// An array over the vector's own memory, which must not hold much more than it needs: the array may live
-// long.
+// An array over the vector's own memory, or over a copy if the vector holds much more than it needs: the
+// array may live long.
 template <class T>
 py::array_t<T> array_over(std::vector<T>&& values) {
   if (values.capacity() > 2 * values.size()) return array_of(values);

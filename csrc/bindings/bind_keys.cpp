@@ -24,7 +24,7 @@ namespace flexkv {
 namespace {
 
 // Unit: tokens. What one call of tail_keys hashes at most, with the GIL held: some seconds. A tail is shorter
-// than a block, and all counts of one of 4096 tokens hash 2**23.
+// than a block, and all tails of a block of 4096 tokens hash 2**23.
 constexpr size_t kMostTailTokens = size_t{1} << 30;
 
 std::span<const uint8_t> span_of(const py::bytes& value) {
@@ -57,8 +57,8 @@ py::array view_of(const RowBuffer& rows) {
   return view;
 }
 
-// First item of a list that starts at block (or token) `start` which comes after `done`. Throws ContractError
-// for a gap.
+// The index of the first new item in a list that starts at block (or token) `start` when `done` are there
+// already. Throws ContractError for a gap.
 size_t first_new(size_t done, size_t start) {
   if (start <= done) return done - start;
   throw ContractError("extend: the list starts at " + std::to_string(start) + " and the chain ends at " +
@@ -99,7 +99,7 @@ size_t extend_tokens(TokenChain& chain, py::handle tokens, size_t start) {
   if (whole <= blocks) return 0;
   const size_t count = whole - blocks;
   const auto ids = read_tokens(tokens, begin, chain.tokens_read(count));
-  // Reading an odd token runs its __index__, which may run anything.
+  // Reading an odd token runs its __index__, which may run any code.
   if (chain.blocks() != blocks) throw ContractError("extend: the chain was changed while tokens were read");
   chain.append(ids, count);
   return count;

@@ -102,7 +102,7 @@ void bind_slot_image(py::module_& m) {
       .def_property_readonly("trailer_offset", &SlotImage::trailer_offset)
       .def_property_readonly("trailer_bytes", &SlotImage::trailer_bytes)
       .def_property_readonly("total_bytes", &SlotImage::total_bytes)
-      // Of what is no slot image it knows nothing: that is NotImplemented, not an error.
+      // For any other object the result is NotImplemented, not an error.
       .def("__eq__", [](const SlotImage& a, const SlotImage& b) { return a == b; }, py::is_operator());
 }
 
@@ -175,8 +175,8 @@ void bind_digest(py::module_& m) {
       py::arg("view"), py::arg("stripe"));
 }
 
-// A tuple and no std::array: for an array pybind11 takes four items even of a sequence that gave fewer in the
-// end than it said.
+// A tuple instead of a std::array: for an array pybind11 takes four items even from a sequence that in the
+// end gives fewer than it claimed.
 using AxisTuple = std::tuple<int64_t, int64_t, int64_t, int64_t>;
 using OrderTuple = std::tuple<AxisTuple, AxisTuple, int64_t>;
 

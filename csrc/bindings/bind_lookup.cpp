@@ -1,5 +1,5 @@
 // Bindings of lookups over all tiers. The GIL stays held, as for the block index. Arrays of what was found
-// are made when they are asked for, over its own memory.
+// are made on demand, over the result's own memory.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 
@@ -24,10 +24,10 @@ namespace py = pybind11;
 namespace flexkv {
 namespace {
 
-// Negative room is what is left when more is reserved than is allowed: none.
+// Room is negative when more is reserved than is allowed: then there is none.
 size_t room_of(int64_t pages) { return pages > 0 ? static_cast<size_t>(pages) : 0; }
 
-constexpr int64_t kMostTokens = int64_t{1} << 40;  // of one request; beyond, products would overflow
+constexpr int64_t kMostTokens = int64_t{1} << 40;  // in one request; with more, products would overflow
 
 RuleKind rule_kind(const std::string& name) {
   for (const auto& [kind, known] : kRuleKinds) {
@@ -87,7 +87,7 @@ py::object look(TierLookup& lookup, const List<py::array>& keys, int64_t start_b
     const auto all = keys_of(of_group);
     offered.push_back(all.subspan(std::min(all.size(), static_cast<size_t>(start_block))));
   }
-  // The object first: when it cannot be made, nothing is leased yet.
+  // The object is made first: if that fails, nothing is leased yet.
   auto made = std::make_unique<Found>();
   Found& found = *made;
   py::object object = py::cast(std::move(made));

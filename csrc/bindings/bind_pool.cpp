@@ -1,4 +1,4 @@
-// Host pools and what is known of memory and CUDA devices, for Python.
+// Host pools, and facts about memory and CUDA devices, for Python.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -46,7 +46,7 @@ std::shared_ptr<HostPool> attach(int pid, int fd, const std::string& token, int6
   return released_without_gil(HostPool::attach(address));
 }
 
-// The wait ends early where a slice of it can say that no more will come.
+// The wait ends early if the pool will get no more slots.
 bool wait_ready(const HostPool& pool, int64_t slots, double deadline_s) {
   bool ready = false;
   wait_interruptibly(deadline_s, [&](double slice_s) {
@@ -81,14 +81,14 @@ py::list report(const HostPool& pool) {
   return extents;
 }
 
-// The array holds the pool, and with it the memory.
+// The array keeps the pool alive, and with it the memory.
 py::array_t<uint8_t> slot_array(const py::object& self, int64_t slot) {
   const auto& pool = self.cast<const HostPool&>();
   return py::array_t<uint8_t>({pool.geometry().slot_bytes}, {1}, reinterpret_cast<uint8_t*>(pool.slot(slot)),
                               self);
 }
 
-// From `slot` to the end of its extent, which is mapped as a whole.
+// The memory from `slot` to the end of its extent, which is mapped as a whole.
 py::array_t<uint8_t> extent_array(const py::object& self, int64_t slot) {
   const auto& pool = self.cast<const HostPool&>();
   auto* start = reinterpret_cast<uint8_t*>(pool.slot(slot));  // throws where there is none

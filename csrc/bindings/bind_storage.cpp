@@ -76,7 +76,7 @@ void seal(const PageCodec& codec, const py::buffer& image, uint64_t slab_id, uin
   codec.seal(bytes.data(), {slab_id, slot}, fields, written);
 }
 
-// A slot that has room for what a page with a trailer elsewhere needs.
+// Throws GeometryError unless the buffer has room for a page whose trailer is elsewhere.
 void require_stripes(const PageCodec& codec, const ByteBuffer& buffer) {
   const int64_t needed = codec.host_digests() ? codec.image_bytes() : codec.image().trailer_offset();
   if (static_cast<int64_t>(buffer.size()) >= needed) return;

@@ -25,7 +25,7 @@ namespace py = pybind11;
 
 namespace flexkv {
 
-// A recorded point for Python: only to be handed back.
+// A recorded point; Python can only pass it back.
 struct StreamPoint {
   std::shared_ptr<StreamEvent> event;
 };
@@ -38,13 +38,13 @@ IdArray to_array(const std::vector<int32_t>& ids) {
   return IdArray(static_cast<py::ssize_t>(ids.size()), ids.data());
 }
 
-// [pages, runs]; no pages where the op made no digests.
+// [pages, runs]; no pages if the op made no digests.
 py::array_t<uint64_t> from_digests(const std::vector<uint64_t>& digests, size_t runs) {
   const auto pages = static_cast<py::ssize_t>(runs == 0 ? 0 : digests.size() / runs);
   return py::array_t<uint64_t>({pages, static_cast<py::ssize_t>(runs)}, digests.data());
 }
 
-// Of each failed page.
+// One cause for each failed page.
 py::array_t<uint8_t> from_causes(const std::vector<FailureCause>& causes) {
   static_assert(sizeof(FailureCause) == 1);
   const auto count = static_cast<py::ssize_t>(causes.size());
@@ -105,7 +105,7 @@ py::list lanes(const TransferEngine& engine) {
   return list;
 }
 
-// Destroying an engine waits for its threads: not with the GIL held.
+// Destroying an engine waits for its threads, so that happens without the GIL.
 std::shared_ptr<TransferEngine> make_engine(std::optional<std::shared_ptr<PageMover>> mover,
                                             int32_t queue_ops, int32_t copy_threads, double op_stuck_s,
                                             List<std::shared_ptr<Lane>> lanes) {

@@ -1,4 +1,4 @@
-// One function an area, each in its own bind_<area>.cpp; module.cpp calls them.
+// One function per area, each in its own bind_<area>.cpp; module.cpp calls them.
 #pragma once
 #include <pybind11/pybind11.h>
 

@@ -11,8 +11,7 @@ namespace flexkv {
 // The keys [begin, end) of a sequence, borrowed: valid while the GIL is held and no Python code runs.
 class EngineKeyReader {
  public:
-  // Throws KeySchemeError for an item that is no bytes object, or has a length that no cryptographic hash
-  // gives.
+  // Throws KeySchemeError for an item that is not a bytes object, or whose length no cryptographic hash has.
   EngineKeyReader(pybind11::handle keys, size_t begin, size_t end);
 
   // Number of keys in `keys`. Throws KeySchemeError when it is neither a list or tuple nor such an array.

@@ -1,5 +1,5 @@
-// Graphs that Python hands in. An op is any object with the fields of flexkv/transfer/graph.py's TransferOp,
-// an edge one with those of its Edge.
+// Reads graphs that Python submits. An op is any object with the fields of flexkv/transfer/graph.py's
+// TransferOp, an edge one with those of its Edge.
 #pragma once
 #include <pybind11/pybind11.h>
 
@@ -7,7 +7,7 @@
 
 namespace flexkv {
 
-// Throws ContractError for a field that is missing or not of its type; names the field and the op.
+// Throws ContractError, naming the field and the op, for a field that is missing or has the wrong type.
 GraphSpec read_graph(const pybind11::sequence& ops, const pybind11::sequence& edges);
 
 }  // namespace flexkv

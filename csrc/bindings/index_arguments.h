@@ -1,4 +1,4 @@
-// Arrays that calls of the block index and of lookups take and give, with their checks.
+// The arrays that calls of the block index and of lookups take and return, with their checks.
 #pragma once
 #include <pybind11/numpy.h>
 

@@ -8,11 +8,11 @@
 
 namespace flexkv {
 
-// Unit: seconds. How long a signal may stay unheard.
+// Unit: seconds. How long a signal may wait until it is handled.
 inline constexpr double kSignalLookS = 0.1;
 
-// Calls `wait(seconds)` (without the GIL, a slice at a time) until it returns true or `deadline_s` is over.
-// Throws what a signal handler raised. Precondition: the GIL is held.
+// Calls `wait(seconds)` (without the GIL, a slice at a time) until it returns true or `deadline_s` has
+// passed. Throws what a signal handler raised. Precondition: the GIL is held.
 template <typename Wait>
 bool wait_interruptibly(double deadline_s, Wait wait) {
   const auto deadline = deadline_in(deadline_s);
@@ -27,15 +27,15 @@ bool wait_interruptibly(double deadline_s, Wait wait) {
   }
 }
 
-// What `work` returns, which may wait for a lock: whoever holds that may need the GIL, and others go on.
-// Precondition: the GIL is held.
+// Returns what `work` returns, and calls it without the GIL: `work` may wait for a lock whose holder needs
+// the GIL, and other threads go on meanwhile. Precondition: the GIL is held.
 template <typename Work>
 auto without_gil(Work work) {
   const pybind11::gil_scoped_release release;
   return work();
 }
 
-// A holder that lets go of its object without the GIL: the last reference may have threads to join.
+// A holder that releases its object without the GIL: destroying the object may have to join threads.
 template <typename T>
 std::shared_ptr<T> released_without_gil(std::shared_ptr<T> inner) {
   T* object = inner.get();

@@ -7,7 +7,7 @@
 
 namespace flexkv {
 
-// Throws ConfigError.
+// Throws ConfigError for an unknown name.
 inline IoBackend to_io_backend(const std::string& name) {
   if (name == "auto") return IoBackend::kAuto;
   if (name == "uring") return IoBackend::kUring;

@@ -1,8 +1,9 @@
-// What arguments of bound classes go through: None, and objects whose __init__ never ran (made by
-// `cls.__new__(cls)`, or still in the hands of another thread), are a TypeError before any function sees
-// them. pybind11 alone gives functions a null pointer for the one and uninitialised memory for the other.
+// Checks of arguments of bound classes: None, and objects whose __init__ has not run (made by
+// `cls.__new__(cls)`, or still being made by another thread), are a TypeError before any function sees them.
+// pybind11 alone gives functions a null pointer for the one and uninitialised memory for the other.
 //
-// To be included by every file that binds or takes such classes. What may be None is a std::optional.
+// Every file that binds or takes such classes must include this one. An argument that may be None is a
+// std::optional.
 #pragma once
 #include <pybind11/pybind11.h>
 
@@ -45,7 +46,7 @@ struct StreamPoint;
 template <typename T, typename... List>
 concept OneOf = (std::same_as<T, List> || ...);
 
-// Another module's header names its own classes by specialisations.
+// The header of another module adds its own classes by specialisations.
 template <typename T>
 inline constexpr bool kIsNativeClass =
     OneOf<T, BlockIndex, BoundaryLookup, DiskLane, EngineKeyChain, Found, FoundLengths, GDSManager, GdsLane,
@@ -60,7 +61,7 @@ concept NativeClass = kIsNativeClass<T>;
 template <NativeClass T, typename... More>
 using NativeBinding = pybind11::class_<T, More...>;
 
-// False for None and what is no object of the class; throws TypeError for one that was never initialised.
+// False for None and for objects of other classes; throws TypeError for one that was never initialised.
 inline bool is_whole(pybind11::handle object, const pybind11::detail::type_info* type) {
   if (type == nullptr || object.is_none()) return false;
   if (PyObject_TypeCheck(object.ptr(), type->type) == 0) return false;

@@ -10,7 +10,7 @@ namespace py = pybind11;
 namespace flexkv {
 namespace {
 
-// DLPack's ABI, version 0 (dmlc/dlpack), as far as it is read here.
+// DLPack's ABI, version 0 (dmlc/dlpack): the part that is read here.
 struct DlTensor {
   void* data;
   int32_t device_type;
@@ -28,10 +28,11 @@ constexpr int32_t kDlCudaHost = 3;
 constexpr uint8_t kDlInt = 0;
 constexpr int32_t kMostDimensions = 64;
 constexpr Py_ssize_t kShownCharacters = 200;
-// Unit: bytes. No memory has more.
+// Unit: bytes. No machine has more memory.
 constexpr int64_t kMostBytes = int64_t{1} << 56;
 
-// What numpy says of a read-only array, and others of what they cannot share, is an error of this argument.
+// A BufferError, as NumPy raises for a read-only array and others for tensors that they cannot share, is an
+// error of this argument.
 py::object capsule_of(const py::object& tensor, const std::string& name) {
   try {
     return tensor.attr("__dlpack__")();
@@ -41,7 +42,7 @@ py::object capsule_of(const py::object& tensor, const std::string& name) {
   }
 }
 
-// "int64" of torch.int64, numpy's dtype('int64') and the like.
+// "int64" from torch.int64, numpy's dtype('int64') and the like.
 std::string last_word(const std::string& dtype) {
   const size_t dot = dtype.rfind('.');
   return dot == std::string::npos ? dtype : dtype.substr(dot + 1);
@@ -106,7 +107,7 @@ void TensorArgument::take_dlpack() {
   dtype_ = (tensor->type_code == kDlInt && tensor->type_lanes == 1 ? "int" : "not an int of ") +
            std::to_string(tensor->type_bits);
   on_host_ = tensor->device_type == kDlCpu || tensor->device_type == kDlCudaHost;
-  object_ = py::make_tuple(object_, capsule);  // an unused capsule frees its tensor when it goes
+  object_ = py::make_tuple(object_, capsule);  // an unused capsule frees its tensor when it is destroyed
 }
 
 void TensorArgument::require_aligned(size_t bytes) const {

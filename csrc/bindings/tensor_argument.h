@@ -9,11 +9,11 @@
 
 namespace flexkv {
 
-// Keeps the object, and with it the memory. Make and destroy it with the GIL held.
+// Keeps the object alive, and with it the memory. Make and destroy it with the GIL held.
 class TensorArgument {
  public:
-  // Throws GeometryError, naming the argument, unless `object` is a contiguous tensor. That its memory is
-  // where it says cannot be checked.
+  // Throws GeometryError, naming the argument, unless `object` is a contiguous tensor. It cannot check that
+  // the memory is where the object says.
   TensorArgument(pybind11::object object, std::string name);
 
   void* data() const { return data_; }

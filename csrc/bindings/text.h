@@ -1,5 +1,5 @@
-// Text from the native core for Python, whatever its encoding: a strange byte in a file name or a reason must
-// not turn a result into a UnicodeDecodeError.
+// Decodes text from the native core for Python, whatever its encoding: an odd byte in a file name or a reason
+// must not turn a result into a UnicodeDecodeError.
 #pragma once
 #include <pybind11/pybind11.h>
 
@@ -18,14 +18,14 @@ inline pybind11::str to_text(const std::string& text) {
   return pybind11::reinterpret_steal<pybind11::str>(decoded);
 }
 
-// A path as Python's os functions would give it: bytes that are no UTF-8 come back as they went in.
+// A path as Python's os functions would give it: bytes that are not UTF-8 come back as they went in.
 inline pybind11::str to_path(const std::string& path) {
   PyObject* decoded = PyUnicode_DecodeFSDefaultAndSize(path.data(), static_cast<Py_ssize_t>(path.size()));
   if (decoded == nullptr) throw pybind11::error_already_set();
   return pybind11::reinterpret_steal<pybind11::str>(decoded);
 }
 
-// What of a Python object goes into an error: its repr, cut to `most` characters.
+// A Python object as errors show it: its repr, cut to `most` characters.
 inline std::string shown(pybind11::handle object, Py_ssize_t most) {
   const pybind11::str whole = pybind11::repr(object);
   const Py_ssize_t length = PyUnicode_GetLength(whole.ptr());

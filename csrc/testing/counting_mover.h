@@ -1,4 +1,4 @@
-// Counts what a mover did, a kind at a time.
+// Counts what a mover does, by kind.
 #pragma once
 #include <array>
 #include <atomic>
@@ -9,9 +9,9 @@
 namespace flexkv {
 
 struct MoveCount {
-  int64_t moves = 0;   // calls that ended OK; a layerwise page is one call a layer
+  int64_t moves = 0;   // calls that ended OK; a layerwise page takes one call per layer
   int64_t failed = 0;  // calls that did not
-  int64_t bytes = 0;   // of the calls that ended OK
+  int64_t bytes = 0;   // moved by calls that ended OK
   double busy_s = 0;   // summed over threads
 };
 

@@ -52,7 +52,7 @@ IoOutcome FaultyFileIo::transfer(const IoCall& call) {
   return outcome;
 }
 
-// Calls that no rule is for go on together.
+// If no rule matches any of the calls, they go on together.
 void FaultyFileIo::transfer_all(std::span<const IoCall> calls, std::span<IoOutcome> outcomes) {
   std::vector<std::optional<FileFaultRule>> rules;
   bool any = false;

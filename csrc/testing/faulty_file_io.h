@@ -1,4 +1,4 @@
-// Injects faults into file I/O: calls that fail, come short, late or never, and bytes that are damaged.
+// Injects faults into file I/O: calls that fail, fall short, end late or never, and bytes that are damaged.
 #pragma once
 #include <memory>
 #include <mutex>
@@ -28,8 +28,8 @@ struct FileFaultRule {
   std::optional<int32_t> device = {};
   std::string reason = "Input/output error";
   double delay_s = 0;
-  int64_t times = -1;      // how often it acts; -1: always
-  bool of_memory = false;  // kFail: not the disk's error
+  int64_t times = -1;      // how often the rule acts; -1: always
+  bool of_memory = false;  // kFail: the error is the memory's, not the disk's
 };
 
 class FaultyFileIo : public FileIo {
@@ -47,7 +47,7 @@ class FaultyFileIo : public FileIo {
   std::string add_memory(void* memory, int64_t bytes) override { return inner_->add_memory(memory, bytes); }
   void remove_memory(void* memory) override { inner_->remove_memory(memory); }
 
-  // Lets stalled calls go on, and all later ones pass without stalling.
+  // Lets stalled calls go on, and later ones pass without stalling.
   void release() { stalls_.release(); }
   // Whether `count` calls were stalled at once within the deadline.
   bool wait_stalled(int64_t count, double deadline_s) const { return stalls_.wait_held(count, deadline_s); }

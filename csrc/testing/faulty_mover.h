@@ -16,16 +16,16 @@ enum class FaultAction : int32_t {
   kFail,     // nothing moves; the page fails with `reason`
   kDelay,    // moves `delay_s` later
   kStall,    // moves after release()
-  kCorrupt,  // moves, then damages what arrived, and says OK
+  kCorrupt,  // moves, then damages what arrived, and reports OK
 };
 
-// Every condition that is set must hold. The first rule that matches a call is the one that acts.
+// Every condition that is set must hold. The first rule that matches a call acts.
 struct FaultRule {
   FaultAction action = FaultAction::kFail;
   std::optional<OpKind> kind = {};
   std::optional<int64_t> nth_op = {};  // the n-th op (from 0) that this mover sees, of `kind` if set
   std::optional<int32_t> page = {};    // position in the op
-  std::optional<int32_t> layer = {};   // any call whose layer range holds it
+  std::optional<int32_t> layer = {};   // any call whose layer range contains it
   std::optional<int32_t> block = {};
   std::optional<int32_t> slot = {};
   std::string reason = "injected fault";
@@ -40,7 +40,7 @@ class FaultyMover : public PageMover {
   MoveResult move(const PageMove& page, int32_t layer_lo, int32_t layer_hi) override;
   int32_t depth() const override { return inner_->depth() + 1; }
 
-  // Lets every stalled call go on, and all later ones pass without stalling.
+  // Lets stalled calls go on, and later ones pass without stalling.
   void release() { stalls_.release(); }
   int64_t calls() const;                              // of move(), all kinds
   int64_t stalled() const { return stalls_.held(); }  // calls that wait in a stall now

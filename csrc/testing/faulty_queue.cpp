@@ -107,7 +107,7 @@ void FaultyQueue::submit(const IoRequest& request) {
     }
     case IoFaultAction::kCorrupt:
       marked_.push_back({request, *rule});
-      // A write is spoilt while it moves: its buffer is the only place to do so.
+      // A write is damaged in its buffer while it moves: there is no other place to do so.
       if (request.write) request.buffer[rule->bytes] ^= std::byte{1};
       inner_->submit(request);
   }
@@ -151,7 +151,8 @@ void FaultyQueue::take(std::vector<IoDone>& done) {
   hand_over(done, before);
 }
 
-// What the disk below appended to `done` from `before` on, and what never reached it.
+// Spoils the I/Os that the queue below appended to `done` from `before` on, and appends those that never
+// reached it.
 void FaultyQueue::hand_over(std::vector<IoDone>& done, size_t before) {
   for (size_t i = before; i < done.size(); ++i) spoil(done[i]);
   done.insert(done.end(), ready_.begin(), ready_.end());

@@ -13,7 +13,7 @@ namespace flexkv {
 enum class IoFaultAction : int32_t {
   kFail,     // nothing moves; ends with -`error`
   kShort,    // moves only the first `bytes`
-  kCorrupt,  // moves, then flips a bit of the byte at `bytes`; says OK
+  kCorrupt,  // moves, then flips a bit of the byte at `bytes`; reports OK
   kStall,    // ends after release()
 };
 
@@ -22,12 +22,12 @@ struct IoFaultRule {
   IoFaultAction action = IoFaultAction::kFail;
   std::optional<bool> write = {};
   std::optional<int32_t> disk = {};
-  std::optional<int64_t> nth = {};     // of the I/Os that meet the other conditions, from 0
+  std::optional<int64_t> nth = {};     // the n-th I/O (from 0) that meets the other conditions
   std::optional<int64_t> offset = {};  // the I/O covers this byte of the file
   int32_t error = 5;                   // EIO
   int64_t bytes = 0;
-  int64_t times = -1;  // how often it acts; -1: always
-  int64_t seen = 0;    // how many have met the conditions
+  int64_t times = -1;  // how often the rule acts; -1: always
+  int64_t seen = 0;    // how many I/Os have met the conditions
 };
 
 // Shared by the queues of all disks. Thread-safe.
@@ -37,14 +37,14 @@ class IoFaults : public QueueWrapper, public std::enable_shared_from_this<IoFaul
   std::unique_ptr<IoQueue> wrap(std::unique_ptr<IoQueue> queue, int32_t disk) override;
   std::optional<IoFaultRule> match(const IoRequest& request, int32_t disk);
   void add(const IoFaultRule& rule);
-  // Takes all rules away and lets what is stalled end.
+  // Removes all rules and lets stalled I/Os end.
   void release();
   bool released_since(int64_t generation) const;
   int64_t generation() const;
   int64_t acted() const;
   void count_stalled(int64_t change);
   bool wait_stalled(int64_t count, double deadline_s);
-  // Called after each release(), by any thread.
+  // Each release() wakes this queue from now on, whichever thread calls it.
   void on_release(IoQueue* queue);
   void forget(IoQueue* queue);
 
@@ -86,9 +86,9 @@ class FaultyQueue : public IoQueue {
   std::unique_ptr<IoQueue> inner_;
   std::shared_ptr<IoFaults> faults_;
   int32_t disk_;
-  std::vector<IoDone> ready_;   // that ended without moving
-  std::vector<Held> held_;      // that hang
-  std::vector<Marked> marked_;  // that are to be spoilt when they end
+  std::vector<IoDone> ready_;   // I/Os that ended without moving
+  std::vector<Held> held_;      // I/Os that hang
+  std::vector<Marked> marked_;  // I/Os to be damaged when they end
 };
 
 }  // namespace flexkv

@@ -1,4 +1,4 @@
-// Injects a device's errors into transforms: what a CUDA error looks like to a transfer.
+// Injects a device's errors into transforms, as a transfer would see CUDA errors.
 #pragma once
 #include <atomic>
 #include <memory>

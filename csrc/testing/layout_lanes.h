@@ -14,7 +14,8 @@ inline constexpr int kWarpLanes = 32;
 void gather_lane_by_lane(std::span<const Segment> segments, int64_t block, unsigned char* stripe);
 // Stripe -> pool.
 void scatter_lane_by_lane(std::span<const Segment> segments, int64_t block, const unsigned char* stripe);
-// run_digest() as warps would make it: one a leaf, leaves from last to first, lanes from last to first.
+// run_digest() as warps would compute it: one warp per leaf, leaves from last to first, lanes from last to
+// first.
 uint64_t run_digest_lane_by_lane(const unsigned char* data, int64_t bytes);
 
 }  // namespace flexkv

@@ -1,4 +1,4 @@
-// The GPU's rotation on the CPU: the proof that its arithmetic gives the same bits as the vectorised one.
+// The GPU's rotation on the CPU: proves that its arithmetic gives the same bits as the vectorised one.
 #pragma once
 #include "rope/rotate.h"
 

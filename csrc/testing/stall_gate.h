@@ -18,7 +18,7 @@ class StallGate {
     changed_.wait(lock, [this] { return released_; });
     --held_;
   }
-  // Lets all calls go that are held, and all that will come.
+  // Lets all held calls go, and all later ones pass.
   void release() {
     const std::lock_guard lock(mutex_);
     released_ = true;

@@ -1,4 +1,4 @@
-// A transform device around another one, which does all that a decorator does not change.
+// A transform device around another one, which does everything that a decorator does not override.
 #pragma once
 #include <memory>
 #include <string>

@@ -25,7 +25,8 @@ struct OneThread {
 
 using WarpSums = std::array<LaneLeafSums, kTransformLanes>;
 
-// What the kernel does with shuffles: halving distances down to the number of groups, then one fold a group.
+// What the kernel does with shuffles: halving distances down to the number of groups, then one fold per
+// group.
 uint64_t reduce_and_fold(WarpSums& sums) {
   for (int distance = kTransformLanes / 2; distance >= kSumGroups; distance /= 2) {
     for (int lane = 0; lane < distance; ++lane) {

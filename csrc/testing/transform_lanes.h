@@ -1,5 +1,5 @@
-// Runs the transform's own functions on the CPU as a GPU would: the proof that the kernel's arithmetic is
-// right, as far as a CPU can give it.
+// Runs the transform's own functions on the CPU as a GPU would: proves the kernel's arithmetic right, as far
+// as a CPU can.
 #pragma once
 #include <functional>
 #include <memory>
@@ -10,14 +10,14 @@
 
 namespace flexkv {
 
-// One warp a leaf, leaves from last to first, lanes from last to first.
+// One warp per leaf, leaves from last to first, lanes from last to first.
 void transform_lane_by_lane(const TransformBatch& batch);
 
-// Plain memory, as host_transform_device(), with batches that `run` does while it is called.
+// Plain memory, as in host_transform_device(); launch() calls `run` for each batch and returns when it has.
 std::shared_ptr<TransformDevice> transform_device_of(std::string name,
                                                      std::function<void(const TransformBatch&)> run);
 
-// The same with transforms that run lane by lane.
+// The same, with transforms that run lane by lane.
 std::shared_ptr<TransformDevice> lane_transform_device();
 
 }  // namespace flexkv

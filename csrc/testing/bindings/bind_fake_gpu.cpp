@@ -1,5 +1,5 @@
-// A lane of a GPU over the fake driver, and the engine's stream beside it, for Python: host memory stands for
-// the GPU's, a thread for each stream.
+// A lane of a GPU over the fake driver, and the engine's stream beside it, for Python: host memory stands in
+// for the GPU's, and a thread for each stream.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -15,12 +15,12 @@ namespace py = pybind11;
 
 namespace flexkv {
 
-// One at a time: the fake driver is one for the process.
+// Make one at a time: the process has a single fake driver.
 class FakeGpu {
  public:
   FakeGpu() {
     fake_cuda::reset();
-    // Python frees the lane of a test before when it likes.
+    // Python may free an earlier test's lane late.
     fake_cuda::take_violation("of an earlier test");
     const cuda::LoadedDriver loaded = cuda::find_functions(fake_cuda::finder());
     if (!loaded.missing.empty()) throw ContractError("the fake driver lacks " + loaded.missing);
@@ -34,7 +34,7 @@ class FakeGpu {
 
   const std::shared_ptr<cuda::CudaLane>& lane() const { return lane_; }
   uintptr_t stream() const { return stream_; }
-  // Stops or lets go every stream but the engine's.
+  // Holds or releases every stream but the engine's.
   void hold_copies(bool held) {
     fake_cuda::hold_all(held);
     fake_cuda::release_stream(stream_);
@@ -43,7 +43,7 @@ class FakeGpu {
 
   // Runs `work` on the engine's stream. Precondition: the GIL is held.
   void enqueue(py::function work) {
-    // Let go of by the stream's thread, which has the GIL then; a std::function may be copied without it.
+    // The stream's thread deletes it while it has the GIL; a std::function may be copied without the GIL.
     auto* held = new py::function(std::move(work));
     const py::gil_scoped_release release;
     fake_cuda::enqueue(stream_, [held] {

@@ -1,5 +1,5 @@
-// Where the fields lie in the structures that go to the CUDA driver and to cuFile, for a comparison with
-// NVIDIA's own bindings.
+// The offsets of fields in the structures for the CUDA driver and cuFile, for a comparison with NVIDIA's own
+// bindings.
 #include <pybind11/pybind11.h>
 
 #include <cstddef>
@@ -12,7 +12,7 @@ namespace py = pybind11;
 namespace flexkv {
 namespace {
 
-// Field -> (offset, size), bytes; the whole structure under the empty name.
+// Field -> (offset, size) in bytes; the whole structure under the empty name.
 #define FLEXKV_FIELD(type, field) layout[#field] = py::make_tuple(offsetof(type, field), sizeof(type::field))
 
 py::dict whole(size_t bytes) {
@@ -69,7 +69,7 @@ py::dict cuda_layouts() {
   return all;
 }
 
-// By the names of cuda.h.
+// Under the names of cuda.h.
 py::dict cuda_constants() {
   py::dict all;
   all["CU_STREAM_NON_BLOCKING"] = cuda::kStreamNonBlocking;

@@ -1,4 +1,4 @@
-// The classes of this module, to be included before any is bound or taken (bindings/native_class.h).
+// The classes of this module. Include it before any is bound or taken (bindings/native_class.h).
 #pragma once
 #include "bindings/native_class.h"
 
