@@ -1,5 +1,5 @@
-// The element types of a KV cache that a rotation understands, and their exact conversions to float and back.
-// Compiled by g++ and nvcc alike; branch-free where g++ is to vectorise them.
+// The element types of a KV cache that a rotation understands, and their conversions to float, which are
+// exact, and back. Compiled by g++ and nvcc alike; without branches, so that g++ can vectorise them.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -36,7 +36,7 @@ FLEXKV_HD inline float to_float(Bfloat16 value) {
   return element_detail::float_of(static_cast<uint32_t>(value.bits) << 16);
 }
 
-// The exponent is re-biased by a multiplication, which is exact for subnormals too.
+// A multiplication re-biases the exponent, which is exact for subnormals, too.
 FLEXKV_HD inline float to_float(Float16 value) {
   using namespace element_detail;
   const uint32_t half = value.bits;

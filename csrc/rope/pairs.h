@@ -1,11 +1,11 @@
-// Pairs of a head, one by one: what is left of a vectorised turn, and what that does not give the right bits
-// for.
+// Turns pairs of a head one by one: those that a vectorised turn leaves over, and those for which it would
+// not give the right bits.
 #pragma once
 #include "rope/rotation.h"
 
 namespace flexkv {
 
-// Pairs [first, end) of a head of `half` pairs. In place or elsewhere.
+// Turns pairs [first, end) of a head of `half` pairs, in place or elsewhere.
 template <typename Element, Pairing kPairing>
 inline void turn_pairs(Element* dst, const Element* src, const float* cosines, const float* sines,
                        int32_t first, int32_t end, int32_t half) {

@@ -1,5 +1,5 @@
-// Eight pairs at a time: loading them from either pairing, turning them, storing them. The same bits as
-// turn_pair() and the conversions of element.h give.
+// Loads, turns and stores eight pairs at a time, in either pairing. Gives the same bits as turn_pair() and
+// the conversions of element.h.
 #pragma once
 #include <immintrin.h>
 
@@ -13,7 +13,7 @@
 namespace flexkv::avx2 {
 
 inline constexpr int kPairs = 8;
-// Unit: bytes. What the places of streamed heads are aligned to: the widest store.
+// Unit: bytes. The alignment of places that heads are streamed to: the widest store.
 inline constexpr size_t kStreamAlign = 32;
 
 struct Pairs {
@@ -44,7 +44,7 @@ FLEXKV_AVX2 void put(void* to, __m256 value) {
   put<kWrite>(to, _mm256_castps_si256(value));
 }
 
-// Around the caches; `dst` is aligned.
+// Copies around the caches. Precondition: `dst` is aligned to kStreamAlign.
 FLEXKV_AVX2 void stream(unsigned char* dst, const unsigned char* src, size_t bytes) {
   size_t at = 0;
   for (; at + kStreamAlign <= bytes; at += kStreamAlign) {
@@ -53,7 +53,7 @@ FLEXKV_AVX2 void stream(unsigned char* dst, const unsigned char* src, size_t byt
   std::memcpy(dst + at, src + at, bytes - at);
 }
 
-// turn_pair() of eight pairs: fmsub is the fused operation with the product negated.
+// turn_pair() of eight pairs: fmsub is the fused operation with the addend negated.
 FLEXKV_AVX2 Pairs turn(const Pairs& pairs, __m256 cosines, __m256 sines) {
   return {_mm256_fmsub_ps(pairs.x, cosines, _mm256_mul_ps(pairs.y, sines)),
           _mm256_fmadd_ps(pairs.y, cosines, _mm256_mul_ps(pairs.x, sines))};
@@ -63,28 +63,28 @@ FLEXKV_AVX2 __m256i load_bits(const void* from) {
   return _mm256_loadu_si256(static_cast<const __m256i*>(from));
 }
 FLEXKV_AVX2 __m128i load_half(const void* from) { return _mm_loadu_si128(static_cast<const __m128i*>(from)); }
-// Quarters 0, 2, 1, 3.
+// Returns quarters 0, 2, 1, 3.
 FLEXKV_AVX2 __m256i swap_middle(__m256i quarters) { return _mm256_permute4x64_epi64(quarters, 0xD8); }
 
 struct PairBits {
   __m256i x, y;
 };
 
-// Rounded to nearest even; the bfloat16 is each one's upper half, the lower one holds anything.
+// Rounds to nearest even: the bfloat16 is the upper half of each value; the lower half may hold anything.
 FLEXKV_AVX2 __m256i round_to_upper(__m256 value) {
   const __m256i bits = _mm256_castps_si256(value);
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
   return _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7FFF)), odd);
 }
-// No NaN comes out as a number: one that a turn makes has the payload of a bfloat16 key, whose lower half is
-// zero, or none, and so rounding leaves it alone. That holds because no turn's sine or cosine is a NaN, which
-// check_rotation_rows() sees to.
+// A NaN never comes out as a number: one that a turn makes has the payload of a bfloat16 key, whose lower
+// half is zero, or none, so that rounding leaves it alone. This relies on check_rotation_rows(), which admits
+// no sine or cosine that is a NaN.
 FLEXKV_AVX2 PairBits to_bfloat16(const Pairs& pairs) {
   return {round_to_upper(pairs.x), round_to_upper(pairs.y)};
 }
 FLEXKV_AVX2 __m128i to_float16(__m256 value) { return _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT); }
 
-// --- NeoX: eight elements that follow each other, and eight more half a head on ---
+// --- NeoX: eight consecutive elements, and eight more half a head later ---
 
 FLEXKV_AVX2 Pairs load_halves(const float* from, int32_t half) {
   return {_mm256_loadu_ps(from), _mm256_loadu_ps(from + half)};
@@ -119,8 +119,8 @@ FLEXKV_AVX2 void store_halves(Float16* to, int32_t half, const Pairs& pairs) {
 
 // --- GPT-J: eight pairs of neighbours ---
 
-// Of float32 the pairs stay in the order in which two shuffles leave them (0, 1, 4, 5, 2, 3, 6, 7): the table
-// is brought into that order, and unpacking undoes it.
+// float32 pairs stay in the order in which two shuffles leave them (0, 1, 4, 5, 2, 3, 6, 7): this brings the
+// table into that order, too, and unpacking undoes it.
 template <typename Element>
 FLEXKV_AVX2 __m256 angles_of_neighbours(const float* from) {
   const __m256 angles = _mm256_loadu_ps(from);
@@ -165,8 +165,8 @@ FLEXKV_AVX2 void store_neighbours(Float16* to, const Pairs& pairs) {
   put<kWrite>(to + kPairs, _mm_unpackhi_epi16(x, y));
 }
 
-// The pairs of a head from `first` on, as many as come in eights; returns the number of the next one. In
-// place or elsewhere.
+// Turns the pairs of a head from `first` on, as many as come in eights, in place or elsewhere; returns the
+// number of the next pair.
 template <typename Element, Pairing kPairing, Write kWrite>
 FLEXKV_AVX2 int32_t turn_eights(Element* dst, const Element* src, const float* cosines, const float* sines,
                                 int32_t first, int32_t half) {

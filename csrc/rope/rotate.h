@@ -12,12 +12,12 @@ enum class ElementType : int32_t { kFloat32, kBfloat16, kFloat16 };
 
 constexpr int64_t element_bytes(ElementType type) { return type == ElementType::kFloat32 ? 4 : 2; }
 
-// On the calling thread, vectorised; rows that lie in plain memory. Returns with all bytes visible to threads
-// that synchronise with this one.
+// Rotates rows in plain memory, vectorised, on the calling thread. When it returns, all bytes are visible to
+// threads that synchronise with this one.
 void rotate_on_host(const RotationRows& rows, ElementType type, Pairing pairing);
 
-// Enqueues one launch on `stream` (a cudaStream_t as a number). All arrays are in memory of the GPU. Empty,
-// or the launch's own error; a build without CUDA throws ConfigError.
+// Enqueues one launch on `stream` (a cudaStream_t as a number). All arrays are in memory of the GPU. Returns
+// the launch's own error, empty on success; a build without CUDA throws ConfigError.
 std::string rotate_on_gpu(const RotationRows& rows, ElementType type, Pairing pairing, uintptr_t stream);
 
 }  // namespace flexkv

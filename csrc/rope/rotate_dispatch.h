@@ -1,4 +1,4 @@
-// From the element type and pairing of a call to the code compiled for them.
+// Selects the code compiled for the element type and pairing of a call.
 #pragma once
 #include "rope/rotate.h"
 

@@ -13,9 +13,9 @@ namespace {
 // Unit: bytes. A batch below this is likely to be read again while it is in a cache.
 constexpr int64_t kStreamMinBytes = 4 << 20;
 // Unit: bytes. How far ahead of the rotation to prefetch, in whole rows: the hardware's prefetcher starts
-// blind at each row that lies elsewhere, and at each 4 KiB page.
+// anew at each row that lies elsewhere, and at each 4 KiB page.
 constexpr int64_t kPrefetchBytes = 8192;
-// Unit: bytes. Of a cache line.
+// Unit: bytes. The size of a cache line.
 constexpr int64_t kLineBytes = 64;
 
 template <typename Element, Pairing kPairing, avx2::Write kWrite>
@@ -42,8 +42,8 @@ FLEXKV_AVX2 void turn_head(unsigned char* dst, const unsigned char* src, const f
   }
 }
 
-// Rows are streamed where all pairs come in eights: stores through the caches into lines that are streamed
-// too would cost more than both.
+// Streams rows only if all pairs come in eights: cached stores into lines that are also streamed would cost
+// more than either.
 template <typename Element, Pairing kPairing>
 __attribute__((target("avx2,fma,f16c"))) void turn_rows(const RotationRows& rows, bool streaming) {
   using avx2::Write;
@@ -82,7 +82,7 @@ __attribute__((target("avx2,fma,f16c"))) void turn_rows(const RotationRows& rows
   if (streaming) _mm_sfence();
 }
 
-// What turn_rows() needs of the processor.
+// Whether the processor has what turn_rows() needs.
 bool is_fast() {
   static const bool fast =
       __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");

@@ -6,8 +6,8 @@
 namespace flexkv {
 namespace {
 
-// Unit: threads. Small blocks, which find room beside others: a rotation stands in the way of the model's own
-// work, so it is not held back.
+// Unit: threads. Small blocks, which find room beside others: the model's own work waits for a rotation, so
+// it is not held back.
 constexpr int kRotateThreads = 256;
 constexpr int kRotateBlocksPerMultiprocessor = 4;
 

@@ -1,6 +1,7 @@
 // The arithmetic of moving cached keys to other positions: each pair of elements of a key turns by the angle
 // between its old and its new position. Compiled by g++ and nvcc alike: rotate_kernel.cu launches it,
-// rotate_host.cpp vectorises the same pair function, and runs the lanes' function one lane after the other.
+// rotate_host.cpp vectorises the same pair function or, on processors without AVX2, runs the lanes' function
+// as one lane.
 //
 // Source of the pairings: RoFormer (arXiv:2104.09864) turns neighbours (as GPT-J does); GPT-NeoX turns
 // element i of the first half with element i of the second. Turning by (new - old) at once equals undoing the
@@ -20,7 +21,7 @@ enum class Pairing : int32_t {
   kGptj,  // (2 i, 2 i + 1)
 };
 
-// What is done with a row instead of a turn.
+// Values of turn_of_row for rows that do not turn: write zeros, or copy.
 inline constexpr int32_t kZeroRow = -1;
 inline constexpr int32_t kCopyRow = -2;
 
@@ -32,7 +33,7 @@ struct RotationRows {
   unsigned char* dst = nullptr;
   const int64_t* src_offsets = nullptr;
   const int64_t* dst_offsets = nullptr;
-  const int32_t* turn_of_row = nullptr;  // [rows]: into `turns`, or kZeroRow, or kCopyRow
+  const int32_t* turn_of_row = nullptr;  // [rows]: index into `turns`, kZeroRow or kCopyRow
   const float* turns = nullptr;          // [number of turns][2][rotary_dim / 2]: cosines, then sines
   int64_t src_head_stride = 0;
   int64_t dst_head_stride = 0;
@@ -59,7 +60,7 @@ struct alignas(sizeof(Element) * kCount) Vector {
   Element at[kCount];
 };
 
-// Walks the units of a row that fall to a lane (unit number lane, lane + lanes, ...) without dividing.
+// Walks the units of a row that belong to a lane (unit number lane, lane + lanes, ...) without dividing.
 struct UnitWalk {
   int32_t head = 0;
   int32_t unit;
@@ -107,7 +108,7 @@ FLEXKV_HD inline bool can_move_by(const RotationRows& rows, const unsigned char*
   return ((places | half | head | rows.src_head_stride | rows.dst_head_stride) & (width - 1)) == 0;
 }
 
-// What falls to `lane` of row `row`, `kCount` pairs at a time.
+// Turns, zeroes or copies the part of a row that belongs to `lane`, `kCount` pairs at a time.
 template <typename Element, Pairing kPairing, int kCount>
 FLEXKV_HD inline void turn_row_lane(const RotationRows& rows, unsigned char* dst, const unsigned char* src,
                                     int32_t turn, int lane, int lanes) {
@@ -120,7 +121,7 @@ FLEXKV_HD inline void turn_row_lane(const RotationRows& rows, unsigned char* dst
   const int32_t half = rows.rotary_dim / 2;
   const float* cosines = rows.turns + static_cast<int64_t>(turn) * rows.rotary_dim;
   const float* sines = cosines + half;
-  // The second vector of a unit: half a head, or one vector, behind the first.
+  // The second vector of a unit lies half of the turning elements, or one vector, behind the first.
   const int64_t apart = static_cast<int64_t>(sizeof(Element)) * (kPairing == Pairing::kNeox ? half : kCount);
   constexpr int64_t kStep = sizeof(Unit) * (kPairing == Pairing::kNeox ? 1 : 2);
   for (detail::UnitWalk walk(lane, half / kCount); walk.head < rows.heads; walk.advance(lanes)) {
@@ -140,14 +141,14 @@ FLEXKV_HD inline void turn_row_lane(const RotationRows& rows, unsigned char* dst
     *reinterpret_cast<Unit*>(to) = held[0];
     *reinterpret_cast<Unit*>(to + apart) = held[1];
   }
-  // The elements past the rotary ones. In place there is nothing to do.
+  // Copies the elements past the rotary ones. In place there is nothing to do.
   if (dst != src || rows.src_head_stride != rows.dst_head_stride) {
     detail::copy_part<Element, kCount>(dst, src, rows, rows.rotary_dim, false, lane, lanes);
   }
 }
 
-// One row, by a group of `lanes` lanes: 16 bytes at a time where everything is aligned to that, else element
-// by element.
+// Does one lane's part of a row that `lanes` lanes share: 16 bytes at a time if everything is aligned to
+// that, else element by element.
 template <typename Element, Pairing kPairing>
 FLEXKV_HD inline void rotate_row_lane(const RotationRows& rows, int64_t row, int lane, int lanes) {
   constexpr int kWide = 16 / static_cast<int>(sizeof(Element));

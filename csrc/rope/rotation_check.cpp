@@ -8,7 +8,7 @@
 namespace flexkv {
 namespace {
 
-// Unit: bytes. Larger is a wrong number; sums stay far from overflow.
+// Unit: bytes. A larger number is a mistake; sums stay far from overflow.
 constexpr int64_t kMostRowBytes = int64_t{1} << 56;
 
 void require(bool holds, const std::string& message) {
@@ -21,7 +21,7 @@ struct Region {
   int64_t bytes, row_bytes, element;
 };
 
-// Messages are made where one is thrown: this runs for every row of every layer.
+// Makes a message only to throw it: this runs for every row of every layer.
 void check_row(const Region& region, int64_t row) {
   const int64_t offset = region.offsets[row];
   if (offset < 0 || offset > region.bytes - region.row_bytes) {
@@ -35,7 +35,8 @@ void check_row(const Region& region, int64_t row) {
   }
 }
 
-// What is no number would turn keys into what is none, and not into the same one on every processor.
+// A NaN or an infinity would turn keys into NaNs or infinities, and not into the same ones on every
+// processor.
 void check_turns(const RotationRows& rows, int64_t turns) {
   const int64_t count = turns * rows.rotary_dim;
   bool finite = true;

@@ -6,13 +6,13 @@
 
 namespace flexkv {
 
-// Heads, dimensions and strides. Throws GeometryError.
+// Checks heads, dimensions and strides. Throws GeometryError.
 void check_rotation_shape(const RotationRows& rows, ElementType type);
 
-// Every row lies inside `src_bytes` and `dst_bytes`, is aligned to its elements, names a turn that exists,
-// and where source and destination share memory each row stays in its place; no cosine or sine is infinite or
-// a NaN. The tables are in host memory.
-// Throws GeometryError or BlockRangeError, naming the row.
+// Checks that every row lies inside `src_bytes` and `dst_bytes`, is aligned to its elements and names a turn
+// that exists; that each row stays in its place if source and destination share memory; and that every cosine
+// and sine is finite. The tables are in host memory. Throws GeometryError or BlockRangeError, which names the
+// row.
 void check_rotation_rows(const RotationRows& rows, ElementType type, int64_t src_bytes, int64_t dst_bytes,
                          int64_t turns);
 

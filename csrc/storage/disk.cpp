@@ -1,5 +1,5 @@
-// A disk as others see it: its queue, and how it is taken out. The I/O thread is in disk_io.cpp, what
-// it does for a page in disk_job.cpp.
+// What other threads use of a disk: its queue, and taking it out. The I/O thread is in disk_io.cpp, its work
+// for one page in disk_job.cpp.
 #include "storage/disk.h"
 
 #include <algorithm>
@@ -9,10 +9,11 @@ namespace flexkv {
 
 namespace {
 
-// A disk that keeps up has at most this many pages queued for each that may be under way, so that a load
-// which comes now does not wait behind many,
+// A disk that keeps up has at most this many pages queued per page that may be under way, so that a new load
+// does not wait behind many.
 constexpr size_t kQueuedPerDepth = 2;
-// but small ones enough to last until the dispatcher has had its turn. Unit: bytes; 5 ms at 3 GB/s.
+// Unit: bytes. Small pages may be queued up to this, 5 ms at 3 GB/s, so that they last until the dispatcher's
+// next turn.
 constexpr int64_t kQueuedBytes = int64_t{16} << 20;
 
 size_t queue_pages(const std::vector<DiskGroup>& groups, int32_t depth) {

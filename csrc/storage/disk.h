@@ -1,6 +1,6 @@
-// One disk of the tier: its queue of pages and the thread that owns its I/O. Reads go before writes; what is
-// read is checked, what is written is sealed, both in that thread while other I/Os are under way: pages that
-// have arrived are checked a few at a time, and the queue is filled up in between.
+// One disk of the tier: its queue of pages and the thread that owns its I/O. Reads go before writes. That
+// thread checks the pages it has read and seals those it writes while other I/Os are under way: it checks a
+// few arrived pages at a time, and fills up the queue in between.
 #pragma once
 #include <array>
 #include <atomic>
@@ -35,10 +35,10 @@ struct DiskOptions {
   IoBackend io = IoBackend::kAuto;
   int32_t depth = 32;
   double stuck_s = 30.0;
-  // Have io_uring keep the host pools' pages pinned, rather than pin those of each I/O.
+  // io_uring keeps the host pools' pages pinned, rather than pinning those of each I/O.
   bool register_buffers = false;
-  // Write zeros to slots that have space and were never written, ahead of the pages and while nothing else
-  // is to be done.
+  // The disk writes zeros to slots that have space and were never written, ahead of the pages and while it is
+  // idle.
   bool zero_fill = false;
 };
 
@@ -48,7 +48,7 @@ struct DiskCounts {
   std::array<std::atomic<int64_t>, kPageMisses> misses{};
 };
 
-// A page that a lane took: one of a work item.
+// One page of a work item that a lane took.
 struct PageTask {
   std::shared_ptr<WorkItem> item;
   size_t index = 0;
@@ -58,39 +58,40 @@ struct PageTask {
 
 class Disk {
  public:
-  // `on_change` is called, from any thread and without a lock, after queued() became less or the disk was
+  // `on_change` is called, from any thread and without a lock, after queued() has fallen or the disk was
   // lost.
   Disk(int32_t number, std::vector<std::shared_ptr<SlabFile>> slabs,
        std::shared_ptr<const std::vector<DiskGroup>> groups, const DiskOptions& options, WrapQueue wrap,
        std::function<void()> on_change);
 
-  // Takes tasks; those of a lost disk end at once.
+  // Queues tasks; on a lost disk they end at once.
   void push(std::vector<PageTask> tasks, WorkSource& source);
   size_t queued() const;
-  // A disk that has at least so many pages queued needs no more for now.
+  // A disk that has at least this many pages queued needs no more for now.
   size_t room_below() const { return room_below_; }
   bool lost() const;
   std::string lost_reason() const;
   std::string backend() const;
-  // What keeps the backend from being what was asked for; empty while nothing does.
+  // How the backend falls short of what was asked for, and why; empty if it does not.
   std::string backend_note() const;
-  // Why slots that have no space of their own yet take no page now (or no slot does, where even one that has
-  // it found none); empty while they do. Cleared by a write that finds space again.
+  // Why writes fail to slots that have no space of their own yet (or to any slot, if even one with space of
+  // its own found none); empty while there is space. A write that finds space again clears it.
   std::string full_reason() const;
-  // No I/O is begun any more: what is queued ends with LANE_DOWN, what is under way when it is over.
+  // Begins no more I/O: queued pages end with LANE_DOWN, those under way when their I/O has ended.
   void take_out(const std::string& reason, WorkSource* source);
-  // The watchdog's look. True when no I/O has ended for `looks` looks in a row although some are under way.
+  // The watchdog's look. True if the oldest job under way has not ended for `looks` looks in a row.
   bool look(int32_t looks);
 
-  // The I/O thread's whole life; ends after stop(), when nothing is queued or under way.
+  // The body of the I/O thread; returns after stop(), when nothing is queued or under way.
   void run(const std::shared_ptr<WorkSource>& source);
   void stop();
-  // After stop(): whether run() returns, or will as soon as what is under way ends. False when it hangs in a
-  // write of its own, which no item waits for, and still does at `until`.
+  // After stop(): whether run() has returned, or will as soon as the pages under way end. False if it hangs
+  // in a write of zeros, which no item waits for, and still does at `until`.
   bool will_end(Clock::time_point until);
 
   const DiskCounts& counts() const { return counts_; }
-  // Lets the files go. Only after run() has returned, or was never called.
+  // Releases the files. Precondition: run() has returned, was never called, or hangs in a write of zeros,
+  // which holds files of its own.
   void close_files() { slabs_.clear(); }
 
  private:
@@ -103,9 +104,9 @@ class Disk {
     int32_t open_ios = 0;
     int32_t error = 0;                   // errno of the first I/O that failed
     int64_t missing = 0;                 // bytes that short I/Os did not move
-    bool shows_room = false;             // a write begun while the disk is full, which fails as long as it is
+    bool shows_room = false;             // a write begun while the disk is full; its success shows room
     const LayerReads* layers = nullptr;  // null: the whole image
-    std::vector<std::byte*> span_at;     // where each span of the layers went
+    std::vector<std::byte*> span_at;     // where each span of the layers is read to
     std::unique_ptr<std::byte, void (*)(void*)> bounce{nullptr, nullptr};
   };
   struct Io {
@@ -147,10 +148,10 @@ class Disk {
   MoveResult lost_result() const;
 
   const int32_t number_;
-  std::vector<std::shared_ptr<SlabFile>> slabs_;  // one a group; groups may share one
+  std::vector<std::shared_ptr<SlabFile>> slabs_;  // one per group; groups may share one
   const std::shared_ptr<const std::vector<DiskGroup>> groups_;
   const DiskOptions options_;
-  const WrapQueue wrap_;  // none: the queue as it is
+  const WrapQueue wrap_;  // none: the queue is not wrapped
   const std::function<void()> on_change_;
   const size_t room_below_;
   DiskCounts counts_;
@@ -175,7 +176,7 @@ class Disk {
   uint64_t seen_oldest_ = 0;
   int32_t quiet_looks_ = 0;
 
-  // The I/O thread's own.
+  // Only the I/O thread uses these.
   std::vector<Job> jobs_;  // at most depth of them have I/Os, the others are in arrived_
   std::vector<size_t> free_jobs_;
   std::deque<size_t> arrived_;  // jobs whose I/Os have ended
@@ -184,18 +185,19 @@ class Disk {
   std::deque<size_t> unsubmitted_;
   uint64_t next_sequence_ = 1;
   int32_t under_way_ = 0;     // I/Os
-  int32_t running_jobs_ = 0;  // that have I/Os, as the next two
+  int32_t running_jobs_ = 0;  // jobs that have I/Os; the next two count only these
   int32_t running_writes_ = 0;
   int64_t running_bytes_ = 0;
   std::optional<ZeroFill> zero_fill_;
-  int32_t reads_in_row_ = 0;  // that a waiting write had to let pass
+  int32_t reads_in_row_ = 0;  // reads that went before a waiting write
   int32_t read_errors_in_row_ = 0;
   int32_t write_errors_in_row_ = 0;
-  bool full_ = false;  // as full_reason_ says; without the lock
-  // A write to a slot that has its space found the disk full, as where each write goes to another place.
+  bool full_ = false;  // whether full_reason_ is set; read without the lock
+  // A write to a slot with space of its own found the disk full, as on file systems that write each time to
+  // another place.
   bool full_with_space_ = false;
-  Clock::time_point full_until_{};  // no write that wants space is tried before
-  std::string pending_out_;         // a reason to be taken out, found while ending a job
+  Clock::time_point full_until_{};  // no write that needs space is tried before
+  std::string pending_out_;         // why to take the disk out, found while ending a job
 };
 
 }  // namespace flexkv

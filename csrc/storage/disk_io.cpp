@@ -1,4 +1,4 @@
-// A disk's I/O thread: which page is begun next, and when what has arrived is looked at.
+// A disk's I/O thread: which page it begins next, and when it checks the pages that have arrived.
 #include <chrono>
 #include <exception>
 #include <unordered_set>
@@ -11,21 +11,21 @@
 namespace flexkv {
 namespace {
 
-// Unit: I/Os. After so many reads in a row that a waiting write had to let pass, it gets one.
+// Unit: I/Os. After this many reads in a row have gone before a waiting write, the write goes next.
 constexpr int32_t kReadsBeforeWrite = 16;
-// Unit: bytes. Under way on one disk. 16 pages of 2 MiB keep an NVMe drive at its full speed (the same as 32
-// on the drive measured), and a read that comes behind that much of writes waits about 10 ms at 3 GB/s.
-// Behind reads nothing is gained by waiting outside, and more of them bridge the times when this thread does
-// not run.
+// Unit: bytes. The most under way on one disk. 16 pages of 2 MiB keep an NVMe drive at its full speed (the
+// same as 32 on the drive measured), and at 3 GB/s a read that comes behind that many bytes of writes waits
+// about 10 ms. Behind reads, a page gains nothing by waiting outside, and more of them bridge the times when
+// this thread does not run.
 constexpr int64_t kMostBytesUnderWay = int64_t{64} << 20;
 constexpr int64_t kMostWritesUnderWay = int64_t{32} << 20;
-// Unit: bytes. Sealed pages that wait before the queue is told of them: 0.1 ms of sealing, a call each for
-// large pages and one for 16 of 64 KiB.
+// Unit: bytes. Sealed pages that the queue may hold back before take() is called: 0.1 ms of sealing, one call
+// per large page or per 16 pages of 64 KiB.
 constexpr int64_t kSealedBytesHeldBack = int64_t{1} << 20;
-// Unit: bytes. Checked before the queue is looked after again: 0.1 ms at 10 GB/s, a fortieth of what is under
-// way.
+// Unit: bytes. Checked before the thread serves the queue again: 0.1 ms at 10 GB/s, a small part of the bytes
+// under way.
 constexpr int64_t kCheckedBytesInRow = int64_t{1} << 20;
-// A disk that was not asked for anything for so long is idle; loads come in bursts.
+// A disk without a task for this long is idle; loads come in bursts.
 constexpr std::chrono::milliseconds kIdleBeforeZeroFill{50};
 
 }  // namespace
@@ -72,15 +72,15 @@ std::unique_ptr<IoQueue> Disk::make_queue() {
 }
 
 void Disk::run(const std::shared_ptr<WorkSource>& source) {
-  std::unique_ptr<IoQueue> queue;  // out here, so that nobody wakes one that is gone
+  std::unique_ptr<IoQueue> queue;  // outlives the try, so that nobody wakes a queue that is gone
   try {
     queue = make_queue();
     work(*queue, *source);
-    zero_fill_.reset();  // it has files of its own
+    zero_fill_.reset();  // releases its files
     const std::lock_guard lock(mutex_);
     queue_ = nullptr;
   } catch (const std::exception& error) {
-    // What is under way may still move and is never heard of again: its slots stay pinned for good.
+    // I/Os under way may still move bytes, and nobody will see them end: their slots stay pinned for good.
     {
       const std::lock_guard lock(mutex_);
       queue_ = nullptr;
@@ -116,12 +116,12 @@ void Disk::work(IoQueue& queue, WorkSource& source) {
     if (arrived_.empty()) {
       {
         const std::lock_guard lock(mutex_);
-        if (pushes != pushes_) continue;  // it would not be woken for them
+        if (pushes != pushes_) continue;  // wait() would not be woken for them
         queue_ = &queue;
       }
       queue.wait(done);
     } else {
-      // While these are checked the disk works on what was submitted, and on nothing less than it can hold.
+      // While the thread checks these, the disk works on the I/Os just submitted, as many as it may have.
       queue.take(done);
       ended.clear();
       end_arrived(ended);
@@ -140,7 +140,7 @@ void Disk::note_oldest() {
   oldest_.store(oldest, std::memory_order_relaxed);
 }
 
-// With nothing under way: until there are tasks. False when there will be none.
+// Waits for tasks while nothing is under way. Returns false if there will be none.
 bool Disk::wait_for_tasks() {
   std::unique_lock lock(mutex_);
   queue_ = nullptr;
@@ -150,7 +150,7 @@ bool Disk::wait_for_tasks() {
     while (written > 0 && !called() && !lost_) {
       zero_filling_ = true;
       lock.unlock();
-      oldest_.store(next_sequence_++, std::memory_order_relaxed);  // it may hang as any other I/O
+      oldest_.store(next_sequence_++, std::memory_order_relaxed);  // it may hang like any other I/O
       written = zero_fill_->step();
       oldest_.store(0, std::memory_order_relaxed);
       if (written > 0) counts_.zeroed_bytes += written;
@@ -158,7 +158,7 @@ bool Disk::wait_for_tasks() {
       zero_filling_ = false;
       zero_filled_.notify_all();
     }
-    // Pages can do without it, and find out what is wrong with the disk.
+    // Pages can do without zeros, and will show what is wrong with the disk.
     if (written < 0) zero_fill_.reset();
     if (written == 0) break;
   }
@@ -185,7 +185,7 @@ void Disk::begin_picked(IoQueue& queue, std::vector<Ended>& ended) {
       continue;
     }
     submit_ios(queue);
-    // Sealing takes time in which the disk can work already.
+    // Sealing takes time, in which the disk can already work.
     held_back += write ? (*groups_)[static_cast<size_t>(task.move.group)].codec->image_bytes() : 0;
     if (held_back < kSealedBytesHeldBack) continue;
     held_back = 0;
@@ -196,11 +196,11 @@ void Disk::begin_picked(IoQueue& queue, std::vector<Ended>& ended) {
   if (picked) on_change_();
 }
 
-// The next task that may begin now.
+// Takes the next task that may begin now; false if there is none.
 bool Disk::pick(PageTask& task) {
   if (running_jobs_ == options_.depth || free_jobs_.empty()) return false;
   const std::lock_guard lock(mutex_);
-  // Alone they have the whole depth; a read that comes then finds the bytes under way bounded all the same.
+  // Writes alone have the whole depth; the limit on bytes under way still holds for a read that comes then.
   const bool only_writes = reads_.empty() && running_writes_ == running_jobs_;
   const int32_t most_writes = only_writes ? options_.depth : (options_.depth + 1) / 2;
   const bool write_waits = !writes_.empty() && running_writes_ < most_writes;
@@ -244,7 +244,7 @@ void Disk::io_done(const IoDone& done) {
   arrived_.push_back(at);
 }
 
-// The oldest of those that have arrived, as much of them as is checked while the disk works off what it has.
+// Ends the jobs that arrived first, as many as the thread can check while the disk works on the others.
 void Disk::end_arrived(std::vector<Ended>& ended) {
   const nvtx::Range range("flexkv disk verify");
   int64_t checked = 0;

@@ -1,4 +1,4 @@
-// One page's job on a disk: the I/Os that it begins with, and what their end says of page and disk.
+// One page's job on a disk: the I/Os that it begins, and what their results mean for the page and the disk.
 #include <sys/statvfs.h>
 
 #include <algorithm>
@@ -21,10 +21,11 @@ namespace {
 constexpr int32_t kReadErrorsBeforeOut = 8;
 constexpr int32_t kWriteErrorsBeforeOut = 3;
 
-// A full disk is asked for space again after so long. What lies on it, and what has space, is used meanwhile.
+// How long a full disk is not asked for space again. Its pages, and slots that have space, are used
+// meanwhile.
 constexpr std::chrono::seconds kFullPause{2};
 
-// Errors that no other slot of the file system would be spared, now or later.
+// Errors that every slot of the file system would meet, now and later.
 bool is_final(int32_t error) {
   return error == EROFS || error == ENODEV || error == ENXIO || error == EBADF || error == EFBIG;
 }
@@ -43,13 +44,14 @@ const LayerReads& layers_of(const DiskGroup& group, const WorkItem& item) {
 
 void Disk::add_io(size_t job, bool write, std::byte* buffer, int64_t bytes, int64_t image_offset) {
   const SlabFile& slab = *slabs_[static_cast<size_t>(jobs_[job].task.move.group)];
-  // Whatever the geometry, nothing else may reach the kernel: ext4 takes it, slowly and through its cache.
+  // Whatever the geometry, no unaligned I/O may reach the kernel: ext4 accepts it, slowly and through its
+  // cache.
   if (reinterpret_cast<uintptr_t>(buffer) % kIoAlignBytes != 0 || bytes % kIoAlignBytes != 0 ||
       image_offset % kIoAlignBytes != 0) {
     throw ContractError("an I/O that is not on 4 KiB boundaries");
   }
   const int64_t offset = slab.offset(jobs_[job].task.slot) + image_offset;
-  if (free_ios_.empty()) {  // only a layer read has several, a few for each rank
+  if (free_ios_.empty()) {  // only a layer read has several I/Os, a few per rank
     free_ios_.push_back(ios_.size());
     ios_.emplace_back();
   }
@@ -61,7 +63,7 @@ void Disk::add_io(size_t job, bool write, std::byte* buffer, int64_t bytes, int6
   jobs_[job].bytes += bytes;
 }
 
-// Throws before anything was submitted.
+// Begins a page. If it throws, nothing was submitted.
 void Disk::begin(const PageTask& task) {
   const size_t at = free_jobs_.back();
   Job& job = jobs_[at];
@@ -91,7 +93,7 @@ void Disk::begin(const PageTask& task) {
   running_bytes_ += job.bytes;
 }
 
-// The trailer alone: others have written the stripes, and told what they wrote by its digests.
+// Writes the trailer alone: others have written the stripes, and passed on their digests.
 void Disk::begin_seal(size_t at) {
   Job& job = jobs_[at];
   const PageCodec& codec = *job.group->codec;
@@ -107,7 +109,7 @@ void Disk::begin_seal(size_t at) {
   add_io(at, true, trailer, codec.trailer_area_bytes(), codec.image().trailer_offset());
 }
 
-// A range of layers, and with the first one the trailer, which the later ones then find in the slot.
+// Reads a range of layers; the first range brings the trailer, which the later ones then find in the slot.
 void Disk::begin_layers(size_t at) {
   Job& job = jobs_[at];
   const PageCodec& codec = *job.group->codec;
@@ -142,8 +144,8 @@ bool Disk::has_space(const PageTask& task) const {
   return slabs_[group]->next_unwritten(at).first >= at + (*groups_)[group].codec->image_bytes();
 }
 
-// Whether a write failed for want of space. A file system that runs out of it in the middle of one says so
-// only of the next.
+// Whether a write failed for lack of space. A file system that runs out of it in the middle of a write
+// reports so only for the next one.
 bool Disk::is_full(const Job& job) const {
   if (job.error != 0) return job.error == ENOSPC || job.error == EDQUOT;
   struct statvfs space{};
@@ -169,7 +171,7 @@ MoveResult Disk::write_failed(const PageTask& task, const std::string& why) {
           FailureCause::kSource};
 }
 
-// What an I/O error means for the disk as a whole.
+// Counts an I/O error, and decides whether the disk must be taken out.
 void Disk::disk_error(bool write, int32_t error) {
   int32_t& in_row = write ? write_errors_in_row_ : read_errors_in_row_;
   ++in_row;

@@ -16,15 +16,16 @@
 namespace flexkv {
 namespace {
 
-// Unit: pages. Queued before all disks together, when one hangs and has not been found out: a few MiB.
+// Unit: pages. The most that all disks together have queued while one hangs and has not been found out: a few
+// MiB.
 constexpr size_t kMostQueuedPages = 65536;
-// Unit: looks. See kLooksUntilStuck of the engine's watchdog: counted, so that a stopped process finds no
-// disk hung when it wakes up.
+// Unit: looks. See kLooksUntilStuck of the engine's watchdog: looks are counted, so that a process that was
+// stopped finds no disk hung when it continues.
 constexpr int32_t kLooksUntilStuck = 4;
-// Unit: seconds. What a write of zeros may take at a close where `stuck_s` says nothing.
+// Unit: seconds. How long a close waits at least for a write of zeros, however small `stuck_s` is.
 constexpr double kLeastStuckS = 1.0;
 
-// Of a group's slabs: the largest image of the groups that share them.
+// The slot size of a group's slabs: the largest image of the groups that share them.
 int64_t slab_slot_bytes(const std::vector<DiskGroup>& groups,
                         const std::vector<std::vector<std::shared_ptr<SlabFile>>>& slabs, size_t group) {
   int64_t bytes = groups[group].codec->image_bytes();
@@ -45,14 +46,14 @@ struct DiskLane::Shared {
   std::vector<int64_t> places;  // of each group
   std::mutex mutex;             // guards what follows
   std::condition_variable changed;
-  std::shared_ptr<WorkSource> source;  // once started
+  std::shared_ptr<WorkSource> source;  // set by start()
   uint64_t room_seen = 0;
   bool stopping = false;
   bool files_closed = false;
   std::atomic<bool> waits_for_room{false};
 
-  // A disk began pages, or was lost. The dispatcher says that it waits before it looks, and a disk changes
-  // before this looks: one of the two sees the other.
+  // A disk has begun pages, or was lost. The dispatcher sets `waits_for_room` before it looks, and a disk
+  // changes before this function looks: one of the two sees the other.
   void on_change() {
     if (!waits_for_room || !has_room()) return;
     {
@@ -61,7 +62,7 @@ struct DiskLane::Shared {
     }
     changed.notify_all();
   }
-  // Whether a disk that keeps up could take more now.
+  // Whether the dispatcher may take more: a live disk has room, or none is alive.
   bool has_room() const {
     size_t total = 0;
     bool some = false;
@@ -232,14 +233,14 @@ void DiskLane::start(std::shared_ptr<WorkSource> source, int32_t lane) {
     bodies.emplace_back("flexkv-dwatch", [shared = shared_, source] { watch(shared, source); });
   }
   bodies.emplace_back("flexkv-dtake", [shared = shared_, source, lane] { dispatch(shared, source, lane); });
-  while (threads_.size() < bodies.size()) {  // also after a start that ran out of threads
+  while (threads_.size() < bodies.size()) {  // continues a start that ran out of threads
     auto& [name, body] = bodies[threads_.size()];
     threads_.emplace_back(std::move(body));
     pthread_setname_np(threads_.back().native_handle(), name);
   }
 }
 
-// Loads may wait for the page, of this process and of others.
+// Loads of this process and of others may wait for the page.
 void DiskLane::read_ended(const OpSpec& op, int32_t page, bool verified) {
   const HostPool& pool = *(*shared_->groups)[static_cast<size_t>(op.group)].pool;
   pool.slot_arrivals().settle(op.slots[static_cast<size_t>(page)], op.op_id, verified);
@@ -254,7 +255,7 @@ void DiskLane::join() {
   const size_t disks = std::min(threads_.size(), shared_->disks.size());
   // The dispatcher first: it stops the others.
   for (size_t i = threads_.size(); i > disks; --i) threads_[i - 1].join();
-  // One deadline for all: those that hang do so at the same time.
+  // One deadline for all disks: those that hang do so at the same time.
   const auto until = deadline_in(std::max(shared_->options.stuck_s, kLeastStuckS));
   bool all_ended = true;
   for (size_t d = 0; d < disks; ++d) {

@@ -1,5 +1,5 @@
 // DISK_READ, DISK_WRITE and DISK_SEAL of one ownership unit: spreads pages over its disks, which work at the
-// same time and fail alone.
+// same time and fail independently.
 #pragma once
 #include <memory>
 #include <string>
@@ -15,16 +15,15 @@ struct DiskState {
   bool lost = false;
   std::string reason = {};   // why it was taken out
   std::string backend = {};  // "io_uring" or "threads"; empty before first use
-  std::string note = {};     // what keeps it from being what was asked for
+  std::string note = {};     // how it falls short of what was asked for
 };
 
 class DiskLane : public Lane {
  public:
-  // `slabs[d][g]` holds the pages of group g on disk d: place p of a group is slot p / disks of disk
-  // p % disks. Groups that share slabs have the same one on each disk, and the places of one are those of
-  // all. A disk without slabs is lost from the start. Throws GeometryError when the slots of a pool or slab
-  // have another size than the largest image that lies in them, DiskError when io_uring is asked for and
-  // refused.
+  // `slabs[d][g]` holds the pages of group g on disk d: place p of a group is slot p / disks of disk p %
+  // disks. Groups that share slabs name the same one on each disk, and share its places. A disk without slabs
+  // is lost from the start. Throws GeometryError if the slots of a pool or slab differ in size from the
+  // largest image in them, and DiskError if io_uring is asked for and refused.
   DiskLane(std::vector<DiskGroup> groups, std::vector<std::vector<std::shared_ptr<SlabFile>>> slabs,
            const DiskOptions& options, WrapQueue wrap = nullptr);
   ~DiskLane() override { abandon(); }
@@ -42,16 +41,17 @@ class DiskLane : public Lane {
   void join() override;
   void abandon() override;
 
-  // Its places are misses from now on. Throws BlockRangeError for a disk that is not there.
+  // Takes a disk out: its places are misses from now on. Throws BlockRangeError for a disk that does not
+  // exist.
   void take_out(int32_t disk, const std::string& reason);
   std::vector<DiskState> states() const;
-  // Of each disk why it takes no page where it has no space yet; empty while it does.
+  // Disk::full_reason() of each disk.
   std::vector<std::string> full_reasons() const;
   const DiskCounts& counts(int32_t disk) const;
   int32_t disks() const;
   // Whether idle disks write zeros ahead.
   bool zero_fill() const;
-  // Whether join() has let the files go.
+  // Whether join() has closed all files.
   bool files_closed() const;
 
  private:
@@ -61,7 +61,7 @@ class DiskLane : public Lane {
                        int32_t lane);
   static void watch(const std::shared_ptr<Shared>& shared, const std::shared_ptr<WorkSource>& source);
 
-  std::shared_ptr<Shared> shared_;  // with threads that may outlive this
+  std::shared_ptr<Shared> shared_;  // shared with threads that may outlive this
   std::vector<std::thread> threads_;
 };
 

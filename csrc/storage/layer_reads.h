@@ -1,10 +1,10 @@
-// How the layers of a page are read one after the other: a layerwise DISK_READ.
+// Plans a layerwise DISK_READ, which reads the layers of a page one range after another.
 //
-// The op names pages, as any other DISK_READ does, and sets `layerwise`. Its pages then arrive in ranges of
-// layers, layer_stages() says which: first a range of all pages, then the next. `wait_layer(ticket, layer)`
-// of the transfer engine returns when that layer of every page lies verified at its place in the host slot.
-// Each range is read by itself, with the first one the trailer, and only its own runs are verified: a page
-// that fails in a later range is named then, and by the op's result.
+// The op names pages like any other DISK_READ and sets `layerwise`. Its pages then arrive in the ranges of
+// layers that layer_stages() returns: first one range of all pages, then the next. The transfer engine's
+// `wait_layer(ticket, layer)` returns when that layer of every page lies verified at its place in the host
+// slot. Each range is read by itself, the first one with the trailer, and only its own runs are verified: a
+// page that fails in a later range is reported then, and in the op's result.
 #pragma once
 #include <cstdint>
 #include <vector>
@@ -22,17 +22,17 @@ struct ImageSpan {
 struct LayerReads {
   int32_t lo = 0;
   int32_t hi = 0;
-  std::vector<ImageSpan> spans;  // ascending, apart
+  std::vector<ImageSpan> spans;  // ascending, disjoint
   std::vector<size_t> runs;      // numbers of the layers' runs
-  // The spans hold nothing but these layers: they may be read into their place. Else neighbours' bytes come
-  // with them, which may have been verified already and must not be written again.
+  // The spans hold only these layers, and may be read into their place. Otherwise they bring bytes of other
+  // layers, which may have been verified already and must not be written again.
   bool alone = true;
 };
 
 // The first layer of each range, ascending from 0. The first range is small, so that computing can begin;
-// each later one is twice as large, because a disk is slower the smaller its reads are.
+// each later one is twice as large, because small reads slow a disk down.
 std::vector<int32_t> layer_stages(const PageCodec& codec);
-// One entry a stage.
+// One entry per stage.
 std::vector<LayerReads> plan_layer_reads(const PageCodec& codec);
 
 }  // namespace flexkv

@@ -1,5 +1,5 @@
-// The slot image of one KV group on disk: where its runs lie, and the trailer that says whose they are and
-// proves them. Specified in docs/disk-format.md.
+// The slot image of one KV group on disk: where its runs lie, and the trailer that identifies and verifies
+// them. docs/disk-format.md specifies it.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -16,7 +16,7 @@ namespace flexkv {
 inline constexpr uint64_t kPageMagic = 0x3145474150564B46;  // "FKVPAGE1"
 inline constexpr uint32_t kPageVersion = 1;
 
-// Followed by one 64-bit digest for each run, of rank 0 first.
+// Followed by one 64-bit digest per run, those of rank 0 first.
 struct PageTrailer {
   uint64_t magic = kPageMagic;
   uint32_t version = kPageVersion;
@@ -47,9 +47,9 @@ struct PagePlace {
 // Immutable.
 class PageCodec {
  public:
-  // Of each rank the stripe's size and its runs, ascending by offset. `host_digests`: device lanes write the
-  // run digests into the slot. `group`: the number of the KV group, which its pages name. Throws
-  // GeometryError unless the runs fill the stripes and every layer has one.
+  // `stripe_bytes`, `runs`: each rank's stripe size and its runs, ascending by offset. `host_digests`: device
+  // lanes write the run digests into the slot. `group`: the number of the KV group, which its trailers name.
+  // Throws GeometryError unless the runs fill the stripes and every layer has one.
   PageCodec(std::vector<int64_t> stripe_bytes, const std::vector<std::vector<PageRun>>& runs,
             bool host_digests, uint32_t group = 0);
 
@@ -59,36 +59,36 @@ class PageCodec {
   const std::vector<PageRun>& runs() const { return runs_; }
   bool host_digests() const { return host_digests_; }
   uint32_t group() const { return group_; }
-  // Of a rank's first run digest, in the image.
+  // The offset in the image of a rank's first run digest.
   int64_t digest_offset(int32_t rank) const;
 
   // Bytes from the trailer on: whole sectors, which hold nothing else.
   int64_t trailer_area_bytes() const { return image_.total_bytes() - image_.trailer_offset(); }
   size_t num_runs() const { return runs_.size(); }
 
-  // Writes the trailer into `image` (image_bytes() of them): all of it, or with host_digests() all but the
+  // Writes the trailer into `image`, which has image_bytes(): all of it, or with host_digests() all but the
   // run digests.
   void seal(std::byte* image, const PagePlace& place, const PageTag& tag, uint64_t written) const;
-  // The same for a trailer that lies alone, after its run digests.
+  // The same for a trailer that lies alone and has its run digests already.
   void seal_trailer(std::byte* trailer, const PagePlace& place, const PageTag& tag, uint64_t written) const;
-  // The same for a trailer of trailer_bytes() that lies apart from the stripes, which `image` has: its run
-  // digests are made from them or, with host_digests(), taken from the image.
+  // The same for a trailer of image().trailer_bytes() that lies apart from the stripes in `image`: makes its
+  // run digests from them or, with host_digests(), takes those in the image.
   void seal_apart(const std::byte* image, std::byte* trailer, const PagePlace& place, const PageTag& tag,
                   uint64_t written) const;
-  // Whether the trailer is whole, from this place, of this group, and of what `wanted` names, its expiry
-  // aside. Without `wanted` any tag will do. `now`: unix seconds.
+  // Whether the trailer is whole, not expired, and of this place, this group and the tag `wanted`, whose
+  // expiry does not count. Without `wanted` any tag will do. `now`: Unix seconds.
   PageCheck check_trailer(const std::byte* image, const PagePlace& place,
                           const std::optional<PageTag>& wanted, uint64_t now) const;
   PageCheck check_trailer_alone(const std::byte* trailer, const PagePlace& place,
                                 const std::optional<PageTag>& wanted, uint64_t now) const;
-  // Whether run i has the digest that the trailer names.
+  // Whether `bytes`, those of run `run`, have the digest that the trailer in `image` names.
   PageCheck check_run(const std::byte* image, size_t run, const std::byte* bytes) const {
     return check_digest(image + image_.trailer_offset(), run, bytes);
   }
   PageCheck check_runs(const std::byte* image) const;
 
-  // Whether such a trailer is what check_trailer_alone() asks for, and the stripes in `image` match its run
-  // digests; with host_digests() the image has them then.
+  // Whether check_trailer_alone() accepts a trailer of seal_apart(), and the stripes in `image` match its run
+  // digests; with host_digests() these are then copied into the image.
   PageCheck check_apart(std::byte* image, const std::byte* trailer, const PagePlace& place,
                         const std::optional<PageTag>& wanted, uint64_t now) const;
 

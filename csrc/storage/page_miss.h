@@ -9,19 +9,19 @@
 namespace flexkv {
 
 enum class PageMiss : int32_t {
-  kNone = 0,    // it is
+  kNone = 0,    // it is served
   kTrailer,     // the trailer is damaged, or was never written
   kVersion,     // written by another version of the format
   kElsewhere,   // another slot's or slab's image
-  kGroup,       // of another KV group, where several share a slab
+  kGroup,       // of another KV group that shares the slab
   kKey,         // another block
-  kGeneration,  // the block, from another write than the index names
+  kGeneration,  // the same block, but from another write than the index names
   kEpoch,       // of other weights
   kTokens,      // another number of valid tokens
   kExpired,     // past its time to live
-  kData,        // the trailer is good and the bytes of a run are not
-  kShort,       // the file ended, or the disk gave less than was asked for
-  kIo,          // the disk said no
+  kData,        // the trailer is good, but the bytes of a run are not
+  kShort,       // the file ended, or the disk moved less than was asked for
+  kIo,          // the disk reported an error
   kDiskLost,    // its disk was taken out
 };
 inline constexpr int kPageMisses = 14;

@@ -1,4 +1,5 @@
-// What a slot holds or must hold; the twin of flexkv/storage/tags.py. Little-endian, as in the trailer.
+// Identifies the page that a slot holds or must hold; the twin of flexkv/storage/tags.py. Little-endian, as
+// in the trailer.
 #pragma once
 #include <array>
 #include <bit>

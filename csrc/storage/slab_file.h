@@ -13,12 +13,12 @@ struct SlabShape {
   uint64_t id = 0;
 };
 
-// Open for as long as anybody holds it: an I/O that hangs keeps the file, and its folder's lock.
+// Stays open for as long as anyone holds it: an I/O that hangs keeps the file, and its folder's lock.
 class SlabFile {
  public:
-  // Opens for reading and writing, past the page cache where the file system allows it and 4 KiB boundaries
-  // are enough for the disk. `lock_fd`: the folder's lock, of which a copy is kept, or -1. Throws DiskError,
-  // and GeometryError when the shape is none.
+  // Opens for reading and writing, past the page cache if the file system allows it and 4 KiB boundaries are
+  // enough for the disk. `lock_fd`: the folder's lock, which is duplicated, or -1. Throws DiskError, and
+  // GeometryError for an impossible shape.
   SlabFile(std::string path, const SlabShape& shape, int lock_fd);
   ~SlabFile();
   SlabFile(const SlabFile&) = delete;
@@ -29,13 +29,13 @@ class SlabFile {
   int fd() const { return fd_; }
   // Whether I/O goes past the page cache.
   bool direct() const { return buffered_because_.empty(); }
-  // Why I/O goes through the page cache; empty where it does not.
+  // Why I/O goes through the page cache; empty if it does not.
   const std::string& buffered_because() const { return buffered_because_; }
   int64_t offset(int64_t slot) const { return shape_.header_bytes + slot * shape_.slot_bytes; }
-  // What was written before is on the disk when it returns 0; else -errno.
+  // Returns 0 when all earlier writes are on the disk, else -errno.
   int sync() const;
-  // The first part from `from` on that has no bytes of its own yet, [begin, end): never written, or a hole.
-  // Empty at the end of the file where there is none, or the file system does not say.
+  // The first part [begin, end) from `from` on that has no bytes of its own yet: it was never written, or is
+  // a hole. Empty, at the end of the file, if there is none or the file system does not report it.
   std::pair<int64_t, int64_t> next_unwritten(int64_t from) const;
   // Whether the name still leads to this file.
   bool in_place() const;

@@ -1,6 +1,6 @@
-// Which disk and which slot of it a place of the disk tier is: places go round the disks, one each.
+// Maps a place of the disk tier to a disk and a slot on it: places go round the disks, one each.
 //
-// The rule of raw files (gds/raw/raw_file.h) with one block a turn; a test holds both together.
+// The rule of raw files (gds/raw/raw_file.h) with one block per turn; a test compares the two.
 #pragma once
 #include <cstdint>
 
