@@ -1,6 +1,6 @@
-"""Position-independent reuse: keys of cached text, moved to where the text stands in another prompt.
+"""Position-independent reuse: moves keys of cached text to where the text stands in another prompt.
 
-`prefill`, `precompute` and `segment_cache` work on Hugging Face transformers models, which are imported with them.
+`prefill`, `precompute` and `segment_cache` work on Hugging Face transformers models; using them imports transformers.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The contract of blending: what a prompt is cut into, what is cached of it, and what a lookup of it gives.
+"""The contract of blending: the segments of a prompt, the shape of what is cached of them, and a lookup's hits.
 
-Keys and values of a segment are computed by the segment itself and kept as if it began at position 0: what lies under a
-segment's key depends on its tokens and the namespace alone. A hit's keys are turned to where the segment stands in the
-prompt, and what its rows lack of the text before them is made good by computing some of them again (`BlendPlan`). A
-promised page that does not come is named, and the prompt is computed without it.
+The keys and values of a segment are computed from the segment alone and kept as if it began at position 0: the content
+under a segment's key depends only on its tokens and the namespace. A hit's keys are turned to where the segment stands
+in the prompt. The hit's rows know nothing of the text before them, so some are computed again (`BlendPlan`). If a
+promised page does not come, it is named, and the prompt is computed without it.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ PLANES = 2
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """Tokens that follow each other in a prompt.
+    """Consecutive tokens of a prompt.
 
     Attributes:
         tokens: int64 [tokens].
-        reusable: it may be cached and reused; separators are not, they are computed in every prompt.
+        reusable: whether it may be cached and reused; separators may not, they are computed in every prompt.
     """
 
     tokens: Tokens
@@ -41,7 +41,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
-    """What one token's keys (or values) of all layers are.
+    """Shape of one token's keys (or values) in all layers.
 
     Attributes:
         dtype: float32, bfloat16 or float16.
@@ -59,7 +59,7 @@ class KvShape:
             raise GeometryError(f"dtype {self.dtype}: allowed are float32, bfloat16 and float16")
 
     def __str__(self) -> str:
-        """What tells rows apart, also those of equal size."""
+        """Tells apart rows of different shape or dtype, even of equal size."""
         return f"{self.dtype}.l{self.layers}.h{self.heads}.d{self.head_dim}"
 
     @property
@@ -78,13 +78,13 @@ class KvShape:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Hit:
-    """The leading `tokens` of a segment that are on their way to the staging pool.
+    """The leading `tokens` of a segment, which are on their way to the staging pool.
 
     Attributes:
         segment: number of the segment in the lookup.
-        blocks: of the staging pool, int32 [blocks], in the order of the tokens.
-        tickets: of its whole blocks, and of the tokens after them.
-        requests: of the manager, one a ticket.
+        blocks: blocks of the staging pool, int32 [blocks], in the order of the tokens.
+        tickets: one for its whole blocks, and one for the tokens after them.
+        requests: the manager's requests, one per ticket.
     """
 
     segment: int

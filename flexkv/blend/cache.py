@@ -1,4 +1,4 @@
-"""The pages of segments: in flexkv's host pool and maybe on disk, under keys in its index, moved by its engine."""
+"""The cache of segments: pages in flexkv's host pool and maybe on disk, with keys in its index, moved by its engine."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from flexkv.transfer.layerwise.base import PREFETCH_LAYERS
 class SegmentCache:
     """Keys and values of segments, each computed by itself and kept as if it began at position 0.
 
-    Not for several threads at once. To be closed.
+    Not thread-safe. Must be closed.
 
     Args:
-        shape: of the model's cache.
+        shape: shape of the model's cache.
         namespace: whatever keeps two callers apart: model, weights, LoRA, salt. `shape` is added.
-        slots: pages of `block_tokens` tokens that the host pool holds; the least recently used go first.
+        slots: pages of `block_tokens` tokens that the host pool holds; the least recently used are evicted first.
         staging_tokens: tokens (in whole blocks) that may be on their way at once: the longest prompt.
-        deadline_s: of each wait.
+        deadline_s: seconds that each wait lasts at most.
         prefetch_layers: see `LoadPipeline`.
-        disk: folders in which pages outlive host memory and the process; None, or one without folders: none.
-        model: for people who look at such a folder.
+        disk: folders in which pages outlive host memory and the process; None, or a config without folders: no disk.
+        model: name that people see at such a folder.
 
     Raises:
-        CapacityError: the pool does not fit the memory that is there.
+        CapacityError: the available memory does not hold the pool.
         FolderLockedError: another cache with this namespace uses a folder.
         FlexKVError: a folder cannot be used; says which and why.
     """
@@ -93,11 +93,11 @@ class SegmentCache:
     # --- lookups ---
 
     def begin_load(self, segments: Sequence[Tokens | None]) -> SegmentLoad:
-        """Begins to load what is cached of each segment, from its first token on; None is looked up for nothing.
+        """Begins to load what is cached of each segment, from its first token on; None stands for a segment to skip.
 
-        What finds no room in the staging pool is a miss. Whole blocks on disk are loaded while they are read, layer by
-        layer; for what follows them this waits, for `disk.wait_s` at most. After an error nothing stays taken but what
-        moves already, until it has ended.
+        A segment that finds no room in the staging pool is a miss. Whole blocks on disk are loaded while they are read,
+        layer by layer; for the tokens after them this waits up to `disk.wait_s`. After an error only blocks of
+        transfers that already move stay taken, until these have ended.
         """
         self._moves.free_late()
         return SegmentLoad(self._moves, self._lookup.begin(segments, self.deadline_s), self.deadline_s)
@@ -111,12 +111,13 @@ class SegmentCache:
         rotation: KeyRotation,
         first_position: int = 0,
     ) -> int:
-        """Stores a segment; its keys are turned to positions from 0 on. Returns how many of its tokens are cached now:
+        """Stores a segment, its keys turned to positions from 0 on. Returns how many of its tokens are cached now:
         visible, not on their way.
 
         Args:
-            layers: of a layer, keys and values [heads, tokens, head_dim], contiguous, of any library, in host memory.
-            first_position: at which the keys were computed.
+            layers: gives a layer's keys and values [heads, tokens, head_dim], contiguous, of any library, in host
+                memory.
+            first_position: position at which the first key was computed.
 
         Raises:
             CapacityError: the segment is longer than the staging pool.
@@ -198,15 +199,15 @@ class SegmentCache:
         return cached
 
     def flush(self) -> bool:
-        """Whether all that is cached is on disk now and would survive a crash; waits for that within the deadline.
+        """Makes all that is cached durable on disk, within the deadline. Returns whether all of it would survive a
+        crash.
 
-        False also where there is no disk, or it is lost or full, where a page could not be written, and while pages
-        still move.
+        Also False where there is no disk, it is lost or full, a page could not be written, or pages still move.
         """
         if not self.unit.live.has_tiers:
             return False
         ends_s = time.monotonic() + self.deadline_s
-        while self.manager.inflight_ops():  # leases pages, which are not written
+        while self.manager.inflight_ops():  # they lease pages, which are not written
             self._moves.free_late()
             self._moves.take_results()
             if not self.manager.inflight_ops():
@@ -217,10 +218,10 @@ class SegmentCache:
         return self.unit.flush(max(0.0, ends_s - time.monotonic()))
 
     def close(self) -> bool:
-        """With a disk, writes what only host memory has and makes it durable, within the deadline.
+        """Closes the cache. With a disk, writes what only host memory has and makes it durable, within the deadline.
 
         Returns:
-            What `flush` does: whether all that was cached survives. False where there is no disk.
+            The same as `flush`: whether all that was cached survives. False where there is no disk.
 
         Raises:
             TransferError: something still moves after the deadline; call again.

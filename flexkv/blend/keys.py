@@ -1,6 +1,6 @@
 """Keys of segments: they depend on a segment's own tokens, not on where it stands or what stands before it.
 
-They live in the same index as keys of prefixes: the namespace says which is which, so neither answers for the other.
+They lie in the same index as keys of prefixes: the namespaces differ, so neither is found in place of the other.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ SCOPE = "flexkv.scope"
 """The namespace field that tells segments from prefixes, which have none."""
 
 SHAPE = "flexkv.kv"
-"""The namespace field that tells apart what rows are: float16 and bfloat16 have equal sizes, two heads of 16 and four
-of 8 as well."""
+"""The namespace field that tells rows of different kinds apart, even where their sizes are equal: float16 and bfloat16,
+two heads of 16 and four of 8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +30,8 @@ class SegmentKeys:
     """The keys of one segment's blocks.
 
     Attributes:
-        whole: of its whole blocks, [blocks, 16].
-        tail: of the tokens after them, if there are any.
+        whole: keys of its whole blocks, [blocks, 16].
+        tail: keys of the tokens after them, if there are any.
     """
 
     whole: Keys
@@ -43,10 +43,10 @@ class SegmentKeyScheme:
 
     Args:
         namespace: whatever keeps two callers apart: model fingerprint, salt, LoRA. The same fields as for prefixes.
-        shape: of what lies under the keys.
+        shape: shape of the rows under the keys.
 
     Attributes:
-        namespace: their digest, 32 bytes.
+        namespace: digest of the fields, 32 bytes.
 
     Raises:
         KeySchemeError: a field is neither bytes, str nor int. ConfigError: `block_tokens` is 0.

@@ -16,19 +16,19 @@ Rows = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class BlendPlan:
-    """How much of what is reused is computed again.
+    """How many of the reused rows are computed again.
 
     Layers before the first check layer compute every row. A check layer compares each reused row's cached key with the
     fresh one and keeps those that differ most; later layers compute only these. Rows that nothing covers are computed
     in every layer, whatever the ratio.
 
     Attributes:
-        check_layers: ascending; not the first layer, whose keys do not depend on what stands before.
-        ratios: of all reused rows, how many are still computed after each check layer; not ascending. A first ratio of
+        check_layers: ascending; not the first layer, whose keys do not depend on the text before.
+        ratios: share of all reused rows that is still computed after each check layer; not ascending. A first ratio of
             0 checks nothing: reused rows are taken as they are in every layer.
 
     Raises:
-        ConfigError: names the value and what is allowed.
+        ConfigError: a value is not allowed; names it and what is allowed.
     """
 
     check_layers: tuple[int, ...] = (1,)
@@ -57,12 +57,12 @@ class BlendPlan:
 
 
 def rows_to_keep(difference: NDArray[np.float64], reused: NDArray[np.bool_], budget: int) -> Rows:
-    """Rows to go on with: all that are not reused, and of the others the `budget` with the greatest difference.
+    """Rows to go on with: all that are not reused, and the `budget` reused ones with the greatest difference.
 
-    Of equal ones the earlier. A difference that is no number counts as the greatest.
+    Among equal differences the earlier row counts. A NaN counts as the greatest.
 
     Args:
-        difference: squared distance between cached and fresh key, [rows]; only that of reused rows counts.
+        difference: squared distance between cached and fresh key, [rows]; ignored for rows that are not reused.
         reused: bool [rows].
     """
     candidates = np.flatnonzero(reused)
@@ -72,7 +72,7 @@ def rows_to_keep(difference: NDArray[np.float64], reused: NDArray[np.bool_], bud
 
 
 def budget_of(ratio: float, reused: int) -> int:
-    """How many of `reused` rows a ratio keeps: at least one if it is above 0."""
+    """How many of `reused` rows a ratio keeps: at least one if the ratio is above 0."""
     return 0 if ratio == 0.0 or reused == 0 else max(1, round(ratio * reused))
 
 

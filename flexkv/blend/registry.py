@@ -1,4 +1,4 @@
-"""Models whose keys can be moved: what is particular to each family, read from its configuration."""
+"""Models whose keys can be moved, and what each family does differently, as its configuration says."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flexkv.errors import ConfigError
 
 
 class NotBlendable(ConfigError):
-    """Keys of this model are not moved to other positions; says why."""
+    """Keys of this model cannot be moved to other positions; says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class ModelFamily:
 
     Attributes:
         normed_heads: queries and keys are normalised head by head before they are rotated.
-        plain: of its configuration, options that must be off or absent: with them a layer does other steps.
+        plain: options of its configuration that must be off or absent, because with them a layer takes other steps.
     """
 
     name: str
@@ -39,19 +39,19 @@ FAMILIES = {
         ModelFamily("stablelm", "neox", normed_heads=False, plain=("use_parallel_residual", "qk_layernorm")),
     )
 }
-"""By the `model_type` of Hugging Face configurations."""
+"""Families by the `model_type` of Hugging Face configurations."""
 
 
 def family_of(config: Any) -> ModelFamily:
     """
     Raises:
-        NotBlendable: the family is not registered, attends through a window, or has other layers than it knows.
+        NotBlendable: the family is not registered, attends through a window, or has an option that must be off.
     """
     name = config.model_type
     if name not in FAMILIES:
         raise NotBlendable(f"model type {name!r}: blending knows {', '.join(FAMILIES)}")
     kinds = set(getattr(config, "layer_types", None) or ())
-    # Mistral has no list of layer types: there a window is for all layers.
+    # Mistral has no list of layer types: its window holds for all layers.
     windowed = kinds - {"full_attention"} or (not kinds and getattr(config, "sliding_window", None))
     if windowed:
         raise NotBlendable(f"model type {name!r} with a sliding window: blending needs full attention")
@@ -68,7 +68,7 @@ def rope_of(config: Any) -> RopeSpec:
     """The rotary embedding that a configuration describes.
 
     Raises:
-        NotBlendable: its scaling is not known, or values of it are missing.
+        NotBlendable: its scaling is not known, or values are missing.
     """
     family, head_dim = family_of(config), head_dim_of(config)
     given = dict(config.rope_parameters)

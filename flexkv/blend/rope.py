@@ -1,8 +1,8 @@
-"""Which angle a key turns by from one position to the next: the frequencies of a model's rotary embedding.
+"""The angle by which a key turns from one position to the next: the frequencies of a model's rotary embedding.
 
 Sources: RoPE (arXiv:2104.09864), position interpolation ("linear", arXiv:2306.15595), NTK-aware scaling ("dynamic"),
-YaRN (arXiv:2309.00071) and the scaling of Llama 3.1 ("llama3"). Factors on sines and cosines (YaRN's mscale) are no
-part of it: cached keys carry them, and turning a key leaves its length alone.
+YaRN (arXiv:2309.00071) and the scaling of Llama 3.1 ("llama3"). Factors on sines and cosines (YaRN's mscale) do not
+belong here: cached keys carry them, and turning a key leaves its length alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from flexkv.errors import ConfigError
 
 Frequencies = NDArray[np.float64]
-"""Radians a position, of each pair: shape [rotary_dim / 2]."""
+"""Radians per position of each pair: shape [rotary_dim / 2]."""
 
 Pairing = Literal["neox", "gptj"]
 """Which elements turn together: i with i + rotary_dim / 2, or 2 i with 2 i + 1."""
@@ -70,7 +70,7 @@ class RopeSpec:
             raise ConfigError(f"rope scaling {self.scaling!r} needs the number of positions that it extends")
 
     def frequencies(self, positions: int | None = None) -> Frequencies:
-        """The frequencies for prompts of up to `positions` tokens, which only "dynamic" asks for."""
+        """The frequencies for prompts of up to `positions` tokens, a number that only "dynamic" uses."""
         base = self.theta
         if self.scaling == "dynamic" and positions is not None and positions > self.max_positions:
             grown = self.factor * positions / self.max_positions - (self.factor - 1.0)

@@ -1,4 +1,4 @@
-"""Turns cached keys from the positions they were computed at to those they are wanted at."""
+"""Turns cached keys from the positions at which they were computed to those at which they are wanted."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class RowPlaces:
     """Where rows of heads lie in a contiguous tensor.
 
     Attributes:
-        offsets: of each row, bytes, int64 [rows]; where the tensor lies.
-        head_stride: from a row's head to its next, bytes.
+        offsets: bytes from the tensor's start to each row, int64 [rows]; in the tensor's memory.
+        head_stride: bytes from one head of a row to the next.
     """
 
     offsets: Array
@@ -41,7 +41,7 @@ class RowPlaces:
 
 @dataclass(frozen=True, slots=True)
 class TurnTable:
-    """What is done with each row of a batch.
+    """What to do with each row of a batch.
 
     Attributes:
         of_row: int32 [rows]: a row of `turns`, ZERO_ROW or COPY_ROW.
@@ -53,7 +53,7 @@ class TurnTable:
 
     @classmethod
     def copies(cls, rows: int) -> TurnTable:
-        """All rows are copied: what values are."""
+        """A table that copies all rows, as values need it."""
         return cls(np.full(rows, COPY_ROW, np.int32), NO_TURNS)
 
     def on(self, device: LayerDevice) -> TurnTable:
@@ -64,12 +64,12 @@ class TurnTable:
 class KeyRotation:
     """The rotation of one model's keys.
 
-    A key turns by the angle between its positions at once, which equals undoing the old and applying the new one, with
-    one rounding instead of two. Segments move as a whole, so a batch has few distinct distances and a small table.
+    A key turns once, by the angle between its positions, which equals undoing the old turn and applying the new one
+    with one rounding instead of two. Segments move as a whole, so a batch has few distinct distances and a small table.
 
     Args:
-        dtype: of the keys: float32, bfloat16 or float16.
-        frequencies: radians a position as the model has them, [rotary_dim / 2]; None: those of `spec`.
+        dtype: dtype of the keys: float32, bfloat16 or float16.
+        frequencies: radians per position as the model has them, [rotary_dim / 2]; None: those of `spec`.
 
     Raises:
         GeometryError: frequencies of another shape.
@@ -90,7 +90,7 @@ class KeyRotation:
 
     @property
     def row_bytes(self) -> int:
-        """Of a row without gaps between its heads."""
+        """Bytes of a row without gaps between its heads."""
         return self.heads * self.spec.head_dim * self.element_bytes
 
     def table(
@@ -123,9 +123,9 @@ class KeyRotation:
     ) -> None:
         """Turns rows of `source` and writes them to `target` in one pass; see `flexkv.c_ext.rotate_rows`.
 
-        Tensors of any library, contiguous; in place where both are the same. Values go through the same call with
-        `TurnTable.copies`. Tensors and tables all lie in host memory, or all on one GPU: then the launch is enqueued on
-        `stream`, and `check` has seen the tables before.
+        The tensors are contiguous, of any library; where both are the same, rows turn in place. Values go through the
+        same call with `TurnTable.copies`. Tensors and tables all lie in host memory, or all on one GPU: then the launch
+        is enqueued on `stream`, and `check` must have seen the tables before.
         """
         rotate_rows(
             *_arguments(source, source_places, target, target_places, table),
@@ -141,7 +141,7 @@ class KeyRotation:
         target_places: RowPlaces,
         table: TurnTable,
     ) -> None:
-        """Whether `apply` may be called so. The tables lie in host memory; no byte moves.
+        """Checks the arguments of `apply`. The tables lie in host memory; no byte moves.
 
         Raises:
             GeometryError: dimensions, strides or dtypes that cannot be, or memory that source and target share.
@@ -165,7 +165,7 @@ class KeyRotation:
 
 
 class Geometry(TypedDict):
-    """What a rotation's rows are."""
+    """The geometry of a rotation's rows."""
 
     dtype: str
     pairing: str

@@ -20,17 +20,17 @@ class StagedRows:
     def copy_to(self, rows: Array) -> None:
         """
         Raises:
-            LostRows: the pages did not come, not in time, or not as they were stored.
+            LostRows: the pages did not come, came too late, or are not as they were stored.
         """
         self._load.copy_layer(self._hit, self._layer, rows)
 
 
 class SegmentLoad:
-    """Segments of one prompt on their way from the host pool. To be closed.
+    """Segments of one prompt on their way from the host pool. Must be closed.
 
     Args:
-        hits: whose staging blocks this frees.
-        deadline_s: of each wait.
+        hits: the hits, whose staging blocks this object frees.
+        deadline_s: seconds that each wait lasts at most.
     """
 
     def __init__(self, moves: SegmentMoves, hits: Sequence[Hit], deadline_s: float) -> None:
@@ -38,10 +38,10 @@ class SegmentLoad:
         self._deadline_s = deadline_s
         self.hits = list(hits)
         self.lost: dict[int, str] = {}
-        """Segment -> why pages of it did not come; known once this is closed."""
+        """Segment -> why some of its pages did not come; known once this object is closed."""
 
     def rows(self, layer: int) -> list[StagedRows]:
-        """Of each hit, the rows of a layer; the layers arrive in order."""
+        """The rows of a layer, for each hit; the layers arrive in order."""
         return [StagedRows(self, hit, layer) for hit in self.hits]
 
     def copy_layer(self, hit: Hit, layer: int, rows: Array) -> None:
@@ -58,10 +58,10 @@ class SegmentLoad:
             rows[:, at:end] = staging.rows[layer, block, :, : end - at]
 
     def close(self) -> None:
-        """Waits for what still moves and frees the staging blocks, each once however often this is called.
+        """Waits for pages that still move and frees the staging blocks, each once however often this is called.
 
         Raises:
-            TransferError: some of it did not end before the deadline. The cache frees its blocks once it has.
+            TransferError: some pages still move at the deadline. The cache frees their blocks once they do not.
         """
         ends_s = time.monotonic() + self._deadline_s
         hits, self.hits = self.hits, []

@@ -1,4 +1,4 @@
-"""What is cached of a prompt's segments: looked up, and begun to be loaded."""
+"""Looks up what is cached of a prompt's segments, and begins to load it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MOST_HITS = 256
 """Segments of one prompt that are loaded at once; each takes queue entries of the transfer engine."""
 
 READS_A_HIT = 2
-"""From disk: of its whole blocks, and of the tokens after them."""
+"""Reads from disk per hit: one for its whole blocks, and one for the tokens after them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +32,12 @@ class Asked:
 
     @property
     def tail_request(self) -> str:
-        """Of its own: what follows the whole blocks is read from disk as a whole, these while they are loaded."""
+        """A request of its own: the tail is read from disk first, the whole blocks are loaded while they are read."""
         return f"{self.request}-tail"
 
 
 class SegmentLookup:
-    """Asks the manager of one segment cache, and begins the loads of what it has."""
+    """Asks one segment cache's manager, and begins the loads of its hits."""
 
     def __init__(self, unit: SegmentUnit, moves: SegmentMoves, scheme: SegmentKeyScheme) -> None:
         self._unit = unit
@@ -48,10 +48,10 @@ class SegmentLookup:
         self._requests = itertools.count()
 
     def begin(self, segments: Sequence[Tokens | None], deadline_s: float) -> list[Hit]:
-        """Of what is cached of each segment, the load; None is looked up for nothing.
+        """Begins to load what is cached of each segment; None stands for a segment to skip.
 
-        Waits for the tokens after whole blocks that are read from disk, up to `deadline_s` seconds. After an error
-        nothing stays taken but what moves already, until it has ended.
+        Waits up to `deadline_s` seconds for the tokens after whole blocks to be read from disk. After an error only
+        blocks of transfers that already move stay taken, until these have ended.
         """
         asked = [
             Asked(number, self._scheme.keys(tokens), f"load-{next(self._requests)}")
@@ -72,10 +72,10 @@ class SegmentLookup:
         return [hit for _, hit in found if hit.tokens]
 
     def _find(self, asked: Sequence[Asked], found: list[tuple[Asked, Hit]], deadline_s: float) -> None:
-        """Begins the loads, and keeps in `found` what was begun whenever it raises."""
+        """Begins the loads, and keeps those that it has begun in `found` even when it raises."""
         if self._unit.live.has_tiers:
             for one in asked[:MOST_HITS]:
-                self._match_tail(one)  # first of all: these are waited for
+                self._match_tail(one)  # first of all, because these reads are waited for
         for one in asked:
             if len(found) < MOST_HITS and (hit := self._load_whole(one)) is not None:
                 found.append((one, hit))
@@ -87,7 +87,7 @@ class SegmentLookup:
             found[at] = (one, self._with_tail(one, hit))
 
     def _load_whole(self, asked: Asked) -> Hit | None:
-        """What is cached of a segment's whole blocks; None if no tail can follow it either."""
+        """Begins to load what is cached of a segment's whole blocks; None if no tail can follow them either."""
         whole = asked.keys.whole
         if not len(whole):
             return Hit(asked.segment, 0, np.empty(0, np.int32), (), ())
@@ -101,7 +101,7 @@ class SegmentLookup:
         )
 
     def _match_tail(self, asked: Asked) -> int:
-        """Tokens after the whole blocks that can be loaded; what is on disk of them is being read."""
+        """Tokens after the whole blocks that can be loaded; begins to read those that lie on disk."""
         keys = asked.keys
         if keys.tail is None:
             return 0
@@ -130,7 +130,7 @@ class SegmentLookup:
 
     def _begin(self, request: str, blocks: NDArray[np.int32], tail: bool) -> Ticket | None:
         """Begins the load of what was matched, layer by layer, so that the first layers can be used while the last ones
-        move. None: no queue entry, and the blocks are free again, as they are after an error."""
+        move. Returns None where there is no queue entry. The blocks are free again then, and after an error."""
         try:
             graph = self._manager.begin_load(request, [blocks], tail=tail)
             ticket = None if graph is None else self._moves.submit(graph.layerwise())

@@ -1,4 +1,4 @@
-"""What moves between the staging pool and the host pool: begun, polled, and unpinned when it has ended."""
+"""Transfers between staging pool and host pool: begins them, polls them, and unpins pages when they have ended."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from flexkv.transfer.graph import OpResult, TransferGraph
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LateBlocks:
-    """Staging blocks of a transfer that nobody waits for any more; taken until it has ended.
+    """Staging blocks of a transfer that nobody waits for any more; they stay taken until it has ended.
 
     Attributes:
-        requests: of the manager, which end with it.
+        requests: the manager's requests that end with it.
     """
 
     tickets: tuple[Ticket, ...]
@@ -33,8 +33,8 @@ class SegmentMoves:
     """The transfers of one segment cache. Driven by the thread that drives the cache.
 
     Args:
-        unit: whose tiers read the pages that loads wait for.
-        engine: between the two pools.
+        unit: its tiers read the pages that loads wait for.
+        engine: moves pages between the two pools.
     """
 
     def __init__(self, unit: SegmentUnit, engine: DataPlane, staging: StagingPool) -> None:
@@ -46,9 +46,9 @@ class SegmentMoves:
         self._why_failed: dict[str, str] = {}
 
     def submit(self, graph: TransferGraph) -> Ticket | None:
-        """None: no queue entry; then, and after an error, the manager knows that the graph never moves."""
+        """Submits a graph; None where there is no queue entry. Then, and after an error, the graph is cancelled."""
         try:
-            self._unit.poll()  # loads wait for the reads
+            self._unit.poll()  # begins the reads, which loads wait for
             ticket = self.engine.submit(graph)
         except Exception as error:
             self._cancel(graph, f"{type(error).__name__}: {error}")
@@ -62,7 +62,7 @@ class SegmentMoves:
             self._manager.complete(0, OpResult.cancelled(op.op_id, op.pages, reason))
 
     def finish(self, hit: Hit, wait_s: float) -> bool:
-        """Frees a load's staging blocks; False: after `wait_s` seconds something moves, and they are freed later."""
+        """Frees a load's staging blocks. False: some still move after `wait_s` seconds, and are freed later."""
         ends_s = time.monotonic() + wait_s
         if not all(self.engine.wait(t, max(0.0, ends_s - time.monotonic())) for t in hit.tickets):
             self.leave(LateBlocks(hit.tickets, hit.blocks, hit.requests))
@@ -74,12 +74,12 @@ class SegmentMoves:
         return True
 
     def why_failed(self, hit: Hit) -> str:
-        """Why pages of a hit that was finished did not come; empty if all did. Once."""
+        """Why pages of a finished hit did not come; empty if all did. Answers once per hit."""
         reasons = [self._why_failed.pop(request, "") for request in hit.requests]
         return "; ".join(reason for reason in reasons if reason)
 
     def take_results(self) -> None:
-        """Tells the manager of what has ended, on the disks too."""
+        """Reports ops that have ended to the manager, those of the disks too."""
         self._unit.poll()
         while results := self.engine.poll():
             for result in results:
@@ -88,11 +88,11 @@ class SegmentMoves:
                     self._why_failed[done.request_id] = done.reason or "pages failed"
 
     def leave(self, late: LateBlocks) -> None:
-        """Nobody waits for these any more: they are freed by `free_late`, once their transfer has ended."""
+        """Leaves blocks that nobody waits for any more; `free_late` frees them once their transfer has ended."""
         self._late.append(late)
 
     def free_late(self) -> None:
-        """Frees what has ended since its deadline passed."""
+        """Frees the blocks of transfers that have ended after their deadline."""
         self._unit.poll()
         ended = [late for late in self._late if all(self.engine.wait(ticket, 0.0) for ticket in late.tickets)]
         if not ended:
@@ -107,5 +107,5 @@ class SegmentMoves:
 
     @property
     def late_blocks(self) -> set[int]:
-        """Staging blocks that are freed later."""
+        """Staging blocks that will be freed later."""
         return {block for late in self._late for block in late.blocks.tolist()}

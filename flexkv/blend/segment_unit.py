@@ -1,4 +1,4 @@
-"""The unit of a segment cache: host memory, and maybe folders that keep what host memory has lost."""
+"""The unit of a segment cache: host memory, and maybe folders that keep pages which host memory has lost."""
 
 from __future__ import annotations
 
@@ -22,34 +22,34 @@ UNIT = "segments"
 """Name of the ownership unit: one segment cache at a time uses a model's folder."""
 
 QUEUE_PLACES = 4
-"""Of the disks' lane for each op of a lookup: reads and writes each have so many, and a result holds its place until it
-was taken."""
+"""Queue entries of the disks' lane per op of a lookup: reads and writes each have this many, and a result holds its
+entry until it was taken."""
 
 LOOK_EVERY_S = 0.05
-"""A wait for reads looks at least so often whether a disk was lost."""
+"""Seconds after which a wait for reads looks again whether a disk was lost, at the latest."""
 
 FLUSH_LOOK_S = 0.005
-"""How often a flush looks whether what it waits for has ended."""
+"""Seconds between two looks of a flush whether everything has ended."""
 
 
 class SegmentUnit:
-    """Driven by the thread that drives the cache; only `wait_while`, `flush` and `close` wait.
+    """The unit of one segment cache, driven by the cache's thread; only `wait_while`, `flush` and `close` wait.
 
-    Pages are promised while they are on their way up, and loaded layer by layer: a prompt computes what a load did not
-    bring. Nothing is left to the model, because nobody measures how fast that is.
+    Pages are promised while they are being read from disk, and loaded layer by layer: a prompt computes what a load did
+    not bring. No page is left for the model to compute, because nobody measures how fast the model is.
 
     Args:
-        slots: of the host pool.
-        view: of the staging pool, whose runs a page has.
-        pages: of the staging pool; so many are on their way to host memory at most.
-        namespace: 32 bytes: whatever keeps two callers apart. Other namespaces lie in folders of their own.
-        model: for people: what `flexkv disk ls` shows.
-        disk: folders; one without any for none.
+        slots: slots of the host pool.
+        view: view of the staging pool, whose runs a page has.
+        pages: pages of the staging pool, which is also the most that are on their way to host memory at once.
+        namespace: 32 bytes: whatever keeps two callers apart. Each namespace has folders of its own.
+        model: name that `flexkv disk ls` shows to people.
+        disk: folders; a config without any for none.
         ops: reads that one lookup may plan.
-        deadline_s: of each wait.
+        deadline_s: seconds that each wait lasts at most.
 
     Raises:
-        CapacityError: the pool does not fit the memory that is there.
+        CapacityError: the available memory does not hold the pool.
         FolderLockedError: another cache, of this process or another, uses a folder.
         FlexKVError: a folder cannot be used; says which and why.
     """
@@ -85,7 +85,7 @@ class SegmentUnit:
             raise CapacityError(f"the pool for {slots} pages was not mapped: {reason}")
         self.live.grow()
         self._survives: bool | None = None
-        """What `close` found."""
+        """The result of `close`."""
 
     @property
     def _down(self) -> bool:
@@ -104,9 +104,9 @@ class SegmentUnit:
             self.live.poll()
 
     def flush(self, deadline_s: float) -> bool:
-        """Writes what only host memory has; whether all of it would survive a crash within `deadline_s` seconds.
+        """Writes what only host memory has; returns whether all of it would survive a crash by `deadline_s` seconds.
 
-        False where there is no disk; also where some of it is pinned, could not be written, or found no room.
+        False where there is no disk, and where some of it is pinned, could not be written, or found no room.
         """
         if not self.live.has_tiers:
             return False
@@ -119,12 +119,12 @@ class SegmentUnit:
             work.flush()
             self.live.poll()
             time.sleep(FLUSH_LOOK_S)
-        # Not by counts: of what could not be written, some may be gone from host memory or have been written since.
+        # Not by counts: pages that could not be written may have left host memory, or have been written since.
         return not self._down and not work.unwritten()
 
     @property
     def misses(self) -> Mapping[str, int]:
-        """Pages that were asked for and not served, by why; see docs/disk-storage.md. None without disks."""
+        """Pages that were asked for and not served, by reason; see docs/disk-storage.md. Empty without disks."""
         return {
             reason: count
             for tier in self.live.manager.tiers
@@ -133,9 +133,9 @@ class SegmentUnit:
         }
 
     def close(self) -> bool:
-        """Writes what waits and what only host memory has, and makes it durable. Further calls say the same again.
+        """Writes pending pages and those only in host memory, and makes them durable. Later calls return the same.
 
-        False: not all of it within the deadline, or there is no disk; the rest is lost, which costs a later miss.
+        False: not all of it within the deadline, or there is no disk. What is lost costs a later miss.
         """
         if self._survives is None:
             ended = self.live.close()

@@ -1,4 +1,4 @@
-"""Prompts cut into segments."""
+"""Cuts prompts into segments."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flexkv.errors import ConfigError, TokenError
 def as_tokens(tokens: Sequence[int] | Tokens) -> Tokens:
     """
     Raises:
-        TokenError: they are no integers in [0, 2**32) in one dimension.
+        TokenError: they are not integers in [0, 2**32) in one dimension.
     """
     found = np.asarray(tokens)
     if found.size == 0:
@@ -29,11 +29,11 @@ def as_tokens(tokens: Sequence[int] | Tokens) -> Tokens:
 def split_at_separators(tokens: Sequence[int] | Tokens, separator: Sequence[int] | Tokens) -> list[Segment]:
     """Cuts a prompt at every occurrence of `separator`, from left to right; occurrences do not overlap.
 
-    The separator is what its special string gives *inside* a text, without the token that a tokenizer may put at the
-    beginning of one. The segments follow each other without gaps; each separator is a segment that is not reusable.
+    The separator is the tokens of its special string *inside* a text, without the token that a tokenizer may put at the
+    beginning of a text. The segments follow each other without gaps; each separator is a segment that is not reusable.
 
     Raises:
-        ConfigError: an empty separator.
+        ConfigError: the separator is empty.
     """
     prompt, mark = as_tokens(tokens), as_tokens(separator)
     if not len(mark):

@@ -1,4 +1,4 @@
-"""The staging pool: blocks of plain memory through which pages of segments come and go."""
+"""The staging pool: blocks of plain memory through which pages of segments are loaded and stored."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from flexkv.c_ext import KvView
 
 
 class StagingPool:
-    """Blocks of `block_tokens` tokens, to the transfer engine the pool of a layer-first engine.
+    """Blocks of `block_tokens` tokens, which the transfer engine sees as the pool of a layer-first engine.
 
     Attributes:
-        rows: of the cache's carrier dtype, [layers, blocks, planes, block_tokens, heads, head_dim].
-        view: of `rows`; a page has one run a layer, K then V.
+        rows: [layers, blocks, planes, block_tokens, heads, head_dim], in the cache's carrier dtype.
+        view: view of `rows`; a page has one run per layer, K then V.
     """
 
     def __init__(self, shape: KvShape, blocks: int, block_tokens: int) -> None:
@@ -33,11 +33,11 @@ class StagingPool:
         """Blocks that nothing moves to or from."""
 
     def take(self, blocks: int) -> NDArray[np.int32] | None:
-        """So many blocks, int32 [blocks]; None if there are fewer."""
+        """Takes `blocks` blocks, int32 [blocks]; None if fewer are free."""
         if blocks > len(self.free):
             return None
         return np.array([self.free.pop() for _ in range(blocks)], np.int32)
 
     def give(self, blocks: Iterable[int]) -> None:
-        """Nothing moves to or from these any more."""
+        """Frees blocks that nothing moves to or from any more."""
         self.free.extend(int(block) for block in blocks)

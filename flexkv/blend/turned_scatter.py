@@ -1,4 +1,4 @@
-"""The scatter of a load whose keys move to other positions: turned and put where they belong in one pass."""
+"""The scatter of a load whose keys move to other positions: turns keys and writes them to their slots in one pass."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from flexkv.transfer.layerwise.paged import PagedLayers
 
 
 class TurnedScatter:
-    """A `LayerScatter` of the layerwise pipeline, by the rotation's fused kernel: on the CPU or a GPU.
+    """A `LayerScatter` of the layerwise pipeline that uses the rotation's fused kernel, on the CPU or a GPU.
 
     All tables are made and checked here, once, and lie on the device from then on.
 
     Args:
-        positions: of the rows of every layer.
-        paged: planes of K and V; the elements of a head follow each other.
+        positions: positions of the rows, the same in every layer.
+        paged: planes of K and V; the elements of a head are adjacent.
         slots: int64 [rows], the paged slot of each row.
 
     Raises:
@@ -48,7 +48,7 @@ class TurnedScatter:
         tables = [rotation.table(positions.old, positions.new)]
         tables += [TurnTable.copies(rows)] * (paged.planes - 1)
         blocks, tokens = paged.split(slots)
-        # Of the size of the pipeline's buffers, to be checked in their place.
+        # Memory of the size of the pipeline's buffers, to be checked in their place.
         room = device.buffer((rows, paged.heads, paged.head_width), paged.dtype)
         self._targets: list[list[tuple[Array, RowPlaces]]] = []
         moved: dict[tuple[int, ...], RowPlaces] = {}
@@ -73,7 +73,7 @@ class TurnedScatter:
 
 
 def _with_gaps(table: TurnTable, gaps: Array) -> TurnTable:
-    """Zeros in place of rows that no chunk covers. On a GPU the copy is of the current stream, and so is its memory."""
+    """A table with zeros for rows that no chunk covers. On a GPU the copy and its memory are the current stream's."""
     if not len(gaps):
         return table
     of_row = table.of_row.copy() if isinstance(table.of_row, np.ndarray) else table.of_row.clone()
@@ -82,7 +82,7 @@ def _with_gaps(table: TurnTable, gaps: Array) -> TurnTable:
 
 
 def _byte_strides(plane: Array) -> tuple[int, ...]:
-    """From block to block, token to token, head to head, element to element."""
+    """Bytes from block to block, token to token, head to head, element to element."""
     if isinstance(plane, np.ndarray):
         return plane.strides
     return tuple(stride * int(plane.itemsize) for stride in plane.stride())

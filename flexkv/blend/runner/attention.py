@@ -8,13 +8,13 @@ import torch
 
 
 def visible_keys(positions: Any, keys: int) -> Any:
-    """Which keys each row may attend to: those at its own position and before, bool [rows, keys].
+    """The keys that each row may attend to: those at its own position and before, bool [rows, keys].
 
-    Rows that are computed need not be the last ones, so the mask of a causal model's kernel, which lines up its last
-    row with the last key, would let them see what comes after them.
+    Computed rows need not be the last ones. The mask of a causal model's kernel aligns its last row with the last key,
+    so it would let rows see what comes after them.
 
     Args:
-        positions: of the rows, int64 [rows]. Key i stands at position i.
+        positions: positions of the rows, int64 [rows]. Key i stands at position i.
     """
     return torch.arange(keys, device=positions.device)[None, :] <= positions[:, None]
 

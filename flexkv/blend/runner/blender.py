@@ -1,4 +1,4 @@
-"""One blended prefill: reused rows from the cache, the others and the most different ones computed."""
+"""One blended prefill: takes reused rows from the cache, computes the others and the most different ones."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from flexkv.blend.runner.reused import ReusedLayers, ReusedRows
 
 @dataclass(frozen=True, slots=True)
 class BlendReport:
-    """What a prefill did.
+    """Report of a prefill.
 
     Attributes:
-        tokens: of the prompt, without what the engine had.
-        reused: of them, rows that the cache covered.
-        computed: of each layer, the rows that were computed, int64 ascending.
+        tokens: tokens of the prompt, without those that the engine had.
+        reused: rows of these that the cache covered.
+        computed: the rows that each layer computed, int64 ascending.
         off: why nothing was blended; empty if it was.
-        lost: of each segment whose pages failed to come while others were in use already, its number and why; the
-            prompt was begun again without it.
+        lost: number and reason of each segment whose pages failed to come while others were in use already; the prompt
+            was begun again without it.
     """
 
     tokens: int
@@ -37,10 +37,10 @@ class BlendReport:
 
 
 class Prefill(NamedTuple):
-    """What a prefill gives.
+    """Result of a prefill.
 
     Attributes:
-        logits: of the prompt's last token, [1, vocabulary].
+        logits: logits of the prompt's last token, [1, vocabulary].
         kv: a transformers `DynamicCache` with all tokens, those that the engine had included.
     """
 
@@ -64,12 +64,12 @@ class Blender:
         """Logits [1, vocabulary], keys and values of every layer, and the rows computed in each.
 
         Args:
-            tokens: int64 [rows], those that the engine has not.
-            past: of each layer, keys and values [heads, tokens, dim] that the engine has; all of the same length.
+            tokens: int64 [rows], the tokens that the engine does not have.
+            past: each layer's keys and values [heads, tokens, dim] that the engine has; all of the same length.
             reused: which rows the cache covers, and their keys and values.
 
         Raises:
-            LostPages: rows that the cache promised did not come.
+            LostPages: some rows that the cache promised did not come.
         """
         first = past[0][0].shape[1] if past else 0
         kept = np.arange(len(tokens), dtype=np.int64)
@@ -96,14 +96,14 @@ class Blender:
             kept = kept[going_on.numpy()]
             hidden, query, key, value = (rows[going_on] for rows in (hidden, query, key, value))
         at = torch.from_numpy(kept + first)
-        # In every layer, also before the first check: rows that nothing covers would be zeros there otherwise.
+        # In every layer, also before the first check: rows that nothing covers would otherwise be zeros there.
         keys[:, at] = key.transpose(0, 1)
         values[:, at] = value.transpose(0, 1)
         attended = attend(query, keys, values, at, model.scale(layer))
         return model.finish(layer, hidden, attended), kept
 
     def _choose(self, fresh: Any, cached: Any, kept: Rows, covered: NDArray[np.bool_], ratio: float) -> Rows:
-        """Which of the rows `kept` go on, as positions in them."""
+        """Positions within `kept` of the rows that go on."""
         distance = (fresh.transpose(0, 1).float() - cached.float()).square().sum(dim=(0, 2))
         reusable = covered[kept]
         reusable[-1] = False  # the last row is needed for the logits

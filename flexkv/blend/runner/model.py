@@ -1,4 +1,4 @@
-"""The steps of a registered transformers model, layer by layer, on the rows that are asked for."""
+"""The steps of a registered transformers model, layer by layer, on chosen rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flexkv.blend.registry import NotBlendable, family_of, head_dim_of, rope_of
 
 
 class LayeredModel:
-    """A causal language model taken apart into what blending calls.
+    """A causal language model, taken apart into the steps that blending calls.
 
     Raises:
         NotBlendable: its family is not registered, or it lies on several devices or not in host memory.
@@ -48,17 +48,17 @@ class LayeredModel:
 
     @property
     def frequencies(self) -> Any:
-        """Radians a position, as the model itself has them up to max_positions, float64 [rotary_dim / 2]."""
+        """Radians per position, as the model itself has them up to max_positions, float64 [rotary_dim / 2]."""
         rotary = self.inner.rotary_emb
         own = rotary.original_inv_freq if self.rope.scaling == "dynamic" else rotary.inv_freq
         return own.double().numpy()
 
     @contextmanager
     def own_frequencies(self) -> Iterator[None]:
-        """Inside, the model itself turns by `frequencies`; it is left as it was.
+        """Within the block, the model itself turns by `frequencies`; afterwards it is as before.
 
-        A "dynamic" rope keeps what a prompt beyond max_positions has grown until one below max_positions comes, so that
-        also one of exactly so many tokens is turned by it.
+        After a prompt beyond max_positions, a "dynamic" rope keeps its grown frequencies until a prompt below
+        max_positions comes, and so also turns a prompt of exactly max_positions tokens by them.
         """
         rotary = self.inner.rotary_emb
         if self.rope.scaling != "dynamic":
@@ -108,7 +108,7 @@ class LayeredModel:
         return self.rotated(query, positions), self.rotated(key, positions), value
 
     def finish(self, layer: int, hidden: Any, attended: Any) -> Any:
-        """The layer's output from its input and what its heads attended to, both [rows, ...]."""
+        """The layer's output from its input and its attention's result, both [rows, ...]."""
         module = self.layers[layer]
         hidden = hidden + module.self_attn.o_proj(attended)
         return hidden + module.mlp(module.post_attention_layernorm(hidden))

@@ -26,7 +26,7 @@ from flexkv.transfer.layerwise.host_device import HostDevice
 logger = logging.getLogger(__name__)
 
 _CHECKED = "_flexkv_blending_off"
-"""Attribute of a model that was tried: empty, or why it is not blended."""
+"""Attribute of a model that was checked: empty, or why it is not blended."""
 
 Segments = Sequence[Segment | Sequence[int] | Tokens]
 
@@ -45,8 +45,8 @@ def segment_cache(
     """A cache for the segments of `model`.
 
     Args:
-        namespace: what names the weights (a digest or a revision), and what else keeps two callers apart. The model's
-            configuration is added.
+        namespace: fields that name the weights (a digest or a revision) and whatever else keeps two callers apart. The
+            model's configuration is added.
         prefetch_layers: layers of a prompt that are held at once, from 2 to 16; None: `load.prefetch_layers` of the
             configuration.
         disk: folders in which segments outlive host memory and the process; None: `disk` of the configuration, which
@@ -74,7 +74,7 @@ def segment_cache(
 
 
 def off_reason(model: Any) -> str:
-    """Why keys of this model are not moved; empty if they are. Tried once, with one warning if they are not."""
+    """Why keys of this model are not moved; empty if they are. Checked once, with one warning if they are not."""
     if not hasattr(model, _CHECKED):
         reason = ""
         try:
@@ -90,7 +90,7 @@ def off_reason(model: Any) -> str:
 def as_segments(segments: Segments) -> list[Segment]:
     """
     Raises:
-        TokenError: tokens that are none. ConfigError: no token at all.
+        TokenError: tokens that are not token ids. ConfigError: no token at all.
     """
     found = [s if isinstance(s, Segment) else Segment(as_tokens(s)) for s in segments]
     found = [segment for segment in found if len(segment)]
@@ -100,7 +100,7 @@ def as_segments(segments: Segments) -> list[Segment]:
 
 
 def _past_layers(past: Any, layered: LayeredModel) -> list[tuple[Any, Any]]:
-    """Keys and values [heads, tokens, dim] of what the engine has, of each layer."""
+    """Each layer's keys and values [heads, tokens, dim] of the tokens that the engine has."""
     if past is None or past.get_seq_length() == 0:
         return []
     layers = [(layer.keys, layer.values) for layer in past.layers]
@@ -119,20 +119,19 @@ def prefill(
     plan: BlendPlan = BlendPlan(),  # noqa: B008 - frozen
     past: Any = None,
 ) -> Prefill:
-    """Computes a prompt, the concatenation of `segments`, from what `cache` has of them.
+    """Computes a prompt, the concatenation of `segments`, reusing what `cache` has of them.
 
-    A segment (or its leading blocks) that `cache` has is reused wherever it stands; what `plan` says of it, and all
-    that is not cached, is computed. Nothing is stored: see `precompute`. Where the model's keys cannot be moved
+    A segment (or its leading blocks) that `cache` has is reused wherever it stands. Rows that `plan` chooses, and all
+    that is not cached, are computed. Nothing is stored: see `precompute`. Where the model's keys cannot be moved
     (`off_reason`) everything is computed by the model itself.
 
     Args:
         model: a transformers causal language model of a registered family, in host memory.
         segments: token ids, or `Segment`s as `split_at_separators` gives them.
-        past: a transformers cache with the tokens that the engine has already; left as it is. Positions count on
-            from it.
+        past: a transformers cache with the tokens that the engine has already; unchanged. Positions continue after it.
 
     Raises:
-        NotBlendable: the prompt is longer than a "dynamic" rope leaves its frequencies alone.
+        NotBlendable: the prompt is so long that a "dynamic" rope changes its frequencies.
         ConfigError: no tokens, or a plan with a layer that the model does not have.
         GeometryError: `past` or `cache` is not this model's.
     """
@@ -171,8 +170,8 @@ def _blend(
             reused = ReusedRows(cache, load, starts, len(tokens), device)
             logits, layers, computed = blender.run(tokens, past, reused)
         except LostPages as error:
-            # Rows of earlier layers were computed from what came of them: begin again without. Each time there is one
-            # segment less to ask for.
+            # Rows of earlier layers were computed from the lost segments' rows, so the prompt is begun again without
+            # these. Each time there is one segment less to ask for.
             load.close()
             for segment in error.segments:
                 lost.append(f"segment {segment}: {load.lost.get(segment, str(error))}")
@@ -211,7 +210,7 @@ def _as_cache(layers: Sequence[tuple[Any, Any]]) -> Any:
 def precompute(model: Any, segments: Segments, cache: SegmentCache) -> int:
     """Computes each reusable segment by itself, where it is not cached, and stores it. Returns the tokens cached now.
 
-    What is stored under a segment's key depends on the segment alone, so no prompt can leave traces in another's.
+    The content under a segment's key depends on the segment alone, so no prompt can leave traces in another's.
     A segment that is too long for a "dynamic" rope's frequencies is left out, with a warning.
 
     Raises:

@@ -30,11 +30,11 @@ class LostPages(FlexKVError):
 
 
 class ReusedRows:
-    """What the cache covers of a prompt.
+    """The rows of a prompt that the cache covers.
 
     Args:
-        starts: of each segment, the row of its first token in the prompt.
-        rows: of the prompt.
+        starts: the row of each segment's first token in the prompt.
+        rows: number of rows of the prompt.
 
     Attributes:
         covered: bool [rows].
@@ -51,10 +51,10 @@ class ReusedRows:
 
     @contextmanager
     def open(self, rotation: KeyRotation, past: Sequence[tuple[Any, Any]]) -> Iterator[ReusedLayers]:
-        """The layers, one after the other, behind the tokens that the engine has.
+        """Opens the layers, one after the other, behind the tokens that the engine has.
 
         Args:
-            past: of each layer, keys and values [heads, tokens, dim] of those tokens; empty for none.
+            past: each layer's keys and values [heads, tokens, dim] of those tokens; empty for none.
         """
         first = past[0][0].shape[1] if past else 0
         chunks = [
@@ -69,10 +69,10 @@ class ReusedRows:
 
 
 class ReusedLayers:
-    """The pipeline of one prefill. What it scatters to is the cache that is handed out.
+    """The pipeline of one prefill. It scatters into the cache that the prefill returns.
 
     Attributes:
-        kept: of each layer, keys and values [heads, tokens, dim].
+        kept: each layer's keys and values [heads, tokens, dim].
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class ReusedLayers:
         self._pipeline: LoadPipeline | None = None
         self._steps: Generator[Any, Any, None] | None = None
         if chunks:
-            # The rows that go through the pipeline: from the first chunk to the last, gaps included.
+            # Rows from the first chunk to the last, gaps included, go through the pipeline.
             set_of = ChunkSet(chunks)
             rows_of = slice(set_of.first, set_of.first + set_of.rows)
             paged = PagedLayers(
@@ -121,9 +121,9 @@ class ReusedLayers:
         return rows.view(self._bits).numpy().view(self._shape.carrier).transpose(1, 0, 2)[:, None]
 
     def layer(self, layer: int) -> tuple[Any, Any]:
-        """Keys and values of all tokens, [heads, tokens, dim], turned to their positions; zeros where nobody has any.
+        """Keys and values of all tokens, [heads, tokens, dim], turned to their positions; zeros in rows without any.
 
-        They are the layer that is handed out, to be completed in place. The next layers come meanwhile.
+        They are the returned cache's own layer, to be completed in place. The next layers load meanwhile.
 
         Raises:
             LostPages: pages did not come.
@@ -140,7 +140,7 @@ class ReusedLayers:
         return self.kept[layer]
 
     def _send(self, last: int) -> None:
-        """Takes the pipeline's steps up to the one that loads layer `last`, and scatters the layer before it."""
+        """Takes the pipeline's steps up to the one that loads layer `last`, which also scatters the layer before it."""
         assert self._pipeline is not None
         assert self._steps is not None
         while self._sent <= min(last, self._pipeline.num_layers - 1):
@@ -149,7 +149,7 @@ class ReusedLayers:
             self._sent += 1
 
     def close(self) -> None:
-        """Waits for what was begun."""
+        """Waits for the work that was begun."""
         if self._steps is not None:
             self._steps.close()
 

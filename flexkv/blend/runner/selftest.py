@@ -1,4 +1,4 @@
-"""Whether flexkv's rotation is this model's: tried before a single key is moved."""
+"""Checks that flexkv's rotation is this model's, before it moves a single key."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from flexkv.blend.runner.model import LayeredModel
 
 ROWS = 64
 LONGEST = 4096
-"""Positions that are tried. Beyond, the float32 angles of the models themselves are off by more than the limits."""
+"""Positions to try. Beyond them the float32 angles of the models themselves are off by more than the limits."""
 FREQUENCY_LIMIT = 0.01
-"""Relative. A model whose weights were cast as a whole has its frequencies in bfloat16, 0.4 % off; it is the model's
-own frequencies that keys are turned by."""
+"""Relative. A model whose weights were cast as a whole has its frequencies in bfloat16, 0.4 % off; keys are turned by
+the model's own frequencies."""
 KEY_LIMIT = 1e-3
 """Relative; a wrong pairing or scaling is off by about 1."""
 
