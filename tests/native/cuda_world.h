@@ -14,7 +14,7 @@
 
 namespace flexkv {
 
-// Registers with the fake driver, but for the piece of this number.
+// Registers with the fake driver, except for the piece numbered `refused`.
 class RefusingRegistrar : public Registrar {
  public:
   RefusingRegistrar(std::shared_ptr<Registrar> inner, int refused)
@@ -67,7 +67,7 @@ struct CudaWorld {
     view = std::make_shared<KvView>(runs, shape.blocks, page);
     const int64_t slot_bytes = round_up(page, kIoAlignBytes) + (shape.exact_slots ? 0 : kIoAlignBytes);
     pool = HostPool::create({slot_bytes, shape.blocks, shape.extent_slots * slot_bytes}, {});
-    // An extent is a piece here.
+    // Each extent is one piece here.
     pool->pin(std::make_shared<RefusingRegistrar>(cuda::make_registrar(device), refused_piece), {.tries = 0});
     REQUIRE(pool->wait_ready(shape.blocks, kLongS));
     const auto deadline = deadline_in(kLongS);

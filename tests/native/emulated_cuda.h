@@ -1,8 +1,8 @@
-// CUDA's words for kernels, as C++ of the CPU: the text of csrc/*/*_kernel.cuh compiles after this header and
-// runs. Every thread of every block is a thread of its own, all under way at once, so that ThreadSanitizer
-// sees races between warps, and between lanes of one. A shuffle is a meeting of the warp's 32 threads; it
-// orders their memory, which CUDA's does not promise. Atomics are relaxed, as CUDA's are; the fence holds the
-// compiler alone, so a missing one is not seen here.
+// CUDA's kernel language as C++ for the CPU: the code of csrc/*/*_kernel.cuh compiles after this header and
+// runs. Every thread of every block is a thread of its own, and all run at once, so that ThreadSanitizer sees
+// races between warps, and between lanes of one warp. At a shuffle the warp's 32 threads meet, which orders
+// their memory; CUDA's shuffle does not promise that. Atomics are relaxed, as CUDA's are; the fence affects
+// the compiler alone, so these tests cannot see that one is missing.
 #pragma once
 #include <array>
 #include <chrono>
@@ -25,7 +25,7 @@
 namespace emulated {
 
 inline constexpr unsigned kLanes = 32;
-// Threads that wait longer for the rest of their warp have lost it: some lanes took another way.
+// Threads that wait longer for the rest of their warp have lost it: some lanes took another branch.
 inline constexpr std::chrono::seconds kMeetingDeadline{120};
 
 struct Index {
@@ -34,7 +34,7 @@ struct Index {
 
 class Meeting {
  public:
-  // Returns once all lanes have come.
+  // Returns once all lanes are here.
   void meet() {
     std::unique_lock lock(mutex_);
     const unsigned round = round_;
@@ -57,14 +57,15 @@ class Meeting {
 
 struct Warp {
   Meeting meeting;
-  // Two, in turns: who comes to the next shuffle early does not overwrite what others have still to read.
+  // Two, used in turns, so that a lane that is early at the next shuffle does not overwrite what others have
+  // yet to read.
   std::array<std::array<uint64_t, kLanes>, 2> given;
 };
 
 inline thread_local Warp* warp = nullptr;
 inline thread_local unsigned shuffles = 0;
 
-// How a launch differs from what was asked, for controls.
+// How a launch is to go wrong, for controls.
 struct Faults {
   unsigned blocks_left_out = 0;
   bool shuffles_give_nothing = false;

@@ -1,9 +1,9 @@
-// A FAKE CUDA driver for tests: host memory stands for device memory, each stream is a thread that works
-// through its queue, and events mean what the real ones mean (waiting for one that was never recorded waits
-// for nothing; what is waited for is what was recorded at the time of the call). Contexts are counted a
-// device and current a thread, and graph capture forbids calls by CUDA's rules. It checks the rules of the
-// calls it knows, and fails on request. It shows ordering and bookkeeping; it says nothing about speed, nor
-// about a real driver's bugs.
+// A FAKE CUDA driver for tests: host memory stands in for device memory, each stream is a thread that works
+// through its queue, and events behave as real ones do (waiting for one that was never recorded waits for
+// nothing; a wait is for what was recorded at the time of the call). Contexts are counted per device and
+// current per thread, and graph capture forbids calls by CUDA's rules. It checks the rules of the calls it
+// knows, and fails on request. It shows ordering and bookkeeping, but nothing about speed or about a real
+// driver's bugs.
 #pragma once
 #include <array>
 #include <cstdint>
@@ -24,8 +24,8 @@ struct Settings {
   int max_pitch = 1 << 30;
   bool batch_corrupts = false;   // a driver whose batched copies lose a byte
   bool kernel_corrupts = false;  // a kernel that changes one
-  bool words_refused = false;    // streams that write no word for a mark
-  bool words_lost = false;       // streams that take such a write, and never make it
+  bool words_refused = false;    // streams that refuse to write a word for a mark
+  bool words_lost = false;       // streams that accept such a write and never make it
 };
 
 struct Calls {
@@ -33,19 +33,20 @@ struct Calls {
   int64_t largest_batch = 0;
   int64_t bytes = 0;    // enqueued
   int64_t queries = 0;  // looks at a stream or an event, by the driver
-  int64_t words = 0;    // that streams have written
-  // For loads, and for stores: by the copy engine at most under way at once, the longest copy, the
-  // longest batch, and what the kernel was given.
+  int64_t words = 0;    // words that streams have written
+  // For loads and for stores: the most bytes under way at once by the copy engine, the longest copy, the
+  // largest batch in bytes, the most multiprocessors given to the kernel, and the most kernels under way at
+  // once.
   std::array<int64_t, 2> peak_bytes{}, longest_copy{}, most_batch_bytes{}, multiprocessors{}, peak_kernels{};
   // Stores of more than kLongStoreCopy that were under way by the copy engine at once: behind two of them a
   // small copy of another stream was seen to wait for 10 to 370 ms, and once for 2 s.
   int64_t peak_long_stores = 0;
-  std::vector<int> priorities;  // of the streams made, 0 the least
+  std::vector<int> priorities;  // of the streams that were made, 0 the least
   int64_t records = 0;
   int64_t waits = 0;
   std::map<int, int64_t> bytes_of_device;  // enqueued, by the device of the stream
   std::vector<cuda::SourceOrder> orders;
-  std::vector<size_t> registered_bytes;  // of each call that registered, in order
+  std::vector<size_t> registered_bytes;  // by each call that registered, in order
   int64_t refused_registrations = 0;
   int64_t unregistered = 0;
 };
@@ -55,23 +56,23 @@ void reset(const Settings& settings = {});
 cuda::FindFunction finder();
 cuda::KernelLauncher kernel_launcher();
 Calls calls();
-// Rules of the driver that were broken, in words; empty in a good test.
+// The driver's rules that were broken, in words; empty in a good test.
 std::vector<std::string> violations();
-// Whether a rule was broken since the last call; it is forgotten. For controls.
+// Whether a rule that contains `words` was broken; forgets those that were. For controls.
 bool take_violation(const std::string& words);
-// Host memory that is registered now, by its address: bytes.
+// The bytes of host memory that are registered now, by address.
 std::map<void*, size_t> registered();
 
 // The device that is current for this thread; -1: none.
 int current_device();
-// What the runtime's cudaSetDevice does since CUDA 12: makes the device's primary context, where there is
-// none, and that current. For the engine's threads, and as a control.
+// What the runtime's cudaSetDevice does since CUDA 12: creates the device's primary context if there is none,
+// and makes it current. For the engine's threads, and as a control.
 void set_device(int device);
 // References to primary contexts that exist, by device.
 std::map<int, int64_t> primary_contexts();
 
-// The engine captures a graph on its stream, from this thread, in one of cuda::kCapture...; end_capture says
-// whether it came out whole.
+// The engine captures a graph on its stream, from this thread, in one of the modes cuda::kCapture...;
+// end_capture() returns whether the graph is whole.
 void begin_capture(uintptr_t stream, int mode = cuda::kCaptureGlobal);
 bool end_capture(uintptr_t stream);
 // This thread's mode.
@@ -83,24 +84,24 @@ void refuse_registrations(int64_t count);
 inline constexpr int64_t kAlways = INT64_MAX;
 void fail_launches(int64_t count);
 
-// The next `count` calls of this function of the driver fail with `code`: of cuCtxPushCurrent,
-// cuMemHostAlloc, cuEventRecord and cuStreamIsCapturing.
+// The next `count` calls of this function of the driver fail with `code`: one of cuCtxPushCurrent,
+// cuMemHostAlloc (with cuMemAlloc), cuEventRecord, cuStreamWriteValue32 and cuStreamIsCapturing.
 inline constexpr cuda::Code kOutOfMemory = 2;
 void refuse(const std::string& function, int64_t count, cuda::Code code = kOutOfMemory);
-// Called by each free from now on, before it.
+// From now on, each free calls this first.
 void on_free(std::function<void()> call);
-// These bytes of a test's memory were allocated as one: a copy may not have bytes of two such.
+// Declares that these bytes of a test's memory are one allocation: no copy may have bytes of two.
 void add_allocation(void* memory, size_t bytes);
 
 // The n-th copy call from now (0: the next) fails at once; -1: none.
 void fail_copy(int64_t nth);
-// Whether copies enqueued from now on do not move and make the next host wait on their stream report an
+// While `breaks`, copies that are enqueued do not move, and make the next host wait on their stream report an
 // error.
 void break_stream(bool breaks);
-// Stops or lets go all streams that exist.
+// Holds or releases all streams that exist.
 void hold_all(bool held);
 
-// What the fake holds against a caller, from the sources that the product names for them.
+// Limits that the fake enforces, from the sources that the product names for them.
 inline constexpr size_t kMostBatchCopies = 4096;
 inline constexpr int kMostMultiprocessors = 2;
 inline constexpr int64_t kLongStoreCopy = 32 << 10;
@@ -109,7 +110,7 @@ inline constexpr int64_t kLongStoreCopy = 32 << 10;
 uintptr_t make_stream(bool held, int device = 0);
 void enqueue(uintptr_t stream, std::function<void()> work);
 void release_stream(uintptr_t stream);
-// Sleeps until the stream has worked off its queue; settle: until all have.
+// Sleeps until the stream has worked through its queue; settle(): until all have.
 void drain(uintptr_t stream);
 void settle();
 void destroy_stream(uintptr_t stream);

@@ -1,5 +1,5 @@
-// What stands behind the fake CUDA driver of fake_cuda.h: its streams and settings. For the files of the fake
-// alone.
+// The state behind the fake CUDA driver of fake_cuda.h: its streams and settings. Only the fake's own files
+// include it.
 #pragma once
 #include <condition_variable>
 #include <deque>
@@ -50,7 +50,7 @@ struct World {
   std::map<void*, size_t> registered;
   std::array<int64_t, 2> bytes_under_way{}, kernels_under_way{};  // loads, stores
   int64_t long_stores_under_way = 0;
-  std::map<void*, size_t> allocations;  // that a test has named
+  std::map<void*, size_t> allocations;  // that a test has declared
   std::map<std::string, std::pair<int64_t, cuda::Code>> refusals;
   std::function<void()> on_free;
   std::map<int, int64_t> primary_contexts;
@@ -63,18 +63,18 @@ struct World {
 
 World& world();
 
-// Devices of this thread's contexts, the current one last.
+// The devices of this thread's contexts, the current one last.
 std::vector<int>& contexts();
 
 // This thread's capture mode.
 int& own_capture_mode();
 
-// What a potentially unsafe call gets: kSuccess, or CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, and then captures
-// are invalid. Precondition, here and of the next five: the lock is held.
+// What a potentially unsafe call returns: kSuccess, or CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED after
+// invalidating captures. Precondition of this and the next five: the lock is held.
 cuda::Code unsafe_call();
-// What a call of this function gets that a test may refuse.
+// What a call of this function returns, which a test may refuse.
 cuda::Code refusal_of(const std::string& function);
-// The capture that this stream is part of; null: none.
+// The capture that this stream is part of, or null.
 FakeCapture* capture_of(const FakeStream* stream);
 // Notes a broken rule.
 void require(bool good, const char* rule);

@@ -15,8 +15,8 @@ using cuda::StreamHandle;
 
 struct FakeEvent {
   int device = 0;
-  int64_t recorded = 0;  // number of its latest record call
-  int64_t reached = 0;   // latest that its stream has passed
+  int64_t recorded = 0;  // number of its latest event_record()
+  int64_t reached = 0;   // the latest number that its stream has passed
   FakeStream* stream = nullptr;
   bool captured = false;
 };
@@ -136,7 +136,7 @@ Code stream_query(StreamHandle handle) {
   if (stream->error != cuda::kSuccess) return stream->error;
   return stream->queue.empty() && !stream->busy ? cuda::kSuccess : cuda::kErrorNotReady;
 }
-// Not made on a stream that has failed, as all else.
+// As on a real device, a stream that has failed writes nothing.
 Code stream_write_value(StreamHandle handle, cuda::DeviceAddress address, uint32_t value, unsigned) {
   const std::lock_guard lock(world().mutex);
   if (world().settings.words_refused) return kInvalidValue;
@@ -201,7 +201,7 @@ Code stream_wait_event(StreamHandle stream, EventHandle handle, unsigned) {
     capture->whole = false;
     return kCaptureIsolation;
   }
-  const int64_t number = event->recorded;  // 0: never recorded, waits for nothing
+  const int64_t number = event->recorded;  // 0: it was never recorded, so this waits for nothing
   ++world().calls.waits;
   push(as_stream(stream), [event, number] {
     std::unique_lock inner(world().mutex);
@@ -278,7 +278,7 @@ Code find(const char* name, void** function, int version, uint64_t, int*) {
   };
 #undef FAKE_ENTRY
   if (std::strcmp(name, "cuMemcpyBatchAsync") == 0) {
-    // As the real one: which of the two it is depends on the version asked for.
+    // As in the real driver, the requested version decides which of the two it is.
     if (version > world().settings.version || version < 12080) return kInvalidValue;
     *function = version >= 13000 ? reinterpret_cast<void*>(&batch) : reinterpret_cast<void*>(&batch_12080);
     return cuda::kSuccess;

@@ -1,4 +1,4 @@
-// Memory and what moves it: registration, copies, kernels.
+// Memory and the calls that move it: registration, copies, kernels.
 #include <algorithm>
 #include <cstring>
 #include <memory>
@@ -29,7 +29,7 @@ void require_idle_devices() {
   }
 }
 
-// Whether this copy call is to fail. Precondition: the lock is held.
+// Counts a copy call, and returns whether it is to fail. Precondition: the lock is held.
 bool fails_now() {
   World& w = world();
   if (w.fail_in < 0) return false;
@@ -38,7 +38,7 @@ bool fails_now() {
 
 using Ranges = std::map<void*, size_t>;
 
-// The range of `all` that `memory` lies in; the map's end: in none. Precondition: the lock is held.
+// The range of `all` that `memory` lies in, or the map's end. Precondition: the lock is held.
 Ranges::const_iterator range_of(const Ranges& all, const void* memory) {
   auto next = all.upper_bound(const_cast<void*>(memory));
   if (next == all.begin()) return all.end();
@@ -47,8 +47,8 @@ Ranges::const_iterator range_of(const Ranges& all, const void* memory) {
   return static_cast<const std::byte*>(memory) < base + next->second ? next : all.end();
 }
 Ranges::const_iterator registration_of(const void* memory) { return range_of(world().registered, memory); }
-// Whether a copy may have these bytes at once: all of one registration or of none (LMCache/LMCache#2413), and
-// of one allocation. Precondition: the lock is held.
+// Whether one copy may have all these bytes: they are of one registration or of none (LMCache/LMCache#2413),
+// and of one allocation. Precondition: the lock is held.
 bool of_one_range(const void* memory, size_t bytes) {
   if (bytes == 0) return true;
   const auto* last = static_cast<const std::byte*>(memory) + bytes - 1;
@@ -57,7 +57,7 @@ bool of_one_range(const void* memory, size_t bytes) {
          range_of(allocations, memory) == range_of(allocations, last);
 }
 
-// A store ends in host memory that is registered; all else is the device's.
+// A copy into registered host memory is a store; all other memory is the device's.
 void enqueue_copy(FakeStream* stream, void* dst, const void* src, size_t bytes) {
   World& w = world();
   const auto count = static_cast<int64_t>(bytes);
@@ -174,7 +174,7 @@ Code memset_bytes(DeviceAddress address, unsigned char value, size_t bytes, Stre
   });
   return cuda::kSuccess;
 }
-// All memory is the device's but what was registered.
+// All memory is the device's unless it is registered.
 Code pointer_attribute(void* answer, int attribute, DeviceAddress address) {
   const std::lock_guard lock(world().mutex);
   if (attribute != cuda::kPointerMemoryType) return kInvalidValue;
@@ -235,7 +235,7 @@ Code batch(DeviceAddress* dsts, DeviceAddress* srcs, size_t* sizes, size_t count
 Code batch_12080(DeviceAddress* dsts, DeviceAddress* srcs, size_t* sizes, size_t count,
                  BatchAttributes* attributes, size_t* indices, size_t attribute_count, size_t* failed,
                  StreamHandle stream) {
-  *failed = 0;  // faults here if the caller used the other parameters
+  *failed = 0;  // crashes here if the caller used the other parameters
   return batch(dsts, srcs, sizes, count, attributes, indices, attribute_count, stream);
 }
 

@@ -1,4 +1,4 @@
-// What threads of a process share in CUDA: contexts, and the rules of graph capture.
+// CUDA's rules for the threads of a process: contexts and graph capture.
 #include <utility>
 
 #include "fake_cuda_device.h"
@@ -22,9 +22,9 @@ FakeCapture* capture_of(const FakeStream* stream) {
   return nullptr;
 }
 
-// cudaThreadExchangeStreamCaptureMode's documentation has these rules. It leaves open which calls are
-// potentially unsafe, but for cudaMalloc; the fake takes all for it that are not enqueued on a stream, and
-// copies (vllm-project/vllm#48053).
+// cudaThreadExchangeStreamCaptureMode's documentation has these rules. It names only cudaMalloc as a
+// potentially unsafe call; the fake treats as unsafe all calls that are not enqueued on a stream, and copies
+// (vllm-project/vllm#48053).
 cuda::Code unsafe_call() {
   cuda::Code code = cuda::kSuccess;
   for (FakeCapture& capture : world().captures) {
@@ -45,7 +45,7 @@ void set_device(int device) {
   const std::lock_guard lock(world().mutex);
   const bool made = world().primary_contexts[device] > 0;
   require(made, "a context on a device that nobody asked for");
-  // Never given back, as the runtime's.
+  // Never released, as with the runtime.
   if (!made) ++world().primary_contexts[device];
   if (contexts().empty()) contexts().push_back(device);
   contexts().back() = device;

@@ -1,4 +1,4 @@
-// A libcufile that is ours: plain memory stands for GPU memory, and files on which it "bounces" are named.
+// A fake libcufile: plain memory stands in for GPU memory, and a test names the files on which it "bounces".
 #pragma once
 #include <doctest/doctest.h>
 #include <unistd.h>
@@ -35,8 +35,8 @@ struct FakeCufile {
   bool all_posix = false;             // compatibility mode, whatever the properties say
   std::set<int> posix;                // descriptors of files in compatibility mode
   size_t posix_below = 0;             // bytes: smaller calls go by POSIX
-  std::function<void()> before_move;  // what a call meets before anything moves
-  int32_t level = 0;                  // of statistics
+  std::function<void()> before_move;  // each call calls this before anything moves
+  int32_t level = 0;                  // of its statistics
   bool counting = false;
   uint64_t dma_ops = 0;
   uint64_t posix_ops = 0;
@@ -73,7 +73,7 @@ inline ssize_t fake_move(CufileHandle handle, void* base, size_t bytes, off_t fi
   return moved;
 }
 
-// As cuFile 1.15 to 1.18 lay it out, or 1.19 and 1.20: the GPU that counts is the third.
+// Laid out as by cuFile 1.15 to 1.18, or by 1.19 and 1.20: the third GPU has the counts.
 inline CufileError fake_level3(void* out) {
   const std::lock_guard lock(fake.mutex);
   if (fake.level < 3) return {5022, 0};

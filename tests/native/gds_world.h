@@ -24,7 +24,7 @@ namespace flexkv {
 // Unit: seconds. For waits that are expected to end, under sanitizers and load too.
 inline constexpr double kGdsGenerousS = 60;
 
-// A folder of its own, gone with the test.
+// A folder of its own, which is removed with the object.
 class TemporaryFolder {
  public:
   TemporaryFolder() {

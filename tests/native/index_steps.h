@@ -1,4 +1,4 @@
-// The short steps of the block index that its tests are made of.
+// Short steps with the block index, for its tests.
 #pragma once
 #include <doctest/doctest.h>
 
@@ -18,7 +18,7 @@ inline std::vector<BlockKey> keys(size_t count, uint64_t seed) {
   return made;
 }
 
-// Inserts these blocks and publishes those that were not there.
+// Inserts these blocks and publishes those that were not there before.
 inline Inserted insert_and_publish(BlockIndex& index, std::span<const BlockKey> offered, uint32_t group = 0) {
   Inserted done = index.insert(group, offered, offered.size());
   const std::vector<uint8_t> ok(done.entries.size(), 1);
@@ -39,7 +39,7 @@ inline std::vector<EntryId> match(const BlockIndex& index, std::span<const Block
   return entries;
 }
 
-// A request found all of these blocks and has ended; `hit` is whether it used them.
+// Acts as a request that found all of these blocks and has ended; `hit`: whether it used them.
 inline void use(BlockIndex& index, std::span<const BlockKey> wanted, bool hit = true) {
   std::vector<EntryId> entries(wanted.size());
   std::vector<int32_t> slots(wanted.size());

@@ -1,4 +1,4 @@
-// Pages as the tests of lanes over slabs make them: equal runs, files of their own, tags by number.
+// Pages for the tests of lanes over slabs: equal runs, files of their own, tags by number.
 #pragma once
 #include <doctest/doctest.h>
 #include <fcntl.h>
@@ -18,7 +18,7 @@ namespace flexkv {
 
 inline constexpr int64_t kSlabHeaderBytes = 4096;
 
-// One rank, one run a layer.
+// One rank, one run per layer.
 inline std::shared_ptr<const PageCodec> page_codec(int32_t layers, int64_t run_bytes, uint32_t group = 0) {
   std::vector<PageRun> runs;
   for (int32_t layer = 0; layer < layers; ++layer) runs.push_back({layer * run_bytes, run_bytes, layer});
@@ -26,7 +26,7 @@ inline std::shared_ptr<const PageCodec> page_codec(int32_t layers, int64_t run_b
                                      std::vector<std::vector<PageRun>>{runs}, false, group);
 }
 
-// An empty file of `slots` images at `path`, and what it is as a slab.
+// Makes an empty file of `slots` images at `path`. Returns its shape as a slab.
 inline SlabShape make_slab(const std::string& path, const PageCodec& codec, int32_t slots, uint64_t id) {
   const int fd = open(path.c_str(), O_RDWR | O_CREAT | O_TRUNC, 0644);
   REQUIRE(fd >= 0);
@@ -48,7 +48,7 @@ inline void add_tag(OpSpec& op, int32_t number) {
   op.tags.insert(op.tags.end(), bytes, bytes + sizeof(tag));
 }
 
-// The ticket of a graph of one op, for which there must be room.
+// Submits a graph of one op, for which there must be room. Returns its ticket.
 inline int64_t submit_op(TransferEngine& engine, OpSpec op) {
   GraphSpec graph;
   graph.ops.push_back(std::move(op));

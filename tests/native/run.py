@@ -1,6 +1,6 @@
 """Builds the C++ tests and runs them: `python -m tests.native.run [SANITIZER] [--case PATTERN]`.
 
-Without a sanitizer, of the usual variant. PATTERN is doctest's: `*` stands for anything, and commas part several.
+Without SANITIZER it is the usual variant. PATTERN is doctest's: `*` matches anything, and commas separate several.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ OPTIONS = {
 
 
 def count_cases(program: Path, pattern: str) -> int:
-    """How many test cases have a name that `pattern` fits."""
+    """The number of test cases whose name `pattern` matches."""
     command = [str(program), "--count", f"--test-case={pattern}"]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = re.search(r"passing the current filters: (\d+)", said)
@@ -40,7 +40,7 @@ def main() -> None:
     program = build(Variant(None, asked.sanitizer) if asked.sanitizer else Variant.from_environment())
     command = [str(program)]
     if asked.case is not None:
-        # doctest runs nothing then, and calls it a success.
+        # In this case doctest runs nothing, and reports success.
         if count_cases(program, asked.case) == 0:
             fail(
                 f"--case {asked.case}: no test case has such a name ({program} --list-test-cases lists them)"

@@ -1,4 +1,4 @@
-// How much longer the stress tests run: FLEXKV_SOAK, 1 when it is not set; and where they run shorter.
+// How many times longer the stress tests run (FLEXKV_SOAK, 1 if it is not set), and where they run shorter.
 #pragma once
 #include <cstdlib>
 #include <stdexcept>
@@ -6,8 +6,8 @@
 
 namespace flexkv {
 
-// ThreadSanitizer makes every access of memory some ten times as slow. What differs only in sizes, or has one
-// thread, takes fewer of them there; threads meet as often.
+// ThreadSanitizer makes every memory access some ten times slower. Cases that differ only in sizes, or have
+// one thread, are fewer there; threads still meet as often.
 #ifdef __SANITIZE_THREAD__
 inline constexpr bool kThreadSanitizer = true;
 #else

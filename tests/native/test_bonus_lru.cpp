@@ -1,4 +1,4 @@
-// What bonus_lru adds to LRU: when a block that was hit goes, and how a chain of both kinds is kept.
+// What bonus_lru adds to LRU: when a block that was hit is evicted, and how a chain of both kinds is kept.
 #include <doctest/doctest.h>
 
 #include <vector>
@@ -24,7 +24,7 @@ struct BonusIndex : BlockIndex {
 
   void use(std::span<const BlockKey> wanted, bool hit) { flexkv::use(*this, wanted, hit); }
 
-  // Stores so many others, one by one; how many of these are left.
+  // Stores `others` other blocks, one by one. Returns how many of these are left.
   size_t left_after(size_t others, std::span<const BlockKey> of) {
     for (size_t i = 0; i < others; ++i) store(keys(1, ++seed_));
     check_integrity({});

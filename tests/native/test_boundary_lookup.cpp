@@ -45,7 +45,7 @@ struct Request {
     present[group][page] = true;
   }
 
-  // As the rules are defined, page by page.
+  // By the definition of the rules, page by page.
   bool restores(uint64_t start, uint64_t end) const {
     for (size_t group = 0; group < rules.size(); ++group) {
       for (size_t page = rules[group].first_page(start, end); page < end / rules[group].block_tokens;

@@ -1,12 +1,12 @@
-// The copy kernel's and the rotation kernel's own text, run on the CPU with their warps under way at once,
-// against what the CPU does by itself; and how many blocks they are launched with.
+// The code of the copy kernel and of the rotation kernel, run on the CPU with all warps at once, against what
+// the CPU does by itself; and how many blocks they are launched with.
 #include <doctest/doctest.h>
 
 #include <cstring>
 #include <random>
 
 #include "emulated_cuda.h"
-// After the words that they are written in.
+// These must come after emulated_cuda.h, in whose language they are written.
 #include "cuda/copy_kernel.cuh"
 #include "rope/rotate.h"
 #include "rope/rotate_dispatch.h"
@@ -43,8 +43,8 @@ struct CopyWorld {
     where = {{2, at(pages)}, {0, at(pages) + static_cast<uintptr_t>(2 * run)}};
   }
 
-  // The kernel's copy, with its tables in memory or in the launch, and the same with plain copies of whole
-  // runs leave the same bytes everywhere.
+  // Whether the kernel, with its tables in memory or in the launch, leaves the same bytes everywhere as plain
+  // copies of whole runs.
   bool copies_alike(bool to_device, bool with_launch) {
     const ByteVector pool_before = random_bytes(pool.size(), 1), pages_before = random_bytes(pages.size(), 2);
     std::copy(pool_before.begin(), pool_before.end(), pool.begin());
@@ -83,7 +83,7 @@ struct CopyWorld {
   std::vector<cuda::CopyPage> where;
 };
 
-// Rows that turn, stay and are zeroed, from one pool to another; `skew` bytes off the boundary of vectors.
+// Rows to turn, to keep and to zero, from one pool to another, `skew` bytes off the boundary of vectors.
 template <typename Kind>
 struct RotationWorld {
   using Element = typename Kind::Element;
@@ -136,8 +136,7 @@ struct RotationWorld {
     return bytes;
   }
 
-  // The source is read where its values are in its own memory, which moved with the object: nothing copies
-  // it.
+  // The rows point into this object's own memory, so it must not be copied.
   RotationWorld(const RotationWorld&) = delete;
   RotationWorld& operator=(const RotationWorld&) = delete;
 
@@ -213,7 +212,7 @@ TEST_CASE("a launch takes one full block a multiprocessor, and no more than its 
   CHECK(blocks_for(1, kFullBlockThreads, 8) == 1);
   CHECK(blocks_for(32, kFullBlockThreads, 8) == 1);
   CHECK(blocks_for(33, kFullBlockThreads, 8) == 2);
-  // Eight multiprocessors are eight blocks of 1,024 threads, however much there is to do.
+  // Eight multiprocessors get eight blocks of 1,024 threads, however much there is to do.
   for (const int64_t items : {int64_t{8 * 32}, int64_t{8 * 32 + 1}, int64_t{1} << 40, INT64_MAX}) {
     CHECK(blocks_for(items, kFullBlockThreads, 8) == 8);
   }

@@ -1,9 +1,8 @@
-// The transform kernel's own text, run on the CPU with its warps under way at once, against the CPU's
-// transform.
+// The code of the transform kernel, run on the CPU with all warps at once, against the CPU's transform.
 #include <doctest/doctest.h>
 
 #include "emulated_cuda.h"
-// After the words that it is written in.
+// It must come after emulated_cuda.h, in whose language it is written.
 #include "gds/transform_kernel.cuh"
 #include "gds/transform_tables.h"
 #include "testing/transform_lanes.h"
@@ -13,7 +12,7 @@ using namespace flexkv;
 
 namespace {
 
-// Few, as each thread is one of the operating system's.
+// Few, because each thread is one of the operating system's.
 constexpr unsigned kBlocks = 2, kBlockThreads = 64;
 
 void run_transform(const TransformBatch& batch) {
@@ -42,7 +41,7 @@ bool stores_alike(TransformWorld& world) {
   return world.slots == expected;
 }
 
-// Whether it brings them back, finds every digest right, and touches nothing else.
+// Whether the kernel brings them back, finds every digest right, and touches nothing else.
 bool loads_alike(TransformWorld& world) {
   const ByteVector before = random_bytes(world.pool.size(), 3);
   put(world.pool, before);
@@ -54,7 +53,7 @@ bool loads_alike(TransformWorld& world) {
          result.bad_run == std::vector<int32_t>(static_cast<size_t>(world.num_blocks), kNoBadRun);
 }
 
-// Digests what lies in the pool, into slots, with the CPU's lanes or with the kernel.
+// Digests the bytes in the pool into slots, by the kernel or lane by lane on the CPU.
 ByteVector digests_in_pool(const TransformWorld& world, bool emulated) {
   const TransformTables tables(*world.map, false);
   ByteVector slots = world.slots;

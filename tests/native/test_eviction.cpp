@@ -1,4 +1,4 @@
-// The contract between the block index and its eviction policies, for every policy, and for one that is made
+// The contract between the block index and its eviction policies, for every policy and for one that is made
 // here.
 #include <doctest/doctest.h>
 
@@ -31,7 +31,7 @@ std::vector<BlockKey> reversed(std::vector<BlockKey> of) {
   return of;
 }
 
-// What befalls a cache, in random order.
+// Everything that happens to a cache, in random order.
 void take_random_steps(const PolicyKind& policy) {
   std::mt19937 random(15);
   BlockIndex index({300, 100}, policy, 7);
@@ -110,7 +110,7 @@ void take_random_steps(const PolicyKind& policy) {
   }
 }
 
-// Tells of each call what it got.
+// Records the arguments of each call.
 class Recorder final : public EvictionPolicy {
  public:
   explicit Recorder(const PolicyRoom& room) : room_(room) { last = this; }
@@ -188,7 +188,7 @@ TEST_CASE("a chain is found as one walk after every policy admitted it") {
     const auto chain = keys(64, 2);
     const auto entries = store(index, chain);
     use(index, chain);
-    // Evicted from its end, one by one: the chain lies in its order in one list.
+    // The chain is evicted from its end, one by one: it lies in its order in one list.
     CHECK(index.evict(0, 64) == reversed(chain));
     CHECK(std::is_sorted(entries.begin(), entries.end()));
   }
@@ -259,7 +259,7 @@ TEST_CASE("two queues and ghosts: a scan displaces what came once, and not what 
     store(index, wanted);
     store(index, keys(8, 9));  // makes ghosts of them
     CHECK(match(index, wanted).empty());
-    store(index, wanted);  // and they come back
+    store(index, wanted);  // they come back
     for (uint64_t scan = 10; scan < 26; ++scan) store(index, keys(1, scan));
     CHECK(match(index, wanted).size() == (with_ghosts ? 4 : 0));
     index.check_integrity({});

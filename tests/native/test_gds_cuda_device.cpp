@@ -1,5 +1,5 @@
-// Staged transfers whose pool and slots lie on a fake GPU: streams, fences, contexts and captures of the real
-// code, with the kernel's work done lane by lane. Nothing here ran on a GPU.
+// Staged transfers whose pool and slots lie on a fake GPU: the real code's streams, fences, contexts and
+// captures, with the kernel's work done lane by lane. Nothing here ran on a GPU.
 #include <doctest/doctest.h>
 
 #include <atomic>
@@ -38,7 +38,7 @@ std::string launch(const TransformBatch& batch, TransformGrid, int multiprocesso
   return {};
 }
 
-// Remembers which device was current when memory was registered, let go and used; refuses on request.
+// Remembers which device was current when memory was registered, removed and used; refuses on request.
 class ContextIo : public FileIo {
  public:
   explicit ContextIo(std::shared_ptr<FileIo> inner) : inner_(std::move(inner)) {}
@@ -135,7 +135,7 @@ TEST_CASE("gds on a fake GPU: every byte arrives, on its device alone, beside a 
   CHECK(world.pool == content);
   CHECK(fake_cuda::end_capture(captured));
   fake_cuda::destroy_stream(captured);
-  // No context on device 0, and this thread is as it was.
+  // There is no context on device 0, and this thread is as it was.
   CHECK(fake_cuda::primary_contexts() == std::map<int, int64_t>{{1, 1}});
   CHECK(fake_cuda::current_device() == -1);
   CHECK(fake_cuda::capture_mode() == cuda::kCaptureGlobal);
@@ -144,7 +144,7 @@ TEST_CASE("gds on a fake GPU: every byte arrives, on its device alone, beside a 
 TEST_CASE("gds on a fake GPU: staging is registered and let go with its device current, whoever calls") {
   GpuWorld world(1);
   std::thread([&] {
-    fake_cuda::set_device(0);  // an engine's thread that uses another device
+    fake_cuda::set_device(0);  // this engine's thread uses another device
     CHECK(fake_cuda::take_violation("nobody asked for"));
     CHECK(world.move(false).ok());
     CHECK(world.io->registered_on == 1);
@@ -171,7 +171,7 @@ TEST_CASE("gds on a fake GPU: staging that the I/O does not register is told") {
 TEST_CASE("gds on a fake GPU: a copy without an event behind it has ended all the same when it is told") {
   GpuWorld world;
   std::vector<unsigned char> source(4096, 7), target(4096, 0);
-  CHECK(world.device->copy(target.data(), source.data(), 4096).empty());  // makes its stream
+  CHECK(world.device->copy(target.data(), source.data(), 4096).empty());  // makes the device's stream
   std::fill(target.begin(), target.end(), 0);
   fake_cuda::refuse("cuEventRecord", 1);
   fake_cuda::hold_all(true);

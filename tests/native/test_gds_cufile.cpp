@@ -1,4 +1,4 @@
-// cuFile as its callers see it, with a library that is ours: plain memory stands for GPU memory.
+// cuFile as its callers see it, with a fake library: plain memory stands in for GPU memory.
 #include "base/error.h"
 #include "fake_cufile.h"
 #include "gds/io_choice.h"
@@ -19,7 +19,7 @@ TEST_CASE("a closed manager keeps no file and no registration") {
   CHECK(fake.files.empty());
   CHECK(fake.buffers.empty());
   CHECK(open_files() < files_before);
-  CHECK(c.manager->devices() == 2);  // which files they were is still known
+  CHECK(c.manager->devices() == 2);  // the manager still knows which files they were
 }
 
 TEST_CASE("staged transfers make one aligned cuFile call a page, into memory registered once") {
@@ -118,7 +118,7 @@ TEST_CASE("a driver that does not open is an error that says why; without a GPU 
   reset_fake();
   fake.open_error = 5001;
   CHECK_THROWS_WITH_AS(Cufile{fake_table()}, doctest::Contains("5001"), ConfigError);
-  fake.open_error = 5026;  // already open, by somebody else in this process
+  fake.open_error = 5026;  // somebody else in this process has opened it already
   {
     const Cufile opened(fake_table());
   }

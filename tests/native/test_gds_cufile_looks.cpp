@@ -1,4 +1,4 @@
-// The reads by which a manager learns, before its first transfer, by which way cuFile's files go: their disks
+// The reads by which a manager learns, before its first transfer, which way cuFile's files go. Their disks
 // may never answer.
 #include <fstream>
 #include <future>
@@ -26,8 +26,8 @@ bool came(const std::future<Answer>& answer) {
   return answer.wait_for(to_duration(kGdsGenerousS)) == std::future_status::ready;
 }
 
-// A CufileWorld whose disks hold every read until `disk` is released, and a manager over it. After
-// reset_fake().
+// A CufileWorld whose disks hold every read until `disk` is released, and a manager over it. Call
+// reset_fake() first.
 struct SilentDisks {
   explicit SilentDisks(double stuck_s) {
     fill_files(world);
@@ -39,7 +39,7 @@ struct SilentDisks {
   }
   ~SilentDisks() {
     disk.release();
-    // The world's manager and its own: the read has let go.
+    // The two left are the world's manager and its own: the read has dropped its reference.
     const auto deadline = deadline_in(kGdsGenerousS);
     while (world.io.use_count() > 1 + 1 && seconds_until(deadline) > 0) std::this_thread::yield();
     CHECK(world.io.use_count() <= 1 + 1);

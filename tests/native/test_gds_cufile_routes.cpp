@@ -1,5 +1,5 @@
-// By which way cuFile's calls go: each file and each call, as its statistics say it, and "not known" without
-// them.
+// Which way cuFile's calls go, for each file and each call: as cuFile's statistics show, and "not known"
+// without them.
 #include <chrono>
 #include <condition_variable>
 #include <fstream>
@@ -22,7 +22,7 @@ bool says(const CufileWorld& c, const std::string& words) {
   return c.io->name().find(words) != std::string::npos;
 }
 
-// What the manager says after a write and a read of every block, whose bytes come back.
+// Writes and reads every block, whose bytes must come back. Returns the report of the read.
 TransferReport there_and_back(CufileWorld& c) {
   c.world.fill(3);
   const auto content = c.world.pool;
@@ -34,7 +34,7 @@ TransferReport there_and_back(CufileWorld& c) {
   return read;
 }
 
-// A library whose answers are set, as CufileWatch asks it.
+// A CufileWatch over a library whose answers a test sets.
 struct Ops {
   CufileOps now;
   bool there = true;
@@ -50,7 +50,7 @@ TEST_CASE("cufile routes: a file in compatibility mode is told from one beside i
   fill_files(c);
   fake.posix.insert(c.files->at(1, 0).direct_fd);
   const TransferReport read = there_and_back(c);
-  // Of calls that overlapped such of the other file nothing is claimed.
+  // Nothing is claimed about calls that overlapped calls on the other file.
   CHECK(read.bounced_calls <= GdsWorld::kBlocks / 2);
   CHECK(read.bounced_calls + read.unknown_calls >= GdsWorld::kBlocks / 2);
   for (const int32_t disk : {0, 1}) {
@@ -63,7 +63,7 @@ TEST_CASE("cufile routes: a file in compatibility mode is told from one beside i
   CHECK(says(c, "1 of 2 files by GPUDirect Storage"));
   CHECK(says(c, c.files->at(1, 0).path + " by POSIX calls inside cuFile"));
   CHECK(!says(c, "GPUDirect Storage ("));
-  CHECK(c.manager->direct_refusal().empty());  // one file is worth it
+  CHECK(c.manager->direct_refusal().empty());  // one file that goes direct is enough
 }
 
 TEST_CASE("cufile routes: properties that promise GPUDirect are not believed against the statistics") {
@@ -105,7 +105,7 @@ TEST_CASE("cufile routes: memory that cuFile did not register is bounced") {
     CHECK(c.manager->direct_refusal().find("cuFileBufRegister") != std::string::npos);
   }
   reset_fake();
-  CufileWorld pool;  // of an engine: nobody registers it
+  CufileWorld pool;  // an engine's pool, which nobody registers
   fill_files(pool);
   alignas(4096) static char memory[4096];
   const IoCall call{false, 0, 0, 0, memory, 4096};
@@ -164,7 +164,7 @@ TEST_CASE("cufile routes: cuFile counts for us while it is open, and for others 
   }
   CHECK(fake.level == 0);
   CHECK(!fake.counting);
-  fake.level = 3;  // somebody else's
+  fake.level = 3;  // somebody else set it
   fake.counting = true;
   {
     const Cufile cufile(fake_table());
@@ -204,7 +204,7 @@ TEST_CASE("cufile routes: calls that overlap are told apart only where all of th
   CHECK(ops.watch.end(first, one, true) == IoRoute::kDirect);
   ops.now.bounced += 1;
   CHECK(ops.watch.end(second, two, true) == IoRoute::kUnknown);
-  CHECK(two->load() == IoRoute::kDirect);  // as last seen
+  CHECK(two->load() == IoRoute::kDirect);  // the route that was seen last
   CHECK(ops.watch.calls().unknown == 1);
 
   first = ops.watch.begin();

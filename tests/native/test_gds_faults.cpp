@@ -1,5 +1,5 @@
-// What a transfer makes of disks and devices that fail: named pages, the others good, nothing leaked, and the
-// next transfer as if nothing had been.
+// Transfers with disks and devices that fail: the bad pages are named, the others are good, nothing leaks,
+// and the next transfer goes as if nothing had happened.
 #include <doctest/doctest.h>
 
 #include <thread>
@@ -15,7 +15,8 @@ namespace {
 using Names = std::vector<std::string>;
 using Paths = std::vector<Names>;
 
-// Only page `position` fails, saying `words`; every other block holds `content`.
+// Checks that only page `position` fails, with `words` in its reason, and that every other block holds
+// `content`.
 template <typename World>
 void check_one_failure(const World& world, const TransferReport& report, int32_t position,
                        const char* words) {
@@ -126,7 +127,7 @@ TEST_CASE_TEMPLATE(
   const auto content = world.stored();
   world.device->fail_batches(2);
   const TransferReport report = world.move(true);
-  CHECK(report.failures.size() == 2);  // batches of one page on a host device
+  CHECK(report.failures.size() == 2);  // a batch has one page on a host device
   for (const PageFailure& failure : report.failures)
     CHECK(failure.reason.find("CUDA error 719") != std::string::npos);
   CHECK(world.move(true).ok());
@@ -225,7 +226,7 @@ TEST_CASE_TEMPLATE("cancel drops what was not issued, and returns when the rest 
     CAPTURE(is_read);
     GdsWorldOf<Io> world({{.fault = IoFault::kStall, .write = !is_read}});
     if (is_read) {
-      // The images are made with another manager, whose disks do not stall.
+      // Another manager, whose disks do not stall, makes the images.
       GdsWorldOf<Io> maker;
       maker.stored();
       for (const char* disk : {"0", "1"}) {
@@ -241,7 +242,7 @@ TEST_CASE_TEMPLATE("cancel drops what was not issued, and returns when the rest 
     world.manager->cancel();
     world.io->release();
     transfer.join();
-    // Its blocks are used again at once: nothing of the transfer may come after.
+    // Its blocks are used again at once, so nothing of the transfer may arrive later.
     CHECK(world.io->in_flight() == 0);
     std::memset(world.pool.data(), 0x5A, world.pool.size());
     const auto reused = world.pool;
@@ -320,7 +321,7 @@ TEST_CASE_TEMPLATE("a closed manager, unknown files and blocks named twice are r
     CHECK_THROWS_AS(world.manager->transfer(*world.map, pages, true), BlockRangeError);
     pages = {GdsWorld::page(1), GdsWorld::page(1)};
     CHECK_THROWS_AS(world.manager->transfer(*world.map, pages, true), BlockRangeError);
-    pages[1].block = 2;  // two blocks may be read from one place, and not written to it
+    pages[1].block = 2;  // two blocks may be read from one place, but not written to it
     CHECK_THROWS_AS(world.manager->transfer(*world.map, pages, false), BlockRangeError);
     pages[1].block = 1;
     pages[1].file_offset += GdsWorld::kImage;

@@ -1,4 +1,4 @@
-// When a transfer's small buffers on a GPU are allocated and freed, with memory that counts.
+// When a transfer's small buffers on a GPU are allocated and freed, with memory that counts both.
 #include <doctest/doctest.h>
 
 #include <cstdlib>

@@ -1,5 +1,5 @@
-// Images of blocks that are one piece in the pool: the piece goes straight between disk and pool, the digests
-// through a slot, and the transform digests where the bytes are.
+// Images of blocks that are one piece in the pool: the piece moves straight between disk and pool, the
+// digests go through a slot, and the transform digests the bytes in place.
 #include <doctest/doctest.h>
 
 #include "gds_world.h"
@@ -62,7 +62,7 @@ TEST_CASE("a page of one piece moves without a copy, digested and verified in th
     const TransferReport read = world.move(true);
     CHECK(read.ok());
     CHECK(world.content() == content);
-    // Where the file system has no direct I/O the pages pass through slots.
+    // If the file system has no direct I/O, the pages pass through slots.
     CHECK(read.staged == !world.direct);
     CHECK(read.io_calls == BlockFirstWorld::kBlocks * (world.direct ? 2 : 1));
     if (world.direct) CHECK(world.manager->staging_bytes() == 64 * 4096);

@@ -69,7 +69,7 @@ struct LaneWorld {
     REQUIRE(results.size() == 1);
     return std::move(results.front());
   }
-  // What the manager's disk lane does with the digests that a write reports.
+  // Seals the pages with the digests that a write reports, as the manager's disk lane does.
   void seal(const OpResult& written, int32_t count) {
     std::fstream file(folder.file("slab"), std::ios::in | std::ios::out | std::ios::binary);
     const size_t runs = codec->num_runs();
@@ -169,14 +169,14 @@ TEST_CASE("a failed page names its cause: content, source, transport, or not exe
   std::swap(other.places[0], other.places[1]);
   REQUIRE(world.engine->wait(submit_op(*world.engine, other), kGdsGenerousS));
   CHECK(world.engine->poll(1).front().causes == std::vector<FailureCause>(2, FailureCause::kContent));
-  // Staging that cannot be had: a lane of its own, as staging is made once.
+  // Staging that cannot be allocated. It takes a lane of its own, because staging is made once.
   LaneWorld poor({});
   poor.device->fail_allocation(true);
   const OpResult starved = poor.run(OpKind::kGdsRead, kCount);
   CHECK(starved.causes == std::vector<FailureCause>(kCount, FailureCause::kTransport));
   CHECK_MESSAGE(starved.reason.find("CUDA error 2") != std::string::npos, starved.reason);
   poor.device->fail_allocation(false);
-  // Never written: the trailers are no trailers.
+  // These pages were never written: their trailers are not valid.
   CHECK(poor.run(OpKind::kGdsRead, kCount).causes ==
         std::vector<FailureCause>(kCount, FailureCause::kContent));
   LaneWorld unbound({});
@@ -205,7 +205,7 @@ TEST_CASE("ops of one take that name the same blocks or places all move, and the
   LaneWorld world({});
   const auto both = [&](OpSpec first, OpSpec second) {
     GraphSpec graph;
-    graph.ops = {std::move(first), std::move(second)};  // queued at once, so that one take has both
+    graph.ops = {std::move(first), std::move(second)};  // queued together, so that one take has both
     const auto ticket = world.engine->submit(std::move(graph));
     REQUIRE(ticket);
     REQUIRE(world.engine->wait(*ticket, kGdsGenerousS));
@@ -230,7 +230,7 @@ TEST_CASE("ops of one take that name the same blocks or places all move, and the
     const bool mine = std::memcmp(found, run_of(content, block), kRun) == 0;
     CHECK((mine || std::memcmp(found, run_of(content, place), kRun) == 0));
   }
-  // Of writes: the same blocks to other places, then also to the same ones.
+  // Two writes: of the same blocks to other places, then to the same ones.
   other = world.op(OpKind::kGdsWrite, 2);
   other.places = {9, 8};
   both(world.op(OpKind::kGdsWrite, 2), std::move(other));
@@ -246,7 +246,7 @@ TEST_CASE("what one take has of two fences is finished fence by fence") {
     return FileFaultRule{.fault = fault, .write = true, .offset = kHeader + place * 16384, .times = 1};
   };
   FileFaultRule slow = rule(IoFault::kDelay, 0);
-  slow.delay_s = 0.5;  // the two others come meanwhile
+  slow.delay_s = 0.5;  // the two others arrive meanwhile
   LaneWorld world({slow, rule(IoFault::kStall, 2)});
   REQUIRE(world.codec->image_bytes() == 16384);
   std::vector<int64_t> tickets;
@@ -296,7 +296,7 @@ TEST_CASE("a call that hangs takes the gds lane down, keeps its blocks, and the 
   REQUIRE(world.engine->wait(ticket, kGdsGenerousS));
   CHECK(world.engine->poll(1).size() == 1);
   while (!state().up && Clock::now() < deadline) std::this_thread::sleep_for(std::chrono::milliseconds(10));
-  // A machine that stands still for a second may take it down once more.
+  // If the machine stalls for a second, the lane may go down once more.
   Status last = Status::kFailed;
   while (last != Status::kOk && Clock::now() < deadline) last = world.run(OpKind::kGdsRead, 4).status;
   CHECK(last == Status::kOk);
@@ -334,7 +334,7 @@ TEST_CASE("a load by layers waits for whole gds pages at its first layer, and ha
         continue;
       }
       CHECK(found.failed.empty());
-      // Already at the first layer.
+      // All layers have arrived, even at the first one.
       for (int32_t at = 0; at < kLayers * kBlocks; ++at) {
         if (at % kBlocks >= kCount) continue;
         const auto* run = world.pool.data() + at * kRun;

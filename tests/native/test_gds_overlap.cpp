@@ -1,4 +1,4 @@
-// Transforms and I/O of different pages overlap: what a disk holds back holds back no other page.
+// Transforms and I/O of different pages overlap: a page that a disk holds back holds back no other page.
 #include <doctest/doctest.h>
 
 #include <atomic>
@@ -30,8 +30,8 @@ class EndedPages : public PageGate {
 constexpr int32_t kStalled = 2;      // image 1 of disk 0: early, and in the first slots
 constexpr double kNeverEndsS = 0.2;  // for what must not happen
 
-// Whether all other pages end while one's call stands still. `serial`: a page after the other, as a transfer
-// without overlap would move them.
+// Whether all other pages end while one page's call is stalled. `serial`: one page after the other, as a
+// transfer without overlap would move them.
 bool others_end(bool is_read, bool serial) {
   GdsWorld world({{.fault = IoFault::kStall,
                    .write = is_read ? false : true,

@@ -1,4 +1,4 @@
-// The templates over tensors, with a tensor type that has just the members they need.
+// The templates over tensors, with a tensor type that has only the members that they need.
 #include <doctest/doctest.h>
 
 #include <vector>
@@ -98,7 +98,7 @@ struct BackendPool {
       pointers.push_back(reinterpret_cast<int64_t*>(bytes.data() + i * tensor_bytes));
     }
   }
-  // As the comments at BackendType say, in bytes and not by the handler's own arithmetic.
+  // By the comments at BackendType, in bytes, and not by the handler's own arithmetic.
   unsigned char* run(int64_t layer, int64_t kv, int64_t block) {
     const int64_t index = Type == BackendType::TRTLLM ? (block * kTensorLayers + layer) * 2 + kv
                           : Type == BackendType::VLLM ? (layer * 2 + kv) * kTensorBlocks + block
@@ -113,7 +113,7 @@ struct BackendPool {
                                  Type == BackendType::TRTLLM ? 2 * kTensorChunk : 0);
     const std::vector<int32_t> layers{0, 1, 2};
     const std::vector<int64_t> ssd{4, 1, 3, 0}, gpu{0, 2, 3, 5};
-    // K of every layer, then V: no backend's own order, so that every transfer goes through staging.
+    // K of every layer, then V. No backend has this order, so every transfer goes through staging.
     transfer_kv_blocks_gds_staged<Type>(manager, tensor(layers), handler, tensor(ssd), tensor(gpu),
                                         kTensorChunk, kTensorLayers * 2 * kTensorChunk,
                                         kTensorLayers * kTensorChunk, kTensorChunk, 0, 3, kTensorLayers,

@@ -1,4 +1,4 @@
-// The layout transform's functions run lane by lane, against the vectorised path and plain copies.
+// The layout transform's functions, run lane by lane, against the vectorised path and plain copies.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -159,7 +159,7 @@ TEST_CASE("a place of the disk tier is where the rule of raw files has the block
   constexpr int32_t kSlots = 50;
   for (const int32_t disks : {1, 2, 3, 7}) {
     const RawFileRule rule(disks, 1, kSlots);
-    const RawFileRule other(disks, 2, kSlots);  // the control: another rule is told apart
+    const RawFileRule other(disks, 2, kSlots);  // the control: another rule gives other places
     int32_t same = 0;
     for (int32_t place = 0; place < disks * kSlots; ++place) {
       const StripedSlot at = striped_slot(place, disks);

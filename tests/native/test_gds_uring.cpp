@@ -1,4 +1,4 @@
-// Transfers over rings, with faults below them: what the ring says, and what is made of it.
+// Transfers over rings, with faults below them: what the ring reports, and what follows from it.
 #include <doctest/doctest.h>
 
 #include "base/error.h"
@@ -11,7 +11,7 @@ using namespace flexkv;
 
 namespace {
 
-// Raw I/O over one file of `kBytes` random bytes, through rings that `rules` meddle with.
+// Raw I/O over one file of `kBytes` random bytes, through rings with the faults of `rules`.
 struct RingWorld {
   static constexpr int64_t kBytes = int64_t{100} * 4096;
 
@@ -29,7 +29,7 @@ struct RingWorld {
 
   // `pieces` reads of equal length that together fill `memory`.
   std::vector<IoOutcome> read(std::vector<unsigned char>& memory, int64_t pieces) {
-    // Never aligned: a read of odd length, as a fault leaves it, is none for a direct file.
+    // Never aligned: a direct file cannot serve a read of odd length, as a fault leaves one.
     std::vector<unsigned char> room(static_cast<size_t>(kBytes) + 8192);
     unsigned char* const start = room.data() + (4096 - reinterpret_cast<uintptr_t>(room.data()) % 4096) + 8;
     const int64_t each = kBytes / pieces;
@@ -109,7 +109,7 @@ TEST_CASE("a manager that is given its I/O refuses options that ask for another"
 
 TEST_CASE("calls that break off leave nothing under way, and the next ones hear of none of them") {
   if (!uring_refusal().empty()) return;
-  // Takes `left` requests, then is out of memory once.
+  // Takes `left` requests, then runs out of memory once.
   class BreakingQueue : public IoQueue {
    public:
     BreakingQueue(std::unique_ptr<IoQueue> inner, int& left, int& under_way)

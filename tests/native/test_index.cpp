@@ -31,7 +31,7 @@ std::string hash(const std::string& text, Sha256Compress compress) {
   return hex(sha.finish());
 }
 
-// One group, all of its slots up.
+// One group, with all of its slots up.
 struct FullIndex : BlockIndex {
   explicit FullIndex(uint32_t slots) : BlockIndex({slots}, "lru", 42) { grow(0, slots); }
 };

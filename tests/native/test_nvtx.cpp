@@ -15,7 +15,7 @@ using namespace flexkv;
 
 namespace {
 
-// A library of NVTX that takes down what it is called with.
+// An NVTX library that records its calls.
 struct Calls {
   std::mutex mutex;
   std::set<std::string> names;

@@ -1,5 +1,5 @@
-// Two KV groups whose pages lie in the slots of one slab: by the disk lane through host memory, and by the
-// gds lane from a pool in plain memory, each group with its own image.
+// Two KV groups, each with its own image, whose pages lie in the slots of one slab: by the disk lane through
+// host memory, and by the gds lane from a pool in plain memory.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -21,9 +21,9 @@ constexpr int32_t kGroups = 2, kBlocks = 8, kPlaces = 8;
 constexpr std::array<int32_t, kGroups> kLayers{4, 2};
 constexpr std::array<int64_t, kGroups> kRuns{2304, 3584};  // images of 16 and 12 KiB
 
-// One slab, a host pool that both groups use, and of each group a pool of the engine's, layer-first.
+// One slab, a host pool that both groups use, and a layer-first engine pool for each group.
 struct SharedWorld {
-  // `numbers`: what the codecs name their pages by; `gds`: of the GPU's lane too.
+  // `numbers`: the group numbers that the codecs write into their pages.
   explicit SharedWorld(std::array<uint32_t, kGroups> numbers = {0, 1},
                        std::array<int64_t, kGroups> run_bytes = kRuns,
                        std::array<int32_t, kGroups> layers = kLayers) {
@@ -62,7 +62,7 @@ struct SharedWorld {
   }
   ~SharedWorld() { CHECK(engine->close(kGdsGenerousS)); }
 
-  // One page: engine block `place`, or host slot `slot`.
+  // Runs an op on one page: engine block `place`, or host slot `slot`.
   OpResult run(OpKind kind, int32_t group, int32_t place, int32_t number, int32_t slot = 0,
                std::vector<uint64_t> digests = {}) {
     OpSpec op;
@@ -80,7 +80,7 @@ struct SharedWorld {
     REQUIRE(results.size() == 1);
     return std::move(results.front());
   }
-  // A page straight from the group's pool to the slab, trailer and all.
+  // Stores a page straight from the group's pool to the slab, trailer and all.
   void store(int32_t group, int32_t place, int32_t number) {
     OpResult written = run(OpKind::kGdsWrite, group, place, number);
     REQUIRE(written.status == Status::kOk);
@@ -92,7 +92,7 @@ struct SharedWorld {
       std::fill(pools[g].begin(), pools[g].end(), static_cast<uint8_t>(value + g));
     }
   }
-  // Whether every byte of the group's block is this one.
+  // Whether every byte of the group's block is `value`.
   bool holds(int32_t group, int32_t block, uint8_t value) const {
     const auto& runs = views[static_cast<size_t>(group)]->runs();
     return std::all_of(runs.begin(), runs.end(), [&](const Segment& run) {
@@ -129,7 +129,7 @@ TEST_CASE("two groups that share a slab come back by either lane, each in its ow
     CHECK(world.run(OpKind::kGdsRead, group, place, place).status == Status::kOk);
     CHECK(world.holds(group, place, static_cast<uint8_t>(7 + group)));
     CHECK(world.run(OpKind::kDiskRead, group, place, place, place).status == Status::kOk);
-    // By host memory to another slot of the slab, and back as the group's block.
+    // Through host memory to another slot of the slab, and back into the group's block.
     const int32_t other = (place + kGroups) % kPlaces;
     CHECK(world.run(OpKind::kDiskWrite, group, other, place, place).status == Status::kOk);
     world.fill(0);
@@ -152,7 +152,7 @@ TEST_CASE("a page of one group in a shared slab is a miss for the other, by eith
       CHECK(result.causes == std::vector<FailureCause>{FailureCause::kContent});
       CHECK(world.run(read, 1 - group, place, number).status == Status::kOk);
     }
-    // Over a larger image, whose trailer stays whole behind the smaller one.
+    // Written over a larger image, whose trailer stays whole behind the smaller one.
     world.store(1, 2, 7);
     CHECK(world.run(read, 0, 2, 5).failed.size() == 1);
     CHECK(world.missed(PageMiss::kData) == 1);

@@ -1,5 +1,5 @@
-// More pages than the disk lane queues at once, before a disk that is slow at handing over: the dispatcher
-// goes to sleep over a full queue again and again, and must be woken each time.
+// More pages than the disk lane queues at once, in front of a disk that is slow to submit: the dispatcher
+// goes to sleep at a full queue again and again, and must be woken each time.
 #include <doctest/doctest.h>
 
 #include <chrono>
@@ -24,7 +24,7 @@ constexpr int32_t kRounds = 12;
 constexpr int64_t kPageBytes = int64_t{1} << 20;
 constexpr double kWaitS = 60;
 
-// Gives the dispatcher time to push while the I/O thread is in the middle of beginning pages.
+// Gives the dispatcher time to push while the I/O thread is beginning pages.
 class DawdlingQueue final : public IoQueue {
  public:
   explicit DawdlingQueue(std::unique_ptr<IoQueue> inner) : inner_(std::move(inner)) {}

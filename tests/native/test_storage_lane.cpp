@@ -25,7 +25,7 @@ constexpr int32_t kDisks = 2;
 constexpr int32_t kPlaces = 64;
 constexpr int32_t kSlots = 128;
 constexpr int32_t kLayers = 3;
-constexpr int64_t kRunBytes = 2304;  // no multiple of a sector: layers share some
+constexpr int64_t kRunBytes = 2304;  // not a multiple of a sector, so layers share some
 constexpr double kWaitS = 60;
 
 std::vector<IoBackend> backends() {
@@ -68,7 +68,7 @@ struct DiskWorld {
     const auto* bytes = reinterpret_cast<const uint8_t*>(pool->slot(slot));
     return std::all_of(bytes, bytes + kLayers * kRunBytes, [=](uint8_t byte) { return byte == value; });
   }
-  // Pages [first, first + count): places of the same numbers, from or to slots `base` further on.
+  // Submits pages [first, first + count): places of the same numbers, from or to slots `base` further on.
   int64_t submit(OpKind kind, int32_t first, int32_t count, int32_t base, bool layerwise = false) {
     OpSpec op;
     op.op_id = next_op++;
@@ -124,7 +124,7 @@ TEST_CASE("a load on another engine copies each page when the disk has brought i
     for (int32_t i = 0; i < kPlaces; ++i) world.fill(i, static_cast<uint8_t>(i + 1));
     world.submit(OpKind::kDiskWrite, 0, kPlaces, 0);
     CHECK(world.results(1).front().status == Status::kOk);
-    // Disk 0 hangs; of disk 1's pages the one at place 5 is damaged.
+    // Disk 0 hangs; the page at place 5, on disk 1, is damaged.
     IoFaultRule hang;
     hang.action = IoFaultAction::kStall;
     hang.disk = 0;
@@ -156,7 +156,7 @@ TEST_CASE("a load on another engine copies each page when the disk has brought i
     for (int32_t i = 0; i < kPlaces; ++i) {
       load.blocks.push_back(i);
       load.slots.push_back(kPlaces + i);
-      load.reads.push_back(world.next_op);  // that is submitted after the load
+      load.reads.push_back(world.next_op);  // the read that is submitted after the load
     }
     GraphSpec graph;
     graph.ops.push_back(load);
@@ -169,7 +169,7 @@ TEST_CASE("a load on another engine copies each page when the disk has brought i
       usleep(1000);
     }
     REQUIRE(world.faults->wait_stalled(1, kWaitS));
-    // The read has not ended, and what the other disk has is loaded.
+    // The read has not ended, but the other disk's pages are loaded.
     while (copies->count(OpKind::kH2D).moves < kPlaces / kDisks - 1) {
       REQUIRE(Clock::now() < deadline);
       usleep(1000);
@@ -222,7 +222,7 @@ TEST_CASE("a hung disk is found, its queue ends, and its I/O ends when it is let
     IoFaultRule hang;
     hang.action = IoFaultAction::kStall;
     hang.disk = 0;
-    // Long enough for the other disk on a busy machine under a sanitizer.
+    // Long enough for the other disk, even on a busy machine under a sanitizer.
     DiskWorld world(io, {hang}, 6.0);
     const int64_t ticket = world.submit(OpKind::kDiskWrite, 0, kPlaces, 0);
     REQUIRE(world.faults->wait_stalled(1, kWaitS));
@@ -254,7 +254,7 @@ TEST_CASE("any flipped bit of an image is found") {
   const auto trailer = static_cast<size_t>(world.codec->image().trailer_offset());
   const auto end = trailer + static_cast<size_t>(world.codec->image().trailer_bytes());
   for (size_t at = 0; at < end; at += at < trailer ? 37 : 1) {
-    if (at >= kLayers * kRunBytes && at < trailer) continue;  // padding means nothing
+    if (at >= kLayers * kRunBytes && at < trailer) continue;  // padding does not count
     image[at] ^= std::byte{4};
     CHECK(!whole());
     image[at] ^= std::byte{4};

@@ -1,4 +1,5 @@
-// Who goes first on one disk: reads before writes, and a write that waits for many reads all the same.
+// Which I/O goes first on one disk: reads go before writes, but a write that has waited for many reads goes
+// too.
 #include <doctest/doctest.h>
 
 #include <cstdio>
@@ -21,10 +22,10 @@ constexpr int32_t kWrites = 4;
 constexpr int32_t kPlaces = 64;
 constexpr int64_t kPageBytes = 4096;
 constexpr double kWaitS = 60;
-// Of disk_io.cpp: so many reads go before a write that waits.
+// As in disk_io.cpp: how many reads go before a write that waits.
 constexpr size_t kReadsBeforeWrite = 16;
 
-// Writes down what each I/O is, in the order in which they are begun.
+// Records whether each I/O reads or writes, in the order in which they begin.
 class NotingQueue final : public IoQueue {
  public:
   NotingQueue(std::unique_ptr<IoQueue> inner, std::shared_ptr<std::string> order)
@@ -41,10 +42,10 @@ class NotingQueue final : public IoQueue {
 
  private:
   std::unique_ptr<IoQueue> inner_;
-  std::shared_ptr<std::string> order_;  // 'r' or 'w'; of the disk's thread while that runs
+  std::shared_ptr<std::string> order_;  // 'r' or 'w'; only the disk's thread uses it while it runs
 };
 
-// Takes nothing by itself: the test hands its pages to the disk.
+// Takes nothing by itself: the test gives its pages to the disk.
 class IdleLane final : public Lane {
  public:
   const char* name() const override { return "idle"; }
@@ -55,7 +56,7 @@ class IdleLane final : public Lane {
   void abandon() override {}
 };
 
-// What is wrong with an order of turns that was taken while all of them waited; empty if nothing is.
+// What is wrong with the order of turns if all of them waited from the start; empty if nothing is.
 std::string wrong_turn(const std::string& order) {
   size_t reads_left = kReads;
   size_t writes_left = kWrites;
@@ -88,7 +89,7 @@ TEST_CASE("reads go before writes, and a write that waited for many of them gets
   const WrapQueue wrap = [order](std::unique_ptr<IoQueue> queue, int32_t) {
     return std::make_unique<NotingQueue>(std::move(queue), order);
   };
-  // One at a time, so that the order is the order of the choices.
+  // One I/O at a time, so that their order is the order of the choices.
   Disk disk(0, {std::make_shared<SlabFile>(path, shape, -1)},
             std::make_shared<const std::vector<DiskGroup>>(std::move(groups)),
             DiskOptions{IoBackend::kAuto, 1, 0}, wrap, [] {});

@@ -1,4 +1,4 @@
-// Chains of ops as long as the queues: what follows from one end must not use the stack.
+// Chains of ops as long as the queues: the consequences of one end must not recurse on the stack.
 #include <doctest/doctest.h>
 
 #include "transfer_world.h"

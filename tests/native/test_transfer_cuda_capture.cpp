@@ -1,5 +1,5 @@
 // The engine captures a CUDA graph while flexkv registers memory, allocates and copies: the capture must stay
-// whole and nothing of ours may fail. Over the fake driver; nothing here ran on a GPU.
+// whole, and nothing of ours may fail. It runs over the fake driver; nothing here ran on a GPU.
 #include <doctest/doctest.h>
 
 #include <thread>
@@ -13,7 +13,7 @@ using namespace flexkv;
 
 namespace {
 
-// A second stream of the engine, which this thread captures in the default mode.
+// A second stream of the engine, which this thread captures in `mode`.
 struct Capturing {
   explicit Capturing(int mode = cuda::kCaptureGlobal) : stream(fake_cuda::make_stream(false)) {
     fake_cuda::begin_capture(stream, mode);
@@ -37,7 +37,7 @@ TEST_CASE("cuda capture: start, registration and copies beside one leave it whol
     world.fill(0, 3);
     const Capturing capturing;
     {
-      // What a start does: a context, self-tests, streams, host memory.
+      // What happens at start: a context, self-tests, streams, host memory.
       const auto device = cuda::Device::open(0, world.loaded.driver);
       const cuda::CudaLane lane(device, fake_cuda::kernel_launcher(), {});
       CHECK(lane.copier().notes().empty());
@@ -110,7 +110,8 @@ TEST_CASE("cuda capture: a stream that is captured is refused by name, and stays
   CHECK(fake_cuda::end_capture(world.stream));
   CHECK(world.run(world.op(OpKind::kD2H, {0}, {0})).status == Status::kOk);
 
-  // Control: an event of such a stream draws one of ours into the graph, and one of ours breaks the capture.
+  // Control: an event of such a stream draws one of our streams into the graph, and an event of ours breaks
+  // the capture.
   fake_cuda::begin_capture(world.stream);
   {
     const cuda::Current here(*world.device);

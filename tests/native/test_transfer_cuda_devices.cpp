@@ -1,5 +1,5 @@
-// Two fake devices in one process: each its own context, streams and engine, one host pool registered for
-// both.
+// Two fake devices in one process, each with its own context, streams and engine, and one host pool
+// registered for both.
 #include <doctest/doctest.h>
 
 #include <array>
@@ -16,7 +16,7 @@ constexpr int32_t kBlocks = 8;
 constexpr int64_t kRunBytes = 4096;
 constexpr int32_t kLayers = 3;
 
-// What one rank's worker has: a pool of its own on its device.
+// What one rank's worker has: a pool of its own on its device, and a transfer engine.
 struct DeviceRank {
   DeviceRank(int ordinal, const cuda::Driver& driver, const std::shared_ptr<HostPool>& pool)
       : device(cuda::Device::open(ordinal, driver)),
@@ -81,7 +81,7 @@ TEST_CASE("cuda devices: two in one process copy at once, each in its own contex
     const auto pool = HostPool::create({slot_bytes, 2 * kBlocks, 4 * slot_bytes}, {});
     DeviceRank first(0, loaded.driver, pool);
     DeviceRank second(1, loaded.driver, pool);
-    // Once, for all devices: the registration is portable.
+    // It is registered once for all devices: the registration is portable.
     pool->pin(cuda::make_registrar(first.device));
     pool->pin(cuda::make_registrar(second.device));
     REQUIRE(pool->wait_ready(2 * kBlocks, CudaWorld::kLongS));
@@ -113,7 +113,7 @@ TEST_CASE("cuda devices: two in one process copy at once, each in its own contex
     CHECK(bytes.at(0) > 0);
     CHECK(bytes.at(0) == bytes.at(1));
 
-    // Control: a copy for a stream of the other device is found.
+    // Control: the fake notices a copy on a stream of another device.
     const cuda::Current other(*second.device);
     std::byte byte{};
     loaded.driver.copy_to_host(&byte, reinterpret_cast<uintptr_t>(first.memory.data()), 1,

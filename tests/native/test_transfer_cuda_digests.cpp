@@ -1,4 +1,4 @@
-// The CUDA lane's digests, made and checked by several threads, over a fake driver. Nothing here ran on a
+// The CUDA lane's digests, which several threads make and check, over a fake driver. Nothing here ran on a
 // GPU.
 #include <doctest/doctest.h>
 
@@ -18,7 +18,7 @@ const char* const kName = "flexkv-digest";
 CudaShape odd_pages() {
   CudaShape shape;
   shape.layers = 5;
-  shape.run_bytes = 700'001;  // pages of 3.5 MB: two of them a piece, each run in two parts
+  shape.run_bytes = 700'001;  // pages of 3.5 MB: two of them make a piece, and each run has two parts
   shape.blocks = 8;
   shape.digests = true;
   return shape;
@@ -79,7 +79,7 @@ void store_and_load(CudaWorld& world, bool layerwise) {
     CHECK(result.reason.find("digest mismatch in run " + std::to_string(layer) + " (layer " +
                              std::to_string(layer) + ") of slot 0") != std::string::npos);
     CHECK(world.holds(2, 1));
-    if (!layerwise || layer == 0) CHECK(world.layer_holds(0, 3, 8));  // not a byte of what is bad
+    if (!layerwise || layer == 0) CHECK(world.layer_holds(0, 3, 8));  // not a byte of the bad page
   }
 }
 
@@ -126,7 +126,7 @@ TEST_CASE("cuda digests: without digests there is no thread for them") {
 TEST_CASE("cuda digests: where no thread can be started the lane's own make and check them") {
   const CudaShape shape = odd_pages();
   const auto world = world_with(shape, std::make_unique<DigestCrew>(4));
-  // An op without digests starts what else there is.
+  // An op without digests starts everything else.
   world->engine->detach_view(0);
   world->engine->attach_view(0, world->view, world->pool, 0, kNoDigests);
   REQUIRE(world->run(world->op(OpKind::kD2H, {0}, {0})).status == Status::kOk);

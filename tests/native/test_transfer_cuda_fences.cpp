@@ -1,5 +1,5 @@
-// The fences between the engine's stream and the CUDA lane's, over a fake driver whose streams stand still on
-// request; and for each a control without the fence, which must see the wrong bytes.
+// The fences between the engine's stream and the CUDA lane's, over a fake driver whose streams stop on
+// request. Each has a control without the fence, which must see the wrong bytes.
 #include <doctest/doctest.h>
 
 #include <condition_variable>
@@ -12,7 +12,7 @@ using namespace flexkv;
 
 namespace {
 
-// A lane whose points in the engine's stream mean nothing: waiting for them is waiting for an event that was
+// A lane whose points in the engine's stream mean nothing: to wait for one is to wait for an event that was
 // never recorded.
 class UnfencedLane : public cuda::CudaLane {
  public:
@@ -25,7 +25,7 @@ class UnfencedLane : public cuda::CudaLane {
   void make_wait(StreamEvent&, StreamId) override {}
 };
 
-// Something of the engine that runs when it is let.
+// Work of the engine that runs once the gate is open.
 class Gate {
  public:
   void open() {
@@ -101,7 +101,7 @@ bool forward_sees_the_layer(bool fenced) {
   REQUIRE(world->run(world->op(OpKind::kD2H, {1}, {1})).status == Status::kOk);
   world->fill(1, 5);
   Gate copies;
-  // Stands before the lane's stream: the fence of the load waits for it.
+  // It runs before the lane's copies: the load's fence waits for it.
   const uintptr_t other = fake_cuda::make_stream(false);
   fake_cuda::enqueue(other, [&] { copies.pass(); });
   GraphSpec graph;
@@ -110,7 +110,7 @@ bool forward_sees_the_layer(bool fenced) {
   const auto ticket = world->engine->submit(std::move(graph), world->stream);
   REQUIRE(ticket);
   const LayerWait answer = world->engine->wait_layer_on(*ticket, 0, CudaWorld::kLongS, world->stream);
-  REQUIRE(answer.in_time);  // enqueued is enough: the copy stands behind `other`
+  REQUIRE(answer.in_time);  // enqueued is enough: the copy waits behind `other`
   REQUIRE(answer.failed.empty());
   CHECK_FALSE(world->layer_holds(0, 1, 3));
   bool saw = false;
@@ -176,7 +176,7 @@ TEST_CASE("cuda fences: what follows wait_layer sees the layer, though the host 
 }
 
 TEST_CASE("cuda fences: wait_layer names failed pages and adds no wait") {
-  // Without a kernel, whose failure would fail no page.
+  // Without the kernel, whose failure would fail no page.
   const cuda::CopySwitches no_kernel{.batch = true, .kernel = false};
   auto world = std::make_unique<CudaWorld>(CudaShape{}, fake_cuda::Settings{}, no_kernel);
   fake_cuda::fail_copy(0);

@@ -172,8 +172,8 @@ TEST_CASE("cuda lane: close with copies under way waits for them") {
 
 namespace {
 
-// Loads 20 pages of 2 MiB with all streams held; cancels what is not under way, or not; gives the dropped
-// pages' blocks to the engine at once, lets the copies go, and tells whether its bytes stayed.
+// Loads 20 pages of 2 MiB with all streams held. `cancels`: cancels those that are not under way. Gives their
+// blocks to the engine at once, releases the copies, and returns whether the engine's bytes stayed.
 bool reused_blocks_stay(bool cancels) {
   CudaShape shape;
   shape.layers = 2;
@@ -200,7 +200,7 @@ bool reused_blocks_stay(bool cancels) {
   std::vector<int32_t> dropped;
   for (int32_t i = kUnderWay; i < 20; ++i) dropped.push_back(i);
   if (cancels) world.engine->cancel(ticket);
-  // What is under way may still be written: no result yet.
+  // Pages under way may still be written, so there is no result yet.
   CHECK_FALSE(world.engine->wait(ticket, 0.05));
   CHECK(world.engine->poll(1).empty());
   for (const int32_t i : dropped) world.fill(20 + i, 90 + i);
@@ -234,7 +234,7 @@ TEST_CASE("cuda lane: tables of several kernels under way are apart, and nothing
   const int64_t load = world.submit(world.op(OpKind::kH2D, {4, 5}, {0, 0}));
   const auto deadline = deadline_in(CudaWorld::kLongS);
   while (fake_cuda::calls().kernel < launched + 2 && seconds_until(deadline) > 0) std::this_thread::yield();
-  // Control: a free now is found.
+  // Control: the fake notices memory that is freed now.
   void* memory = nullptr;
   const cuda::Current here(*world.device);
   REQUIRE(world.device->driver().host_alloc(&memory, 64, 0) == cuda::kSuccess);

@@ -1,5 +1,5 @@
-// Pages that go to the host in several stages, of which one is under way behind a forward when the engine's
-// stream is to go on: over a fake driver whose streams stand still on request.
+// Pages that go to the host in several stages, one of which is under way behind a forward when the engine's
+// stream is to go on. They run over a fake driver whose streams stop on request.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -14,7 +14,7 @@ using namespace flexkv;
 namespace {
 
 constexpr double kAWhileS = 0.1;  // for what must not happen
-// A layer is more than half of a piece, so that each is a stage.
+// A layer is more than half of a sub-batch, so that each is a stage.
 constexpr CudaShape kLong{
     .layers = 2, .blocks = 4, .run_bytes = kSubBatchBytes / 2 + 4096, .digests = true, .extent_slots = 1};
 
@@ -31,8 +31,8 @@ OpResult result_of(CudaWorld& world, int64_t ticket) {
   return {};
 }
 
-// Stores `blocks` behind a forward that writes them; the next forward, which comes before their copies unless
-// the stream is `ordered` behind these, writes into all of them again. The store's result.
+// Stores `blocks` behind a forward that writes them. The next forward writes into all of them again, and
+// comes before their copies unless the stream is `ordered` behind these. Returns the store's result.
 OpResult store_behind_forward(CudaWorld& world, const std::vector<int32_t>& blocks, bool layerwise,
                               bool ordered) {
   GraphSpec graph;
@@ -44,10 +44,10 @@ OpResult store_behind_forward(CudaWorld& world, const std::vector<int32_t>& bloc
     });
     ticket = world.engine->submit(std::move(graph), world.stream);
     REQUIRE(ticket);
-    CHECK_FALSE(world.engine->wait(*ticket, kAWhileS));  // what a direction has under way stands still
+    CHECK_FALSE(world.engine->wait(*ticket, kAWhileS));  // what the direction has under way waits
     if (ordered) {
       REQUIRE(world.engine->order_after(*ticket, CudaWorld::kLongS, world.stream));
-      CHECK_FALSE(world.engine->wait(*ticket, 0));  // as does the forward
+      CHECK_FALSE(world.engine->wait(*ticket, 0));  // the forward still runs
     } else {
       fake_cuda::hold_all(true);
       fake_cuda::release_stream(world.stream);
@@ -60,7 +60,7 @@ OpResult store_behind_forward(CudaWorld& world, const std::vector<int32_t>& bloc
   return result_of(world, *ticket);
 }
 
-// A store of block 2 by layers, none of which is open.
+// Submits a layerwise store of block 2, with no layer open.
 int64_t submit_gated(CudaWorld& world) {
   GraphSpec graph;
   graph.ops.push_back(world.op(OpKind::kD2H, {2}, {2}, true));
@@ -190,7 +190,8 @@ TEST_CASE("cuda long pages: a store that was cancelled with one under way is ord
   }
   REQUIRE(world->engine->wait(*second, CudaWorld::kLongS));
   const auto results = world->engine->poll(2);
-  CHECK(results.back().failed == std::vector<int32_t>{0, 1, 2, 3});  // of the first a range was on its way
+  // The first page too, of which a range was on its way.
+  CHECK(results.back().failed == std::vector<int32_t>{0, 1, 2, 3});
 }
 
 TEST_CASE("cuda long pages: a later range that the driver refuses fails the page by name") {
@@ -201,7 +202,7 @@ TEST_CASE("cuda long pages: a later range that the driver refuses fails the page
     ticket = world->submit(world->op(OpKind::kD2H, {2}, {2}));
     CHECK_FALSE(world->engine->wait(*ticket, kAWhileS));
     fake_cuda::fail_copy(0);
-    // What was enqueued of it moves yet: only its end says that it does not.
+    // What was enqueued of it may still move until the stream gets there.
     CHECK_FALSE(world->engine->order_after(*ticket, kAWhileS, world->stream));
     forward.let_go();
     CHECK(world->engine->order_after(*ticket, CudaWorld::kLongS, world->stream));
@@ -219,7 +220,7 @@ TEST_CASE("cuda long pages: whenever the order comes, each page is whole or name
       std::fill_n(world->pool->slot_address(slot), world->pool->geometry().slot_bytes, std::byte{0});
     }
     const int64_t ticket = world->submit(world->op(OpKind::kD2H, {0, 1, 2, 3}, {0, 1, 2, 3}, true));
-    // Somewhere between its first stage and its end.
+    // A moment somewhere between its first stage and its end.
     const auto until = deadline_in(0.00002 * round);
     while (seconds_until(until) > 0) std::this_thread::yield();
     REQUIRE(world->engine->order_after(ticket, CudaWorld::kLongS, world->stream));

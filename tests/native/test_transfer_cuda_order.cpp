@@ -1,5 +1,5 @@
-// What the engine's stream is ordered behind, and what need not wait for all that it has been given: over a
-// fake driver whose streams stand still on request.
+// What the engine's stream is ordered behind, and what need not wait for all that the stream has been given.
+// It runs over a fake driver whose streams stop on request.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -21,10 +21,10 @@ std::unique_ptr<CudaWorld> make_world(const CudaShape& shape = {}) {
   return std::make_unique<CudaWorld>(shape, fake_cuda::Settings{}, cuda::CopySwitches{});
 }
 
-constexpr int kStores = 5;  // more than a direction has under way by turns
+constexpr int kStores = 5;  // more than a direction has under way in turn
 
-// Stores of blocks 0 ... 4 that a forward which runs writes; the next forward writes into all of them again.
-// Whether every store has the first forward's bytes.
+// Stores blocks 0 ... 4, which a running forward writes; the next forward writes into all of them again.
+// Returns whether every store has the first forward's bytes.
 bool stores_are_whole(CudaWorld& world, bool ordered) {
   std::array<int64_t, kStores> tickets{};
   {
@@ -38,9 +38,9 @@ bool stores_are_whole(CudaWorld& world, bool ordered) {
     for (const int64_t ticket : tickets) {
       if (ordered) REQUIRE(world.engine->order_after(ticket, CudaWorld::kLongS, world.stream));
     }
-    // Still the first one runs: nothing has waited for it.
+    // The first one still runs: nothing has waited for it.
     REQUIRE_FALSE(world.engine->wait(tickets.front(), 0));
-    if (!ordered) {  // the copies are as slow as they may be, so that the next forward always comes first
+    if (!ordered) {  // the copies are as slow as can be, so that the next forward always comes first
       fake_cuda::hold_all(true);
       fake_cuda::release_stream(world.stream);
     }
@@ -57,8 +57,8 @@ bool stores_are_whole(CudaWorld& world, bool ordered) {
   return whole;
 }
 
-// Whether a load into block 1 ends while a forward runs that was given to the stream after `before` and does
-// `work`.
+// Whether a load into block 1 ends while a forward runs that does `work` and was given to the stream after
+// `before`.
 bool load_ends_beside(CudaWorld& world, bool recorded_before, std::function<void()> work, OpResult& result) {
   world.fill(1, 3);
   REQUIRE(world.run(world.op(OpKind::kD2H, {1}, {1})).status == Status::kOk);
@@ -93,7 +93,7 @@ class DiskStores : public Lane {
     thread_ = std::thread([source = std::move(source), lane, may_end = may_end_.get_future()] {
       while (const auto item = source->take(lane)) {
         may_end.wait();
-        // As the real lane, which finishes nothing before the engine has come so far.
+        // As in the real lane, which finishes nothing before the engine has come that far.
         static_cast<cuda::Event&>(*item->fence()).wait();
         source->finish(item, std::vector<MoveResult>(item->positions().size()));
       }
@@ -145,7 +145,7 @@ TEST_CASE("cuda order: what is left of a page that goes layer by layer is enqueu
       world->fill(7, 1);
       world->fill(8, 2);
     });
-    // These fill what a direction has under way, so that nothing of the third is taken in its turn.
+    // These two fill the direction, so that nothing of the third is taken in its turn.
     world->submit(world->op(OpKind::kD2H, {0}, {0}));
     world->submit(world->op(OpKind::kD2H, {1}, {1}));
     ticket = world->engine->submit(std::move(graph), world->stream);
@@ -167,7 +167,7 @@ TEST_CASE("cuda order: the rest of a layer that is copied in portions is enqueue
   {
     Forward forward(*world, [&] { world->fill(2, 1); });
     ticket = world->submit(world->op(OpKind::kD2H, {2}, {0}));
-    CHECK_FALSE(world->engine->wait(ticket, kAWhileS));  // two portions are enqueued, and stand still
+    CHECK_FALSE(world->engine->wait(ticket, kAWhileS));  // two portions are enqueued, and wait
     REQUIRE(world->engine->order_after(ticket, CudaWorld::kLongS, world->stream));
     fake_cuda::enqueue(world->stream, [&] { world->fill(2, 90); });
   }
@@ -176,7 +176,7 @@ TEST_CASE("cuda order: the rest of a layer that is copied in portions is enqueue
 }
 
 TEST_CASE("cuda order: a page whose copy the driver refuses fails by name, and nothing waits for ever") {
-  // Without a kernel, whose failure would fail no page.
+  // Without the kernel, whose failure would fail no page.
   const cuda::CopySwitches no_kernel{.batch = true, .kernel = false};
   const auto world = std::make_unique<CudaWorld>(CudaShape{}, fake_cuda::Settings{}, no_kernel);
   int64_t ticket = 0;
@@ -187,7 +187,7 @@ TEST_CASE("cuda order: a page whose copy the driver refuses fails by name, and n
     ticket = world->submit(world->op(OpKind::kD2H, {2}, {2}));
     CHECK_FALSE(world->engine->wait(ticket, kAWhileS));
     fake_cuda::fail_copy(0);
-    // Some of it may be under way all the same: only the stream's end says that it is not.
+    // Some of it may be under way even so, until the stream gets there.
     CHECK_FALSE(world->engine->order_after(ticket, kAWhileS, world->stream));
     forward.let_go();
     CHECK(world->engine->order_after(ticket, CudaWorld::kLongS, world->stream));
@@ -253,7 +253,7 @@ TEST_CASE("cuda order: stores out of turn that hang take their own direction dow
     CHECK(world->engine->poll(1).front().status == Status::kOk);
   }
   for (const int64_t ticket : tickets) REQUIRE(world->engine->wait(ticket, CudaWorld::kLongS));
-  CHECK(lane(OpKind::kD2H).up);  // nothing stuck stands for it any more
+  CHECK(lane(OpKind::kD2H).up);  // nothing stuck keeps it down any more
 }
 
 TEST_CASE("cuda order: a load behind a point before the forward does not wait for it") {
@@ -326,7 +326,7 @@ TEST_CASE(
   }
   CHECK(took(kAWhileS, false) >= kAWhileS);
   {
-    // A later store stands behind a forward: this one's bytes have its lane to themselves all the same.
+    // A later store waits behind a forward, but this one's bytes have the lane to themselves.
     Forward forward(*world, [] {});
     const int64_t later = store(3);
     CHECK(took(kAWhileS, false) >= kAWhileS);
@@ -334,7 +334,7 @@ TEST_CASE(
     CHECK(engine.order_after(ticket, CudaWorld::kLongS, world->stream));
     ticket = later;
     CHECK(took(CudaWorld::kLongS, true) < CudaWorld::kLongS / 2);
-    // One that could run, but for the lane, which has that later one.
+    // This one could run, if that later one did not occupy the lane.
     ticket = store(4, before);
     CHECK(took(CudaWorld::kLongS, true) < CudaWorld::kLongS / 2);
   }

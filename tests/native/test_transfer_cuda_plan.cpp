@@ -38,7 +38,7 @@ TEST_CASE("cuda plan: the way of a run follows from its own length and from what
   CHECK(describe_ways({false, false, 1 << 20}, Direction::kToHost) == "in rows");
   CHECK(describe_ways({false, false, 0}, Direction::kToHost) == "one by one");
 
-  // MLA with an indexer: by the mean of 36 KiB the short runs would go with the long ones.
+  // MLA with an indexer: by their mean of 36 KiB the short runs would go with the long ones.
   const Segment segments[] = {
       {1 << 20, 1, 31 << 10, 0, 0}, {1 << 21, 1, 72 << 10, 1, 0}, {1 << 22, 1, 4 << 10, 2, 1}};
   const SplitRuns split = split_runs(segments, 32 << 10);
@@ -106,7 +106,7 @@ TEST_CASE("cuda plan: copies that continue each other are one, empty ones none")
 TEST_CASE("cuda plan: no copy and no rows have bytes of two layers that were allocated apart") {
   std::byte host[4096];
   constexpr uintptr_t kBase = 1 << 20;
-  // Layers right behind each other, of two blocks each; and of one block, which continue each other.
+  // Layers right behind each other: of two blocks each, and of one block, so that they continue each other.
   const Segment layers[] = {
       {kBase, 100, 100, 0, 0}, {kBase + 200, 100, 100, 100, 1}, {kBase + 400, 100, 100, 200, 2}};
   const Segment single[] = {{kBase, 100, 100, 0, 0}, {kBase + 100, 100, 100, 100, 1}};
@@ -125,7 +125,7 @@ TEST_CASE("cuda plan: no copy and no rows have bytes of two layers that were all
 TEST_CASE("cuda plan: no copy and no rows have bytes of two pieces of registered memory") {
   std::byte host[4096];
   const Segment segment{1 << 20, 300, 300, 0, 0};
-  // Neighbours at both ends; the third page's slot was registered apart.
+  // Neighbours at both ends; the third page's slot was registered separately.
   const PageEnds pages[] = {{0, host, 4}, {1, host + 300, 4}, {2, host + 600, 5}, {3, host + 900, 5}};
   const auto copies = list_copies(std::span(&segment, 1), pages);
   REQUIRE(copies.size() == 2);
@@ -157,7 +157,7 @@ TEST_CASE("cuda plan: rows of equal steps are one pitched copy, in the order tha
   CHECK(groups[0].rows == 8);
   CHECK(groups[0].device_step == 256);
   CHECK(groups[0].host_step == 4096);
-  // Steps beyond the device's pitch are not taken.
+  // Steps beyond the device's largest pitch are not used.
   for (const PitchedCopy& group : group_rows(copies, 300)) CHECK(group.rows == 1);
   size_t rows = 0;
   for (const PitchedCopy& group : group_rows(copies, 5000)) rows += group.rows;

@@ -1,5 +1,5 @@
-// How much the CUDA lane has under way and by what, over a fake driver that counts it. Nothing here ran on a
-// GPU.
+// How much the CUDA lane has under way and by which path, over a fake driver that counts it. Nothing here ran
+// on a GPU.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -32,7 +32,7 @@ bool comes_true(const std::function<bool()>& is_so) {
   return is_so();
 }
 
-// What was counted while all of `shape` was stored, and loaded into the blocks in reverse.
+// Stores all of `shape`, loads it into the blocks in reverse order, and returns what was counted.
 fake_cuda::Calls there_and_back(const CudaShape& shape, const cuda::CopySwitches& switches,
                                 bool layerwise = false) {
   CudaWorld world(shape, {}, switches);
@@ -83,7 +83,7 @@ TEST_CASE("cuda portions: the copy engine has two portions under way, and no lon
 TEST_CASE("cuda portions: copies of long runs to the host go alone, and no two are under way") {
   const CudaShape shape{.layers = 4, .blocks = 6, .run_bytes = 1 << 20, .extent_slots = 6};
   const fake_cuda::Calls calls = there_and_back(shape, kBatches);
-  CHECK(calls.batch == 6);  // of the loads
+  CHECK(calls.batch == 6);  // the loads
   CHECK(calls.longest_copy[kStores] == shape.run_bytes);
   CHECK(calls.peak_long_stores == 1);
   CHECK(calls.peak_bytes[kStores] == shape.run_bytes);
@@ -161,7 +161,7 @@ TEST_CASE("cuda portions: a small copy of the engine's waits for two portions at
     return calls;
   };
   CHECK(ahead_of_a_small_copy(false).bytes == 2 * cuda::kPortionBytes);
-  // Where the next step waits for the copies all the same, all of them are there at once.
+  // If the next step waits for the copies anyway, all of them are enqueued at once.
   CHECK(ahead_of_a_small_copy(true).bytes == int64_t{96} << 20);
 }
 
@@ -203,7 +203,7 @@ TEST_CASE("cuda portions: a large page that fails halfway is failed by name, and
 }
 
 TEST_CASE("cuda portions: by layer, each is on its way before the next one's turn, small ones together") {
-  // A layer of four pages is 512 KiB, or 16.
+  // One layer of four pages is 512 KiB or 16 KiB.
   for (const int64_t run_bytes : {int64_t{128} << 10, int64_t{4} << 10}) {
     const CudaShape shape{.layers = 6, .blocks = 8, .run_bytes = run_bytes, .extent_slots = 8};
     CudaWorld world(shape, {}, kAll);
@@ -214,7 +214,7 @@ TEST_CASE("cuda portions: by layer, each is on its way before the next one's tur
     Forward forward(world, [] {});
     const int64_t ticket = world.submit(world.op(OpKind::kH2D, {4, 5, 6, 7}, {0, 1, 2, 3}, true));
     if (run_bytes >= 64 << 10) {
-      // Two layers are under way, the third's turn has not come.
+      // Two layers are under way, and the third's turn has not come.
       CHECK(comes_true([&] { return fake_cuda::calls().bytes - before >= 2 * 4 * run_bytes; }));
       CHECK(world.engine->wait_layer_on(ticket, 1, CudaWorld::kLongS, world.stream).in_time);
       CHECK_FALSE(world.engine->wait_layer_on(ticket, 2, 0.05, world.stream).in_time);
@@ -243,7 +243,7 @@ TEST_CASE("cuda portions: loads that forwards wait for go on in turns, layer by 
     CHECK(world.engine->wait_layer_on(first, 1, CudaWorld::kLongS, world.stream).in_time);
     second = world.submit(world.op(OpKind::kH2D, {9, 10, 11}, {3, 4, 5}, true));
   }
-  // The second's first layer comes before the first's last.
+  // The second load's first layer comes before the first load's last.
   CHECK(world.engine->wait(second, CudaWorld::kLongS));
   CHECK(world.engine->wait(first, CudaWorld::kLongS));
   for (int32_t block = 6; block < 12; ++block) CHECK(world.holds(block, block - 5));
@@ -286,7 +286,7 @@ TEST_CASE("cuda portions: a cancelled store's kernel is told to stop, and its pa
     CHECK(comes_true([&] { return fake_cuda::calls().kernel > kernels; }));
     const int64_t words = fake_cuda::calls().words;
     world.engine->cancel(ticket);
-    // Its word is written by a stream of its own, before the kernel begins.
+    // A stream of its own writes the stop word, before the kernel begins.
     CHECK(comes_true([&] { return fake_cuda::calls().words > words; }));
     CHECK_FALSE(world.engine->wait(ticket, 0.05));  // it may still write its slots
   }
@@ -295,7 +295,7 @@ TEST_CASE("cuda portions: a cancelled store's kernel is told to stop, and its pa
   CHECK(result.failed.size() == 64);
   CHECK(result.reason == "cancelled");
   CHECK_FALSE(world.slot_holds(63, 64));  // nothing of it was copied
-  // The next is not stopped.
+  // The next store is not stopped.
   CHECK(world.run(world.op(OpKind::kD2H, {63}, {63})).status == Status::kOk);
   CHECK(world.slot_holds(63, 64));
 }
@@ -314,7 +314,7 @@ TEST_CASE("cuda portions: nothing is polled when nothing is under way") {
   const double idle_s = cpu_s() - before;
   CHECK(fake_cuda::calls().queries == queries);
   CHECK(idle_s < 0.05);
-  // Control: behind a forward that runs it is looked now and then.
+  // Control: behind a running forward, the lane looks now and then.
   {
     Forward forward(world, [] {});
     const int64_t ticket = world.submit(world.op(OpKind::kD2H, {0}, {0}));

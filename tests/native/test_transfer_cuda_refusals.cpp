@@ -1,5 +1,5 @@
-// Calls that the driver refuses: threads end by no exception, items fail by name, and what can go another way
-// does. Over the fake driver; nothing here ran on a GPU.
+// Calls that the driver refuses: no exception ends a thread, items fail by name, and what can go another way
+// does. It runs over the fake driver; nothing here ran on a GPU.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -22,7 +22,7 @@ struct NoFence : StreamEvent {
   bool reached() override { return true; }
 };
 
-// The result of a store that a lane runs of whose threads so many are refused the context.
+// The result of a store by a lane, `count` of whose threads are refused the context.
 OpResult run_with_refused_threads(int64_t count) {
   CudaWorld world({}, {}, {});
   GraphSpec graph;
@@ -108,7 +108,7 @@ TEST_CASE("cuda refusals: no copy has bytes of two layers, also where these lie 
   CHECK(world.run(world.op(OpKind::kH2D, {7, 8, 9}, {0, 1, 2})).status == Status::kOk);
   CHECK(world.holds(8, 2));
   CHECK(fake_cuda::calls().pitched == world.shape_.layers);  // pages of one layer
-  // Control: one over two of them is refused.
+  // Control: the driver refuses one copy over two of them.
   const cuda::Current here(*world.device);
   const cuda::Stream stream(world.device);
   const auto layer = static_cast<size_t>(world.shape_.blocks * world.shape_.run_bytes);

@@ -1,4 +1,5 @@
-// Digests of pages made and checked by several threads: the same as by one, whoever takes which share.
+// Several threads make and check digests of pages: they are the same as by one thread, whichever takes which
+// share.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -29,7 +30,7 @@ const char* const kName = "flexkv-digest";
 // Bytes of the runs of each layer.
 using Shape = std::vector<std::vector<int64_t>>;
 
-// Pages in a host pool, of other bytes each. The engine's side is addresses alone: nothing reads it.
+// Pages in a host pool, each with other bytes. The engine's side is only addresses: nothing reads it.
 struct Pages {
   Pages(const Shape& shape, int32_t slot_count) : shape_(shape) {
     std::vector<Segment> runs;
@@ -66,7 +67,7 @@ struct Pages {
   }
   std::vector<MoveResult> check(DigestCrew& crew) { return check(crew, 0, layers()); }
 
-  // Whether those of layers [lo, hi) are.
+  // Whether the digests of layers [lo, hi) are right.
   bool digests_are_right(int32_t lo, int32_t hi) const {
     for (const int32_t slot : slots) {
       for (size_t i = 0; i < run_count(); ++i) {
@@ -80,7 +81,7 @@ struct Pages {
   }
   bool digests_are_right() const { return digests_are_right(0, layers()); }
 
-  // Whether the crew says of every page what one thread does.
+  // Whether the crew gives the same result for every page as one thread does.
   bool same_as_alone(const std::vector<MoveResult>& results, int32_t lo, int32_t hi) const {
     for (size_t i = 0; i < slots.size(); ++i) {
       const MoveResult alone = check_digests(*view, slots[i], lo, hi);
@@ -114,7 +115,7 @@ bool all_ok(const std::vector<MoveResult>& results) {
   return true;
 }
 
-// A page of short and long runs, several a layer, that are cut in every way.
+// A page of short and long runs, several per layer, that are cut in every way.
 const Shape kMixed = {{5, 300 * kKiB, 4097},       {700 * kKiB + 13},       {1, 512 * kKiB, 512 * kKiB - 1},
                       {100'003, 100'003, 100'003}, {2048 * kKiB + 4096, 7}, {9}};
 
@@ -125,15 +126,15 @@ struct Case {
 
 const std::vector<Case> kCases = {
     {same_runs(1, 8192 * kKiB), 1},         // one piece of one run
-    {same_runs(1, 8192 * kKiB + 4099), 1},  // and an odd one
-    {same_runs(1, 512 * kKiB), 1},          // the least that is shared
-    {same_runs(1, 512 * kKiB - 1), 1},      // a byte less: the caller's alone
+    {same_runs(1, 8192 * kKiB + 4099), 1},  // and one of odd length
+    {same_runs(1, 512 * kKiB), 1},          // the least that is shared out
+    {same_runs(1, 512 * kKiB - 1), 1},      // a byte less: the caller works alone
     {same_runs(1, 512 * kKiB - 1), 3},      // no run is cut
     {same_runs(7, 100'003), 2},             // runs that fill a share unevenly
     {same_runs(3, 1), 300},                 // next to nothing
     {same_runs(1, 1), 1},
     {same_runs(900, 1000), 2},  // many short runs
-    {same_runs(2, 2049), 400},  // small pages, of which several are a share
+    {same_runs(2, 2049), 400},  // small pages, several of which make up a share
     {kMixed, 3},
 };
 
@@ -216,7 +217,7 @@ TEST_CASE("digest crew: of several changed runs the first is named, also of long
     for (size_t run = 0; run < pages.run_count(); ++run) {
       const int64_t bytes = pages.run(run).run_bytes;
       for (const int64_t in_run : {int64_t{0}, bytes / 2, bytes - 1}) {
-        // Later runs too, all of them, and the same of another page.
+        // All later runs change too, and the last byte of another page.
         std::vector<std::byte*> changed = {pages.view->stripe(1) + pages.run(run).page_offset + in_run};
         for (size_t later = run + 1; later < pages.run_count(); ++later) {
           changed.push_back(pages.view->stripe(1) + pages.run(later).page_offset);
@@ -244,7 +245,7 @@ TEST_CASE("digest crew: all of its threads take shares, and with one there is no
     CHECK(threads_named(kName) == 0);  // none before there is work
     pages.write(crew);
     CHECK(threads_named(kName) == threads - 1);
-    // Alone the caller cuts nothing.
+    // A caller that works alone takes no shares.
     CHECK(meeting.came() == (threads == 1 ? 0 : static_cast<size_t>(threads)));
     CHECK(meeting.was_there(std::this_thread::get_id()) == (threads > 1));
     CHECK(pages.digests_are_right());
@@ -300,7 +301,7 @@ TEST_CASE("digest crew: one that makes and one that checks share it") {
 
 namespace {
 
-// Holds each thread at each of its shares, until that share is let go.
+// Holds each thread at each of its shares until let_go().
 class Turnstile {
  public:
   void pass(DigestWork work) {
@@ -322,7 +323,7 @@ class Turnstile {
     open_ = true;
     changed_.notify_all();
   }
-  // Waits for the share of this number of a thread that is none of `known`, and tells which thread it is.
+  // Waits for a share of a thread that is not in `known`, and returns which thread it is.
   std::thread::id await_stranger(const std::vector<std::thread::id>& known) {
     std::unique_lock lock(mutex_);
     std::thread::id found;
@@ -334,7 +335,7 @@ class Turnstile {
     });
     return found;
   }
-  // What a thread's share of this number, from 1, is of.
+  // Waits for this thread's share number `share`, from 1, and returns its kind of work.
   DigestWork await(std::thread::id id, int share) {
     std::unique_lock lock(mutex_);
     REQUIRE(changed_.wait_for(lock, std::chrono::duration<double>(kLongS),
@@ -369,7 +370,7 @@ TEST_CASE("digest crew: a check goes before shares of a write, and a third calle
   turnstile.await(writing, 1);
   const std::thread::id helper = turnstile.await_stranger({writing});
   CHECK(turnstile.await(helper, 1) == DigestWork::kWrite);
-  third.write(crew);  // would be held at a share if it had one
+  third.write(crew);  // it would be held if it took a share
   CHECK(third.digests_are_right());
   std::vector<MoveResult> results;
   std::thread checker([&] { results = checked.check(crew); });
@@ -396,7 +397,7 @@ TEST_CASE("digest crew: abandoned amid the work its threads end, and the caller 
   writer.join();
   CHECK(made.digests_are_right());
   CHECK(come_to(0, kName));
-  CHECK(all_ok(made.check(*crew)));  // alone
+  CHECK(all_ok(made.check(*crew)));  // the caller works alone
   CHECK(threads_named(kName) == 0);
   crew->abandon();
   crew->join();

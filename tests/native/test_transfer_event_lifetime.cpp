@@ -1,5 +1,5 @@
-// The last reference to an event calls the driver, which may wait for the device: never under the scheduler's
-// lock, for which every other call would wait too.
+// Dropping the last reference to an event calls the driver, which may wait for the device. That must never
+// happen under the scheduler's lock, for which every other call would wait too.
 #include <doctest/doctest.h>
 
 #include <chrono>
@@ -12,7 +12,7 @@ using namespace flexkv;
 
 namespace {
 
-// Stores, of which the test takes the items itself.
+// A lane for stores whose items the test itself takes.
 class HandLane : public Lane {
  public:
   const char* name() const override { return "by hand"; }
@@ -28,7 +28,7 @@ struct Seen {
   int locked = 0;
 };
 
-// Looks, when it ends, whether another thread gets the scheduler's lock.
+// Checks, when it is destroyed, whether another thread gets the scheduler's lock.
 class LookingEvent : public StreamEvent {
  public:
   LookingEvent(const Scheduler& scheduler, Seen& seen) : scheduler_(scheduler), seen_(seen) {}
@@ -65,7 +65,7 @@ struct HandWorld {
     GraphSpec graph;
     graph.ops.push_back(op);
     graph.fence = std::move(fence);
-    // Each page an item of its own.
+    // Each page is an item of its own.
     const auto ticket = scheduler.submit(std::move(graph), {nullptr}, {{.bytes = kSubBatchBytes}});
     REQUIRE(ticket);
     return *ticket;

@@ -1,4 +1,4 @@
-// Host pools with a device that takes extents, or does not.
+// Host pools with a device that registers extents, or refuses to.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -74,10 +74,10 @@ std::shared_ptr<HostPool> ready_pool() {
 }  // namespace
 
 TEST_CASE("a refused extent is named and works; the others are registered, and let go at the end") {
-  // Twice each of the second and third extent: at first, and with the one retry.
+  // The second and the third extent are refused twice each: at first, and at the one retry.
   const auto registrar = std::make_shared<FakeRegistrar>(std::set<int>{1, 2, 4, 5});
   auto pool = ready_pool();
-  CHECK(pool->pinned_slots() == 0);  // nobody asked: a process that does not copy pins nothing
+  CHECK(pool->pinned_slots() == 0);  // nobody called pin(): a process that does not copy pins nothing
   CHECK(registrar->held().empty());
   pool->pin(registrar, {.tries = 1, .first_pause_s = 0.001});
   REQUIRE(comes_true([&] { return !pool->registration_error().empty(); }));
@@ -158,7 +158,7 @@ TEST_CASE("pieces of every geometry cover each slot once, within one extent, and
 }
 
 TEST_CASE("bring-up stops, with a reason, before it takes the last free memory") {
-  // A machine that fills up from elsewhere: after the third look too little is left.
+  // A machine whose memory others fill: after the third look too little is left.
   auto looks = std::make_shared<std::atomic<int>>(0);
   PoolOptions options;
   options.memory = [looks]() -> MemoryLimit {
@@ -166,7 +166,7 @@ TEST_CASE("bring-up stops, with a reason, before it takes the last free memory")
   };
   auto pool = HostPool::create({kSlotBytes, 256, kMaxExtentBytes}, options);  // creation is the first look
   CHECK_FALSE(pool->wait_ready(256, kGenerousS));
-  CHECK(pool->ready_slots() == 128);  // 64 MiB a look
+  CHECK(pool->ready_slots() == 128);  // 64 MiB per look
   CHECK(pool->stopped_reason().find("left by a full machine") != std::string::npos);
   CHECK_NOTHROW(pool->slot(127));
   CHECK_THROWS_AS(pool->slot(128), BlockRangeError);

@@ -1,4 +1,4 @@
-// Loads that wait for slots which another engine's reads fill: each page starts when its own is there.
+// Loads that wait for slots which another engine's reads fill: each page starts when its own bytes are there.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -17,7 +17,7 @@ namespace {
 constexpr EngineOptions kOptions{.queue_ops = 64, .copy_threads = 2, .op_stuck_s = 0};
 
 struct SlotWorld : TransferWorld {
-  // Slot i holds what block i is to hold; all blocks are spoilt.
+  // Slot i holds what block i should hold; all blocks hold other bytes.
   explicit SlotWorld(int32_t blocks, std::vector<FaultRule> rules = {})
       : TransferWorld(blocks, kOptions, std::move(rules)) {
     OpSpec store = op(OpKind::kD2H, blocks);
@@ -182,7 +182,7 @@ TEST_CASE("a page that is lost after some of its layers were moved is named, and
   world.settle(1, 7, false);
   world.settle(0, 7, true);
   CHECK(!world.engine->wait_layer(ticket, 2, 0.01).in_time);
-  world.settle(2, 9, true);  // its slot was given to another read: that says nothing good of this one
+  world.settle(2, 9, true);  // its slot was given to another read, so this one did not succeed
   const LayerWait last = world.engine->wait_layer(ticket, 3, kGenerousS);
   CHECK(last.in_time);
   REQUIRE(last.failed.size() == 1);
@@ -234,7 +234,7 @@ TEST_CASE("many loads and many reads at once: every page is there, or named") {
   const auto fails = [](int32_t slot) { return slot % 11 == 0; };
   std::thread reader([&] {
     for (const int32_t slot : order) {
-      // As a disk would: the bytes first. The engine reads them in another thread, only after they are
+      // The bytes come first, as with a disk. The engine reads them in another thread, only after they are
       // settled.
       world.pool->slot(slot)[0] = std::byte{SlotWorld::value(slot)};
       world.settle(slot, 100 + slot / kEach, !fails(slot));
@@ -285,7 +285,7 @@ TEST_CASE("many layerwise loads while layers come up: every byte is there, or it
           world.settle(slot, read, false);
           continue;
         }
-        // As a disk would: the bytes first.
+        // The bytes come first, as with a disk.
         std::memset(world.pool->slot(slot) + layer * TransferWorld::kRunBytes, SlotWorld::value(slot),
                     TransferWorld::kRunBytes);
         if (layer + 1 < kLayers) {
@@ -313,7 +313,7 @@ TEST_CASE("many layerwise loads while layers come up: every byte is there, or it
       const int32_t block = load * kEach + page;
       const bool named = std::count(result.failed.begin(), result.failed.end(), page) > 0;
       CHECK(named == (lost_at(block) < kLayers));
-      // What was moved of a lost page had verified.
+      // Only verified layers of a lost page were moved.
       for (int32_t layer = lost_at(block); layer < kLayers; ++layer) CHECK(!world.layer_holds(block, layer));
       if (!named) CHECK(world.holds(block, SlotWorld::value(block)));
     }

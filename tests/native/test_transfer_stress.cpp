@@ -1,4 +1,5 @@
-// Threads that submit, cancel, poll, wait and close at once. Run plain, under ASan + UBSan and under TSan.
+// Threads that submit, cancel, poll, wait and close at once. It runs plain, under ASan + UBSan and under
+// TSan.
 #include <doctest/doctest.h>
 #include <poll.h>
 

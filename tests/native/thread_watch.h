@@ -1,4 +1,4 @@
-// What a test sees of the process's threads: how many have a name, and a machine that starts none.
+// Helpers for tests of threads: how many have a name, a machine that starts none, a place where they meet.
 #pragma once
 #include <pthread.h>
 
@@ -18,21 +18,22 @@ namespace flexkv {
 inline int threads_named(const std::string& name) {
   int count = 0;
   for (const auto& task : std::filesystem::directory_iterator("/proc/self/task")) {
-    std::ifstream file(task.path() / "comm");  // one that ends meanwhile has none
+    std::ifstream file(task.path() / "comm");  // a thread that ends meanwhile has none
     std::string comm;
     count += std::getline(file, comm) && comm == name ? 1 : 0;
   }
   return count;
 }
 
-// A thread that was joined may be listed for a moment yet.
+// Waits until `count` threads have this name: one that was joined may stay listed for a moment.
 inline bool come_to(int count, const std::string& name, double seconds = 60) {
   const auto deadline = deadline_in(seconds);
   while (threads_named(name) != count && seconds_until(deadline) > 0) std::this_thread::yield();
   return threads_named(name) == count;
 }
 
-// While it lives the system starts no thread of this process: a stack that no address space holds.
+// While it lives, the system starts no thread for this process, because no address space holds the default
+// stack.
 class NoMoreThreads {
  public:
   NoMoreThreads() {
@@ -63,7 +64,7 @@ class NoMoreThreads {
   pthread_attr_t before_;
 };
 
-// Lets nobody go on before so many threads have come: who is there is then no matter of time.
+// Lets no thread go on before `threads` have come, so that which of them take part does not depend on timing.
 class Meeting {
  public:
   explicit Meeting(size_t threads, double seconds = 60)

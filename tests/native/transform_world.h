@@ -19,7 +19,7 @@ inline ByteVector random_bytes(size_t count, uint32_t seed) {
   return bytes;
 }
 
-// Assigning would move the bytes, and views hold addresses.
+// Copies into place: an assignment would move the bytes, and views hold addresses.
 inline void put(ByteVector& target, const ByteVector& bytes) {
   std::copy(bytes.begin(), bytes.end(), target.begin());
 }
