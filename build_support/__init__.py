@@ -1,1 +1,1 @@
-"""What setup.py, the Makefile and the tests build with: preflight, environments, toolchains, ninja files."""
+"""Build tools of setup.py, the Makefile and the tests: preflight, environments, toolchains, ninja files."""

@@ -1,8 +1,8 @@
-"""Makes compiler warnings errors where FLEXKV_WERROR asks for it, without compiling again what compiled cleanly.
+"""Makes compiler warnings errors where FLEXKV_WERROR asks for it, without recompiling what compiled cleanly.
 
-ninja compiles again what another command compiled. An object that was made without a warning is the same with the flag
-and without, so the flag comes to the compiler by the environment. What was made with a warning has a note beside it,
-and is compiled again where warnings are errors.
+ninja recompiles a file whose command has changed. An object that compiled without a warning is the same with the flag
+and without, so the flag reaches the compiler through the environment instead. An object that compiled with a warning
+has a note beside it, and is compiled again where warnings are errors.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import os
 from pathlib import Path
 
 FATAL = {"FATAL_CXX": "-Werror", "FATAL_NVCC": "-Werror all-warnings"}
-"""The flag, by the environment variable that takes it to the compiler."""
+"""The flag, by the environment variable that carries it to the compiler."""
 
 NOTE = ".warned"
-"""Ends the name of a note, which has what the compiler said."""
+"""Ends the name of a note, which holds the compiler's output."""
 
 
 def warnings_are_errors() -> bool:
-    """What FLEXKV_WERROR asks for; not, by default: a newer compiler with new warnings must not break an install.
+    """Whether FLEXKV_WERROR is set. Off by default: a newer compiler's new warnings must not break an install.
 
     Raises:
         ValueError: it is neither `1` nor `0`.
@@ -30,7 +30,7 @@ def warnings_are_errors() -> bool:
 
 
 def noting_warnings(command: str, variable: str = "FATAL_CXX") -> str:
-    """A ninja command: runs a compiler's `command` with the flag in `variable`, and makes the note or removes it."""
+    """A ninja command: runs a compiler's `command` with the flag in `variable`, and makes or removes the note."""
     note = f"$out{NOTE}"
     return (
         f"{command} $${variable} 2>{note}; code=$$?; cat {note} >&2; "
@@ -39,7 +39,7 @@ def noting_warnings(command: str, variable: str = "FATAL_CXX") -> str:
 
 
 def flags_for_warnings(folder: Path) -> dict[str, str]:
-    """Variables for ninja's environment, before it works in `folder`. Removes the objects that are to be made again.
+    """Variables for ninja's environment. Removes the objects in `folder` that ninja must make again.
 
     Raises:
         ValueError: FLEXKV_WERROR is neither `1` nor `0`.

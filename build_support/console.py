@@ -1,4 +1,4 @@
-"""What the build tools print: one line a step, and errors that say what to do."""
+"""Output of the build tools: one line per step, and errors that say what to do."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NoReturn
 
 
 def say(text: str) -> None:
-    """One line of progress, at once."""
+    """Prints one line of progress at once."""
     print(f"flexkv: {text}", flush=True)
 
 

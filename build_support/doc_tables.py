@@ -1,4 +1,4 @@
-"""Writes the tables of the docs that are made from the code: of each page all that is below the marker."""
+"""Writes the tables of the docs that are made from the code: everything below a page's marker."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def with_table(page: str, table: str) -> str:
-    """The text of a page with `table` in place of what is below its marker.
+    """The text of a page with `table` in place of everything below its marker.
 
     Raises:
         ValueError: the page has no marker, or several.

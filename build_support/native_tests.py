@@ -1,6 +1,6 @@
 """Builds the native test program of a variant.
 
-As a program: of the variant that FLEXKV_CUDA and FLEXKV_SANITIZE ask for, and prints its path.
+Run as a program, it takes the variant that FLEXKV_CUDA and FLEXKV_SANITIZE ask for, and prints the path.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from build_support.ninja_file import NinjaFile, Variant
 
 
 def build(variant: Variant) -> Path:
-    """The path of the up-to-date program.
+    """Builds the program and returns its path.
 
     Raises:
         subprocess.CalledProcessError: the build failed.

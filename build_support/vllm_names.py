@@ -1,8 +1,8 @@
-"""Which names of vLLM flexkv's adapter touches, read from its source, and which of them an installed vLLM lacks.
+"""Lists the names of vLLM that flexkv's adapter uses, from its source, and those that an installed vLLM lacks.
 
-vLLM's connector interface is experimental and its engine's classes are nobody's interface, so a new version may take
-any of them away. Three kinds are found: what is imported, attributes that are read from arguments whose annotation is a
-class of vLLM, and what `BY_HAND` lists because no annotation says where it is from.
+vLLM's connector interface is experimental and its engine's classes are nobody's interface, so a new version may drop
+any of them. Three kinds are found: imported names, attributes that are read from arguments annotated with a class of
+vLLM, and the names in `BY_HAND`, whose origin no annotation shows.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ BY_HAND = frozenset(
         f"{BASE}:KVConnectorBase_V1.supports_sleep_mode",
     }
 )
-"""Private names, and hooks of which the adapter asks whether they exist."""
+"""Private names, and hooks that the adapter looks for before it uses them."""
 
 FILLED_BY_US = frozenset(
     f"{BASE}:{name}"
     for name in ("KVConnectorMetadata", "KVConnectorWorkerMetadata", "KVConnectorHandshakeMetadata")
 )
-"""What vLLM carries for a connector: objects of them are the adapter's own classes."""
+"""Classes that vLLM carries for a connector: their objects are of the adapter's own classes."""
 
 ADDED = {
     "0.33": frozenset(
@@ -76,11 +76,11 @@ ADDED = {
         for hook in ("unregister_kv_caches", "restore_kv_caches", "supports_sleep_mode")
     )
 }
-"""Names that a version brings, which the adapter does without in those before."""
+"""Names that are new in a version, and without which the adapter works in earlier versions."""
 
 
 def absent_in(version: str) -> frozenset[str]:
-    """What the adapter expects this version to lack."""
+    """Names that the adapter expects this version to lack."""
     later = TESTED_VERSIONS[TESTED_VERSIONS.index(version) + 1 :]
     return frozenset().union(*(ADDED.get(one, frozenset()) for one in later))
 
@@ -107,7 +107,7 @@ def _names_in(tree: ast.Module) -> Iterator[str]:
 
 
 def _attributes_in(function: ast.FunctionDef, classes: dict[str, str]) -> Iterator[str]:
-    """What is read from the arguments of one function whose annotations name imported classes of vLLM."""
+    """Attributes that one function reads from arguments annotated with imported classes of vLLM."""
     arguments = (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)
     kinds = {}
     for argument in arguments:
@@ -120,7 +120,7 @@ def _attributes_in(function: ast.FunctionDef, classes: dict[str, str]) -> Iterat
 
 
 def missing(names: Iterable[str]) -> list[str]:
-    """Those that the vLLM on this process's path lacks."""
+    """The names that the vLLM on this process's path lacks."""
     return [name for name in names if not _exists(name)]
 
 
@@ -142,7 +142,7 @@ def _exists(name: str) -> bool:
 
 
 def _has_attribute(owner: Any, name: str) -> bool:
-    """Whether objects of the class, or of one derived from it, have it: defined, annotated, or set by a method."""
+    """Whether objects of the class, or of a derived one, have the name: defined, annotated, or set by a method."""
     if hasattr(owner, name):
         return True
     for base in inspect.getmro(owner) if inspect.isclass(owner) else ():

@@ -1,7 +1,7 @@
-"""What SGLang's HiCache takes from a GPU, done by a CPU: streams and events, registered memory, copies by index.
+"""Does on a CPU what SGLang's HiCache takes from a GPU: streams and events, registered memory, copies by index.
 
-A plugin of SGLang's, in the tests' environment alone. Copies there are plain indexing, so whatever order a stream or an
-event would keep is kept.
+A plugin of SGLang's, only in the tests' environment. Copies are plain indexing there, so the order that streams and
+events would enforce holds.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 
 class _Event:
-    """Recorded work on a CPU has ended when the call that did it returns."""
+    """An event on a CPU, where recorded work has ended when its call returns."""
 
     def __init__(self, *_arguments: object, **_named: object) -> None: ...
     def record(self, *_stream: object) -> None: ...
@@ -48,7 +48,7 @@ def _copy_rows(
     dst_indices: torch.Tensor,
     page_size: int,
 ) -> None:
-    """Token slots of layer-first buffers to token slots of others."""
+    """Copies token slots of layer-first buffers to token slots of others."""
     for source, target in zip(src_layers, dst_layers, strict=True):
         target[dst_indices] = source[src_indices]
 
@@ -62,7 +62,7 @@ def _copy_layer_from_pages(
     layer_id: int,
     page_size: int,
 ) -> None:
-    """One layer of pages [pages, layers, page_size, ...] to token slots."""
+    """Copies one layer of pages [pages, layers, page_size, ...] to token slots."""
     pages = src_indices[::page_size] // page_size
     for source, target in zip(src_ptrs, dst_ptrs, strict=True):
         target[dst_indices] = source[pages, layer_id].reshape(-1, *target.shape[1:])
@@ -76,7 +76,7 @@ def _copy_layers_to_pages(
     dst_indices: torch.Tensor,
     page_size: int,
 ) -> None:
-    """All layers' token slots to pages; `src_ptrs` are the layers of the first pool, then those of the next."""
+    """Copies all layers' token slots to pages; `src_ptrs` has the layers of the first pool, then those of the next."""
     pages = dst_indices[::page_size] // page_size
     layers = len(src_ptrs) // len(dst_ptrs)
     for number, source in enumerate(src_ptrs):
@@ -86,7 +86,7 @@ def _copy_layers_to_pages(
 
 
 def activate() -> None:
-    """Puts the stand-ins where SGLang looks; nothing where there is a GPU."""
+    """Puts the stand-ins where SGLang looks for them; does nothing where there is a GPU."""
     if torch.cuda.is_available():
         return
     cpu: Any = torch.cpu

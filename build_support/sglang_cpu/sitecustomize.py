@@ -1,7 +1,7 @@
-"""What SGLang's wheel finds on a machine with CUDA and a CPU's torch lacks. Python loads it at start, in children too.
+"""Adds what SGLang's wheel finds with CUDA and a CPU's torch lacks. Python loads it at start, in children too.
 
 torchvision from PyPI is linked to CUDA: its native part does not load beside a CPU's torch, and then its own import
-fails over operators that nobody has declared. Declared they need no code: nothing here calls them.
+fails over undeclared operators. Once declared they need no code, because nothing here calls them.
 """
 
 import sys
@@ -14,7 +14,7 @@ VISION_OPERATORS = (
 
 
 class _BeforeTorchvision(MetaPathFinder):
-    """Finds nothing: declares torchvision's operators when it is about to be imported, and steps aside."""
+    """Finds nothing: declares torchvision's operators when its import begins, and removes itself."""
 
     library = None
 

@@ -1,4 +1,4 @@
-"""Names that SGLang imports on a CPU and, with its native torch layers there, does not call."""
+"""Names that SGLang imports on a CPU but does not call, because it uses its own torch layers there."""
 
 from typing import NoReturn
 
