@@ -1,5 +1,5 @@
 """`python -m demo`: a conversation through the real vLLM engine, with flexkv and without, and proof that they agree.
-Then the same of one prompt and a model with sliding windows.
+Then the same with one prompt and a model with sliding windows.
 
 Exits with 1 unless every answer equals that of the engine without flexkv, token for token, and flexkv served tokens
 wherever it should have.
@@ -27,7 +27,7 @@ from demo.headline import headline, next_steps
 from demo.model import PRESETS, write_model
 
 TABLE_WIDTH = 80
-"""Columns that the table needs."""
+"""Columns that the table takes."""
 
 HOST_BYTES = 512 << 20
 DISK_BYTES = 512 << 20
@@ -43,7 +43,7 @@ def main() -> int:
     if not console.is_terminal:
         console = Console(width=max(console.width, TABLE_WIDTH))  # a log has no width
     started = time.monotonic()
-    # The engines inherit it. Two threads on two cores that others use as well mostly wait for each other.
+    # The engines inherit this. Two threads on two cores that others use as well mostly wait for each other.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
         turns, reference, facts = _run(arguments, console)
@@ -104,7 +104,7 @@ def _run(arguments: argparse.Namespace, console: Console) -> tuple[list[Turn], l
         said: set[str] = set()
 
         def now(description: str, line: str | None = None) -> None:
-            """What begins; where no bar moves, as in a log, `line` (default: the same) says it, once."""
+            """Shows what begins; where no bar moves, as in a log, prints `line` (default: the same) once."""
             bar.update(task, description=description, advance=1)
             line = line or description
             if not console.is_terminal and line not in said:
@@ -151,7 +151,7 @@ def _run(arguments: argparse.Namespace, console: Console) -> tuple[list[Turn], l
 
 
 def _empty_folder(folder: Path) -> Path:
-    """Nothing of a run before: its first answers are to be cold."""
+    """Empties the folder of an earlier run, so that the first answers are cold."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     return folder.resolve()

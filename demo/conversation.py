@@ -1,5 +1,5 @@
 """The demo's script: one conversation cold, the same after the engine forgot it, then more than its pool holds, and the
-first conversation again after the engine's process has ended."""
+first conversation again in a new process of the engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from demo.model import ModelShape, prompt_tokens
 BLOCK_TOKENS = 32
 """The smallest block that vLLM allows on a CPU."""
 POOL_BLOCKS = 129
-"""Blocks of the engine's own pool, the null block among them: the crowd's first prompts alone need 144."""
+"""Blocks of the engine's own pool, the null block included: the crowd's first prompts alone need 144."""
 
 FIRST_PROMPT_TOKENS = 1024
 FOLLOW_UP_TOKENS = 96
@@ -32,13 +32,13 @@ LOAD_SECONDS = "vllm:flexkv_transfer_seconds_sum{direction=load}"
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One prompt and what its answer took.
+    """One prompt, its answer and what that took.
 
     Attributes:
         phase: cold, warm (the engine's own cache was dropped before), crowd, or disk (a new process answers).
         served: prompt tokens that came from flexkv.
         expects: fewest prompt tokens that flexkv must have served.
-        load_seconds: from the submission of the loads until the engine saw them ended.
+        load_seconds: time from the submission of the loads until the engine saw them ended.
     """
 
     phase: str
@@ -60,19 +60,19 @@ class Turn:
 
 @dataclass
 class Script:
-    """Plays the script on two engines in turns, so that other load on the machine meets both alike.
+    """Plays the script on two engines in turns, so that other load on the machine affects both alike.
 
-    Both get the same prompts: the answers that make up the next one are those of the engine without flexkv.
+    Both get the same prompts: the answers that the next prompt contains are those of the engine without flexkv.
     """
 
     engine: EngineProcess
-    """With flexkv. A phase may put another one here."""
+    """The engine with flexkv. A phase may replace it."""
     alone: EngineProcess
     shape: ModelShape
     advance: Callable[[str], None]
     """Called before each turn with its name."""
     restart: Callable[[], EngineProcess]
-    """Ends the engine with flexkv, and starts it anew in another process."""
+    """Ends the engine with flexkv, and starts it again in another process."""
     turns: list[Turn] = field(default_factory=list)
     reference: list[Turn] = field(default_factory=list)
     _prompts: list[list[int]] = field(default_factory=list)
@@ -89,13 +89,13 @@ class Script:
             engine.call("reset")
 
     def _warm_up(self, *engines: EngineProcess) -> None:
-        """The first requests of a process are slow for reasons of their own: allocators, thread pools."""
+        """Warms the engines up: the first requests of a process are slow because of allocators and thread pools."""
         for engine in engines:
             engine.generate([{"ids": self._tokens(WARM_UP_TOKENS, 99), "max_tokens": 2}])
             engine.call("drain")
 
     def cold(self) -> None:
-        """One conversation that nobody has seen before."""
+        """Plays one conversation that nobody has seen before."""
         prompt = self._tokens(FIRST_PROMPT_TOKENS, 0)
         for number in range(TURNS):
             self._prompts.append(prompt)
@@ -103,14 +103,14 @@ class Script:
             prompt = [*prompt, *answer, *self._tokens(FOLLOW_UP_TOKENS, 1000 + number)]
 
     def warm(self) -> None:
-        """The same prompts, each asked for anew after the engine forgot, as when other users came in between."""
+        """Asks the same prompts, each after the engine forgot, as when other users came in between."""
         for number, prompt in enumerate(self._prompts):
             self._forget()
             self._turn("warm", 0, number, prompt, expects=whole_blocks(len(prompt)))
         self._forget()
 
     def crowd(self) -> None:
-        """Conversations in rotation that together exceed the engine's pool: each turn finds its start evicted."""
+        """Plays conversations in rotation that together exceed the engine's pool: each turn finds its start evicted."""
         prompts = {talk: self._tokens(CROWD_PROMPT_TOKENS, talk) for talk in range(1, CROWD + 1)}
         for number in range(CROWD_TURNS):
             for talk, prompt in prompts.items():
@@ -118,7 +118,7 @@ class Script:
                 prompts[talk] = [*prompt, *answer, *self._tokens(FOLLOW_UP_TOKENS, 2000 + 10 * talk + number)]
 
     def disk(self) -> None:
-        """The first conversation again, by a process that was not there when it was computed."""
+        """Plays the first conversation again, in a process that did not exist when it was computed."""
         self.engine = self.restart()
         self._warm_up(self.engine)
         for number, prompt in enumerate(self._prompts):
@@ -163,7 +163,7 @@ class Script:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A part of the script: how many turns it has, and what plays them."""
+    """A part of the script: its number of turns, and the method that plays them."""
 
     turns: int
     play: Callable[[Script], None]
@@ -178,7 +178,7 @@ PHASES = (
 
 
 def turn_count() -> int:
-    """How many turns the script has."""
+    """The number of turns in the script."""
     return sum(phase.turns for phase in PHASES)
 
 
@@ -188,7 +188,7 @@ def whole_blocks(prompt_tokens: int) -> int:
 
 
 def problems(turns: list[Turn], reference: list[Turn]) -> Iterator[str]:
-    """What is wrong with a run, in words; nothing if flexkv served and every answer is the reference's."""
+    """Says what is wrong with a run; nothing if flexkv served and every answer is the reference's."""
     if not len(turns) == len(reference) == turn_count():
         yield f"{len(turns)} turns were played, {len(reference)} without flexkv, of {turn_count()}"
     for mine, theirs in zip(turns, reference, strict=False):

@@ -1,4 +1,4 @@
-"""The far side of `EngineProcess`: one vLLM engine that does what it is told, one JSON message at a time.
+"""The far side of `EngineProcess`: one vLLM engine that runs operations, one JSON message at a time.
 
 Modules named at the start may add operations of their own.
 """
@@ -27,7 +27,7 @@ _ENGINE_LABELS = ("model_name", "engine")
 
 
 class RequestTracker:
-    """Adds requests to an engine and collects what comes out of its steps."""
+    """Adds requests to an engine and collects the output of its steps."""
 
     def __init__(self, llm: Any) -> None:
         self.engine = llm.llm_engine
@@ -39,7 +39,7 @@ class RequestTracker:
     ) -> None:
         """Adds a request: ids, max_tokens, and maybe salt, extra (the sampling parameters' extra_args), logprobs.
 
-        With `logprobs` its result holds those of the tokens that were chosen.
+        With `logprobs` its result holds the log probabilities of the chosen tokens.
         """
         from vllm import SamplingParams
 
@@ -84,7 +84,7 @@ class RequestTracker:
         return True
 
     def results(self) -> list[dict[str, Any]]:
-        """One entry a request, in the order they were added."""
+        """One entry per request, in the order in which they were added."""
         return list(self._results.values())
 
 
@@ -105,7 +105,7 @@ def reset(llm: Any, connector: bool = False, running: bool = False) -> dict[str,
 
 
 def drain(llm: Any, deadline_s: float = 20.0) -> dict[str, Any]:
-    """Steps an in-process engine until its scheduler has nothing left. A separate core does so itself."""
+    """Steps an in-process engine until its scheduler has nothing left. A separate core does this by itself."""
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     steps, ends_at = 0, time.monotonic() + deadline_s
     while scheduler.has_requests():
@@ -119,7 +119,7 @@ def drain(llm: Any, deadline_s: float = 20.0) -> dict[str, Any]:
 
 
 def metrics(llm: Any, contains: str = "") -> dict[str, Any]:
-    """What Prometheus would scrape of the series whose name contains a text: "name" or "name{label=value}"."""
+    """Values that Prometheus would scrape, of series whose names contain a text: "name" or "name{label=value}"."""
     from prometheus_client import REGISTRY
 
     values: dict[str, float] = {}
@@ -173,7 +173,7 @@ def _operations(modules: list[str]) -> dict[str, Operation]:
 
 
 def die_with_parent(by: signal.Signals = signal.SIGKILL) -> None:
-    """Asks for a signal when the parent ends. An engine's is the fork server, which ends with who steers us."""
+    """Asks for a signal when the parent ends. An engine's parent is the fork server, which ends with our caller."""
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, by) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
 
@@ -193,7 +193,7 @@ def serve(
     paths: list[str],
     log: str,
 ) -> None:
-    """Runs in the new process: starts the engine, answers, then obeys until told to close."""
+    """Runs in the new process: starts the engine, replies, then runs operations until it gets `CLOSE`."""
     os.setsid()  # a group of its own, so that a stuck engine goes down with all its workers
     die_with_parent()
     _redirect_output(log)

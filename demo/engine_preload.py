@@ -21,31 +21,31 @@ QUIET_ENVIRONMENT = {
 for _name, _value in QUIET_ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)
 
-# torch compiles here and there, reads CXX with its first import, and takes it for one word.
+# torch compiles some code; it reads CXX at its first import and takes it for one word.
 if " " in os.environ.get("CXX", ""):
     os.environ["CXX"] = os.environ["CXX"].split()[-1]
 
-# After the environment, some of it is read at import.
+# After the environment, because some of it is read at import.
 import vllm.utils.system_utils  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
 if current_platform.is_cpu():
-    # Replaces vLLM's choice of a start method: on a CPU it always spawns its processes, and each imports all again.
-    # Before the next import, which takes the function by its name.
+    # Replaces vLLM's choice of a start method: on a CPU it always spawns its processes, and each would import all
+    # again. Done before the next import, which takes the function by its name.
     assert hasattr(vllm.utils.system_utils, "get_mp_context")
     vllm.utils.system_utils.get_mp_context = partial(multiprocessing.get_context, "fork")
 
 import vllm.entrypoints.llm  # noqa: E402
 
 if current_platform.is_cpu():
-    # What an engine imports as it starts; models other than Llama come after the fork. A GPU's worker must not be
-    # imported before it.
+    # Modules that an engine imports as it starts; models other than Llama come after the fork. A GPU's worker must not
+    # be imported before the fork.
     import vllm.model_executor.models.llama
     import vllm.v1.attention.backends.cpu_attn
     import vllm.v1.core.sched.scheduler
     import vllm.v1.worker.cpu_worker
 
-# An engine collects garbage several times as it starts and ends, which takes half a second where a million objects of
-# these modules are looked at each time.
+# An engine collects garbage several times as it starts and ends. Each takes half a second if it looks at the million
+# objects of these modules.
 gc.collect()
 gc.freeze()

@@ -15,15 +15,15 @@ from typing import Any
 from demo.engine_child import CLOSE, serve
 
 START_DEADLINE_S = 240.0
-"""An engine with two worker processes starts in about 14 s on two idle cores; others may be busy on them."""
+"""An engine with two worker processes starts in about 14 s on two idle cores; others may use them too."""
 CALL_DEADLINE_S = 90.0
 CLOSE_DEADLINE_S = 15.0
 LOG_TAIL_CHARACTERS = 6000
 
 IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-"""Scheduler in the steered process: operations can reach the block pool, and it starts in a few seconds."""
+"""The scheduler runs in the steered process: operations can reach the block pool, and it starts in a few seconds."""
 SEPARATE_CORE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-"""Scheduler in a process of its own with its own busy loop, as it is deployed."""
+"""The scheduler runs in a process of its own with its own busy loop, as it is deployed."""
 
 FLEXKV = {
     "kv_connector": "FlexKVConnector",
@@ -35,13 +35,13 @@ FLEXKV = {
 
 
 class EngineError(RuntimeError):
-    """The engine refused a call, died, or did not answer in time. Carries the end of its log."""
+    """The engine refused a call, died, or did not answer in time. Carries the end of the engine's log."""
 
 
 def engine_arguments(
     model: Path, connector: Mapping[str, Any] | None, block_tokens: int, pool_blocks: int
 ) -> dict[str, Any]:
-    """Of the demo's engines.
+    """Arguments of the demo's engines.
 
     Args:
         connector: its `kv_transfer_config`; None for an engine alone.
@@ -65,7 +65,7 @@ class EngineProcess:
         engine: arguments of `vllm.LLM`.
         log: file that takes the engine's stdout and stderr.
         operations: modules whose OPERATIONS the engine's side adds to its own.
-        environment: added to the fork server's, which is this process's and `QUIET_ENVIRONMENT`.
+        environment: added to the fork server's, which is this process's with `QUIET_ENVIRONMENT`.
         paths: where the engine's processes also look for modules: operations, a connector.
     """
 
@@ -123,7 +123,7 @@ class EngineProcess:
     def generate(
         self, requests: Sequence[Mapping[str, Any]], deadline_s: float = CALL_DEADLINE_S
     ) -> list[dict[str, Any]]:
-        """Runs requests together; a result each: tokens, finish, cached, ttft_s."""
+        """Runs requests together; returns one result per request: tokens, finish, cached, ttft_s."""
         reply = self.call("generate", deadline_s, requests=[dict(request) for request in requests])
         results: list[dict[str, Any]] = reply["requests"]
         return results
@@ -150,7 +150,7 @@ class EngineProcess:
             return
         self._open = False
         assert self._process.pid is not None
-        # Until it has called setsid it is in the fork server's group, which must not go down with it.
+        # Until the engine has called setsid it is in the fork server's group, which must not go down with it.
         self._process.kill()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)

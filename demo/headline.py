@@ -1,4 +1,4 @@
-"""What a run comes to, in a few lines, and what to type next."""
+"""Sums a run up in a few lines, and says what to type next."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from demo.engine_process import FLEXKV
 
 
 def headline(turns: list[Turn], reference: list[Turn]) -> Iterator[str]:
-    """Equal answers, and how much sooner the first token came: least and median where flexkv served tokens, and the
-    median where it had none to serve, so that what it costs is beside what it gains."""
+    """Yields the number of equal answers, and how much sooner the first token came: least and median where flexkv
+    served tokens, and the median where it had none to serve, so that its cost stands beside its gain."""
     pairs = list(zip(turns, reference, strict=True))
     equal = sum(mine.answer == theirs.answer for mine, theirs in pairs)
     yield f"answers equal to those without flexkv, token for token: {equal}/{len(pairs)}"

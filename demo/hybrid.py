@@ -12,7 +12,7 @@ from demo.engine_process import FLEXKV, IN_PROCESS, EngineProcess, engine_argume
 from demo.model import PRESETS, WEIGHT_STD, prompt_tokens, write_tokenizer
 
 LAYERS, WINDOW = 6, 128
-"""Five layers of six see a window of so many tokens."""
+"""Five layers of six see a window of this many tokens."""
 BLOCK_TOKENS = 32
 PROMPT_TOKENS = 1400
 ANSWER_TOKENS = 12
@@ -23,12 +23,12 @@ STORED = "vllm:flexkv_moved_pages_total{direction=store}"
 
 @dataclass(frozen=True, slots=True)
 class HybridRun:
-    """What was asked and what came back.
+    """The answers to one prompt, and what flexkv did for them.
 
     Attributes:
         cold, hit, alone: the answers' tokens.
         cached: prompt tokens of the hit that were not computed.
-        stored_pages: of all groups; `whole_pages` would have been stored with windows kept whole.
+        stored_pages: pages stored, over all groups; `whole_pages` would have been stored with windows kept whole.
     """
 
     cold: tuple[int, ...]
@@ -42,7 +42,7 @@ class HybridRun:
         return LAYERS * ((PROMPT_TOKENS + ANSWER_TOKENS - 1) // BLOCK_TOKENS)
 
     def problems(self) -> Iterator[str]:
-        """What should not be so."""
+        """Yields what is wrong with the run."""
         if not self.cold == self.hit == self.alone:
             yield f"windows: answers differ: cold {self.cold}, hit {self.hit}, without flexkv {self.alone}"
         if self.cached != (PROMPT_TOKENS - 1) // BLOCK_TOKENS * BLOCK_TOKENS:
@@ -62,8 +62,8 @@ class HybridRun:
 def play(folder: Path, log: Path, now: Callable[[str], None]) -> HybridRun:
     """
     Args:
-        folder: where the model is written.
-        now: is told what begins.
+        folder: the model is written here.
+        now: called with what begins.
     """
     now("writing a random Gemma 3")
     model = write_gemma_3(folder / "gemma3")
@@ -94,7 +94,7 @@ def play(folder: Path, log: Path, now: Callable[[str], None]) -> HybridRun:
 
 
 def write_gemma_3(folder: Path) -> Path:
-    """A Gemma 3 with random weights, float32, the same numbers every time: five sliding layers to a full one."""
+    """Writes a Gemma 3 with random float32 weights, the same every time: five sliding layers and a full one."""
     if (folder / "config.json").exists():
         return folder
     import torch

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 WEIGHT_STD = 0.08
-"""Standard deviation of every projection; a control of the engine tests shows that bad KV is seen."""
+"""Standard deviation of every projection; a control of the engine tests shows that tests notice bad KV."""
 
 FIRST_WORD_TOKEN = 4
 """Tokens below are <pad>, <s>, </s>, <unk>."""
@@ -40,8 +40,8 @@ class ModelShape:
     """Dimensions of a Llama. All float32.
 
     Attributes:
-        context_tokens: longest sequence the model's rope table covers.
-        head: numbers of a head; 0 divides the hidden size among the heads.
+        context_tokens: longest sequence that the model's rope table covers.
+        head: elements of a head; 0 divides the hidden size among the heads.
     """
 
     layers: int
@@ -71,7 +71,7 @@ PRESETS = {
     # A layer has 101,000 weights for each number of its queries, about as many as a Llama of 70B (104,000; "medium" has
     # 6,000): products with weights and attention share the time of a prompt as they do in a large model.
     "wide": ModelShape(layers=4, hidden=1024, heads=2, kv_heads=1, intermediate=4096, head=64),
-    # Two GB of weights: long enough to read for what reading them costs to be seen.
+    # Two GB of weights: reading them takes long enough for its cost to be seen.
     "heavy": ModelShape(layers=8, hidden=2048, heads=16, kv_heads=4, intermediate=8192),
 }
 
@@ -118,7 +118,7 @@ def prompt_tokens(count: int, stream: int, shape: ModelShape = PRESETS["tiny"]) 
 def model_config(
     architecture: str, model_type: str, shape: ModelShape, **particular: object
 ) -> dict[str, object]:
-    """A Hugging Face configuration with what the family `model_type` wants besides."""
+    """A Hugging Face configuration, with the extra fields of the family `model_type`."""
     return {
         "architectures": [architecture],
         "model_type": model_type,
@@ -145,7 +145,7 @@ def model_weights(shape: ModelShape, drawn: Draw, attention: Callable[[str], Wei
     """Embeddings, attention, dense MLPs and norms of every layer, drawn in this order.
 
     Args:
-        attention: of a layer, whose names begin with "model.layers.N.self_attn.".
+        attention: makes a layer's attention weights, whose names begin with "model.layers.N.self_attn.".
     """
     ones = np.ones(shape.hidden, dtype=np.float32)
     tensors = {

@@ -1,4 +1,4 @@
-"""Shows what a run did: a table for the terminal, a chart, and JSON for whoever wants to compute with it."""
+"""Shows what a run did: a table for the terminal, a chart, and JSON for further computation."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ stored bytes that went to host memory, and from there to disk
 loaded bytes that came back into the engine's pool
 load   bytes loaded, over the time from asking for them until the engine saw
        them"""
-"""Of the table and the chart."""
+"""Legend of the table and the chart."""
 
 MIB = 1 << 20
 GIGA = 1e9
 
 
 def table(turns: list[Turn], reference: list[Turn]) -> Table:
-    """One row a turn; cold TTFT is the reference engine's, which has no flexkv."""
+    """One row per turn; cold TTFT is the reference engine's, which has no flexkv."""
     shown = Table(
         title="vLLM with flexkv, beside vLLM alone",
         box=SIMPLE_HEAD,

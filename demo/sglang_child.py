@@ -18,17 +18,17 @@ from typing import Any
 
 
 class Operations:
-    """What may be asked of the running engine."""
+    """The operations of the running engine."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
 
     def generate(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Runs requests at once: `ids`, `tokens`, and for another tenant `extra_key` or `cache_salt`."""
+        """Runs requests together: `ids`, `tokens`, and for another tenant `extra_key` or `cache_salt`."""
         return list(self._run(self._generate_all(requests)))
 
     def abort(self, request: dict[str, Any], after_tokens: int) -> dict[str, Any]:
-        """Runs a request and aborts it when it has given `after_tokens` tokens; for 0, as soon as it is sent."""
+        """Runs a request and aborts it after `after_tokens` tokens; for 0, as soon as it is sent."""
         return dict(self._run(self._abort(request, after_tokens)))
 
     def flush(self) -> bool:
@@ -43,20 +43,20 @@ class Operations:
         """Loads weights in place.
 
         Raises:
-            RuntimeError: the engine refused them; with its words.
+            RuntimeError: the engine refused them; has the engine's message.
         """
         for _ in range(100):
             success, message, *_ = self._engine.update_weights_from_disk(path)
             if success:
                 return True
-            # The last batch leaves the scheduler a step after its answer has left the engine.
+            # The last batch leaves the scheduler one step after its answer has left the engine.
             if "not flushed" not in message:
                 raise RuntimeError(message)
             time.sleep(0.1)
         return False
 
     def metrics_page(self) -> str:
-        """What the engine's own server has at /metrics; for an engine with `enable_metrics`."""
+        """The page that the engine's own server has at /metrics; for an engine with `enable_metrics`."""
         from fastapi import FastAPI
         from sglang.srt.utils import add_prometheus_middleware
         from starlette.testclient import TestClient
@@ -125,7 +125,7 @@ def _answer(last: dict[str, Any], ttft_s: float | None) -> dict[str, Any]:
     about = last["meta_info"]
     details = about.get("cached_tokens_details") or {}
     return {
-        # A request that is aborted before its first token has none of these.
+        # A request that was aborted before its first token has none of these.
         "tokens": last.get("output_ids", []),
         "logprobs": [entry[0] for entry in about.get("output_token_logprobs") or ()],
         "device": details.get("device", 0) if about.get("cached_tokens") else 0,
@@ -144,7 +144,7 @@ def main() -> None:
     orders, answers = (os.fdopen(int(fd), mode) for fd, mode in zip(sys.argv[1:3], ("r", "w"), strict=True))
     import sglang
 
-    # SGLang calls set_start_method("spawn") as it starts: this replaces its argument by ours.
+    # SGLang calls set_start_method("spawn") as it starts: this replaces its argument with ours.
     multiprocessing.set_start_method = partial(
         _set_start_method, multiprocessing.set_start_method, sys.argv[4]
     )
@@ -161,7 +161,7 @@ def main() -> None:
             reply = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(reply), file=answers, flush=True)
     engine.shutdown()
-    # All of its processes have ended. Taking the modules down would cost another three seconds of CPU.
+    # All of its processes have ended. Tearing the modules down would cost another three seconds of CPU.
     os._exit(0)
 
 

@@ -17,7 +17,7 @@ from build_support.sglang_environment import FOLDER
 
 ROOT = Path(__file__).resolve().parents[1]
 START_DEADLINE_S = 900.0
-"""Three processes import torch and SGLang: half a minute on two idle cores, minutes where others use them."""
+"""Three processes import torch and SGLang: half a minute on two idle cores, minutes where others use them too."""
 CALL_DEADLINE_S = 300.0
 CLOSE_DEADLINE_S = 60.0
 LOG_TAIL_CHARACTERS = 5000
@@ -48,7 +48,7 @@ ENGINE = {
 """What SGLang needs on a machine without a GPU, and a pool small enough to fill."""
 
 ENVIRONMENT = {
-    # With the ninja that SGLang compiles by.
+    # Has the ninja with which SGLang compiles.
     "PATH": f"{FOLDER / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}",
     # The model is tiny: more threads only wait for each other. Compiling a kernel takes longer than all its runs.
     "OMP_NUM_THREADS": "1",
@@ -63,7 +63,7 @@ ENVIRONMENT = {
 def linker(
     module: str = "flexkv.adapters.sglang", name: str = "FlexKVLinker", **settings: Any
 ) -> dict[str, Any]:
-    """Engine arguments for flexkv as the external linker; settings are dotted keys with `__` for the dot."""
+    """Engine arguments for flexkv as the external linker; settings are dotted keys with `__` in place of the dot."""
     extra = {key.replace("__", "."): value for key, value in settings.items()}
     return {
         "enable_unified_cache_external_linker": True,
@@ -80,11 +80,11 @@ class SglangProcess:
     """Starts an engine; use as a context manager.
 
     Raises:
-        RuntimeError: there is no environment, or the engine did not start, answer or end in time; with its log's end.
+        RuntimeError: there is no environment, or the engine did not start, answer or end in time; has the log's end.
     """
 
     python = FOLDER / "bin" / "python"
-    """Of the environment that SGLang is in."""
+    """Python of SGLang's environment."""
 
     start_method = "spawn"
     """How SGLang's processes start, as `multiprocessing` calls it. SGLang itself spawns them; tests fork most, which
@@ -129,7 +129,7 @@ class SglangProcess:
         self.close()
 
     def placed(self, command: Sequence[str]) -> Sequence[str]:
-        """The command that runs `command` where the engine is to be, under the id of the process that is started."""
+        """The command that runs `command` where the engine belongs, under the id of the started process."""
         return command
 
     def call(self, name: str, **arguments: Any) -> Any:
