@@ -32,7 +32,7 @@ struct Classes {
 Classes* classes = nullptr;
 
 void set_error(PyObject* type, const std::string& message) {
-  // A message may quote bytes of any encoding: they must not make another error of it.
+  // A message may quote bytes of any encoding: they must not turn it into another error.
   PyObject* text = decode_text(message);
   if (text == nullptr) return;
   PyErr_SetObject(type, text);

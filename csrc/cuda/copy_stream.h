@@ -33,7 +33,7 @@ class CopyStream {
   // it gets there and a thread reads in some nanoseconds, or by an event if the driver refuses that. Empty,
   // or why there is no mark: then this has waited for the stream instead, or the stream is broken.
   std::string mark();
-  // Whether what was enqueued before that mark has ended well. It stays false if the stream is broken, and
+  // Whether the work enqueued before that mark has ended well. It stays false if the stream is broken, and
   // failure() says why.
   bool reached(uint32_t mark);
   // Why nothing moves any more on the stream; empty while it does.

@@ -35,10 +35,10 @@ class Event : public StreamEvent {
 
   std::string make_wait(StreamId stream) override;
   bool reached() override;
-  // Whether what was enqueued before the event has ended well. Precondition: the device is current.
+  // Whether the work enqueued before the event has ended well. Precondition: the device is current.
   bool ended_well() const;
-  // Sleeps until what was enqueued before the event has ended. Empty, or how that failed: then nothing moves
-  // either.
+  // Sleeps until the work enqueued before the event has ended. Empty, or how it failed: then nothing moves
+  // any more either.
   std::string wait();
 
  private:

@@ -25,7 +25,7 @@ class Uring {
   int reserve_buffers(uint32_t count);
   // Registers memory in one of those places, which pins its pages. 0 or -errno.
   int register_buffer(uint32_t place, void* base, size_t bytes);
-  // The oldest completion not seen yet, or null; seen() lets it go.
+  // The oldest completion not seen yet, or null; seen() releases it.
   const io_uring_cqe* peek_cqe() const;
   void seen();
 

@@ -92,7 +92,7 @@ PoolMapping PoolMapping::memfd(int64_t bytes, bool huge_pages) {
       try {
         return map(round_up(bytes, kHugePageBytes), fd, PageSource::kHugetlb);
       } catch (const CapacityError&) {
-        // Another process took the huge pages meanwhile: shared memory does, too.
+        // Another process has taken the huge pages meanwhile: use shared memory instead.
       }
     }
   }

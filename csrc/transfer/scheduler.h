@@ -57,7 +57,7 @@ struct LaneState {
 
 class Scheduler : public WorkSource {
  public:
-  // `queue_ops` places for each (kind, priority). `op_stuck_s` <= 0: no item ever counts as stuck.
+  // `queue_ops` queue entries for each (kind, priority). `op_stuck_s` <= 0: no item ever counts as stuck.
   Scheduler(int32_t queue_ops, double op_stuck_s);
   ~Scheduler() override;
 

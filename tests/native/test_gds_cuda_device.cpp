@@ -163,7 +163,7 @@ TEST_CASE("gds on a fake GPU: staging that the I/O does not register is told") {
   }
   GpuWorld refused;
   refused.io->refusal = "cuFileBufRegister: out of BAR space";
-  CHECK(refused.move(false).ok());  // it works all the same
+  CHECK(refused.move(false).ok());  // it works even so
   CHECK(refused.manager->describe().find(
             "; staging is not registered: cuFileBufRegister: out of BAR space") != std::string::npos);
 }
