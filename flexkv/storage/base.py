@@ -1,14 +1,14 @@
-"""The disk tier's contracts: what the control plane may ask of one ownership unit's disks, and what it is told.
+"""The disk tier's contracts: what the control plane may ask of one ownership unit's disks, and what it gets.
 
 Bytes move as DISK_READ, DISK_WRITE and DISK_SEAL ops of transfer graphs, on the lane that the tier gives to the
-manager's transfer engine. Everything else goes through here, and nothing here but `open`, `reset` and `close` waits for
-a disk.
+manager's transfer engine. Everything else goes through these interfaces, of which only opening, `reset`,
+`finish_reset` and `close` wait for a disk.
 
 A page's way down: `next_generations`, a DISK_WRITE (or the ranks' GDS_WRITEs and a DISK_SEAL) whose tags name key,
-epoch and generation, then, after its op ended OK, `record_publish`. From the op's end on the page can be read; it
-survives a crash from the moment `poll` names it.
-A page's way up: a DISK_READ whose tags say what the slot must hold. Another key, epoch, generation, token count, or
-damaged bytes is a failed page, whatever the index said: a stale index costs a miss and never a wrong byte.
+epoch and generation, then, after its op ended OK, `record_publish`. The page can be read from the op's end on; it
+survives a crash once `poll` has named it.
+A page's way up: a DISK_READ whose tags say what the slot must hold. A page with another key, epoch, generation or token
+count, or with damaged bytes, fails, whatever the index said: a stale index costs a miss and never a wrong byte.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Places = NDArray[np.int32]
 the same places."""
 
 Generations = NDArray[np.uint64]
-"""uint64 [pages]: durable open count (24 bits) and a counter (40 bits). Never given twice, also over crashes."""
+"""uint64 [pages]: durable open count (24 bits) and a counter (40 bits). Never given twice, not even after a crash."""
 
 RunTable = NDArray[np.int64]
 """The runs of one rank's stripe, int64 [runs, 3]: offset in the stripe, bytes, layer; ascending by offset."""
@@ -42,10 +42,10 @@ RunTable = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class DiskIdentity:
-    """Who the pages belong to. Equal identities share a folder over restarts; others lie side by side.
+    """The owner of pages. Equal identities use the same folder after a restart; different ones lie side by side.
 
     Attributes:
-        model: for people: what `flexkv disk ls` shows.
+        model: the model's name for people, which `flexkv disk ls` shows.
         fingerprint: 32 bytes; everything that must be equal before two blocks' KV may be exchanged.
         unit: the ownership unit on this node, such as `dp0`: letters, digits, `-`, `_`, `.`.
     """
@@ -61,17 +61,17 @@ class DiskGroup:
 
     Attributes:
         format_id: `str(FormatId)` of the pages.
-        stripe_bytes: of each rank.
-        runs: of each rank, a RunTable; its rows fill the stripe exactly.
+        stripe_bytes: bytes of each rank's stripe.
+        runs: each rank's RunTable, whose rows fill the stripe exactly.
         block_tokens: tokens of a whole block.
-        dtype: of the KV, for people.
-        host_digests: device lanes write the run digests into the slot's trailer (`host.verify`): they are taken to the
-            disk as they are, so that what is checked at a load was made from the engine's own bytes.
+        dtype: dtype of the KV, for people.
+        host_digests: device lanes write the run digests into the slot's trailer (`host.verify`). They go to the disk as
+            they are, so a load checks pages by digests of the engine's own bytes.
         rule: which pages a hit needs: "full", "window", "chunk" or "state".
-        reach: of a window in pages, of a chunk in tokens, else 0.
-        signature: what of the group is hashed into its keys; empty where nothing is. Another one is another group.
+        reach: reach of a window in pages, or of a chunk in tokens, else 0.
+        signature: what the group's keys are hashed with; empty for nothing. A group with another one is another group.
         shares: number of an earlier group whose slabs its pages lie in; None for slabs of its own. Slots are as large
-            as the largest image of those that share.
+            as the largest image of the groups that share them.
     """
 
     format_id: str
@@ -91,7 +91,7 @@ class DiskGroup:
 
     @property
     def rule_text(self) -> str:
-        """For people."""
+        """The rule, for people."""
         unit = {"window": " pages", "chunk": " tokens"}.get(self.rule)
         return f"{self.rule} of {self.reach}{unit}" if unit else self.rule
 
@@ -101,17 +101,17 @@ class DiskOptions:
     """How a unit uses its disks.
 
     Attributes:
-        bytes_per_disk: of slabs in each folder; the index takes about 1 % of it besides for 64 KiB pages.
+        bytes_per_disk: bytes of slabs in each folder; the index takes at most one byte per 64 of these besides.
         io: `auto` takes io_uring where the kernel lets it, else threads.
         depth: I/Os under way at once on one disk.
         stuck_s: a disk with an I/O that takes longer is taken out.
         journal_rows: rows that may wait in a journal; publishes and evictions beyond it come later, uses are dropped.
         preallocate: give the slabs their space at open, so that no write can find the disk full, and clear it ahead of
             the pages while the disk is idle.
-        register_buffers: io_uring keeps the host pool's pages pinned. Where it is refused that, which `memlock` limits
-            do, I/O goes on without.
-        sealed_apart: ranks write stripes by themselves (`DISK_SEAL`). Nothing is cleared then: zeros and stripes would
-            be written by two who do not know of each other.
+        register_buffers: io_uring keeps the host pool's pages pinned. If the system refuses that, as with a low
+            `memlock` limit, I/O goes on without.
+        sealed_apart: ranks write stripes by themselves (`DISK_SEAL`). Then the tier clears no space: its zeros could
+            overwrite stripes, because it does not know when ranks write.
     """
 
     bytes_per_disk: int
@@ -126,7 +126,7 @@ class DiskOptions:
 
 @dataclass(frozen=True, slots=True)
 class IndexRows:
-    """What a group's slabs hold, as the index says; the one used longest ago comes first.
+    """The pages that a group's slabs hold, as the index says; the one used longest ago comes first.
 
     Attributes:
         keys: uint8 [n, 16], no two of one group alike.
@@ -134,7 +134,7 @@ class IndexRows:
         generations: uint64 [n].
         tokens: valid tokens, int32 [n].
         expiries: unix seconds, 0 for never, uint64 [n].
-        groups: of each page the number of its KV group, int32 [n]; None for slabs of one group.
+        groups: number of each page's KV group, int32 [n]; None for slabs of one group.
     """
 
     keys: Keys
@@ -185,7 +185,7 @@ class DiskStats:
     Attributes:
         misses: reads that failed, by reason (see docs/disk-storage.md).
         journal_lag_s: age of the oldest publish in a journal that is not durable yet, seconds; 0 when there is none.
-        pending_pages: now, pages that can be read and whose journal was full: they are published when it has room.
+        pending_pages: pages that can be read now and wait to be published, because their journal was full.
     """
 
     read_pages: int = 0
@@ -199,41 +199,41 @@ class DiskStats:
 
 
 class StoredPages(ABC):
-    """What of a unit's pages lies on disks, to be looked up and read. Nothing here but `reset` waits for a disk."""
+    """A unit's pages on disks, to be looked up and read. Only `reset` waits for a disk."""
 
     @property
     @abstractmethod
     def disks(self) -> int:
-        """How many disks places are striped over, lost ones included. Place p of any group lies on disk `p % disks`."""
+        """How many disks hold the places, lost ones included. Place p of any group lies on disk `p % disks`."""
 
     @property
     @abstractmethod
     def alive(self) -> tuple[bool, ...]:
-        """Of each disk, whether it is in use."""
+        """Whether each disk is in use."""
 
     @abstractmethod
     def slots(self, group: int) -> int:
-        """Places of the group are [0, slots). Those of lost disks are among them and must not be used.
+        """How many places the group has: [0, slots). Places of lost disks are among them and must not be used.
 
-        Of groups that share slabs, the places of each are those of all.
+        Groups that share slabs have the same places.
         """
 
     @abstractmethod
     def rows(self, group: int) -> IndexRows:
-        """What was durable when it was opened and has not expired. Once: the rows are given away.
+        """The pages that were durable at the opening and have not expired. Only the first call gets them.
 
-        Of groups that share slabs, the pages of all of them, whichever is named: by the first of them, then, once.
-        Nothing after a `reset`.
+        For groups that share slabs it returns the pages of all of them, whichever is named, so one call for the first
+        of them suffices. After a `reset` there are none.
         """
 
     @property
     @abstractmethod
     def epoch(self) -> int:
-        """Of the model's weights: what the last `reset` set, 0 at first."""
+        """The epoch of the model's weights, which the last `reset` set; 0 at first."""
 
     @abstractmethod
     def strange_disks(self, weights: bytes) -> tuple[int, ...]:
-        """The disks with pages that were computed with other weights than these, or with nobody knows which.
+        """The disks with pages that were computed with other weights than these, or with unknown ones.
 
         Args:
             weights: 32 bytes that name all content of the engine's weights.
@@ -241,20 +241,20 @@ class StoredPages(ABC):
 
     @abstractmethod
     def record_evict(self, group: int, places: Places, generations: Generations) -> None:
-        """These pages are to be forgotten, of whichever of the groups that share the group's slabs. Never blocks.
+        """Forgets these pages, whichever of the groups that share the group's slabs they are of. Never blocks.
 
-        To be called before their places are written again.
+        Call it before their places are written again.
         """
 
     @abstractmethod
     def record_use(self, group: int, places: Places) -> None:
-        """These pages were used now; the order survives a restart roughly. Never blocks, may forget."""
+        """Notes that these pages were used now. A restart keeps the order roughly. Never blocks; may drop the note."""
 
     @abstractmethod
     def reset(self, epoch: int, deadline_s: float = 30.0) -> None:
-        """Forgets every page and starts `epoch`, durably: after a crash from here on nothing older is served.
+        """Forgets every page and starts `epoch`, durably: nothing older is served any more, not even after a crash.
 
-        Disks that do not manage within the deadline are taken out.
+        Disks on which this does not end within the deadline are taken out.
 
         Raises:
             ContractError: `epoch` is not above the current one.
@@ -262,7 +262,7 @@ class StoredPages(ABC):
 
 
 class Volumes(StoredPages):
-    """The disk tier of one ownership unit: pages that it writes, too. Driven by one thread, the manager's."""
+    """The disk tier of one ownership unit, which writes pages, too. One thread, the manager's, drives it."""
 
     @abstractmethod
     def begin_reset(self, epoch: int) -> None:
@@ -279,12 +279,12 @@ class Volumes(StoredPages):
 
     @abstractmethod
     def finish_reset(self, deadline_s: float) -> None:
-        """Waits until the reset that began is durable; disks that do not manage within the deadline are taken out."""
+        """Waits until the reset that began is durable. Disks on which it is not in time are taken out."""
 
     @abstractmethod
     def name_weights(self, weights: bytes) -> None:
-        """What lies here in this epoch was and will be computed with these weights. Never waits: until it is durable,
-        another opening takes the pages for another's."""
+        """Notes that this epoch's pages, earlier and later ones, are computed with these weights. Never waits; until
+        the note is durable, another opening takes the pages for those of other weights."""
 
     @abstractmethod
     def next_generations(self, count: int) -> Generations:
@@ -300,27 +300,27 @@ class Volumes(StoredPages):
         tokens: NDArray[np.int32],
         expiries: NDArray[np.uint64] | None = None,
     ) -> bool:
-        """These pages of the group were written and their ops ended OK: make them durable. Never blocks.
+        """Makes pages of the group durable that were written and whose ops ended OK. Never blocks.
 
-        False when a journal is full: the pages can be read, and are published when it has room, at a `poll`; until then
-        a crash loses them. False also for a disk that is lost.
+        Returns False when a journal is full: the pages can be read, and a later `poll` publishes them when there is
+        room; until then a crash loses them. Returns False for a lost disk, too.
         """
 
     @abstractmethod
     def image_bytes(self, group: int) -> int:
-        """Bytes of a slot of the group's slabs: the slot image with its trailer, of groups that share the largest. What
-        the slots of the group's host pool must have."""
+        """Bytes of a slot of the group's slabs: the slot image with its trailer, for groups that share slabs the
+        largest. Slots of the group's host pool must have as many."""
 
     @abstractmethod
     def digest_offsets(self, group: int) -> tuple[int, ...]:
-        """Where in a slot the run digests of each rank lie: `digest_offset` of `TransferEngine.attach_view`."""
+        """Offset of each rank's run digests in a slot: `digest_offset` of `TransferEngine.attach_view`."""
 
     @abstractmethod
     def lane(self, pools: Sequence[HostPool]) -> c_ext.DiskLane:
-        """The lane for DISK_READ, DISK_WRITE and DISK_SEAL between the groups' host pools, one a group (those that
+        """The lane for DISK_READ, DISK_WRITE and DISK_SEAL between the groups' host pools, one per group (those that
         share slabs may share one), and the disks.
 
-        To be given to the TransferEngine of this process; once.
+        Give it to the TransferEngine of this process; it can be had once.
 
         Raises:
             GeometryError: a pool's slots have another size than the group's images.
@@ -329,16 +329,16 @@ class Volumes(StoredPages):
 
     @abstractmethod
     def slab_map(self) -> SlabMap:
-        """What ranks need to move pages by `flexkv.transfer.gds_lane`; disks that are lost by now are not in it."""
+        """What ranks need to move pages by `flexkv.transfer.gds_lane`, without disks that are lost by now."""
 
     @property
     @abstractmethod
     def unflushed(self) -> bool:
-        """Whether a `poll` is wanted for what a journal had no room for. Costs next to nothing."""
+        """Whether records wait for a `poll`, because a journal had no room for them. Costs next to nothing."""
 
     @abstractmethod
     def poll(self) -> DiskEvents:
-        """Takes what happened since the last call. Never blocks."""
+        """Returns what happened since the last call, and gives waiting records to the journals. Never blocks."""
 
     @abstractmethod
     def stats(self) -> DiskStats:
@@ -346,9 +346,9 @@ class Volumes(StoredPages):
 
     @abstractmethod
     def close(self, deadline_s: float) -> bool:
-        """Makes everything recorded durable and lets the folders go. To be called after the transfer engine with the
-        lane was closed and its results were recorded. Idempotent.
+        """Makes everything recorded durable and unlocks the folders. Call it after the transfer engine with the lane
+        was closed and its results were recorded. Idempotent.
 
-        False: after `deadline_s` seconds something was not durable yet, or an I/O still hung; the folder of such a disk
-        stays locked until the process ends.
+        Returns False if after `deadline_s` seconds something was not durable yet, or an I/O still hung; the folder of
+        such a disk stays locked until the process ends.
         """

@@ -14,14 +14,14 @@ logger = logging.getLogger(__name__)
 class DiskStates:
     """
     Attributes:
-        lost: reasons of the disks that were taken out.
+        lost: why disks were taken out, by disk.
     """
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self._folders = list(folders)
         self.lost: dict[int, str] = {}
         self._not_taken: list[LostDisk] = []
-        """Those that no `take_lost` has returned."""
+        """Lost disks that no `take_lost` has returned."""
         self._notes: dict[int, str] = {}
         self._full: set[int] = set()
 
@@ -30,12 +30,12 @@ class DiskStates:
 
     @property
     def alive(self) -> tuple[bool, ...]:
-        """Of each disk, whether it is in use."""
+        """Whether each disk is in use."""
         return tuple(disk not in self.lost for disk in range(len(self)))
 
     @property
     def has_news(self) -> bool:
-        """Whether `take_lost` returns any."""
+        """Whether `take_lost` would return any."""
         return bool(self._not_taken)
 
     def take_lost(self) -> tuple[LostDisk, ...]:
@@ -54,13 +54,13 @@ class DiskStates:
         return True
 
     def note_backend(self, disk: int, backend: str, note: str) -> None:
-        """Notes what keeps a disk's backend from being what was asked for; nothing while `note` is empty."""
+        """Notes why a disk does not use the backend that was asked for; an empty `note` means that it does."""
         if note != self._notes.get(disk, ""):
             self._notes[disk] = note
             logger.warning("disk %d (%s) goes by %s: %s", disk, self._folders[disk], backend, note)
 
     def note_full(self, disk: int, reason: str) -> None:
-        """Notes why a disk takes no new page now; it takes them while `reason` is empty."""
+        """Notes why a disk takes no new page now; an empty `reason` means that it takes them."""
         if disk in self.lost or bool(reason) == (disk in self._full):
             return
         if reason:

@@ -33,14 +33,14 @@ from flexkv.storage.spare import free_spare, take_spare
 logger = logging.getLogger(__name__)
 
 COPIES_OF_ROWS = 2
-"""Of each slot's index row in memory when a disk is opened: the journal's, and those that the tier is told."""
+"""Copies of each slot's index row in memory when a disk is opened: the journal's, and the one that the tier gets."""
 
 
 def slots_of(groups: Sequence[DiskGroup], bytes_per_disk: int) -> int:
     """Slots that each slab gets on one disk.
 
     Raises:
-        CapacityError: not one.
+        CapacityError: the bytes hold no slot, or the memory does not hold the index.
     """
     slabs = set(slab_numbers(groups))
     image = sum(slot_bytes(groups_of_slab(groups, slab)) for slab in slabs)
@@ -67,8 +67,8 @@ def require_memory(slots: int, slabs: int, bytes_per_disk: int) -> None:
 
 
 def _name_others(folder: Path) -> None:
-    """Where `folder` is new, says which others have pages of the same model and unit, in another format or of other KV
-    groups: none of those is found in it.
+    """If `folder` is new, logs which others have pages of the same model and unit in another format or of other KV
+    groups: the new folder has none of these.
 
     Raises:
         OSError: the folders cannot be listed.
@@ -94,10 +94,10 @@ def _name_others(folder: Path) -> None:
 
 
 class DiskVolume:
-    """Opens everything, in an order in which a failure changes nothing that matters.
+    """Opens lock, index and slabs, in an order in which a failure changes nothing that matters.
 
     Attributes:
-        slabs: one a group, the same one for groups that share it.
+        slabs: one per group, the same one for groups that share it.
         is_new: no page was here before.
 
     Raises:
@@ -111,7 +111,7 @@ class DiskVolume:
     ) -> None:
         self.folder = unit_folder(root, identity, groups)
         self.slots = slots_of(groups, options.bytes_per_disk)
-        with contextlib.suppress(OSError):  # what cannot be looked into has its say when it is opened
+        with contextlib.suppress(OSError):  # the opening raises if it cannot read a folder
             _name_others(self.folder)
             name_other_keys(self.folder)
         self._lock = FolderLock(self.folder)
@@ -180,7 +180,8 @@ class DiskVolume:
     def _open_each_slab(
         self, identity: DiskIdentity, groups: Sequence[DiskGroup], options: DiskOptions, epoch: int
     ) -> tuple[list[int], bool]:
-        """Of each group its slab's id, 0 where that is an earlier group's, and whether a slab was there."""
+        """Opens the slabs; returns each group's slab id, 0 where the slab is an earlier group's, and whether one of the
+        slabs was there before."""
         self.slabs: list[c_ext.SlabFile] = []
         slab_ids, some_kept = [], False
         for number, slab_number in enumerate(self._numbers):
@@ -204,7 +205,7 @@ class DiskVolume:
         return slab_ids, some_kept
 
     def _scan(self, groups: Sequence[DiskGroup], slab_ids: Sequence[int]) -> dict[int, Scanned]:
-        """Of each slab, by its number, what its slots hold."""
+        """Reads what the slots of each slab hold, by the slab's number."""
         found = {}
         try:
             for number in sorted(set(self._numbers)):
@@ -216,12 +217,12 @@ class DiskVolume:
         return found
 
     def _settle_epoch(self, written: int | None, found: Mapping[int, Scanned]) -> None:
-        """Rows of an index that is behind are forgotten."""
+        """Gives the index the latest epoch that is known; an index that is behind forgets its rows."""
         epochs = (int(epochs.max(initial=0)) for _, epochs in found.values())
         epoch = max([self.index.epoch, written or 0, *epochs])
-        # An opening that a crash ended before it wrote the epoch has left no page.
+        # If a crash ended an opening before it wrote the epoch, there is no page.
         if written is None and any(rows["generation"].any() for rows, _ in found.values()):
-            epoch = after_all(epoch)  # nothing says any more whether the pages are of the weights of today
+            epoch = after_all(epoch)  # nothing tells any more whether the pages are of today's weights
         if self.index.epoch < epoch:
             self.index.clear()
             self.index.epoch = epoch
@@ -235,12 +236,12 @@ class DiskVolume:
                 logger.warning("%s: %d pages of group %d found again", self.folder, count, number)
 
     def begin_use(self, opens: int, epoch: int) -> None:
-        """As of the index; takes the room for its next opening."""
+        """Begins to use the index (`SlotIndex.begin_use`), and takes the room for its next opening."""
         self.index.begin_use(opens, epoch)
         take_spare(self.folder)
 
     def release(self) -> None:
-        """Lets the slabs and the lock go; a lane that still has the slabs keeps the lock. Idempotent."""
+        """Drops the slabs and releases the lock; a lane that still has the slabs keeps the lock. Idempotent."""
         if self._lock.fd >= 0:
             take_spare(self.folder)
         self.slabs = []

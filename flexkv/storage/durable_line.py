@@ -1,4 +1,4 @@
-"""A line of text in a file of its own, with its digest: durable before anything goes by it."""
+"""A line of text in a file of its own, with its digest: durable before anything relies on it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flexkv.storage.private_files import open_private
 
 
 def write_line(path: Path, text: str) -> None:
-    """Writes the text and its digest durably. A power cut leaves them or the line before.
+    """Writes the text and its digest durably. A power cut leaves this line or the one before.
 
     Raises:
         OSError: it could not be written.
@@ -28,5 +28,5 @@ def write_line(path: Path, text: str) -> None:
 
 
 def line_digest(text: str) -> str:
-    """16 hex digits, which stand behind the text."""
+    """The digest that stands behind the text, 16 hex digits."""
     return f"{c_ext.run_digest(text.encode()):016x}"

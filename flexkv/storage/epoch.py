@@ -1,4 +1,4 @@
-"""The epoch of the weights as a folder keeps it, apart from its index: so that no rebuilt index goes back behind it."""
+"""The epoch of the weights, which a folder keeps apart from its index, so that no rebuilt index falls behind it."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ MOST_EPOCH = (1 << 32) - 1
 
 
 def write_epoch(folder: Path, epoch: int) -> None:
-    """Raises: OSError: it could not be written."""
+    """Makes the epoch durable. Raises OSError if it could not be written."""
     write_number(folder / EPOCH_NAME, epoch)
 
 
 def read_epoch(folder: Path) -> int | None:
     """The last epoch written, None if there is none; raises as `read_number`.
 
-    An opening that finds none writes it, also 0, before a page is written. So a folder with pages and without it has
-    lost it, and nothing but the index knows of which weights the pages are.
+    An opening that finds no epoch writes one, even if it is 0, before it writes a page. So a folder with pages and no
+    epoch has lost it, and only the index knows of which epoch the pages are.
     """
     return read_number(folder / EPOCH_NAME, MOST_EPOCH)
 
 
 def after_all(epochs: int) -> int:
-    """An epoch after these, the highest of which is `epochs`, of which a restart keeps its pages: an even one."""
+    """An epoch above `epochs`, the highest so far: an even one, because a restart keeps the pages of even epochs."""
     return epochs + 2 - epochs % 2

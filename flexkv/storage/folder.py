@@ -27,10 +27,10 @@ DIGEST_DIGITS = 16
 """Hex digits of a digest in a folder's name; the header holds all of it."""
 
 LOCK_WAIT_S = 2.0
-"""How long a unit that starts waits for its folder: another one may hold it for a moment, to read its index."""
+"""How long a unit that starts waits for its folder: another unit may hold it for a moment, to read its index."""
 LOCK_RETRY_S = 0.02
 IN_USE = (errno.EWOULDBLOCK, errno.EACCES)
-"""What flock says when another has the lock."""
+"""Errors of flock when another process has the lock."""
 
 UNIT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -47,7 +47,7 @@ def native_path(path: Path) -> str:
     """The path for the native core, which takes UTF-8 alone.
 
     Raises:
-        DiskError: it is not UTF-8.
+        DiskError: the path is not UTF-8.
     """
     text = str(path)
     try:
@@ -58,12 +58,12 @@ def native_path(path: Path) -> str:
 
 
 def unit_folder(root: Path, identity: DiskIdentity, groups: Sequence[DiskGroup]) -> Path:
-    """Where a unit's slabs lie under `root`: a folder for the model in this encoding, in it one for the unit.
+    """The folder of a unit's slabs under `root`: one for the unit, in one for the model in this encoding.
 
     Raises:
-        ConfigError: the unit's name is no file name, or the fingerprint has another length than 32; also as
+        ConfigError: the unit's name is no file name, or the fingerprint has another length than 32; see also
             `slab_numbers`.
-        GeometryError: as `slab_numbers`.
+        GeometryError: see `slab_numbers`.
     """
     if not UNIT_NAME.fullmatch(identity.unit):
         raise ConfigError(f"disk unit {identity.unit!r}: letters, digits, '-', '_' and '.', at most 64")
@@ -76,7 +76,7 @@ def unit_folder(root: Path, identity: DiskIdentity, groups: Sequence[DiskGroup])
 
 
 def unit_folders(root: Path) -> list[Path]:
-    """Folders of ownership units under `root`, or `root` itself if it is one, by name."""
+    """Folders of ownership units under `root`, or `root` itself if it is one, sorted by name."""
     if any(root.glob("group*.slab")) or os.path.exists(root / INDEX_NAME):
         return [root]
     found = {path.parent for pattern in ("*/*/group*.slab", "*/group*.slab") for path in root.glob(pattern)}
@@ -84,15 +84,15 @@ def unit_folders(root: Path) -> list[Path]:
 
 
 def closed_folders(root: Path) -> dict[Path, str]:
-    """Of `root`, the folders in it, and those in these, the ones that cannot be looked into, and why: units may lie
-    there that `unit_folders` does not find."""
+    """Which of `root`, the folders in it, and the folders in these cannot be looked into, and why: units may lie there
+    that `unit_folders` does not find."""
     closed: dict[Path, str] = {}
     level = [root]
     for _ in range(3):
         below: list[Path] = []
         for folder in level:
             try:
-                # Their kind needs no right to enter the folder; their size does.
+                # The kind of what lies in a folder can be read without the right to enter it; `stat` needs the right.
                 with os.scandir(folder) as there:
                     below += [Path(one.path) for one in there if one.is_dir(follow_symlinks=False)]
                 os.stat(folder / LOCK_NAME)
@@ -122,10 +122,10 @@ class FolderLock:
     """An exclusive flock on a unit's folder, for as long as any copy of the descriptor is open.
 
     Args:
-        advice: what to do where the folder is in use.
+        advice: what the error tells people to do if the folder is in use.
 
     Raises:
-        FolderLockedError: somebody has had it for LOCK_WAIT_S; names the process.
+        FolderLockedError: somebody has had it for LOCK_WAIT_S; the message names the process.
         DiskError: the folder cannot be made or written.
     """
 
@@ -138,7 +138,7 @@ class FolderLock:
             try:
                 self.fd = self._open(path)
             except OSError as error:
-                # `drop` took the folder away after it was made.
+                # `drop` deleted the folder after `_open` had made it.
                 if error.errno != errno.ENOENT or time.monotonic() >= ends_s:
                     raise DiskError(f"{path}: {error.strerror}") from error
                 time.sleep(LOCK_RETRY_S)
@@ -153,7 +153,7 @@ class FolderLock:
                 if error.errno in IN_USE:
                     raise FolderLockedError(f"{folder} is in use by process {holder}: {advice}") from error
                 raise DiskError(f"{path}: {error.strerror}") from error
-            # Deleted while this waited: a lock on it keeps nobody from the folder that has the name now.
+            # The file was deleted while this waited: a lock on it keeps nobody from the folder that has the name now.
             os.close(self.fd)
             if time.monotonic() >= ends_s:
                 raise FolderLockedError(f"{folder} is deleted again and again by another process: {advice}")
@@ -164,7 +164,8 @@ class FolderLock:
         return open_private(path, os.O_RDWR | os.O_CREAT)
 
     def release(self) -> None:
-        """The lock ends when the slabs' copies are closed too. Idempotent, also from several threads at once."""
+        """Closes this copy of the lock, which ends when the slabs' copies are closed too. Idempotent, even from several
+        threads at once."""
         with self._releasing:
             fd, self.fd = self.fd, -1
         if fd >= 0:
@@ -200,8 +201,8 @@ def remove_folder(folder: Path) -> int:
     lock = FolderLock(folder, LOOKED_AFTER_IN_USE)
     freed = 0
     try:
-        # The slabs come last: what cannot be deleted leaves a unit that `ls` shows. After them only the lock file:
-        # until it is gone nobody else can start to use the folder.
+        # The slabs come late, so that `ls` still shows a unit of which something cannot be deleted. The lock file comes
+        # last: until it is gone, nobody else can start to use the folder.
         files = sorted(folder.iterdir(), key=lambda path: (path.name == LOCK_NAME, path.suffix == ".slab"))
         for path in files:
             if path.is_dir() and not path.is_symlink():
@@ -232,10 +233,10 @@ def _has_name(fd: int, path: Path) -> bool:
 
 
 def _write_holder(fd: int) -> None:
-    """Writes down who has the lock, for people: on a full disk nobody reads it.
+    """Writes down who has the lock, for people. A full disk does without it.
 
     Raises:
-        OSError: the disk does not take it, and is not full.
+        OSError: it could not be written, though the disk is not full.
     """
     text = f"{os.getpid()}\n".encode()
     try:
@@ -254,7 +255,7 @@ def _holder(fd: int) -> str:
 def _lock_until(fd: int, ends_s: float) -> None:
     """
     Raises:
-        OSError: it is another's still at `ends_s`.
+        OSError: another process still has the lock at `ends_s`.
     """
     while True:
         try:
@@ -267,11 +268,11 @@ def _lock_until(fd: int, ends_s: float) -> None:
 
 @contextmanager
 def folder_at_rest(folder: Path) -> Iterator[None]:
-    """Keeps the folder's unit from starting, for a moment; several may at once. Nothing in the folder changes.
+    """Keeps the folder's unit from starting, for a moment. Several readers may do so at once. Changes nothing.
 
     Raises:
-        FolderLockedError: its unit uses it.
-        DiskError: it has no lock, or cannot be read.
+        FolderLockedError: its unit uses the folder.
+        DiskError: the folder has no lock file, or cannot be read.
     """
     path = folder / LOCK_NAME
     try:

@@ -19,36 +19,38 @@ from flexkv.storage.private_files import make_folders
 logger = get_logger(__name__)
 
 EVEN_ROOM = 0.9
-"""Folders whose rooms differ by less are of one kind of disk: what the least of them costs the others is small."""
+"""If the smallest room is at least this share of the largest, the folders are of one kind of disk: the others lose
+little by the smallest."""
 
 BESIDE_PART = 64
-"""An index takes at most one byte in so many of its slabs: in database and log 51 bytes each for a slot of 8 KiB."""
+"""An index takes at most one byte per so many bytes of its slabs: for a slot of 8 KiB, 51 in database and log each."""
 
 BESIDE_BYTES = 16 << 20
 """Headers and their copies, the log of an index while it is small, and the spare room beside it."""
 
 SMALL_PART = 2
-"""Of a small file system (a test's) no more than one byte in so many is kept for those."""
+"""On a small file system (a test's), at most one byte in so many is kept for those."""
 
 OwnBytes = Callable[[Path], int]
-"""What of the bytes under a folder of `disk.folders` a unit may write over: those that it holds itself."""
+"""How many bytes under a folder of `disk.folders` a unit may write over: those that it holds itself."""
 
 
 def own_bytes(identity: DiskIdentity, *groups: DiskGroup) -> OwnBytes:
-    """Of the unit with these KV groups: its slabs. What lies beside them stays there."""
+    """Counts the slabs of the unit with these KV groups. Files beside them stay there."""
     return lambda root: held_bytes(unit_folder(root, identity, groups), "*.slab")
 
 
 def bytes_per_folder(disk: DiskConfig, units: int, own: OwnBytes) -> int:
-    """What one of `units` units on this node may fill in each folder: the same in all, because blocks are striped over
-    them. `disk.bytes_per_folder`, or else a share of what is free, divided among the folders of one file system.
+    """How many bytes one of `units` units on this node may fill in each folder: the same in all, because blocks are
+    striped over them. This is `disk.bytes_per_folder`, or else a share of the free space, divided among the folders of
+    one file system.
 
-    What lies in a folder already counts as free, so that the size does not shrink with every start; but what other
-    units hold there cannot be had. Makes folders that are not there. A folder that cannot be used has no say: whoever
-    opens them names it and does without.
+    Bytes that flexkv holds in a folder already count as free, so that the size does not shrink with every start; but
+    the unit cannot have those of other units. Makes missing folders. A folder that cannot be used does not count: the
+    opening names it and does without.
 
     Raises:
-        DiskError: none can be used.
+        DiskError: no folder can be used.
     """
     if disk.bytes_per_folder is not None:
         return disk.bytes_per_folder
@@ -87,21 +89,21 @@ def bytes_per_folder(disk: DiskConfig, units: int, own: OwnBytes) -> int:
 
 
 def share_bytes(free: int, own: int, others: int, share: float, units: int) -> int:
-    """Of a file system with `free` bytes left, in which a unit's slabs hold `own` and other units hold `others`: what
-    the unit may fill, never more than it can have."""
+    """How many bytes a unit may fill of a file system with `free` bytes left, in which its slabs hold `own` and other
+    units hold `others`; never more than it can have."""
     total = free + own + others
     fair = min(share * total, total - room_beside(total)) / units
     return int(min(fair, max(own, share * (free + own)), room_for_slabs(free, own)))
 
 
 def room_for_slabs(free: int, own: int) -> int:
-    """What slabs that hold `own` bytes can have of a file system with `free` bytes left: what they have already, and
-    of all only so much that headers and index have their room too."""
+    """How many bytes slabs that hold `own` bytes can have of a file system with `free` bytes left, so that headers and
+    index have their room too; at least what the slabs have already."""
     return max(own, free + own - room_beside(free + own))
 
 
 def room_beside(total: int) -> int:
-    """What headers and index want of so many bytes whose rest is slabs, at most."""
+    """The most bytes that headers and index need of `total` bytes whose rest is slabs."""
     return total // BESIDE_PART + min(BESIDE_BYTES, total // SMALL_PART)
 
 
@@ -109,16 +111,16 @@ def device_of(root: Path) -> int:
     """Number of the file system that a folder lies on, or will.
 
     Raises:
-        OSError: it cannot be asked.
+        OSError: the file system cannot be asked.
     """
     return nearest_there(root).stat().st_dev
 
 
 def by_file_system(devices: Mapping[Path, int]) -> list[list[Path]]:
-    """Folders that share a file system, together; in the order of the first of each.
+    """Groups folders by their file system, in the order of each group's first folder.
 
     Args:
-        devices: of each folder its `device_of`.
+        devices: `device_of` each folder.
     """
     groups: dict[int, list[Path]] = {}
     for root, device in devices.items():
@@ -127,9 +129,9 @@ def by_file_system(devices: Mapping[Path, int]) -> list[list[Path]]:
 
 
 def folder_faults(config: FlexKVConfig, own: OwnBytes) -> dict[str, str]:
-    """Of `disk.folders` those that cannot be used with the settings, and why. Makes nothing.
+    """Which of `disk.folders` cannot be used with the settings, and why. Makes nothing.
 
-    The engine does without such a disk, as without one that fails later; it does not start where none is left.
+    The engine does without such a disk, as without one that fails later; it does not start if none is left.
     """
     faults: dict[str, str] = {}
     devices: dict[Path, int] = {}
@@ -166,8 +168,8 @@ def folder_faults(config: FlexKVConfig, own: OwnBytes) -> dict[str, str]:
 
 
 def _access_fault(root: Path, there: Path) -> str:
-    """Why no folder of this name can be made below `there`, the nearest that is there, or written to; empty where one
-    can.
+    """Why no folder of this name can be made below `there`, the nearest folder that exists, or written to; empty if
+    there is no reason.
 
     Raises:
         OSError: the file system cannot be asked.
@@ -197,8 +199,8 @@ def same_folders(disk: DiskConfig) -> list[tuple[str, str]]:
 
 
 def shared_file_systems(disk: DiskConfig) -> list[list[Path]]:
-    """Folders of `disk.folders` that lie on one file system with another one: striping over them gains nothing. Whoever
-    opens a folder whose file system cannot be asked names it."""
+    """Folders of `disk.folders` that share a file system: striping over them gains nothing. Leaves out a folder whose
+    file system cannot be asked; its opening names it."""
     devices: dict[Path, int] = {}
     for root in map(Path, disk.folders):
         with suppress(OSError):
@@ -207,12 +209,12 @@ def shared_file_systems(disk: DiskConfig) -> list[list[Path]]:
 
 
 def nearest_there(path: Path) -> Path:
-    """The path itself, or the nearest folder above it that is there."""
+    """The path itself, or the nearest folder above it that exists."""
     return next(at for at in (path, *path.parents) if os.path.exists(at))
 
 
 def name_fault(path: Path, there: Path) -> str:
-    """Why no folder of this name can be made below `there`, the nearest that is there; empty where one can."""
+    """Why no folder of this name can be made below `there`, the nearest folder that exists; empty if it can."""
     missing = path.relative_to(there).parts
     if missing and os.path.lexists(there / missing[0]):
         return f"{there / missing[0]} is a symbolic link that leads nowhere"

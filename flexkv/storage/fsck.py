@@ -1,4 +1,4 @@
-"""Checking a unit's folder slot by slot, and making its index anew from what is there."""
+"""Checks a unit's folder slot by slot, and can make its index anew from what is there."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from flexkv.storage.slot_rows import Rows
 WRITTEN_BACK = "the next start, or --repair, writes it anew"
 
 MOST_NAMED = 20
-"""Problems of one kind that a report names; the rest is counted."""
+"""How many problems of one kind a report names; the rest is counted."""
 
 
 @dataclass(slots=True)
@@ -37,7 +37,7 @@ class GroupReport:
     """A KV group whose pages a slab holds.
 
     Attributes:
-        rule: which of them a hit needs, and of a window or a chunk how far it reaches.
+        rule: which of them a hit needs, and how far a window or a chunk reaches.
         good: pages that are whole and that the index names.
     """
 
@@ -57,9 +57,9 @@ class SlabReport:
         stale: whole pages that nobody asks for: of an older epoch, or older than what the index names there.
         orphans: whole pages of the current epoch that the index does not name: evicted ones, and those that a crash
             left written and not yet durable. Nothing tells the two apart.
-        damaged: slots with something else than a whole page, and why.
-        missing: slots of which the index names a page that is not there: misses.
-        groups: that the slab is for.
+        damaged: slots that hold something else than a whole page, and why.
+        missing: slots for which the index names a page that is not there; such pages are misses.
+        groups: groups that the slab is for.
     """
 
     path: Path
@@ -79,8 +79,8 @@ class FsckReport:
     """What `check_folder` found.
 
     Attributes:
-        problems: those that no slab's counts show.
-        index_faults: of those, what is wrong with an index that can be read all the same.
+        problems: problems that no slab's counts show.
+        index_faults: those of them that are about an index that can be read all the same.
     """
 
     folder: Path
@@ -91,7 +91,7 @@ class FsckReport:
 
     @property
     def clean(self) -> bool:
-        """Nothing is damaged and the index is right. Orphans, stale and empty slots are what crashes leave."""
+        """Whether nothing is damaged and the index is right. Orphans, stale and empty slots are what crashes leave."""
         return not self.problems and not any(slab.damaged or slab.missing for slab in self.slabs)
 
 
@@ -99,13 +99,13 @@ def check_folder(folder: Path, repair: bool = False) -> FsckReport:
     """Reads and verifies every slot of every slab in `folder`, and compares the index.
 
     Args:
-        repair: make the index right. A whole one keeps its word: rows of pages that are not there are taken out, and
-            what it evicted stays evicted. One that is missing or damaged is made anew from all pages that are whole;
-            of several with one key the newest stays. Slots that hold no whole page become empty.
+        repair: make the index right. A whole index only loses the rows of pages that are not there, so evicted pages
+            stay evicted. An index that is missing or damaged is made anew from all whole pages; of several pages with
+            one key the newest stays. Slots that hold no whole page become empty.
 
     Raises:
         FolderLockedError: the folder is in use.
-        DiskError: it cannot be read.
+        DiskError: the folder cannot be read.
     """
     lock = FolderLock(folder, LOOKED_AFTER_IN_USE)
     try:
@@ -189,7 +189,7 @@ def _check(folder: Path, repair: bool) -> FsckReport:
 
 
 def _open_index(folder: Path, slots: list[int], report: FsckReport, repair: bool) -> SlotIndex | None:
-    """None where there is none that can be used; with `repair` no file has its name then."""
+    """Opens the index; None if there is none that can be used, and with `repair` no file has its name then."""
     path = folder / INDEX_NAME
     if not path.exists():
         report.problems.append(f"{path} is missing")
@@ -212,8 +212,8 @@ def _numbers(
     found: dict[int, tuple[SlabHeader, list[SlotReport]]],
     report: FsckReport,
 ) -> tuple[int, int | None]:
-    """The current epoch (what was written down, or, where the index is gone, the highest of any page; where both are
-    gone, one after that), and the count of opens that was written down, None where there is none."""
+    """The current epoch, and the count of opens that was written down, None where there is none. The epoch is the
+    highest that its file or the index says, and without an index any page; if file and index are gone, one after it."""
     no_index = index is None or index.is_new
     pages = [int(r.tag["epoch"]) for _, reports in found.values() for r in reports if r.tag is not None]
     written_epoch = number_if_whole(read_epoch, folder, report.problems.append)
@@ -275,7 +275,7 @@ def _forget_missing(index: SlotIndex, report: FsckReport, groups: Sequence[int],
 
 
 def _empty_damaged(report: SlabReport, header: SlabHeader, groups: Mapping[int, DiskGroup]) -> None:
-    """Makes slots that hold no whole page empty ones. After the index is durable, which names none of them any more."""
+    """Empties slots that hold no whole page. Comes after the index is durable, which names none of them any more."""
     codecs = [codec_of(group) for group in groups.values()]
     with report.path.open("r+b") as slab:
         end = os.fstat(slab.fileno()).st_size

@@ -1,4 +1,4 @@
-"""Numbers of writes: the durable count of opens, then a counter. None is ever given twice."""
+"""Numbers writes by the durable count of opens and a counter. No number is ever given twice."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from flexkv.storage.base import Generations
 from flexkv.storage.number_file import read_number, write_number
 
 COUNTER_BITS = 40
-"""A trillion writes an open."""
+"""A trillion writes per open."""
 
 MOST_OPENS = (1 << 24) - 1
 
 OPENS_NAME = "opens"
-"""The file with the count of opens, beside the index, which has one too."""
+"""The file with the count of opens, beside the index, which has the count, too."""
 
 OPENS_WITHOUT_A_TRACE = 1024
-"""Without the file, the count goes on so much above the highest that index and trailers name. Leaves room for 16,000
-times."""
+"""If the file is lost, the count goes on so far above the highest that index and trailers name. There is room for doing
+so 16,000 times."""
 
 
 def opens_of(generations: Generations) -> int:
@@ -30,7 +30,7 @@ def opens_of(generations: Generations) -> int:
 
 
 def write_opens(folder: Path, opens: int) -> None:
-    """Makes the count durable, which comes before any generation of it is given.
+    """Makes the count durable. This must come before a generation with this count is given.
 
     Raises:
         OSError: it could not be written.
@@ -44,7 +44,7 @@ def read_opens(folder: Path) -> int | None:
 
 
 def opens_so_far(written: int | None, others: Iterable[int]) -> int:
-    """How often the tier was opened at most.
+    """The most times that the tier may have been opened.
 
     Args:
         written: what `read_opens` found; None where there is nothing, or it is damaged.
@@ -56,7 +56,7 @@ def opens_so_far(written: int | None, others: Iterable[int]) -> int:
 
 
 class GenerationCounter:
-    """Raises: CapacityError: `opens` or the counter has no number left."""
+    """The generations of one open. Raises CapacityError when `opens` or the counter has no number left."""
 
     def __init__(self, opens: int) -> None:
         if not 0 < opens <= MOST_OPENS:

@@ -1,5 +1,5 @@
-"""What a slab's header says of each KV group: the tables of its pages, and in version 2 a record before them. Specified
-in docs/disk-format.md."""
+"""The part of a slab's header about one KV group: the tables of its pages, and in version 2 a record before them.
+Specified in docs/disk-format.md."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ RUN = np.dtype([("offset", "<u8"), ("bytes", "<u8"), ("layer", "<u4"), ("rank", 
 
 
 def codec_of(group: DiskGroup, number: int = 0) -> c_ext.PageCodec:
-    """What seals and verifies the slot images of a group.
+    """The codec that seals and verifies the slot images of a group.
 
     Args:
-        number: of the KV group.
+        number: number of the KV group.
 
     Raises:
         GeometryError: the runs do not fill the stripes.
@@ -40,12 +40,12 @@ def codec_of(group: DiskGroup, number: int = 0) -> c_ext.PageCodec:
 
 
 def short_text(text: str, most: int = TEXT_BYTES) -> bytes:
-    """UTF-8 of at most so many bytes, cut between two characters."""
+    """At most `most` bytes of `text` in UTF-8, cut between two characters."""
     return text.encode()[:most].decode(errors="ignore").encode()
 
 
 def pack_tables(group: DiskGroup) -> tuple[bytes, int, int]:
-    """Stripes, layer offsets and runs as bytes, and how many layers and runs they are of."""
+    """Stripes, layer offsets and runs as bytes, and how many layers and runs there are."""
     codec = codec_of(group)
     ranks = len(group.stripe_bytes)
     stripes = np.array([(codec.stripe_offset(r), group.stripe_bytes[r]) for r in range(ranks)], STRIPE)
@@ -67,7 +67,7 @@ class TableReader:
     """Reads the tables and texts of a header, one after the other.
 
     Raises:
-        ValueError: from every method: the header ends before what is asked for does, or it is no text.
+        ValueError: from every method: the header ends too early, or the bytes that are asked for are no text.
     """
 
     def __init__(self, raw: bytes, at: int) -> None:
@@ -101,7 +101,7 @@ class TableReader:
         return tuple(int(n) for n in stripes["bytes"]), tuple(of_ranks)
 
     def record(self) -> tuple[int, DiskGroup]:
-        """The number of a group of version 2, and the group."""
+        """The number of a group in version 2, and the group."""
         fields = RECORD.unpack(self.bytes(RECORD.size))
         number, ranks, layers, runs, block_tokens, reach, _, rule, dtype, name_bytes, signature_bytes, _ = (
             fields
@@ -121,7 +121,7 @@ class TableReader:
 
 
 def word(field: bytes) -> str:
-    """Raises: ValueError: no text."""
+    """The text in a padded field. Raises ValueError if it is no text."""
     return field.rstrip(b"\0").decode()
 
 
@@ -147,7 +147,7 @@ def pack_record(group: DiskGroup, number: int) -> bytes:
 
 
 def format_text(group: DiskGroup, version: str, more: Sequence[object] = ()) -> str:
-    """Equal for groups whose slot images can be read as one another's.
+    """A text that is equal for groups whose slot images can be read as one another's.
 
     Args:
         more: what else must be equal.

@@ -25,7 +25,7 @@ from flexkv.storage.sharing import groups_of_slab, is_plain, slab_numbers
 
 MAGIC = b"FLEXKVSL"
 PLAIN_VERSION = 1
-"""Of the slab of a unit with one KV group, see `is_plain`."""
+"""Version of the slab of a unit with one KV group, see `is_plain`."""
 GROUPS_VERSION = 2
 VERSIONS = (PLAIN_VERSION, GROUPS_VERSION)
 SECTOR_BYTES = 4096
@@ -35,25 +35,25 @@ MOST_HEADER_BYTES = 64 << 20
 FIXED = struct.Struct("<8sIIQQQQ32s32sIIIIIIII16sHHHH")
 """magic, version, header_bytes, slab_id, slot_bytes, created, digest, fingerprint, format, group, ranks, layers, runs,
 block_tokens, page_version, epoch, groups, dtype, and the lengths of format_id, model, unit; reserved. In version 1
-groups is 0; in version 2 what is each group's own is 0 and stands in its record."""
+groups is 0; in version 2 the fields that each group has for itself are 0 and stand in its record."""
 
 DIGEST_AT = 40
 
 
 class DamagedHeaderError(DiskError):
-    """The header's bytes are not what was written."""
+    """The header's bytes are not the ones that were written."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlabHeader:
-    """What a header says, its tables aside.
+    """A header without its tables.
 
     Attributes:
         created: unix seconds.
         format: digest of what must be equal for its pages to be read, see `slab_format`.
-        group: number of the KV group, or of the first of those that share the slab. What follows is that group's, up
-            to `epoch`, and `dtype` and `format_id`.
-        epoch: of the weights when the slab was made.
+        group: number of the KV group, or of the first of those that share the slab. `ranks`, `layers`, `block_tokens`,
+            `dtype` and `format_id` are that group's.
+        epoch: epoch of the weights when the slab was made.
     """
 
     version: int
@@ -75,10 +75,10 @@ class SlabHeader:
 
 
 def format_digests(groups: Sequence[DiskGroup]) -> list[bytes]:
-    """Of each group 32 bytes that are equal for groups whose slot images can be read as one another's.
+    """For each group, 32 bytes that are equal for groups whose slot images can be read as one another's.
 
     Raises:
-        GeometryError, ConfigError: as `slab_numbers`.
+        GeometryError, ConfigError: see `slab_numbers`.
     """
     slabs = slab_numbers(groups)
     if is_plain(groups):
@@ -125,12 +125,12 @@ def pack_header(
     """The header's bytes, a multiple of 4 KiB.
 
     Args:
-        groups: of the unit.
+        groups: the unit's groups.
         slab: number of the slab.
 
     Raises:
-        GeometryError: the fingerprint has another length than 32; also as `slab_numbers`.
-        ConfigError: as `slab_numbers`.
+        GeometryError: the fingerprint has another length than 32; see also `slab_numbers`.
+        ConfigError: see `slab_numbers`.
     """
     if len(fingerprint) != 32:
         raise GeometryError(f"a fingerprint has 32 bytes, given {len(fingerprint)}")
@@ -176,8 +176,8 @@ def read_header(path: str) -> SlabHeader:
     """The header of the slab at `path`, verified.
 
     Raises:
-        DamagedHeaderError: it is short, or its digest does not match.
-        DiskError: no slab, another version, or it cannot be read.
+        DamagedHeaderError: it is short or not a slab's, or its digest does not match.
+        DiskError: it has another version or says what cannot be, or the file cannot be read.
     """
     return parse_header(raw_header(path), path)[0]
 
@@ -188,14 +188,14 @@ def _open_at_once(path: str, flags: int) -> int:
 
 
 def raw_header(path: str) -> bytes:
-    """What lies where a header is expected: as much as it names, or a sector. Nothing is verified.
+    """The bytes where a header is expected: as many as it names, or a sector. Nothing is verified.
 
     Raises:
-        DiskError: it cannot be read.
+        DiskError: the file cannot be read.
     """
     try:
         with open(path, "rb", opener=_open_at_once) as file:
-            raw = file.read(SECTOR_BYTES) or b""  # None of a pipe that has a writer
+            raw = file.read(SECTOR_BYTES) or b""  # a pipe that has a writer gives None
             if len(raw) >= FIXED.size and raw[:8] == MAGIC:
                 total = struct.unpack_from("<I", raw, 12)[0]
                 if SECTOR_BYTES < total <= MOST_HEADER_BYTES:
@@ -206,11 +206,11 @@ def raw_header(path: str) -> bytes:
 
 
 def parse_header(raw: bytes, path: str) -> tuple[SlabHeader, dict[int, DiskGroup]]:
-    """What a header says, and the groups of the slab by their numbers, ascending.
+    """The header in `raw`, and the groups of the slab by their numbers, ascending.
 
     Raises:
-        DamagedHeaderError: it is short, or its digest does not match.
-        DiskError: no slab, another version, or its digest matches and it says what cannot be.
+        DamagedHeaderError: it is short or not a slab's, or its digest does not match.
+        DiskError: it has another version, or its digest matches and it says what cannot be.
     """
     if len(raw) < SECTOR_BYTES:
         raise DamagedHeaderError(f"{path}: no whole slab header ({len(raw)} bytes)")
@@ -239,7 +239,7 @@ def parse_header(raw: bytes, path: str) -> tuple[SlabHeader, dict[int, DiskGroup
 def _parse(raw: bytes) -> tuple[SlabHeader, dict[int, DiskGroup]]:
     """
     Raises:
-        ValueError, GeometryError, ConfigError: it says what cannot be.
+        ValueError, GeometryError, ConfigError: the header says what cannot be.
     """
     fields = FIXED.unpack_from(raw)
     _, version, header_bytes, slab_id, bytes_of_slot, created, _, fingerprint, format_ = fields[:9]
@@ -280,7 +280,7 @@ def _groups(reader: TableReader, slab: int, count: int) -> dict[int, DiskGroup]:
     """The groups of a slab of version 2.
 
     Raises:
-        ValueError, ConfigError: their numbers do not ascend from the slab's, or a rule that there is not.
+        ValueError, ConfigError: their numbers do not ascend from the slab's, or there is no such rule.
     """
     groups: dict[int, DiskGroup] = {}
     for _ in range(count):

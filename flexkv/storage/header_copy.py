@@ -22,13 +22,13 @@ COPY_SUFFIX = ".header"
 
 @dataclass(frozen=True, slots=True)
 class FoundHeader:
-    """A slab's header, from wherever it is whole.
+    """A slab's header, from the slab or the copy, whichever is whole.
 
     Attributes:
         raw: its bytes.
-        groups: of the slab, by their numbers.
-        slab_fault: what is wrong with the slab's own, or nothing.
-        copy_fault: what is wrong with the copy, or nothing; one that is missing is not wrong.
+        groups: the slab's groups, by their numbers.
+        slab_fault: what is wrong with the slab's own header; empty if nothing is.
+        copy_fault: what is wrong with the copy; empty if nothing is, or if there is none.
         has_copy: a whole copy of the same header is there.
     """
 
@@ -45,10 +45,10 @@ def copy_path(slab: Path) -> Path:
 
 
 def find_header(slab: Path) -> FoundHeader:
-    """The header of the slab at `slab`, verified: its own, or the copy where that is damaged.
+    """The header of the slab at `slab`, verified: its own, or the copy if its own is damaged.
 
     Raises:
-        DamagedHeaderError: neither is whole, or nothing follows the header that could be had by it.
+        DamagedHeaderError: neither is whole, or only the copy is and no slots follow the header.
         DiskError: another version, or the file cannot be read.
     """
     copy, copy_fault = None, ""
@@ -69,10 +69,10 @@ def find_header(slab: Path) -> FoundHeader:
 
 
 def mend_header(slab: Path, found: FoundHeader) -> None:
-    """Makes slab and copy both have the header that was found. A disk that is full does without the copy.
+    """Writes the header that was found to the slab and its copy, where they lack it. A full disk does without the copy.
 
     Raises:
-        OSError: the slab's own cannot be written.
+        OSError: the slab's own header cannot be written.
     """
     if found.slab_fault:
         logger.warning("%s: the header is written back from its copy", found.slab_fault)

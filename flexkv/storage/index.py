@@ -1,8 +1,8 @@
 """The index of one disk: which slot holds which block, in an SQLite database beside the slabs.
 
 The rows of a group lie in chunks of fixed size, one to a database page, and whole in memory: an update is a few array
-writes and the chunks it touched, opening is one scan, and no Python object stands for a row. What is opened must be
-what was written, to the last bit: each chunk has a digest, and so has what lies beside them, which counts the chunks.
+writes and the chunks it touched, opening is one scan, and no Python object stands for a row. An opening checks to the
+last bit that it reads what was written: each chunk has a digest, and so have the meta values, which count the chunks.
 """
 
 from __future__ import annotations
@@ -51,25 +51,25 @@ logger = logging.getLogger(__name__)
 SCHEMA_VERSION = 2
 
 CHUNK_ROOM_BYTES = 2 * 4096
-"""What a chunk may take of the disk: a page in the log and one in the database."""
+"""Bytes of disk that a chunk may take: a page in the log and one in the database."""
 
 
 class SlotIndex:
     """The open database of one disk. Not thread-safe: one thread at a time.
 
     Attributes:
-        rows: of each slab, by the number of its first group; what the database holds after `commit`.
-        epoch: of the weights.
+        rows: each slab's rows, by the number of its first group. `commit` writes them to the database.
+        epoch: epoch of the weights.
         opens: how often the tier was opened on this disk.
-        is_new: there was none.
+        is_new: there was no index before.
 
     Args:
-        slots: of each slab; 0 for the number of a group whose pages lie in another's.
+        slots: slots of each slab, by the number of its first group; 0 for a group whose pages lie in another's slab.
 
     Raises:
         DamagedIndexError: the database or its log is not what was written.
         OtherVersionError: the database has another version of the format.
-        DiskError: the file system says no, or another has a lock; nothing was changed.
+        DiskError: the file system refuses, or another process has a lock; nothing was changed.
     """
 
     def __init__(self, path: Path, slots: Sequence[int]) -> None:
@@ -83,11 +83,11 @@ class SlotIndex:
         self.is_new = False
         self._slab_ids: list[int | None] = [None] * len(slots)
         self._meta: dict[str, MetaValue] = {}
-        """As the database has it, digest aside."""
+        """The meta values that the database has, without their digest."""
         self._stored: list[set[int]] = [set() for _ in slots]
         """Chunks that the database has."""
         self._gone: list[set[int]] = [set() for _ in slots]
-        """Of those the ones beyond the slab, which was larger: the next commit takes them out."""
+        """Those of them that lie beyond the slab, which was larger before: the next commit deletes them."""
         self._remaking = False
         self._written: list[tuple[int, int]] = []
         try:
@@ -121,8 +121,8 @@ class SlotIndex:
     def _take_meta(self, meta: dict[str, MetaValue]) -> None:
         """
         Raises:
-            DamagedIndexError: not as it was written.
-            OtherVersionError: of another version, whose digests may be others too.
+            DamagedIndexError: `meta` is not as it was written.
+            OtherVersionError: the format has another version, whose digests may differ, too.
         """
         version = meta.get("version")
         if version is not None and version != SCHEMA_VERSION:
@@ -139,7 +139,7 @@ class SlotIndex:
     def _number(self, name: str, most: int) -> int:
         """
         Raises:
-            DamagedIndexError: it is none in [0, most].
+            DamagedIndexError: the value is no number in [0, most].
         """
         value = self._meta.get(name)
         if value is None or not 0 <= value <= most:
@@ -168,12 +168,12 @@ class SlotIndex:
             raise DamagedIndexError(
                 f"{self.path}: {len(stored)} of {written} chunks of group {group} are there"
             )
-        if rows["generation"][self.slots[group] :].any():  # the slab was larger
+        if rows["generation"][self.slots[group] :].any():  # the slab was larger before
             rows[self.slots[group] :] = np.zeros((), ROW)
             self._dirty[group].add(self.slots[group] // CHUNK_SLOTS)
 
     def adopt(self, slab_ids: Sequence[int]) -> None:
-        """Forgets the rows of groups whose slab is another one than they were written for."""
+        """Forgets the rows of groups whose slab is not the one that they were written for."""
         for group, slab_id in enumerate(slab_ids):
             known = self._slab_ids[group]
             if known is not None and known != signed(slab_id):
@@ -213,7 +213,7 @@ class SlotIndex:
         used_ms: int,
         group: int = 0,
     ) -> None:
-        """Slots that hold these pages of a KV group from the next `commit` on; a slot named twice holds the last."""
+        """Enters pages of a KV group, durable from the next `commit` on. A slot named twice holds the last of them."""
         rows = self.rows[slab]
         rows["key"][slots] = keys
         rows["generation"][slots] = generations
@@ -224,23 +224,24 @@ class SlotIndex:
         self._dirty[slab].update(np.unique(slots // CHUNK_SLOTS).tolist())
 
     def restore(self, slab: int, slots: NDArray[np.int64], rows: Rows) -> None:
-        """Slots that hold these rows from the next `commit` on."""
+        """Enters rows for slots, durable from the next `commit` on."""
         self.rows[slab][slots] = rows
         self._dirty[slab].update(np.unique(slots // CHUNK_SLOTS).tolist())
 
     def evict(self, slab: int, slots: NDArray[np.int64], generations: NDArray[np.uint64]) -> None:
-        """Empties slots, where they still hold these generations."""
+        """Empties those of the slots that still hold these generations."""
         slots = slots[self.rows[slab]["generation"][slots] == generations]
         self.rows[slab][slots] = np.zeros((), ROW)
         self._dirty[slab].update(np.unique(slots // CHUNK_SLOTS).tolist())
 
     def use(self, slab: int, slots: NDArray[np.int64], used_ms: int) -> None:
-        """Notes a use; written by a later `flush_uses`."""
+        """Notes a use, which a later `flush_uses` writes."""
         self.rows[slab]["used"][slots] = used_ms
         self._used[slab].update(np.unique(slots // CHUNK_SLOTS).tolist())
 
     def flush_uses(self, most_chunks: int) -> bool:
-        """Puts up to that many chunks that only saw uses into the next `commit`; whether there are any."""
+        """Adds up to `most_chunks` chunks of each slab that only saw uses to the next `commit`; returns whether that
+        has any chunk to write."""
         for slab, used in enumerate(self._used):
             for chunk in list(used)[:most_chunks]:
                 used.discard(chunk)
@@ -260,7 +261,7 @@ class SlotIndex:
     def commit(self) -> None:
         """Makes everything since the last one durable, all or nothing. On an error nothing is lost: call again.
 
-        A database that turns out to be damaged is set aside, and made anew of the rows in memory.
+        A database that turns out to be damaged is set aside, and made anew from the rows in memory.
 
         Raises:
             FullDiskError: the file system has no room.
@@ -276,18 +277,18 @@ class SlotIndex:
             self._written = self._named()
 
     def remake(self) -> None:
-        """Sets the database aside and makes a new one of the rows in memory, durably.
+        """Sets the database aside and makes a new one from the rows in memory, durably.
 
         Raises:
-            FullDiskError, DiskError: as of `commit`.
+            FullDiskError, DiskError: see `commit`.
         """
-        # That may fail as the commit did: what it would still write is written anew.
+        # Closing may fail as the commit did: whatever it would still write is written anew.
         with contextlib.suppress(*SQLITE_ERRORS):
             self._db.close()
         if not self._remaking:
             set_aside_index(self.path, DamagedIndexError.aside_name)
         self._remaking = True
-        remove_index(self.path)  # what an attempt before this one has begun
+        remove_index(self.path)  # an earlier attempt may have begun one
         for group, rows in enumerate(self.rows):
             self._stored[group].clear()
             self._gone[group].clear()
@@ -352,8 +353,8 @@ class SlotIndex:
 
     @property
     def in_place(self) -> bool:
-        """Whether database and log are still the files that the first commit was written to: what goes to others, or to
-        none that has a name, nobody will find again."""
+        """Whether database and log are still the files that the first commit was written to: nobody will find again
+        what is written to deleted files."""
         return not self._written or self._named() == self._written
 
     def _named(self) -> list[tuple[int, int]]:
@@ -367,10 +368,10 @@ class SlotIndex:
         return [(file.st_dev, file.st_ino) for file in found]
 
     def close(self) -> None:
-        """Folds the log into the database and lets it go.
+        """Folds the log into the database and closes it.
 
         Raises:
-            DiskError: it could not be written; what was committed is safe.
+            DiskError: the database could not be written; what was committed is safe.
         """
         try:
             self._db.close()

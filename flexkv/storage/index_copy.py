@@ -1,4 +1,4 @@
-"""Reading the index of a folder whose unit is at rest: a copy of it, because SQLite writes to what it opens."""
+"""Reads the index of a folder whose unit is at rest, from a copy, because SQLite writes to a database that it opens."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 
 
 def copy_index(folder: Path, to: Path) -> int | None:
-    """Copies the index into the folder `to`, with what its log holds beyond it. The unit's folder is kept at rest only
-    meanwhile.
+    """Copies the index into the folder `to`, with the log, which may hold later commits. The unit's folder is kept at
+    rest only meanwhile.
 
     Returns:
         The epoch that is written down beside it, None where there is none or it is damaged.
@@ -45,7 +45,7 @@ def pages_by_group(folder: Path, slots: Mapping[int, int]) -> dict[int, int]:
     """How many pages of each KV group the folder's index names; groups without one are left out.
 
     Args:
-        slots: of each slab, by its number.
+        slots: slots of each slab, by its number.
 
     Raises:
         DiskError: the folder is in use, or its index cannot be read.

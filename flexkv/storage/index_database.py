@@ -18,14 +18,14 @@ BUSY_S = 5.0
 
 
 def open_database(path: Path, groups: int) -> sqlite3.Connection:
-    """Opens, or makes, the database with a table of rows for each group. Only who has the folder's lock may.
+    """Opens, or makes, the database with a table of rows for each group. Only the holder of the folder's lock may.
 
     Raises:
         DamagedIndexError: it is no database, or not as it was written.
-        DiskError: the file system refuses, or another has a lock; nothing was changed.
+        DiskError: the file system refuses, or another process has a lock; nothing was changed.
     """
     try:
-        if not path.exists():  # SQLite would make it by the umask; its log has what the database has
+        if not path.exists():  # SQLite would give it the umask's mode; the log gets the database's mode
             os.close(open_private(path, os.O_RDWR | os.O_CREAT))
     except OSError as error:
         raise disk_error(path, error) from error
@@ -38,7 +38,7 @@ def open_database(path: Path, groups: int) -> sqlite3.Connection:
         database.execute("PRAGMA locking_mode=EXCLUSIVE")
         database.execute("PRAGMA journal_mode=WAL")
         database.execute("PRAGMA synchronous=FULL")
-        # A database that cannot be written is found now, and not at the first commit.
+        # This finds a database that cannot be written now, and not at the first commit.
         database.execute("BEGIN IMMEDIATE")
         database.execute(
             "CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value INTEGER) WITHOUT ROWID"
@@ -58,7 +58,7 @@ def database_faults(database: sqlite3.Connection) -> list[str]:
     """What SQLite finds wrong with the database as a whole, a few of them; reads all of it and changes nothing."""
     try:
         found = [line for (text,) in database.execute("PRAGMA quick_check(5)") for line in text.splitlines()]
-        # One that takes no write is whole all the same.
+        # A database that takes no write passes this check all the same, so it is written to as well.
         database.execute("BEGIN IMMEDIATE")
         database.execute("UPDATE meta SET value = value")
         database.execute("ROLLBACK")
@@ -68,10 +68,10 @@ def database_faults(database: sqlite3.Connection) -> list[str]:
 
 
 def set_aside_index(path: Path, aside_name: str) -> None:
-    """Renames an index and its log, for a person to look at; nothing has their names any more.
+    """Renames an index and its log, for a person to look at; no file has their names any more.
 
     Raises:
-        DiskError: the file system says no.
+        DiskError: the file system refuses.
     """
     aside = path.with_name(aside_name)
     try:
@@ -85,7 +85,7 @@ def set_aside_index(path: Path, aside_name: str) -> None:
 
 
 def remove_index(path: Path) -> None:
-    """Raises: DiskError: the file system says no."""
+    """Deletes an index and its log. Raises DiskError if the file system refuses."""
     try:
         for suffix in ("", LOG_SUFFIX):
             path.with_name(path.name + suffix).unlink(missing_ok=True)

@@ -1,8 +1,8 @@
-"""Whether the log of an index's database was damaged.
+"""Finds out whether the log of an index's database was damaged.
 
 SQLite reads its log (the write-ahead log beside the database) up to the first frame that is not whole, and goes on with
-what it has: a flipped bit there takes back what was committed after it, without a word. A log that merely ends in the
-middle of a write, as a crash leaves it, loses nothing that was committed.
+what it has: a flipped bit there silently takes back what was committed after it. A log that merely ends in the middle
+of a write, as a crash leaves it, loses nothing that was committed.
 
 A power cut inside a commit may leave the commit's later frames on the disk, and not an earlier one. A flipped bit in a
 commit that was synced looks the same. Both count as damage: an index that is made anew without need costs a read of the
@@ -29,7 +29,7 @@ WORDS = {0: "<u4", 1: ">u4"}
 
 
 def log_damage(path: Path) -> str:
-    """What is wrong with the log at `path`; nothing where it is whole, ends in the middle of a write, or is not there.
+    """What is wrong with the log at `path`; empty if it is whole, ends in the middle of a write, or is not there.
 
     Algorithm: https://www.sqlite.org/fileformat2.html#the_write_ahead_log
 
@@ -55,7 +55,7 @@ def log_damage(path: Path) -> str:
         sums = _checksum(summed, words, sums)
         if head[2:4] == salts and head[4:] == sums:
             continue
-        # What an earlier log left behind has two other salts.
+        # Frames that an earlier log left behind have two other salts.
         left = [FRAME.unpack_from(raw, later) for later in starts[number:]]
         of_this = [found for found in left if _is_of(found[2:4], salts)]
         if not of_this:
@@ -68,15 +68,15 @@ def log_damage(path: Path) -> str:
 
 
 def _is_of(found: tuple[int, ...], salts: tuple[int, ...]) -> bool:
-    """Whether a frame is of the log with these salts; one of them may be damaged."""
+    """Whether a frame belongs to the log with these salts; one of its own may be damaged."""
     return any(one == other for one, other in zip(found, salts, strict=True))
 
 
 def _checksum(content: bytes, words: str, sums: tuple[int, ...]) -> tuple[int, ...]:
     """SQLite's checksum of `content`, going on from `sums`: two 32-bit sums, each step of which takes in two words.
 
-    A step maps (s0, s1) and words (a, b) to (s0 + a + s1, s1 + b + the new s0), which is linear: of all steps together
-    each word has a factor, and so have the sums that it begins with.
+    A step maps (s0, s1) and words (a, b) to (s0 + a + s1, s1 + b + the new s0), which is linear. So over all steps
+    together each word has a factor, and so have the sums that the first step begins with.
     """
     values = np.frombuffer(content, words).astype(np.uint64)
     of_words, of_sums = _factors(len(values) // 2)

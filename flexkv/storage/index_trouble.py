@@ -1,4 +1,4 @@
-"""What an error of the index's database means: trouble of the file system, which passes or is the person's to mend, or
+"""What an error of the index's database means: trouble of the file system, which passes or which a person must mend, or
 damage, after which the index is set aside and made anew."""
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from flexkv.errors import DiskError
 from flexkv.storage.private_files import open_private
 
 SQLITE_ERRORS = (sqlite3.Error, UnicodeDecodeError)
-"""What a database raises. Its message may quote a damaged schema, whose bytes Python then fails to decode."""
+"""The errors of a database. Its message may quote a damaged schema, whose bytes Python then fails to decode."""
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 READ_BYTES = 1 << 20
 LEAST_ROOM_BYTES = 64 << 10
-"""What a database that does nothing much wants of the disk."""
+"""Bytes of disk that a database needs for little work."""
 
 
 class UnusableIndexError(DiskError):
-    """The database is to be set aside and made anew. Trouble in reading a good one is a plain DiskError.
+    """The database must be set aside and made anew. Trouble in reading a good one is a plain DiskError.
 
     Attributes:
-        aside_name: what the database is called then; the one before it of this name is given up.
+        aside_name: the database's name once it is set aside; an earlier one of this name is deleted.
     """
 
     aside_name: str
@@ -47,7 +47,7 @@ class FullDiskError(DiskError):
 
 
 def disk_error(path: Path, error: OSError) -> DiskError:
-    """`error` of the file at `path` as an error of its disk."""
+    """The error of a disk for `error`, which the file at `path` has caused."""
     kind = FullDiskError if error.errno in FULL else DiskError
     return kind(f"{path}: {error.strerror}")
 
@@ -55,14 +55,14 @@ def disk_error(path: Path, error: OSError) -> DiskError:
 def index_trouble(
     path: Path, error: sqlite3.Error | UnicodeDecodeError, room_bytes: int = LEAST_ROOM_BYTES
 ) -> DiskError:
-    """What SQLite's error of the database at `path` is.
+    """The error that stands behind SQLite's error of the database at `path`.
 
-    SQLite has the same words for both: "attempt to write a readonly database" of a read-only file system and of a
-    flipped bit. So the file system is asked itself: where the database can be read from start to end and a file beside
-    it be written, it is the database that is damaged.
+    SQLite has the same words for trouble and damage: "attempt to write a readonly database" for a read-only file system
+    and for a flipped bit. So this tries the file system itself: if the database can be read from start to end and a
+    file can be written beside it, the database is damaged.
 
     Args:
-        room_bytes: that whoever met the error may have wanted to write.
+        room_bytes: bytes that the step which failed may have wanted to write.
     """
     if "locked" in str(error):
         return DiskError(f"{path}: {error}")
@@ -75,7 +75,7 @@ def index_trouble(
 
 
 def _read_and_write(path: Path, room_bytes: int) -> None:
-    """Raises: OSError: the file system's own."""
+    """Reads the database and writes a file beside it. Raises the file system's own OSError."""
     if path.exists():
         with open(path, "r+b", buffering=0) as file:
             while file.read(READ_BYTES):

@@ -31,18 +31,18 @@ from flexkv.storage.striping import Slots, striped_slots
 logger = logging.getLogger(__name__)
 
 USE_FLUSH_S = 5.0
-"""How often uses are written down, seconds: what a crash may forget of their order."""
+"""How often uses are written down, seconds; a crash may forget the order of those since."""
 
 USE_FLUSH_CHUNKS = 512
-"""At most this many chunks (2 MiB) at a time, so that uses cost little of the disk."""
+"""At most this many chunks of a slab (2 MiB) at a time, so that uses cost the disk little."""
 
 RETRIES = 5
 RETRY_S = 0.2
-"""A commit that failed is tried again so often and so much later, each time twice as long: 6 s in all."""
+"""A commit that failed is tried again so often, after this pause and then after twice the one before: 6 s in all."""
 
 FULL_PAUSE_S = 2.0
-"""A commit that found the disk full is tried again so much later, for as long as the disk is full: its pages are served
-meanwhile, but a crash would lose them."""
+"""A commit that found the disk full is tried again after this pause, for as long as the disk is full. Its pages are
+served meanwhile, but a crash would lose them."""
 
 
 @dataclass(slots=True)
@@ -76,10 +76,10 @@ class Evict:
 
 @dataclass(slots=True)
 class Use:
-    """Which of `places` lie on this disk is found out in the journal's thread: uses come with every lookup.
+    """Uses of `places`. The journal's thread finds those on this disk, because uses come with every lookup.
 
     Attributes:
-        disk: number of this one, of `disks`.
+        disk: number of this disk, of `disks`.
     """
 
     slab: int
@@ -89,11 +89,11 @@ class Use:
 
     @property
     def rows(self) -> int:
-        """This disk's share: all disks are given the same places, which go round them."""
+        """This disk's share: all disks get the same places, which go round the disks."""
         return -(-len(self.places) // self.disks)
 
     def slots(self, most: int) -> Slots:
-        """Of this disk, below `most`; a use is a hint, and what means nothing is passed over."""
+        """Slots of this disk, below `most`. A use is a hint, so places that mean nothing are passed over."""
         on_disk, slots = striped_slots(self.places, self.disks)
         here: Slots = slots[(on_disk == self.disk) & (slots >= 0) & (slots < most)]
         return here
@@ -120,12 +120,12 @@ def _oldest_publish(records: Iterable[Record]) -> float:
 
 
 class Journal:
-    """Owns `index` from here to `close`. Every method but `close` returns at once.
+    """Owns `index` until `close`. Every method but `close` returns at once.
 
     Args:
-        slabs: one a group, the same one for groups that share it.
+        slabs: one per group, the same one for groups that share it.
         on_durable: called in the journal's thread.
-        most_rows: bound of what may wait.
+        most_rows: most rows that may wait.
     """
 
     def __init__(
@@ -147,14 +147,14 @@ class Journal:
         try:
             self._thread.start()
         except RuntimeError as error:  # the system has no thread left
-            self._slabs.clear()  # with them goes the folder's lock; journal and thread hold each other
+            self._slabs.clear()  # they hold the folder's lock, and journal and thread keep each other alive
             raise DiskError(f"{index.path}: no thread for its journal: {error}") from error
 
     def put(self, record: Record) -> bool:
-        """Whether the record was taken: not when too much waits, or after the journal has failed."""
+        """Takes a record; returns False when too much waits, or after the journal has failed or was stopped."""
         with self._lock:
             is_use = isinstance(record, Use)
-            # Uses leave half of the room to what must not be lost.
+            # Uses leave half of the room to records that must not be lost.
             room = self._most_rows // 2 if is_use else self._most_rows
             full = self._waiting_rows + record.rows > room and not isinstance(record, Reset)
             if full:
@@ -165,44 +165,44 @@ class Journal:
             self._waiting_rows += record.rows
             self._records += 1
             self._reset_waits |= isinstance(record, Reset)
-            # A use goes with the next record that is none: waking the thread costs the caller time.
+            # A use waits for the next other record or the next turn: waking the thread costs the caller time.
             if not is_use:
                 self._lock.notify()
         return True
 
     @property
     def room(self) -> int:
-        """How many rows it would take now."""
+        """How many rows the journal would take now."""
         with self._lock:
             return self._most_rows - self._waiting_rows
 
     @property
     def lag_s(self) -> float:
-        """Age of the oldest publish that is to become durable and is not yet, seconds; 0 when there is none."""
+        """Age of the oldest publish that is not durable yet, seconds; 0 when there is none."""
         with self._lock:
             oldest = self._oldest or _oldest_publish(self._queue)
         return time.monotonic() - oldest if oldest else 0.0
 
     @property
     def ended(self) -> bool:
-        """Its thread has, and with it every use of slabs and index."""
+        """Whether the thread has ended, and with it every use of slabs and index."""
         return not self._thread.is_alive()
 
     def fail(self, reason: str) -> None:
-        """Takes nothing more and writes nothing more."""
+        """Ends the journal: from now on it takes nothing and writes nothing."""
         with self._lock:
             self.failure = self.failure or reason
             self._let_go_of_queue()
             self._lock.notify()
 
     def stop(self) -> None:
-        """The beginning of `close`, which does not wait."""
+        """Does the first part of `close`, which does not wait."""
         with self._lock:
             self._stopping = True
             self._lock.notify()
 
     def close(self, deadline_s: float) -> bool:
-        """Writes what waits and closes the index; whether both were done within the deadline."""
+        """Writes what waits and closes the index; returns whether both were done within the deadline."""
         self.stop()
         self._thread.join(max(0.0, deadline_s))
         return not self._thread.is_alive() and not self.failure
@@ -227,17 +227,17 @@ class Journal:
             self._index.close()
         except DiskError as error:
             self.fail(str(error))
-        self._slabs.clear()  # with them goes the folder's lock
+        self._slabs.clear()  # they hold the folder's lock
 
     def _turn(self) -> bool:
-        """One group commit; False when there will be no more."""
+        """Does one group commit; returns False when there will be no more."""
         with self._lock:
             if not self._queue and not self._stopping and not self.failure:
                 self._lock.wait(USE_FLUSH_S)
             if self._queue and not self._in_a_hurry():
                 await_group(time.monotonic, self._wait_for_more)
             batch, self._queue = self._queue, deque()
-            # Under the lock: no publish is ever neither in the queue nor in the batch for whoever asks for the lag.
+            # Set under the lock, so that `lag_s` sees every publish, in the queue or in the batch.
             self._oldest = _oldest_publish(batch)
             self._reset_waits = False
             stopping, failed = self._stopping, bool(self.failure)
@@ -250,7 +250,7 @@ class Journal:
             return not (stopping and not self._queue)
 
     def _wait_for_more(self, timeout_s: float) -> bool:
-        """With the lock."""
+        """Waits for another record; returns whether one has come and there is no hurry. The caller holds the lock."""
         known = self._records
         self._lock.wait_for(lambda: self._in_a_hurry() or self._records > known, timeout_s)
         return self._records > known and not self._in_a_hurry()
@@ -279,7 +279,7 @@ class Journal:
                 if held.any():
                     self._on_durable(record.group, record.slots[held], record.generations[held])
         except BaseException as error:
-            # Before those that wait for a reset go on: it has not been carried out.
+            # Set before those that wait for a reset go on, because it has not been carried out.
             self.failure = self.failure or str(error)
             raise
         finally:
@@ -287,7 +287,7 @@ class Journal:
                 reset.done.set()
 
     def _put_back(self, batch: Sequence[Record]) -> None:
-        """Ahead of what waits. To apply a batch a second time changes nothing."""
+        """Puts a batch ahead of the records that wait. To apply it a second time changes nothing."""
         with self._lock:
             self._queue.extendleft(reversed(batch))
             self._waiting_rows += sum(record.rows for record in batch)
@@ -335,10 +335,10 @@ class Journal:
             raise disk_error(folder / EPOCH_NAME, error) from error
 
     def _commit(self, resets: Sequence[Reset]) -> bool:
-        """Whether the index was committed. If not, the disk is full and a reset waits, which goes first."""
+        """Commits the index; returns False if the disk is full and a reset waits, which goes first."""
 
         def epoch_is_enough() -> bool:
-            # An opening forgets the rows of an index that is behind the epoch: these resets need it no longer.
+            # An opening forgets the rows of an index that is behind the epoch, so these resets need no commit.
             for reset in resets:
                 reset.done.set()
             return self._reset_waits
@@ -350,16 +350,16 @@ class Journal:
         return True
 
     def _retry(self, step: Callable[[], None], give_way: Callable[[], bool] = lambda: False) -> bool:
-        """Takes a step until it succeeds.
+        """Tries a step until it succeeds.
 
         Args:
-            give_way: asked while the disk is full; where it is true, the step is given up.
+            give_way: called while the disk is full; if it returns True, the step is given up.
 
         Returns:
-            Whether it was taken.
+            Whether the step succeeded.
 
         Raises:
-            DiskError: it failed too often, or while the journal ends.
+            DiskError: the step failed too often, or while the journal ends.
         """
         pause, attempts, full = RETRY_S, 0, ""
         while True:

@@ -1,4 +1,4 @@
-"""One number in a file of its own, with its digest: durable before anything goes by it, and apart from the index."""
+"""One number in a file of its own, with its digest: durable before anything relies on it, and apart from the index."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ MOST_BYTES = 64
 
 
 class DamagedNumberError(DiskError):
-    """The file holds something else than was written."""
+    """The file does not hold a number as it was written."""
 
 
 def write_number(path: Path, number: int) -> None:
-    """Writes the number durably. A power cut leaves it or the one before.
+    """Writes the number durably. A power cut leaves this number or the one before.
 
     Raises:
         OSError: it could not be written.
@@ -28,8 +28,8 @@ def read_number(path: Path, most: int) -> int | None:
     """The number written last, None if there is no such file. One without a digest, on a line of its own, counts too.
 
     Raises:
-        DamagedNumberError: what is there is no number up to `most`, or does not match its digest.
-        DiskError: it cannot be read.
+        DamagedNumberError: the file holds no number up to `most`, or one that does not match its digest.
+        DiskError: the file cannot be read.
     """
     try:
         text = path.read_bytes()[:MOST_BYTES].decode("ascii", "replace")
@@ -49,7 +49,7 @@ def read_number(path: Path, most: int) -> int | None:
 def number_if_whole(
     read: Callable[[Path], int | None], folder: Path, damaged: Callable[[str], object]
 ) -> int | None:
-    """What `read` finds in a folder; None where it is gone, or damaged, which `damaged` is called with in words."""
+    """The number that `read` finds in a folder; None if it is gone, or damaged, which is reported to `damaged`."""
     try:
         return read(folder)
     except DamagedNumberError as error:

@@ -1,5 +1,5 @@
 """Folders of a model whose pages have other keys: other weights or settings made them, or a version of flexkv that made
-keys in another way. No engine with today's keys finds anything there, and nothing deletes them but a person."""
+keys in another way. No engine with today's keys finds anything there, and only a person deletes them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MOST_NAMED = 4
 
 @dataclass(frozen=True, slots=True)
 class KeyedUnit:
-    """A unit's folder, by what its name says.
+    """A unit's folder, and what its name says.
 
     Attributes:
         model: its name in words.
@@ -37,23 +37,23 @@ class KeyedUnit:
 
     @classmethod
     def of(cls, folder: Path) -> KeyedUnit | None:
-        """None where the folder's name says nothing."""
+        """The unit in `folder`; None if the folder's name says nothing."""
         named = MODEL_FOLDER.fullmatch(folder.parent.name)
         return None if named is None else cls(folder, named[1], named[2])
 
     @property
     def name(self) -> str:
-        """As `flexkv disk drop` takes it."""
+        """The unit's name as `flexkv disk drop` takes it."""
         return f"{self.folder.parent.name}/{self.folder.name}"
 
 
 def keyed_units(root: Path) -> list[KeyedUnit]:
-    """The units under `root`, by name."""
+    """The units under `root`, sorted by name."""
     return [unit for folder in unit_folders(root) if (unit := KeyedUnit.of(folder)) is not None]
 
 
 def units_of_other_keys(own: Path) -> list[KeyedUnit]:
-    """Units of the model and the name of the unit in `own`, beside it, under other keys and not in use."""
+    """Units beside `own` that have its model and its unit's name, but other keys, and are not in use."""
     mine = KeyedUnit.of(own)
     if mine is None:
         return []
@@ -67,7 +67,7 @@ def units_of_other_keys(own: Path) -> list[KeyedUnit]:
 
 
 def older_units(root: Path) -> list[KeyedUnit]:
-    """Units of whose model and name another one, with other keys, was used later; without those in use."""
+    """Units that are not in use and older than another unit of the same model and name under other keys."""
     alike: dict[tuple[str, str], list[KeyedUnit]] = defaultdict(list)
     for unit in keyed_units(root):
         alike[unit.model, unit.folder.name].append(unit)
@@ -79,7 +79,7 @@ def older_units(root: Path) -> list[KeyedUnit]:
 
 
 def last_written(folder: Path) -> float:
-    """Unix seconds; 0 where nobody can tell."""
+    """Unix seconds of the last write in `folder`; 0 if that is unknown."""
     last = 0.0
     with suppress(OSError):
         for path in folder.iterdir():
@@ -89,7 +89,7 @@ def last_written(folder: Path) -> float:
 
 
 def describe(root: Path, units: Iterable[KeyedUnit]) -> str:
-    """Names, MiB, and the command that deletes one."""
+    """Names and MiB of units, and the command that deletes one."""
     named = list(units)
     texts = [f"{unit.name} ({held_bytes(unit.folder) >> 20} MiB)" for unit in named[:MOST_NAMED]]
     more = f" and {len(named) - MOST_NAMED} more" if len(named) > MOST_NAMED else ""
@@ -97,7 +97,7 @@ def describe(root: Path, units: Iterable[KeyedUnit]) -> str:
 
 
 def name_other_keys(own: Path) -> None:
-    """Logs what lies beside a unit's folder under other keys: as a warning where the unit begins its folder, and so
+    """Logs which units lie beside a unit's folder under other keys: as a warning if its own folder is new, so that it
     finds nothing.
 
     Raises:

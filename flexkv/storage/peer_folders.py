@@ -1,6 +1,6 @@
 """Folders with pages of the same model that another unit wrote: another engine's, in another encoding or under another
-name. They are found at the start and read; no page or row of theirs is changed. Keys mean the same in all of them:
-those of the fingerprint's namespace."""
+name. A start finds them, and they are only read: no page or row of theirs is changed. Keys mean the same in all of
+them, because they are keys of the fingerprint's namespace."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from flexkv.storage.weights_name import read_weights
 logger = logging.getLogger(__name__)
 
 GROUP = 0
-"""Units with one KV group share; the pages of several would have to come from one folder together."""
+"""Only units with one KV group share; the pages of several would have to come from one folder together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +45,14 @@ class PeerFolder:
     """One slab of another unit.
 
     Attributes:
-        header: of the slab.
-        codec: of its slot images.
-        stripes: of each rank's stripe its offset in the image and its bytes.
-        rewrites: of each rank, what makes a stripe of ours of one of theirs; None where they are the same bytes.
-        rows: of its index, as it was when it was last in use; [slots].
-        epoch: of the pages that count.
-        weights: 32 bytes that name the weights which these were computed with; empty where nobody knows.
+        header: the slab's header.
+        codec: codec of its slot images.
+        stripes: offset in the image and bytes of each rank's stripe.
+        rewrites: for each rank, the conversion of a stripe of theirs to one of ours; None where they are the same
+            bytes.
+        rows: rows of its index, as it was when it was last in use; [slots].
+        epoch: epoch of the pages that count.
+        weights: 32 bytes that name the weights with which these were computed; empty if they are unknown.
     """
 
     folder: Path
@@ -68,13 +69,13 @@ class PeerFolder:
 def open_peer_folders(
     roots: Sequence[Path], identity: DiskIdentity, group: DiskGroup, heads: int
 ) -> list[PeerFolder]:
-    """The other units' slabs under `roots`, of this fingerprint, whose pages can be had exactly; says which are not
-    and why. A folder is locked only while its index is read: what its unit writes later is not seen, and what it
-    overwrites is a miss, because every page says itself what it is.
+    """The other units' slabs under `roots`, of this fingerprint, whose pages can be converted exactly; logs which
+    cannot, and why. A folder is locked only while its index is read: pages that its unit writes later are not seen, and
+    pages that it overwrites are misses, because every page says itself what it is.
 
     Args:
-        group: of this unit's pages.
-        heads: of K and V on one rank; 0 where there are none.
+        group: the group of this unit's pages.
+        heads: heads of K and V on one rank; 0 where there are none.
     """
     fingerprint = identity.fingerprint.hex()[:DIGEST_DIGITS]
     found = []
@@ -96,10 +97,10 @@ def open_peer_folders(
 
 
 def rewrites_of(theirs: DiskGroup, ours: DiskGroup, heads: int) -> tuple[c_ext.PageConversion | None, ...]:
-    """Of each rank, what makes a stripe of `ours` of one of `theirs`.
+    """For each rank, the conversion of a stripe of `theirs` to one of `ours`.
 
     Raises:
-        GeometryError: it cannot be exact; says why.
+        GeometryError: there is no exact conversion; the message says why.
     """
     if theirs.block_tokens != ours.block_tokens:
         raise GeometryError(f"its blocks have {theirs.block_tokens} tokens, ours {ours.block_tokens}")
@@ -121,7 +122,7 @@ def _encoding(group: DiskGroup, rank: int, heads: int) -> PageEncoding:
 def _open(path: Path, identity: DiskIdentity, ours: DiskGroup, heads: int) -> PeerFolder:
     """
     Raises:
-        DiskError: another model's, in use, damaged, or unreadable.
+        DiskError: the folder is another model's, in use, damaged, or unreadable.
         GeometryError: its pages cannot be rewritten exactly.
     """
     found = find_header(path)
@@ -138,7 +139,7 @@ def _open(path: Path, identity: DiskIdentity, ours: DiskGroup, heads: int) -> Pe
     rows, epoch = _rows(path.parent, slab, header.slab_id, codec, slots)
     stripes = tuple((codec.stripe_offset(rank), size) for rank, size in enumerate(theirs.stripe_bytes))
     weights, of_epoch = read_weights(path.parent) or (b"", -1)
-    # What its unit writes meanwhile is of another epoch.
+    # If its unit has begun another epoch meanwhile, the name is for that one.
     weights = weights if of_epoch == epoch else b""
     return PeerFolder(path.parent, slab, header, codec, stripes, rewrites, rows, epoch, weights)
 
@@ -146,11 +147,11 @@ def _open(path: Path, identity: DiskIdentity, ours: DiskGroup, heads: int) -> Pe
 def _rows(
     folder: Path, slab: c_ext.SlabFile, slab_id: int, codec: c_ext.PageCodec, slots: int
 ) -> tuple[Rows, int]:
-    """What the folder's index names, and of which epoch. Where the index is damaged or of another version, which its
-    own unit mends when it starts, the slab's pages themselves.
+    """The rows of the folder's index, and their epoch. If the index is damaged or of another version, which its own
+    unit mends when it starts, the rows come from the slab's pages.
 
     Raises:
-        DiskError: it is in use, or damaged, or there is no index.
+        DiskError: the folder is in use or damaged, or there is no index.
     """
     with tempfile.TemporaryDirectory(prefix="flexkv-index-") as made:
         written_epoch = copy_index(folder, Path(made))
@@ -166,7 +167,7 @@ def _rows(
         try:
             epoch = max(index.epoch, written_epoch or 0)
             if index.epoch < epoch or epoch % 2:
-                # An odd epoch is of weights that only the process knew that wrote it.
+                # Only the process that wrote pages of an odd epoch knew their weights.
                 index.clear()
             index.adopt([slab_id])
             return index.rows[GROUP][:slots].copy(), epoch

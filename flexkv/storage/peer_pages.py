@@ -1,4 +1,4 @@
-"""The pages of all peer folders as one index sees them: to be looked up and read, and never written."""
+"""The pages of all peer folders under one index: they are looked up and read, and never written."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from flexkv.storage.rows import index_rows
 
 
 class PeerPages(StoredPages):
-    """Folders stand where a tier has disks: place p is slot `p // disks` of folder `p % disks`.
+    """Folders take the place of a tier's disks: place p is slot `p // disks` of folder `p % disks`.
 
-    Its epoch begins with 0, whatever the peer folders' own are: `PeerReader` asks for those.
+    The epoch begins with 0, whatever the peer folders' own are: `PeerReader` asks for pages of those.
 
     Args:
         folders: at least one.
@@ -54,10 +54,10 @@ class PeerPages(StoredPages):
         return tuple(disk for disk, named in enumerate(self._weights) if named != weights)
 
     def record_evict(self, group: int, places: Places, generations: Generations) -> None:
-        """They are forgotten in this process; the folder is its own unit's."""
+        """Does nothing: this process forgets the pages by itself, and the folder belongs to another unit."""
 
     def record_use(self, group: int, places: Places) -> None:
-        """What is used here does not count there."""
+        """Does nothing: uses here do not count for the other unit."""
 
     def reset(self, epoch: int, deadline_s: float = 30.0) -> None:
         if epoch <= self._epoch:

@@ -1,4 +1,4 @@
-"""Brings pages of peer folders up: read, verified and rewritten in this unit's encoding, page by page, on a thread."""
+"""Brings pages of peer folders up: a thread reads, verifies and rewrites them in this unit's encoding, one by one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from flexkv.transfer.host_pool import HostPool
 DIGEST = np.dtype("<u8")
 
 WRITE_S = 1.0
-"""Writing a page that was read to its host slot is a copy: milliseconds."""
+"""How long a close waits while a page is written to its host slot, which is a copy and takes milliseconds."""
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +37,8 @@ class UnderWay:
     """The op that is being carried out.
 
     Attributes:
-        since_s: the clock when its `page` began.
-        failed: pages before that one.
+        since_s: when its `page` began, on the monotonic clock.
+        failed: pages before that one that failed.
     """
 
     op: TransferOp
@@ -50,15 +50,15 @@ class UnderWay:
 class PeerReader:
     """Carries out DISK_READ ops whose places are those of `PeerPages`, in the order of their submission.
 
-    A page reaches its host slot only after its trailer said what was asked for and every run matched its digest. One
-    that does not, or that cannot be read, is a failed page of its op.
+    A page reaches its host slot only after its trailer matched the request and every run matched its digest. A page
+    that does not match, or cannot be read, is a failed page of its op.
 
     Args:
-        folders: as `PeerPages` has them.
-        group: of this unit's pages.
-        pool: with slots of this unit's images.
-        queue_ops: ops that may wait; beyond it `submit` says None.
-        stuck_s: a page that is not read within so many seconds ends the reader: what was asked for has failed.
+        folders: the folders of `PeerPages`, in the same order.
+        group: the group of this unit's pages.
+        pool: host pool with slots for this unit's images.
+        queue_ops: ops that may wait; beyond it `submit` returns None.
+        stuck_s: a page that is not read within so many seconds ends the reader: all ops that it has fail.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class PeerReader:
         self._images = [mmap.mmap(-1, peer.codec.image_bytes) for peer in folders]
         self._lock = threading.Condition()
         self._writing = threading.Lock()
-        """Held while a host slot is written to: an op is given up only while it is free."""
+        """Held while a host slot is written to. An op is given up only while this lock is free."""
         self._under_way: UnderWay | None = None
         self._down = ""
         self._waiting: deque[TransferOp] = deque()
@@ -88,7 +88,7 @@ class PeerReader:
         self._thread = NamedThread("flexkv-peers", self._run)
 
     def submit(self, graph: TransferGraph) -> int | None:
-        """Takes the ops of `graph`, or none: None when the queue is full.
+        """Takes the ops of `graph`; returns None and takes none when the queue is full.
 
         Raises:
             ContractError: an op of another kind.
@@ -114,7 +114,7 @@ class PeerReader:
 
     @property
     def down_reason(self) -> str:
-        """Why no more is read, or nothing. To be asked now and then: this is what finds a disk that hangs."""
+        """Why no more is read; empty while reading goes on. It finds a disk that hangs, so ask for it now and then."""
         with self._lock:
             moving = self._under_way
             if not self._down and moving is not None and time.monotonic() - moving.since_s >= self._stuck_s:
@@ -122,8 +122,8 @@ class PeerReader:
             return self._down
 
     def _give_up(self, moving: UnderWay, reason: str, wait_s: float = 0.0) -> None:
-        """Nothing more is read. With the lock; not while the page under way, which has been read, is being written,
-        which takes as long as a copy: for `wait_s` at most it is waited for."""
+        """Gives up the op under way and all that wait, for good, unless the page under way has been read and is still
+        being written after `wait_s` seconds. The caller holds the lock."""
         if not self._writing.acquire(timeout=wait_s):
             return
         self._down = reason
@@ -143,8 +143,8 @@ class PeerReader:
     def close(self, deadline_s: float) -> bool:
         """Drops what waits and ends the thread. Idempotent.
 
-        False if a read has not ended within `deadline_s` seconds: it is given up, and its host slots are not written to
-        any more.
+        Returns False if a read has not ended within `deadline_s` seconds: it is given up, and its host slots are not
+        written to any more.
         """
         with self._lock:
             self._closed = True
@@ -178,7 +178,7 @@ class PeerReader:
             with self._lock:
                 self._under_way = None
                 if self._down:
-                    return  # the op was given up, and its result told
+                    return  # the op was given up, and its result is in `_ended`
                 self._ended.append(result)
 
     def _read(self, moving: UnderWay) -> OpResult:
@@ -206,11 +206,11 @@ class PeerReader:
         return OpResult(op.op_id, OpStatus.FAILED, every, f"{type(error).__name__}: {error}")
 
     def _settle(self, op: TransferOp, page: int, verified: bool) -> None:
-        """Loads that were promised the page while it was on its way may go on, or fail."""
+        """Lets loads that were promised the page while it was on its way go on, or fail."""
         self._pool.native.settle(np.ascontiguousarray(op.slots[page : page + 1]), op.op_id, verified)
 
     def _bring(self, place: int, slot: int, tag: PageTags) -> str:
-        """Reads, verifies and rewrites one page; why it could not, or nothing."""
+        """Reads, verifies and rewrites one page; returns why it could not, or an empty string."""
         number, theirs = striped_slot(place, len(self._folders))
         peer, image = self._folders[number], self._images[number]
         try:
@@ -243,7 +243,7 @@ class PeerReader:
                 self._digest(rank, target, slot)
 
     def _digest(self, rank: int, stripe: np.ndarray, slot: np.ndarray) -> None:
-        """What a load checks the page by, where host memory is verified."""
+        """Writes the digests by which a load checks the page where host memory is verified."""
         runs = self._group.runs[rank]
         digests = np.array(
             [c_ext.run_digest(stripe[at : at + size]) for at, size, _ in runs.tolist()], DIGEST

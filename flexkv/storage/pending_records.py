@@ -14,17 +14,17 @@ from flexkv.storage.striping import Slots
 
 
 class PendingRecords:
-    """In front of a journal: at most one publish and one eviction for each slot of the disk, so that they need no bound
-    of their own.
+    """Stands before a journal and keeps at most one publish and one eviction for each slot of the disk, so that they
+    need no bound of their own.
 
-    What they are kept in is made when the first one comes: a journal that keeps up costs nothing.
+    The arrays that keep them are made when the first one comes: a journal that keeps up costs nothing.
 
     Args:
-        slots: of each slab on this disk.
+        slots: slots of each slab on this disk.
 
     Attributes:
-        pages: whose publish is pending.
-        evictions: that are pending: until then the index names pages that are gone.
+        pages: how many pages have a pending publish.
+        evictions: how many evictions are pending: until they are flushed, the index names pages that are gone.
     """
 
     def __init__(self, journal: Journal, slots: Sequence[int]) -> None:
@@ -32,14 +32,16 @@ class PendingRecords:
         self._slots = list(slots)
         self._rows: dict[int, Rows] = {}
         self._held: dict[int, NDArray[np.uint64]] = {}
-        """Of each slot the generation whose publish is pending, or 0. Not in the rows: every slot is looked at."""
+        """The generation whose publish is pending, by slot, or 0. It is not in the rows, because a flush looks at every
+        slot."""
         self._evicted: dict[int, NDArray[np.uint64]] = {}
-        """Of each slot the generation whose eviction is pending, or 0."""
+        """The generation whose eviction is pending, by slot, or 0."""
         self.pages = 0
         self.evictions = 0
 
     def publish(self, record: Publish) -> bool:
-        """Whether the journal took it; if not, it stays pending, unless the journal has failed."""
+        """Passes a publish on; returns whether the journal took it. If not, it stays pending, unless the journal has
+        failed."""
         self.settle(record.slab, record.slots)
         if self._journal.put(record):
             return True
@@ -48,14 +50,14 @@ class PendingRecords:
         return False
 
     def evict(self, record: Evict) -> None:
-        """The journal forgets these pages, now or when it has room."""
+        """Passes on that these pages are gone, now or when the journal has room."""
         entered = ~self.settle(record.slab, record.slots, record.generations)
         if self._journal.put(record) or self._journal.failure:
             return
         evicted = self._evicted.get(record.slab)
         if evicted is None:
             evicted = self._evicted[record.slab] = np.zeros(self._slots[record.slab], np.uint64)
-        # Of a page that never entered the journal nothing is taken out; what was pending of its slot stays so.
+        # A page that never entered the journal needs no eviction; an earlier one that its slot waits for stays pending.
         slots = record.slots[entered]
         self.evictions += int(np.count_nonzero(evicted[slots] == 0))
         evicted[slots] = record.generations[entered]
@@ -63,8 +65,8 @@ class PendingRecords:
     def settle(
         self, slab: int, slots: Slots, generations: NDArray[np.uint64] | None = None
     ) -> NDArray[np.bool_]:
-        """What is pending of these slots, or of these generations of theirs, is not to be published any more; returns
-        which of them were pending, bool [slots]."""
+        """Drops pending publishes of these slots, or of these generations in them; returns which slots had one, bool
+        [slots]."""
         if slab not in self._held:
             return np.zeros(len(slots), np.bool_)
         held = self._held[slab]
@@ -76,7 +78,8 @@ class PendingRecords:
         return np.asarray(pending)
 
     def flush(self) -> None:
-        """Gives the journal what it has room for by now: evictions first, as what their slots got since came later."""
+        """Gives the journal as much as it has room for by now: evictions first, because publishes to their slots came
+        later."""
         room = self._journal.room if self.pages or self.evictions else 0
         for eviction in self._take_evictions(room):
             room -= eviction.rows
@@ -86,7 +89,7 @@ class PendingRecords:
                 self._add(record)
 
     def clear(self) -> None:
-        """Everything on the disk was forgotten."""
+        """Drops all records, because every page on the disk was forgotten."""
         self._rows.clear()
         self._held.clear()
         self._evicted.clear()

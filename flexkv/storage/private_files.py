@@ -1,4 +1,4 @@
-"""Files and folders that nobody but their owner reads or enters: KV gives away the text that it was computed from."""
+"""Files and folders that only their owner can read or enter, because KV gives away the text it was computed from."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ logger = logging.getLogger(__name__)
 FILE_MODE = 0o600
 FOLDER_MODE = 0o700
 OTHERS = 0o077
-"""What a file's group and everybody else may do."""
+"""The rights of a file's group and of everybody else."""
 
 
 def open_private(path: Path, flags: int) -> int:
-    """Opens a file, and makes it for this user alone where `flags` say that it may be made. The umask takes nothing
-    from that and adds nothing.
+    """Opens a file, and makes it for this user alone if `flags` say that it may be made. A umask adds no rights to
+    these.
 
     Raises:
         OSError: as `os.open`.
@@ -26,7 +26,7 @@ def open_private(path: Path, flags: int) -> int:
 
 
 def make_folders(folder: Path) -> None:
-    """Makes a folder and those above it that are missing, for this user alone. What is there stays as it is.
+    """Makes a folder and those above it that are missing, for this user alone. Existing ones stay as they are.
 
     Raises:
         OSError: as `os.mkdir`.
@@ -39,14 +39,12 @@ def make_folders(folder: Path) -> None:
     for path in reversed(missing):
         path.mkdir(FOLDER_MODE, exist_ok=True)
     if not folder.is_dir():
-        folder.mkdir(
-            FOLDER_MODE
-        )  # a file has its name, or that of a folder above: for the system's own error
+        folder.mkdir(FOLDER_MODE)  # raises the system's own error: a file has this name, or one above it
 
 
 def keep_private(folder: Path) -> None:
-    """Takes from others what a folder and its files let them do, whoever gave it to them. Those of another user, who
-    shares the folder on purpose, stay as they are and are logged.
+    """Takes all rights on a folder and its files from others, whoever gave them. Files of another user, who shares the
+    folder on purpose, stay as they are and are logged.
 
     Raises:
         OSError: the file system refuses.

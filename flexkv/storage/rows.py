@@ -1,4 +1,4 @@
-"""What the indices of all disks together say about one group, or about those that share its slabs."""
+"""Joins the indices of all disks for one group, or for the groups that share its slabs."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from flexkv.storage.slot_rows import ROW, Rows
 from flexkv.storage.striping import places_of
 
 TOGETHER_MS = 1000
-"""Uses within so many milliseconds count as one: each disk's journal stamps them when it gets to them."""
+"""Uses within so many milliseconds count as one, because each disk's journal stamps them when it gets to them."""
 
 
 def index_rows(disks: Sequence[Rows | None], now: int, shared: bool = False) -> IndexRows:
-    """The rows of all disks by place, the one used longest ago first; None for a disk that has nothing to say.
+    """The rows of all disks by place, the one used longest ago first.
 
     A key of one group on several disks (they were not always used together) keeps its newest generation.
 
     Args:
+        disks: each disk's rows; None for a disk that has none.
         now: unix seconds; rows that expire until then are left out.
         shared: several groups use the slabs.
     """
@@ -33,8 +34,8 @@ def index_rows(disks: Sequence[Rows | None], now: int, shared: bool = False) -> 
         places.append(places_of(slots, disk, len(disks)))
     found = np.concatenate(parts) if parts else np.empty(0, ROW)
     place = np.concatenate(places) if places else np.empty(0, np.int64)
-    # Blocks used together have about the same time, a little apart from disk to disk: of those, the one written last is
-    # farthest from its prompt's start, and so is the first to go.
+    # Blocks used together have about the same time, a little apart from disk to disk. The one of them that was written
+    # last is farthest from its prompt's start, so it is the first to go.
     order = np.lexsort((~found["generation"], found["used"] // TOGETHER_MS))
     found, place = found[order], place[order]
     keep = _newest_of_each_key(found)

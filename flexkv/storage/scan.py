@@ -1,4 +1,4 @@
-"""Reading slots one by one, past lane and index: what a rebuilt index and fsck are made from."""
+"""Reads slots one by one, past lane and index, for fsck and for an index that is made anew."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ THREADS = 8
 BATCH_SLOTS = 1024
 
 PAGE_MAGIC = b"FKVPAGE1"
-"""How a trailer begins."""
+"""The first bytes of a trailer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +30,9 @@ class SlotReport:
     """What one slot holds.
 
     Attributes:
-        miss: `none` for a good page, else why it is none (docs/disk-storage.md).
-        empty: never written, or stripes without a trailer lie there.
-        tag: as it stands there; None unless the trailer is good.
+        miss: `none` for a good page, else why the slot holds none (docs/disk-storage.md).
+        empty: the slot was never written, or stripes without a trailer lie there.
+        tag: the tag in the trailer; None unless the trailer is good.
         group: number of the KV group that the trailer names; 0 unless it is good.
     """
 
@@ -45,12 +45,13 @@ class SlotReport:
 
 
 def _read(slab: c_ext.SlabFile, buffer: memoryview, offset: int) -> bool:
-    """Whether all of `buffer` was read."""
+    """Reads at `offset`; returns whether all of `buffer` was read."""
     return os.preadv(slab.fd, [buffer], offset) == len(buffer)
 
 
 def _age(report: SlotReport) -> int:
-    """Of the last page the largest: before good trailers come damaged ones, before those what is none."""
+    """Orders reports of one slot by the age of their page, the newest last; before good trailers come damaged ones, and
+    before these empty slots."""
     if report.tag is not None:
         return 1 + int(report.tag["generation"])
     return 0 if report.empty else 1
@@ -60,7 +61,7 @@ class SlotReader:
     """Reads and checks slots of one slab; not thread-safe.
 
     Args:
-        codecs: of the groups that use the slab.
+        codecs: codecs of the groups that use the slab.
         data: check the bytes of every run too, else the trailer alone.
     """
 
@@ -76,11 +77,11 @@ class SlotReader:
             self._parts = {(codec.trailer_offset, codec.image_bytes) for codec in codecs}
 
     def read(self, slot: int) -> SlotReport:
-        """What the slot holds: the page that was written last, whichever group's. Where its image is smaller than the
-        one before it, that one's trailer may still be whole.
+        """The page that was written last to the slot, whichever group's. If its image is smaller than the one before
+        it, the trailer of that one may still be whole, too.
 
         Raises:
-            OSError: the disk said no.
+            OSError: the disk cannot be read.
         """
         view = memoryview(self._image)
         for first, end in self._parts:
@@ -113,11 +114,11 @@ def read_slots(
     """A report of every slot, in order.
 
     Args:
-        codecs: of the groups that use the slab.
+        codecs: codecs of the groups that use the slab.
         data: check the bytes of every run too, else the trailer alone.
 
     Raises:
-        OSError: the disk said no.
+        OSError: the disk cannot be read.
     """
 
     def batch(first: int) -> list[SlotReport]:
@@ -134,7 +135,7 @@ Scanned = tuple[Rows, NDArray[np.uint32]]
 
 
 def rows_of(reports: Iterator[SlotReport], slots: int) -> Scanned:
-    """What the reports make; the newest generation of a key of one group wins."""
+    """The rows that the reports make; the newest generation of a key of one group wins."""
     rows, epochs = np.zeros(slots, ROW), np.zeros(slots, np.uint32)
     newest: dict[bytes, int] = {}
     now_ms = unix_now_ms()

@@ -9,15 +9,15 @@ from flexkv.errors import ConfigError, GeometryError
 from flexkv.storage.base import DiskGroup
 
 MOST_SIGNATURE_BYTES = 4096
-"""Of a group: names of layers and shapes, or a digest of them, take less."""
+"""Most bytes of a group's signature: names of layers and shapes, or a digest of them, take less."""
 
 
 def slab_numbers(groups: Sequence[DiskGroup]) -> list[int]:
-    """Of each group the number of its slabs: that of the first group that uses them.
+    """For each group the number of its slabs: that of the first group that uses them.
 
     Raises:
         GeometryError: a group shares with one that is not before it, or its signature is too long.
-        ConfigError: a rule that there is not, or a reach that its rule does not have.
+        ConfigError: there is no such rule, or the rule has no such reach.
     """
     numbers: list[int] = []
     for number, group in enumerate(groups):
@@ -41,8 +41,8 @@ def slab_numbers(groups: Sequence[DiskGroup]) -> list[int]:
 
 
 def is_plain(groups: Sequence[DiskGroup]) -> bool:
-    """Whether the groups are a single one of which every page counts, with nothing of its own in its keys: what version
-    1 of a slab's header says."""
+    """Whether there is a single group, with the full rule and without a signature. Version 1 of a slab's header can say
+    no more."""
     return len(groups) == 1 and groups[0].rule == "full" and not groups[0].signature
 
 

@@ -1,4 +1,4 @@
-"""Making, checking and sizing the slabs of a unit's folder."""
+"""Makes, checks and sizes the slabs of a unit's folder."""
 
 from __future__ import annotations
 
@@ -38,13 +38,14 @@ def open_slab(
     lock_fd: int,
     preallocate: bool,
 ) -> tuple[c_ext.SlabFile, SlabHeader, bool]:
-    """The slab of group `number`, the first that uses it, made or brought to `slots` slots; and whether it was made.
+    """Opens the slab of group `number`, the first that uses it, with `slots` slots; returns it, its header, and whether
+    it was made.
 
-    A damaged header is written back from its copy. A slab without a whole one is replaced: nothing says any more whose
-    pages it holds.
+    A damaged header is written back from its copy. A slab without a whole header is replaced, because nothing tells any
+    more whose pages it holds.
 
     Raises:
-        DiskError: another model's, group's or version's slab lies there, the disk is full, or the system says no.
+        DiskError: another model's, group's or version's slab lies there, the disk is full, or the system refuses.
     """
     path = folder / slab_name(number)
     try:
@@ -93,7 +94,7 @@ def _make(
         identity.model,
         identity.unit,
     )
-    # Under another name until it is whole, so that what has the name has a header.
+    # It has another name until it is whole, so that a file with the slab's name always has a header.
     new = path.with_suffix(".new")
     fd = open_private(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
     try:

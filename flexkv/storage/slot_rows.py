@@ -1,4 +1,4 @@
-"""A row of the index for each slot, and the chunks of rows that the database keeps, each with a digest of its own."""
+"""The index's row of each slot, and the chunks of rows that the database keeps, each with a digest of its own."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ ROW = np.dtype(
         ("group", "<u4"),
     ]
 )
-"""One slot. generation: 0 for an empty slot. used: unix milliseconds of the last use, roughly. group: number of the
-KV group."""
+"""The row of one slot. generation: 0 for an empty slot. used: unix milliseconds of the last use, roughly. group: number
+of the KV group."""
 
 Rows = NDArray[np.void]
 """dtype ROW, shape [slots of the slab]."""
 
 CHUNK_SLOTS = 80
-"""Rows of a chunk: with the digest 3,848 bytes, which with SQLite's own fit one 4 KiB page."""
+"""Rows per chunk. With the digest they are 3,848 bytes, which fit a 4 KiB page together with SQLite's own."""
 
 PLACE = struct.Struct("<II")
-"""slab, chunk: part of a chunk's digest, so that no chunk counts in another's place."""
+"""slab, chunk: a chunk's digest covers them, so that no chunk counts in another's place."""
 DIGEST = struct.Struct("<Q")
 CHUNK_BYTES = CHUNK_SLOTS * ROW.itemsize + DIGEST.size
 
@@ -38,7 +38,7 @@ MetaValue = int | None
 
 
 def pack_chunk(rows: Rows, slab: int, chunk: int) -> bytes:
-    """What the database keeps of chunk number `chunk` of the slab's `rows`."""
+    """The bytes that the database keeps for chunk number `chunk` of the slab's `rows`."""
     content = rows[chunk * CHUNK_SLOTS : (chunk + 1) * CHUNK_SLOTS].tobytes()
     return content + DIGEST.pack(_chunk_digest(content, slab, chunk))
 
@@ -47,9 +47,9 @@ def unpack_chunk(content: object, slab: int, chunk: object) -> Rows:
     """The rows of a chunk as the database kept it.
 
     Raises:
-        ValueError: it is not what was written there.
+        ValueError: the chunk is not as it was written.
     """
-    # SQLite keeps any type in any column, and by a damaged schema in that of the key too.
+    # SQLite keeps any type in any column, and with a damaged schema even in that of the key.
     if not isinstance(chunk, int):
         raise ValueError(f"a chunk of slab {slab} has the number {chunk!r:.40}")
     if not isinstance(content, bytes) or len(content) != CHUNK_BYTES:
@@ -66,7 +66,7 @@ def _chunk_digest(content: bytes, slab: int, chunk: int) -> int:
 
 
 def meta_digest(meta: Mapping[str, MetaValue]) -> int:
-    """Of everything that the database keeps beside the rows; signed, as SQLite's integers are."""
+    """The digest of everything that the database keeps beside the rows; signed, as SQLite's integers are."""
     lines = "".join(f"{name}={value}\n" for name, value in sorted(meta.items()))
     return signed(c_ext.run_digest(lines.encode()))
 
@@ -77,5 +77,5 @@ def signed(number: int) -> int:
 
 
 def padded(slots: int) -> int:
-    """Rows of whole chunks for so many slots."""
+    """How many rows the whole chunks for so many slots have."""
     return -(-slots // CHUNK_SLOTS) * CHUNK_SLOTS

@@ -1,7 +1,7 @@
-"""Room that a folder keeps for its index: a disk that others have filled is opened all the same, and serves its pages.
+"""Room that a folder keeps for its index, so that a disk that others have filled can be opened and serves its pages.
 
-An opening writes little (the count of opens, a few pages of the index's log), and gives it back when it closes. So the
-room is freed before an opening and taken again after it. A reset writes its epoch in it where there is no other.
+An opening writes little (the count of opens, a few pages of the index's log), and frees that when it closes. So the
+room is freed before an opening and taken again after it. A reset writes its epoch there if there is no other room.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ logger = logging.getLogger(__name__)
 SPARE_NAME = "spare"
 SPARE_BYTES = 2 * LEAST_ROOM_BYTES
 SPARE_STEP_BYTES = SPARE_BYTES // 8
-"""By so much less the room is asked for where a disk does not have all of it any more."""
+"""If a disk does not have all of the room any more, less is asked for in steps of this size."""
 
 
 def free_spare(folder: Path) -> None:
-    """Raises: OSError: the file system refuses."""
+    """Frees the room. Raises OSError if the file system refuses."""
     (folder / SPARE_NAME).unlink(missing_ok=True)
 
 
 def with_spare(folder: Path, write: Callable[[], None]) -> None:
-    """Calls `write`, and where the disk is full once more in the room that was kept.
+    """Calls `write`; if the disk is full, frees the room and calls it once more.
 
     Raises:
         OSError: as `write`.
@@ -43,7 +43,7 @@ def with_spare(folder: Path, write: Callable[[], None]) -> None:
 
 
 def take_spare(folder: Path) -> None:
-    """Takes as much of the room as there is; a disk that has none now goes without until the next time."""
+    """Takes as much of the room as the disk has; a disk that has none now goes without until the next time."""
     path = folder / SPARE_NAME
     try:
         fd = open_private(path, os.O_WRONLY | os.O_CREAT)

@@ -54,7 +54,7 @@ FLUSH_POLL_S = 0.005
 
 
 JOURNAL_END_S = 5.0
-"""How long an opening that fails waits for each journal that it has begun, and that has nothing to write yet."""
+"""How long an opening that fails waits for each journal that it has begun. None has anything to write yet."""
 
 
 class StripedSlabs(Volumes):
@@ -77,11 +77,11 @@ class StripedSlabs(Volumes):
         self._slabs = slab_numbers(groups)
         self._durable: deque[DurablePages] = deque()
         self._pending: dict[int, PendingRecords] = {}
-        """Of each disk that has a journal."""
+        """Pending records of each disk that has a journal."""
         self._lane: c_ext.DiskLane | None = None
         self._weights = NamedDisks()
         self._resetting: list[tuple[int, Journal, threading.Event]] = []
-        """Disks that make the last reset durable."""
+        """Disks that are still to make the last reset durable."""
         self._closed = False
         self._start_use()
 
@@ -94,16 +94,16 @@ class StripedSlabs(Volumes):
         options: DiskOptions,
         wrapper: c_ext.QueueWrapper | None = None,
     ) -> StripedSlabs:
-        """Opens, or makes, the unit's slabs in each of `folders`: one a disk, of which each is used in full.
+        """Opens, or makes, the unit's slabs in each of `folders`, which are one per disk.
 
         A disk that cannot be opened is lost (`poll` says why); the others are used.
 
         Args:
-            wrapper: of the queues that the lane reads and writes through.
+            wrapper: wraps the queues that the lane reads and writes through.
 
         Raises:
             FolderLockedError: another process or tier uses the unit's folder.
-            ConfigError, GeometryError, CapacityError: identity, groups or budget.
+            ConfigError, GeometryError, CapacityError: identity, groups or budget are not allowed.
             DiskError: no disk can be used.
         """
         volumes: list[DiskVolume | None] = []
@@ -140,7 +140,7 @@ class StripedSlabs(Volumes):
         try:
             self._begin_journals(opens)
         except BaseException:
-            # Their threads hold the locks of their folders, of which another may be the one that fails.
+            # The journals' threads hold their folders' locks, also when another disk is the one that failed.
             for journal in filter(None, self._journals):
                 journal.close(JOURNAL_END_S)
             raise
@@ -163,7 +163,7 @@ class StripedSlabs(Volumes):
             except DiskError as error:
                 self._lose(disk, str(error))
                 self._rows.append([None] * len(self._codecs))
-                # Nothing uses it: whoever opens the folder next must not find it locked.
+                # Nothing uses the disk, so the next opening must not find its folder locked.
                 self._volumes[disk] = None
                 with contextlib.suppress(DiskError):
                     volume.index.close()
@@ -361,7 +361,7 @@ class StripedSlabs(Volumes):
             done = threading.Event()
             if journal is not None and journal.put(Reset(epoch, done)):
                 self._resetting.append((disk, journal, done))
-        # What they name is gone with the former epoch, as is what was there at the start.
+        # They name pages of the former epoch, which are gone, and so do the rows from the start.
         self._durable.clear()
         for records in self._pending.values():
             records.clear()

@@ -1,6 +1,6 @@
-"""Which disk, and which slot of it, a place is: places go round the disks, one each.
+"""Finds the disk and the slot of a place: places go round the disks, one each.
 
-The rule of csrc/storage/striping.h, for whoever does not move the bytes.
+This is the rule of csrc/storage/striping.h, for code that does not move the bytes.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def striped_slots(places: NDArray[np.int32], disks: int) -> tuple[NDArray[np.int
 def parts_by_disk(
     places: NDArray[np.int32], disks: int, slots: int
 ) -> list[tuple[int, slice | NDArray[np.int64], Slots]]:
-    """The named places disk by disk: the disk, positions in `places` (an index of arrays beside it), and its slots.
+    """Splits places by disk: the disk, positions in `places` (an index of arrays beside it), and the slots.
 
     Args:
-        slots: of each disk.
+        slots: slots of each disk.
 
     Raises:
-        BlockRangeError: a place that no disk has.
+        BlockRangeError: no disk has one of the places.
     """
     wide = places.astype(np.int64)
     if len(wide) and (wide.min() < 0 or wide.max() >= slots * disks):
@@ -51,5 +51,5 @@ def parts_by_disk(
 
 
 def places_of(slots: NDArray[np.int64], disk: int, disks: int) -> NDArray[np.int64]:
-    """The places that these slots of a disk are, int64 [slots]."""
+    """The places of these slots of a disk, int64 [slots]."""
     return slots * disks + disk

@@ -13,8 +13,9 @@ TAG = np.dtype(
 )
 """One tag, the twin of `csrc/storage/page_tag.h`.
 
-key: of the block. generation: from `Volumes.next_generations`, another one for each write of a slot. expiry: unix
-seconds after which the page is a miss, 0 for never. epoch: of the model's weights. tokens: valid ones in the block.
+key: the block's key. generation: from `Volumes.next_generations`, another one for each write of a slot. expiry: unix
+seconds from which on the page is a miss, 0 for never. epoch: epoch of the model's weights. tokens: valid tokens in the
+block.
 """
 
 assert TAG.itemsize == TAG_BYTES
@@ -38,7 +39,7 @@ def make_tags(
     Args:
         keys: uint8 [pages, 16].
         epoch: in [0, 2**32).
-        generations: uint64 [pages]; of a read, those that the index names.
+        generations: uint64 [pages]; for a read, those that the index names.
         tokens: int32 [pages], or one number for all.
         expiries: unix seconds, uint64 [pages], or one number for all. A read does not compare them.
 

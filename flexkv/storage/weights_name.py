@@ -1,5 +1,5 @@
-"""With which weights a folder's pages were computed, in a file of its own beside the index: 32 bytes that name all of
-the weights' content, and the epoch whose pages they are."""
+"""Writes down with which weights a folder's pages were computed, in a file beside the index: 32 bytes that name all of
+the weights' content, and the epoch of these pages."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def write_weights(folder: Path, weights: bytes, epoch: int) -> None:
 
 
 def read_weights(folder: Path) -> tuple[bytes, int] | None:
-    """The weights written down last, and the epoch. None where nothing is, or it is damaged or cannot be read: then
-    nobody knows, and the folder's pages are taken for another's."""
+    """The weights written down last, and the epoch. None if there is no such file, or it is damaged or cannot be read;
+    then the weights are unknown, and the folder's pages count as those of others."""
     try:
         with (folder / WEIGHTS_NAME).open("rb") as file:
             text = file.read(MOST_BYTES).decode("ascii", "replace")
@@ -45,7 +45,7 @@ def read_weights(folder: Path) -> tuple[bytes, int] | None:
 
 
 class NamedDisks:
-    """With which weights the pages on each disk of a unit were computed. Driven by the manager's thread."""
+    """Keeps with which weights the pages on each disk of a unit were computed. The manager's thread drives it."""
 
     def __init__(self) -> None:
         self._folders: dict[int, Path] = {}
@@ -55,11 +55,11 @@ class NamedDisks:
         self._thread: NamedThread | None = None
 
     def begin(self, disk: int, folder: Path, has_pages: bool) -> None:
-        """A disk is to be used. Where it has no pages, what was written of those before is taken away first: their
-        weights must not name the pages that are written until the next name is durable.
+        """Begins to use a disk. If it has no pages, removes the former name first: it must not stand for pages that are
+        written before the next name is durable.
 
         Raises:
-            DiskError: it could not be taken away, so the disk must not be used.
+            DiskError: the name could not be removed, so the disk must not be used.
         """
         if not has_pages:
             _forget(folder)
@@ -69,15 +69,16 @@ class NamedDisks:
             self._with_pages.add(disk)
 
     def begin_epoch(self) -> None:
-        """No page from before counts any more."""
+        """Notes that no page from before counts any more."""
         self._with_pages.clear()
 
     def strange(self, weights: bytes, epoch: int) -> tuple[int, ...]:
-        """The disks with pages of which nothing says that they were computed with these weights."""
+        """The disks with pages for which nothing says that they were computed with these weights."""
         return tuple(sorted(disk for disk in self._with_pages if self._named[disk] != (weights, epoch)))
 
     def name(self, weights: bytes, epoch: int) -> None:
-        """Writes it down where it is not written yet, on a thread of its own: a disk that hangs holds up nobody."""
+        """Writes the name to disks that do not have it, on a thread of its own, so that a disk that hangs holds up
+        nobody."""
         said = (weights, epoch)
         folders = [folder for disk, folder in self._folders.items() if self._named[disk] != said]
         self._named = dict.fromkeys(self._named, said)
@@ -86,7 +87,7 @@ class NamedDisks:
             self._thread.start()
 
     def finish(self, wait_s: float) -> None:
-        """Waits until what was named is written down."""
+        """Waits up to `wait_s` seconds until the name is written down."""
         if self._thread is not None:
             self._thread.join(wait_s)
 
