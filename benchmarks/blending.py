@@ -1,10 +1,10 @@
 """Blending: how far its answers are from a full recompute, and how long it takes, by ratio.
 
-Quality is measured on a byte-level language model of Llama's architecture that this program trains first, on the source
-code of Python's own standard library: no package that is small carries trained weights. Prompts are held-out text in
-four segments, each cached by itself, and a question of 16 bytes that continues them. Time is measured on random weights
-of a larger model, whose times do not depend on what they mean. Beside them stand a full recompute and a prefix cache,
-which reuses the first segment. `--json PATH` writes the figures.
+Quality is measured on a byte-level language model of Llama's architecture that this program first trains on the source
+code of Python's own standard library, because no small package carries trained weights. Prompts are four segments of
+held-out text, each cached by itself, and a question of 16 bytes that continues them. Time is measured on a larger model
+with random weights, because times do not depend on the weights' values. Both are compared with a full recompute and
+with a prefix cache, which reuses the first segment. `--json PATH` writes the figures.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def make_model(layers: int, hidden: int, vocabulary: int) -> Any:
 
 
 def corpus() -> tuple[Text, Text]:
-    """Bytes to train on and held-out ones."""
+    """Bytes to train on, and held-out bytes."""
     library = Path(sysconfig.get_paths()["stdlib"])
     held_out = [library / name for name in HELD_OUT]
     others = [path for path in sorted(library.glob("*.py")) if path not in held_out]
@@ -67,7 +67,7 @@ def corpus() -> tuple[Text, Text]:
 
 
 def train(model: Any, text: Text, seconds: float) -> tuple[int, float]:
-    """Steps taken and the mean loss of the last 20, nats a byte."""
+    """Trains the model; returns the number of steps and the mean loss of the last 20, nats per byte."""
     random = np.random.default_rng(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     start, losses = time.monotonic(), [0.0]
@@ -90,7 +90,7 @@ def held_out_loss(model: Any, text: Text) -> float:
 
 
 def quality(model: Any, text: Text, prompts: int) -> list[dict[str, Any]]:
-    """Agreement with the full recompute of the same prompt."""
+    """Compares answers with the full recompute of the same prompt."""
     random = np.random.default_rng(1)
     length, question = 64, 16
     cache = segment_cache(model, {"weights": "trained"}, slots=2048, staging_tokens=1024)
@@ -130,7 +130,7 @@ def quality(model: Any, text: Text, prompts: int) -> list[dict[str, Any]]:
 
 
 class Prompts:
-    """A prompt of segments that are cached in host memory, and on disk by an earlier life of the cache."""
+    """A prompt of segments that are cached in host memory, and on disk by an earlier run of the cache."""
 
     def __init__(self, folder: Path) -> None:
         self.model = make_model(8, 512, 1024).eval()
@@ -151,7 +151,7 @@ class Prompts:
         )
 
     def restart(self) -> None:
-        """What is on disk is nowhere else."""
+        """Reopens the cache on disk, so that its pages are nowhere else."""
         self.on_disk.close()
         self.on_disk = self._open()
 

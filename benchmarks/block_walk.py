@@ -1,8 +1,8 @@
 """The way of one block through flexkv's Python: which files it visits, and how many calls it takes.
 
-A real vLLM in one process stores one block and loads it again, with every call into flexkv counted on the engine's
-thread. What a newcomer has to read to follow a block is the number of files; how often he turns a page is the number
-of changes from one file to another. Waiting adds calls, so that the least of several runs counts.
+A real vLLM in one process stores one block and loads it again, and every call into flexkv on the engine's thread is
+counted. The number of files is what a newcomer must read to follow a block; the number of changes from one file to
+another is how often they turn a page. Waiting adds calls, so the least of several runs counts.
 
     python -m benchmarks.block_walk [--runs 7] [--mode async] [--json out/block_walk.json] [--list]
 """
@@ -38,8 +38,8 @@ class Walk:
 
     Attributes:
         by_file: calls of each file's functions, by the file's path in the package.
-        changes: calls of a function of another file than the last one called.
-        hooks: calls that the engine makes: of the hooks that its connectors have.
+        changes: calls of a function in another file than the function called before.
+        hooks: calls that the engine makes to its connectors' hooks.
         functions: calls of each function, "file:name".
     """
 
@@ -54,9 +54,9 @@ class Walk:
         return sum(self.by_file.values())
 
     def profile(self, frame: FrameType, event: str, _argument: object) -> None:
-        """For `sys.setprofile`."""
+        """The function for `sys.setprofile`."""
         code = frame.f_code
-        # Comprehensions are no step of their own for a reader, and later Pythons make no frame for them.
+        # For a reader comprehensions are no step of their own, and later Pythons make no frame for them.
         if event != "call" or code.co_name.startswith("<") or not code.co_filename.startswith(str(PACKAGE)):
             return
         file = code.co_filename[len(str(PACKAGE)) + 1 :]
@@ -69,7 +69,7 @@ class Walk:
 
 
 def walk(llm: Any, ids: list[int]) -> dict[str, Any]:
-    """Runs one request, and what it leaves behind, to the end; engine side of `EngineProcess`."""
+    """Runs one request and its leftovers to the end; the engine's side of `EngineProcess`."""
     from demo.engine_child import drain, generate
 
     seen = Walk()
@@ -87,7 +87,7 @@ OPERATIONS = {"walk": walk}
 
 
 def measure(engine: EngineProcess, runs: int) -> dict[str, dict[str, Any]]:
-    """The walk with the fewest calls, of a store and of a load.
+    """The walks with the fewest calls, of a store and of a load.
 
     Raises:
         RuntimeError: a load brought another number of tokens than a block's.
@@ -102,7 +102,7 @@ def measure(engine: EngineProcess, runs: int) -> dict[str, dict[str, Any]]:
                 raise RuntimeError(f"{name}: {answer['cached']} tokens came from a cache, not {cached}")
             engine.call("reset")
             found = answer["walk"]
-            # The first run imports and builds what later ones find.
+            # The first run imports and builds things that later runs find.
             if number and (name not in least or found["calls"] < least[name]["calls"]):
                 least[name] = found
     return least

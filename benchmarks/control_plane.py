@@ -1,9 +1,9 @@
-"""The control plane against its targets, one thread: 1M cached blocks, 8,192 blocks a request (128k tokens).
+"""The control plane against its targets, one thread: 1M cached blocks, 8,192 blocks per request (128k tokens).
 
-Prints a table; `--json PATH` writes it, and `--check PATH` compares with one that was written so, on the same machine,
-and exits with status 1 where a row has become slower. Every figure is measured twice: wall time, and the thread's CPU
-time, which other programs on the machine disturb less. Medians and minima over rounds; each round works on other
-keys, so the index is as cold as the size of the caches makes it, unless the row says hot.
+Prints a table. `--json PATH` writes it; `--check PATH` compares with such a file from the same machine, and exits with
+status 1 where a row has become slower. Every figure is measured twice: as wall time, and as the thread's CPU time,
+which other programs on the machine disturb less. Figures are medians and minima over rounds; each round works on other
+keys, so that the index is as cold as the size of the caches makes it, unless the row says hot.
 """
 
 from __future__ import annotations
@@ -58,18 +58,18 @@ class Row:
 
 
 SLOWER = 1.3
-"""A row's least CPU time may grow by this much before `--check` calls it slower: runs on a shared machine differ by
+"""Factor by which a row's least CPU time may grow before `--check` calls it slower: runs on a shared machine differ by
 some 15 %."""
 
 LEAST_US = 2.0
-"""Rows that take less are not compared: a cache line more or less decides them."""
+"""Rows below this are not compared: a cache line more or less decides them."""
 
 
 def slower_rows(rows: Sequence[Row], before: Mapping[str, Any]) -> list[str]:
-    """A line for each row that has become slower than in a saved run, or that the saved run lacks.
+    """One line for each row that has become slower than in a saved run, or that the saved run lacks.
 
     Args:
-        before: what `--json` has written.
+        before: the content that `--json` has written.
     """
     saved = {row["name"]: float(row["cpu_min_us"]) for row in before["rows"]}
     lines = [f"{row.name}: not in the saved run" for row in rows if row.name not in saved]
@@ -82,7 +82,7 @@ def slower_rows(rows: Sequence[Row], before: Mapping[str, Any]) -> list[str]:
 
 
 class Stopwatch:
-    """Collects wall and CPU time of the parts that `time` runs."""
+    """Collects wall and CPU time of the calls that `time` makes."""
 
     def __init__(self) -> None:
         self.wall: list[float] = []
@@ -113,7 +113,7 @@ def resident_bytes() -> int:
 
 
 def new_manager() -> LocalCacheManager:
-    """Room for the cached blocks beside the slots that a manager keeps free."""
+    """A manager with room for the cached blocks, beside the slots that a manager keeps free."""
     slots = CACHED_BLOCKS + RESERVE_MAX_PAGES
     manager = LocalCacheManager([GroupSpec(BLOCK_TOKENS, slots)], ManagerLimits(), tiers=unit_tiers())
     manager.grow(0, slots)
@@ -140,7 +140,7 @@ def store(manager: LocalCacheManager, keys: Keys, blocks: np.ndarray, name: str,
 
 
 def bench_manager(rounds: int) -> tuple[list[Row], float]:
-    """Match, plan and store through the whole manager, Python included."""
+    """Matches, plans and stores through the whole manager, Python included."""
     manager = new_manager()
     keys = random_keys(CACHED_BLOCKS, 0)
     blocks = np.arange(REQUEST_BLOCKS, dtype=np.int32)
@@ -190,13 +190,13 @@ def bench_manager(rounds: int) -> tuple[list[Row], float]:
 
 
 def evict_all(manager: LocalCacheManager) -> None:
-    """Everything that nobody leases leaves host memory; the manager keeps what is on disk."""
+    """Evicts all blocks that nobody leases from host memory; the manager keeps those on disk."""
     manager.hub.index.evict(0, CACHED_BLOCKS)
 
 
 def bench_disk_lookup(rounds: int) -> list[Row]:
-    """Lookups that find all of a request on disk and none of it in host memory, with the plan of its read; the end of
-    that read; and, beside them in the same rounds, the request's next lookup, and another request's.
+    """Lookups that find all of a request on disk and nothing in host memory, with the plan of its read; the end of that
+    read; and in the same rounds the request's next lookup, and another request's.
 
     The tier is the real one: its journal runs. No page is written or read, so the slabs stay sparse.
     """
@@ -241,7 +241,7 @@ def bench_disk_lookup(rounds: int) -> list[Row]:
 
 
 def bench_bursts(manager: LocalCacheManager, blocks: np.ndarray, rounds: int) -> Row:
-    """Stores planned while all free slots are taken by others in flight, so that each must evict for itself."""
+    """Plans stores while other stores in flight hold all free slots, so that each must evict for itself."""
     watch = Stopwatch()
     for number in range(rounds):
         before = manager.stats().evicted_blocks
@@ -306,7 +306,7 @@ def bench_index(rounds: int) -> list[Row]:
 
 
 def full_index(keys: Keys) -> c_ext.BlockIndex:
-    """An index with these blocks, requests of them stored together."""
+    """An index with these blocks, each request's stored together."""
     index = c_ext.BlockIndex([len(keys)])
     index.grow(0, len(keys))
     flags = np.ones(REQUEST_BLOCKS, np.uint8)
@@ -316,14 +316,14 @@ def full_index(keys: Keys) -> c_ext.BlockIndex:
 
 
 def in_turns(first: Keys, second: Keys, blocks: int) -> Keys:
-    """A request of which `blocks` blocks in turn are the first ones left of either chain."""
+    """A request whose blocks come in turn from either chain, `blocks` at a time, from its first ones on."""
     parts = (chain[: len(chain) // 2].reshape(-1, 1, blocks, 16) for chain in (first, second))
     return np.ascontiguousarray(np.concatenate(list(parts), 1).reshape(-1, 16))
 
 
 def bench_tier_lookup(rounds: int) -> list[Row]:
     """The native lookup over host memory and up to two tiers behind it, 1M blocks each, beside `match_and_pin` of host
-    memory alone: all of a round on the same keys in turn, so that their minima can be compared."""
+    memory alone. All run in turn on the same keys of a round, so that their minima can be compared."""
     tiers = [random_keys(CACHED_BLOCKS, seed) for seed in (11, 12, 13)]
     indexes = [full_index(keys) for keys in tiers]
     host, lookups = indexes[0], {n: c_ext.TierLookup(indexes[:n], 1) for n in (1, 3)}
@@ -340,7 +340,7 @@ def bench_tier_lookup(rounds: int) -> list[Row]:
     for number in range(rounds):
         at = number * 37 % chains * REQUEST_BLOCKS
         in_host, on_disk = (keys[at : at + REQUEST_BLOCKS] for keys in tiers[:2])
-        # Whoever comes first finds the keys cold: each in turn.
+        # The first to run finds the keys cold, so each is first in turn.
         plain = watches.setdefault("match and lease 8,192 of one index", Stopwatch())
         for way in np.roll((0, 1, 3), number).tolist():
             if way == 0:
@@ -368,7 +368,7 @@ def bench_tier_lookup(rounds: int) -> list[Row]:
 
 
 def bench_keys(rounds: int) -> list[Row]:
-    """Token hashing and namespaced keys, first and incremental."""
+    """Token hashing and namespaced keys, both first and incremental."""
     tokens = [random.Random(6).randrange(150_000) for _ in range(REQUEST_BLOCKS * BLOCK_TOKENS)]
     longer = tokens + tokens[: 64 * BLOCK_TOKENS]
     engine_keys = [hashlib.sha256(i.to_bytes(4, "little")).digest() for i in range(REQUEST_BLOCKS)]

@@ -9,7 +9,7 @@ HOOKS = hooks_of(FlexKVConnector)
 
 
 class CostedConnector(FlexKVConnector):
-    """As a user's connector, with its hooks timed."""
+    """A user's connector, with its hooks timed."""
 
 
 LEDGER = Ledger()

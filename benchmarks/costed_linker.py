@@ -8,10 +8,10 @@ from flexkv.adapters.sglang.load_batches import LoadBatches
 
 
 class CostedLinker(FlexKVLinker):
-    """As a user's linker, with its hooks timed."""
+    """A user's linker, with its hooks timed."""
 
 
 LEDGER = Ledger()
 LEDGER.put_clocks(CostedLinker, FlexKVLinker, hooks_of(FlexKVLinker))
-# The linker makes it itself. Its other methods are called by hooks that have a clock already.
+# The linker makes this class's objects itself. Hooks that have a clock already call its other methods.
 LEDGER.put_clocks(LoadBatches, LoadBatches, ("set_consumer", "wait_until"))

@@ -1,7 +1,7 @@
 """Host-memory copies for vLLM's own OffloadingConnector, so that it can be measured where the engine runs on a CPU.
 
-vLLM ships the scheduler side for every device and the copies for GPUs only; this supplies the copies, with torch's
-indexed assignment. Loaded by name: `spec_module_path` and `spec_name` in the connector's extra config.
+vLLM ships the scheduler side for every device but the copies only for GPUs. This module supplies the copies, with
+torch's indexed assignment. vLLM loads it by name: `spec_module_path` and `spec_name` in the connector's extra config.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 
 class HostCopyWorker(OffloadingWorker):  # type: ignore[misc]
-    """Copies at once, in the caller's thread, between the engine's blocks and chunks of several blocks."""
+    """Copies immediately, in the caller's thread, between the engine's blocks and chunks of several blocks."""
 
     def __init__(self, caches: CanonicalKVCaches, chunks: int, blocks_per_chunk: int) -> None:
         self._tensors = caches.tensors
@@ -37,7 +37,7 @@ class HostCopyWorker(OffloadingWorker):  # type: ignore[misc]
         return ended
 
     def wait(self, job_ids: Any) -> None:
-        """Nothing is ever under way."""
+        """Does nothing: no copy is ever under way."""
 
     def _copy(self, job_id: Any, engine_spec: Any, host_spec: Any, *, store: bool) -> bool:
         started = time.perf_counter()

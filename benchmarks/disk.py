@@ -1,13 +1,13 @@
 """The disk tier beside a raw I/O loop (same ring, slab, huge pages and depth; no trailer, digest or index) and fio.
 
-Each round runs every method once, in random order, so that noise falls on all alike; figures are medians of payload
+Each round runs every method once, in random order, so that noise affects all alike; figures are medians of payload
 GB/s. `fill` is the first pass over a new slab, `ahead` the same after the idle disk has cleared the slots, `write` the
 passes after it. A write counts when it is durable: for the tier when the journal says so, for the loop after one
-fdatasync at its end. CPU is user and system time of all threads of the process, fio's as it says. `registered` is a
-tier whose host pool io_uring keeps pinned, in the same rounds. `durable` is how long a page that was written waits
-until it is durable, while more are written all the time. `layerwise` loads 32,768 tokens at once, page by page and in
-ranges of layers. `streamed` loads to an engine's pool in plain memory, each page when it has come, and beside it all
-pages when the last has. `cold` is a start with 1M blocks.
+fdatasync at its end. CPU is user and system time of all threads of the process; fio reports its own. `registered` is a
+tier whose host pool io_uring keeps pinned, in the same rounds. `durable` is the time from the end of a page's write
+until the page is durable, under continuous writes. `layerwise` loads 32,768 tokens at once, page by page and in ranges
+of layers. `streamed` loads to an engine's pool in plain memory, each page once it has come, beside a load of all pages
+once the last has come. `cold` is a start with 1M blocks.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from flexkv.transfer.graph import (
 
 PAGES = (2 * MIB, 64 * KIB)
 FILLS = 3
-"""New slabs, each filled once: a first pass cannot be repeated."""
+"""New slabs, each of which is filled once: a first pass cannot be repeated."""
 LAG_BYTES = 8 * MIB
 LOAD_PAGES = 512
 """32,768 tokens in blocks of 64 tokens of 32 KiB: a model of 16 layers, 8 KV heads of 64, 16 bits."""
@@ -67,7 +67,7 @@ def timed(call: Callable[[], object]) -> Sample:
 
 
 def first_fills(folder: Path, page_bytes: int, slots: int) -> dict[str, list[Sample]]:
-    """Of new slabs: the tier's first pass, the raw loop's, and the tier's after its disk was idle."""
+    """Fills new slabs: the tier's first pass, the raw loop's, and the tier's after its disk was idle."""
     samples: dict[str, list[Sample]] = {"fill": [], "fill bare": [], "ahead": []}
     places = np.arange(slots, dtype=np.int32)
     for number in range(FILLS):
@@ -87,7 +87,7 @@ def first_fills(folder: Path, page_bytes: int, slots: int) -> dict[str, list[Sam
 
 
 def fio(folder: Path, page_bytes: int, kind: str, slots: int) -> Sample | None:
-    """fio's random reads or writes of as many bytes; None where it is not installed."""
+    """Samples fio's random reads or writes of as many bytes; None where fio is not installed."""
     program = shutil.which("fio")
     if program is None:
         return None
@@ -101,7 +101,7 @@ def fio(folder: Path, page_bytes: int, kind: str, slots: int) -> Sample | None:
 
 
 def measure(folder: Path, page_bytes: int, slots: int, rounds: int) -> dict[str, dict[str, float]]:
-    """Medians by method: payload GB/s, and cores a GB/s."""
+    """Medians by method: payload GB/s, and cores per GB/s."""
     samples = first_fills(folder, page_bytes, slots)
     rig = Rig(folder / "steady", page_bytes, slots)
     other = Rig(folder / "bare", page_bytes, slots)
@@ -141,8 +141,8 @@ def measure(folder: Path, page_bytes: int, slots: int, rounds: int) -> dict[str,
 
 
 def durable(folder: Path, page_bytes: int, slots: int, rounds: int) -> dict[str, float]:
-    """Milliseconds from the end of a page's write to when it is durable, as who writes without a pause hears of both
-    every LAG_BYTES."""
+    """Milliseconds from the end of a page's write until it is durable, as a program that writes without a pause sees
+    both, every LAG_BYTES."""
     rig = Rig(folder, page_bytes, slots)
     rig.batch = LAG_BYTES // page_bytes
     rng = np.random.default_rng(5)
@@ -232,14 +232,14 @@ def streamed(folder: Path, page_bytes: int, rounds: int) -> dict[str, float]:
 
 
 def cold_start(folder: Path) -> dict[str, float]:
-    """A start with an index of COLD_BLOCKS blocks of 4 KiB, of which the COLD_READ that are read were written."""
+    """Times a start with an index of COLD_BLOCKS blocks of 4 KiB, of which only the COLD_READ to read were written."""
     rig = Rig(folder, 4 * KIB, COLD_BLOCKS, COLD_READ, preallocate=False)
     written = np.sort(np.random.default_rng(2).permutation(COLD_BLOCKS)[:COLD_READ]).astype(np.int32)
     rig.batch = COLD_READ // 2
     rig.write(written)
     generations = rig.generations[written]
     rig.close()
-    # The others are rows alone: what opening costs depends on them, what reading costs on the pages.
+    # The others are only rows: opening costs time per row, reading per page.
     index = SlotIndex(next(folder.rglob("index.sqlite")), [COLD_BLOCKS])
     others = np.setdiff1d(np.arange(COLD_BLOCKS), written)
     zeros = np.zeros(len(others), np.uint64)

@@ -1,4 +1,4 @@
-"""What benchmarks/disk.py measures with: a disk tier with a host pool and an engine, and the raw I/O loop beside it."""
+"""The rig of benchmarks/disk.py: a disk tier with a host pool and an engine, and the raw I/O loop beside it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from flexkv.transfer.host_pool import HostPool
 
 KIB, MIB = 1 << 10, 1 << 20
 BATCH_BYTES = 128 * MIB
-"""One graph; two of them are in flight."""
+"""Bytes of one graph; two of them are in flight."""
 IN_FLIGHT = 2
 BLOCK_TOKENS = 16
 LAYERS = 16
@@ -39,7 +39,7 @@ IDENTITY = DiskIdentity("benchmark", bytes(32))
 
 @functools.cache
 def raw_loop() -> ctypes.CDLL:
-    """raw_loop.cpp and the queues of csrc/io, compiled now: no part of the product."""
+    """Compiles raw_loop.cpp with the queues of csrc/io; it is no part of the product."""
     root = Path(__file__).resolve().parents[1]
     library = Path(tempfile.mkdtemp()) / "raw_loop.so"
     sources = [root / "benchmarks/raw_loop.cpp"]
@@ -50,14 +50,14 @@ def raw_loop() -> ctypes.CDLL:
 
 
 def group_of(page_bytes: int) -> DiskGroup:
-    """LAYERS layers of K and V."""
+    """A group of LAYERS layers of K and V."""
     run = page_bytes // (2 * LAYERS)
     runs = np.array([(i * run, run, i // 2) for i in range(2 * LAYERS)], np.int64)
     return DiskGroup("benchmark", (page_bytes,), (runs,), BLOCK_TOKENS)
 
 
 class Rig:
-    """A tier of `slots` pages on one disk, a host pool of `host_slots`, and an engine between."""
+    """A tier of `slots` pages on one disk, a host pool of `host_slots`, and an engine between them."""
 
     def __init__(
         self,
@@ -86,9 +86,9 @@ class Rig:
         self.op_ids = itertools.count(1)
         self.generations = np.zeros(slots, np.uint64)
         self.written_s = np.zeros(slots)
-        """When the write of each place was heard to have ended."""
+        """When the end of each place's write was seen."""
         self.lags_s: list[NDArray[np.float64]] = []
-        """From there to when each page was heard to be durable."""
+        """Seconds from there until each page was seen to be durable."""
         self.keys = np.random.default_rng(0).integers(0, 256, (slots, 16), dtype=np.uint8)
         slab = next(folder.rglob("group0.slab"))
         header = read_header(str(slab))
@@ -111,7 +111,7 @@ class Rig:
             assert result.status is OpStatus.OK, result.reason
 
     def _batches(self, kind: OpKind, places: NDArray[np.int32]) -> None:
-        """Moves a batch at a time, IN_FLIGHT at once."""
+        """Moves the places in batches, IN_FLIGHT at once."""
         moving: deque[tuple[Ticket, NDArray[np.int32]]] = deque()
         parts = [places[first : first + self.batch] for first in range(0, len(places), self.batch)]
         for number, part in enumerate(parts):
@@ -131,14 +131,14 @@ class Rig:
             self._hear()
 
     def _hear(self) -> int:
-        """How many pages became durable since the last time."""
+        """Polls; returns how many pages became durable since the last poll."""
         events, now_s = self.unit.poll(), time.monotonic()
         assert not events.lost, events.lost
         self.lags_s += [now_s - self.written_s[pages.places] for pages in events.durable]
         return sum(len(pages.places) for pages in events.durable)
 
     def write(self, places: NDArray[np.int32]) -> None:
-        """Returns when all pages are durable."""
+        """Writes pages and returns when all are durable."""
         self.generations[places] = self.unit.next_generations(len(places))
         before = len(self.lags_s)
         self._batches(OpKind.DISK_WRITE, places)
@@ -153,7 +153,7 @@ class Rig:
         self._batches(OpKind.DISK_READ, places)
 
     def load(self, places: NDArray[np.int32], layerwise: bool) -> tuple[float, float]:
-        """One load of all `places`: seconds until its first layer is verified in host memory, and until all is."""
+        """Loads all `places` at once: seconds until the first layer is verified in host memory, and until all is."""
         slots = np.arange(len(places), dtype=np.int32)
         start = time.perf_counter()
         ticket = self.submit(OpKind.DISK_READ, places, slots, layerwise)
@@ -163,7 +163,7 @@ class Rig:
         return first, time.perf_counter() - start
 
     def bare(self, places: NDArray[np.int32], write: bool) -> None:
-        """The same pages by the raw I/O loop, in one go; a write ends with one fdatasync."""
+        """Moves the same pages by the raw I/O loop, all at once; a write ends with one fdatasync."""
         host = self.pool.slots
         buffers = np.array([self.pool.slot(i % host).ctypes.data for i in range(len(places))], np.uint64)
         offsets = np.array([self.slab.offset(place) for place in places.tolist()], np.int64)

@@ -1,8 +1,8 @@
-"""How many blocks of a request trace each eviction policy of the native index serves, in caches of several sizes.
+"""Share of the blocks of a request trace that each eviction policy of the native index serves, in caches of many sizes.
 
-A trace has one JSON object a line, a request, whose `hash_ids` name its blocks in their order (Mooncake's traces, for
-instance). Requests come one after the other: blocks that are there are hits, the others are stored, and all of them are
-used together. Prints the share of blocks that were hits.
+In a trace each line is one JSON object, a request, whose `hash_ids` name its blocks in order (as in Mooncake's traces).
+Requests come one after the other: blocks that are there are hits, the others are stored, and all of them count as used
+together. Prints the share of blocks that were hits.
 
     python -m benchmarks.eviction TRACE [--blocks 1000 2000 4000]
 """
@@ -28,7 +28,7 @@ def read_trace(path: Path) -> list[np.ndarray]:
     requests = []
     for line in path.read_text().splitlines():
         keys = np.zeros((len(ids := json.loads(line)["hash_ids"]), 16), np.uint8)
-        # Mixed, as digests are: the index takes keys for random.
+        # Mixed, as digests are, because the index takes keys for random.
         keys.view(np.uint64)[:] = np.array(ids, np.uint64)[:, None] * np.array(
             [0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F], np.uint64
         )

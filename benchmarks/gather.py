@@ -1,8 +1,8 @@
 """Host gather and scatter: layer-first pool <-> page, 32 layers x K and V, one thread, buffers far beyond the caches.
 
 Prints medians of interleaved rounds and ratios; `--json PATH` writes them. "flat" is plain memcpy of the same bytes,
-page by page ("flat_pages") and as one call over everything ("flat_whole"); "flat_streaming" is our own copy of pages
-that are one run. torch's best is the fastest of a strided copy_ a block, a copy_ a run, and index_select + copy_.
+page by page ("flat_pages") and in one call ("flat_whole"); "flat_streaming" is our own copy of pages that are one run.
+torch's best is the fastest of a strided copy_ per block, a copy_ per run, and index_select + copy_.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def huge_buffer(size: int) -> Bytes:
 
 @dataclass
 class Case:
-    """One run size: a pool [layer, kv, block, run], pages [block, layer, kv, run], and the order blocks move in."""
+    """One run size: a pool [layer, kv, block, run], pages [block, layer, kv, run], and the order of the blocks."""
 
     run_bytes: int
     pool: Bytes
@@ -139,7 +139,7 @@ class Case:
 
 
 def measure(case: Case, scatter: bool, rounds: int) -> dict[str, float]:
-    """Median GB/s of every method; one pass of each a round, so that noise falls on all alike."""
+    """Median GB/s of every method; each round has one pass of each, so that noise affects all alike."""
     methods: dict[str, Method] = {
         "flexkv": case.ours(scatter),
         "flat_pages": case.flat(scatter, whole=False),

@@ -1,4 +1,4 @@
-"""The goals of what the engine notices of copies: its own work beside them, single loads and stores, the CPU."""
+"""Goals for what the engine notices of copies: its own work beside them, single loads and stores, the CPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MANY_BLOCKS = 1024
 
 
 def beside_goals(rows: Sequence[Row]) -> list[Goal]:
-    """The engine's work beside loads and stores."""
+    """Goals of the engine's work beside loads and stores."""
     measured = [row for row in rows if row["factor"] is not None and row["pinned"]]
     one_way = [row for row in measured if row["direction"] != BOTH]
     by_engine = [row for row in one_way if row["path"] != KERNEL]
@@ -49,10 +49,10 @@ def beside_goals(rows: Sequence[Row]) -> list[Goal]:
 
 
 def latency_goals(rows: Sequence[Row], link_gbps: float | None) -> list[Goal]:
-    """Single loads by layer and stores, with nothing beside.
+    """Goals of single loads by layer and stores, with nothing beside them.
 
     Args:
-        link_gbps: of one contiguous load; None where it was not measured.
+        link_gbps: rate of one contiguous load; None where it was not measured.
     """
     pinned = [row for row in rows if row["pinned"]]
 
@@ -84,7 +84,7 @@ def latency_goals(rows: Sequence[Row], link_gbps: float | None) -> list[Goal]:
 
 
 def processor_goals(rows: Sequence[Row]) -> list[Goal]:
-    """CPU time of the process."""
+    """Goals of the process's CPU time."""
 
     def cores(idle: bool, kernel: bool = False) -> float | None:
         return most(

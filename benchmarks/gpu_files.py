@@ -1,4 +1,4 @@
-"""The files in a folder of results: written whole, read or refused by name, and one call's at a time."""
+"""The files in a folder of results: written whole, read or refused by name, and used by one call at a time."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class RefusedError(Exception):
 
 
 class UnreadableError(Exception):
-    """A file holds no result; names it, and says why."""
+    """A file holds no result; names the file and the reason."""
 
 
 def write_whole(path: Path, text: str) -> None:
-    """In place of what was there at once; also after a loss of power the one or the other is there as a whole."""
+    """Replaces the file atomically: even after a loss of power the old or the new one is there as a whole."""
     beside = path.with_name(f".{path.name}.part")
     with beside.open("w") as file:
         file.write(text)
@@ -31,9 +31,9 @@ def write_whole(path: Path, text: str) -> None:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """What goes wrong with the content of `path` meanwhile becomes an UnreadableError that names it.
+    """Turns errors about the content of `path` into an UnreadableError that names it.
 
-    Half-written files raise so, and those of another version: they lack what is asked for, or hold another type.
+    Half-written files raise them, and those of another version: these lack a value, or hold another type.
     """
     try:
         yield
@@ -43,7 +43,7 @@ def reading(path: Path) -> Iterator[None]:
 
 @contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """Keeps other calls away from the folder; also a killed process lets it go.
+    """Keeps other calls away from the folder; the lock ends with the process, even if that is killed.
 
     Raises:
         RefusedError: another call has it.

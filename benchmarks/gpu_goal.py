@@ -1,4 +1,4 @@
-"""A goal, and whether what was measured reaches it."""
+"""A goal, and whether a measurement reaches it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What is to be reached.
+    """A figure to reach.
 
     Attributes:
-        found: what was measured, the worst of its rows; None where nothing was.
+        found: the measured figure, the worst of its rows; None where nothing was measured.
         at_most: `reach` is an upper bound.
     """
 

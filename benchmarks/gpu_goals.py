@@ -1,4 +1,4 @@
-"""The goals of a data-centre GPU, and what the rows of `flexkv bench transfer` say of each."""
+"""The goals of a data-centre GPU, each with the figure from the rows of `flexkv bench transfer`."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from benchmarks.gpu_goal import Goal, Row, least
 
 KIB, MIB = 1 << 10, 1 << 20
 TRUE_GDS = "cuFile, GPUDirect Storage"
-"""In the note of a row: how `GDSManager.describe` names it, and nothing else."""
+"""`GDSManager.describe` says this in a row's note for GPUDirect Storage, and for nothing else."""
 FEW = 8
 """Multiprocessors that a transform takes beside the engine, where no row says otherwise."""
 ANY_LENGTH = 1 << 40
 
 
 def goals(bench: Mapping[str, Any]) -> list[Goal]:
-    """Each goal, by the JSON of `flexkv bench transfer`."""
-    # Before the GPU has taken the host pool there is no kernel, which would be another path than is meant.
+    """Every goal, from the JSON of `flexkv bench transfer`."""
+    # Before the GPU has taken the host pool there is no kernel, so such rows took another path than is meant.
     rows: Sequence[Row] = [row for row in bench["rows"] if row.get("pinned", True)]
     beside: Sequence[Row] = bench["comparisons"]
     transforms = [row for row in beside if row["what"] == "layout transform"]
@@ -37,7 +37,7 @@ def goals(bench: Mapping[str, Any]) -> list[Goal]:
 
 
 def _rate_goals(rows: Sequence[Row]) -> list[Goal]:
-    """How near the lanes come to contiguous copies."""
+    """Goals of how near the lanes come to contiguous copies."""
 
     def share(smallest: int, largest: int, direction: str) -> float | None:
         return least(

@@ -1,4 +1,4 @@
-"""What a machine with a GPU is, and what of it is missing. Imports nothing that has to be built first."""
+"""Describes a machine with a GPU, and what it lacks. Imports nothing that has to be built first."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SAYS_S = 30.0
-"""A program that names a version and takes longer does not answer."""
+"""A program that takes longer to name a version counts as not answering."""
 CORE_SAYS_S = 120.0
-"""The native core, of the machine: it initialises the driver."""
+"""The same for the native core, which initialises the driver to describe the machine."""
 DRIVER = Path("/proc/driver/nvidia/version")
 CONTROL_DEVICE = Path("/dev/nvidiactl")
 STORAGE_DRIVER = Path("/proc/driver/nvidia-fs/version")
@@ -28,7 +28,7 @@ SOURCE_SUFFIXES = (".h", ".cpp", ".cu", ".cuh", ".py", ".pyi")
 
 
 def machine(device: int) -> dict[str, str]:
-    """What it is, by name; what cannot be found out says why in its place."""
+    """Facts about the machine, by name; a fact that cannot be found out has the reason in its place."""
     query = ["nvidia-smi", f"--id={device}", "--format=csv,noheader"]
     query.append("--query-gpu=name,driver_version,memory.total,pcie.link.gen.max,pcie.link.width.max")
     found = {
@@ -45,7 +45,7 @@ def machine(device: int) -> dict[str, str]:
 
 
 def said(command: list[str]) -> str:
-    """What a program prints, or why it prints nothing; never empty."""
+    """A program's output, or why there is none; never empty."""
     if shutil.which(command[0]) is None:
         return f"unknown: no {command[0]} here"
     try:
@@ -58,7 +58,7 @@ def said(command: list[str]) -> str:
 
 
 def source_digest() -> str:
-    """Of all that is built or measured, by name and content: which source it was where there is no `.git`."""
+    """Digest of all sources that are built or measured, by name and content; names them where there is no `.git`."""
     digest = hashlib.sha256()
     for folder in ("csrc", "flexkv", "benchmarks"):
         for path in sorted((ROOT / folder).rglob("*")):
@@ -68,13 +68,13 @@ def source_digest() -> str:
 
 
 def gpus() -> int:
-    """As nvidia-smi lists them; 0 where it does not."""
+    """Number of GPUs that nvidia-smi lists; 0 where it lists none."""
     listed = said(["nvidia-smi", "--list-gpus"])
     return sum(line.startswith("GPU ") for line in listed.splitlines())
 
 
 def not_here() -> dict[str, str]:
-    """What cannot run on this machine, and why; by the name that the page uses."""
+    """What cannot run on this machine, and why, by the name that the page uses."""
     found = {}
     if (count := gpus()) < 2:
         for name in ("a device other than 0", "tensor parallel ranks on GPUs of their own"):
@@ -88,14 +88,14 @@ def not_here() -> dict[str, str]:
 
 
 def driver_refusal() -> str:
-    """Why there is nothing to build for; empty where there is. In some containers /proc does not show the driver."""
+    """Why there is nothing to build for; empty if there is. In some containers /proc does not show the driver."""
     if DRIVER.exists() or CONTROL_DEVICE.exists() or gpus():
         return ""
     return "no NVIDIA driver is loaded"
 
 
 def refusal() -> str:
-    """Why nothing can be run on this machine; empty where it can. Asks the driver in a process of its own."""
+    """Why nothing can be run on this machine; empty if it can. Asks the driver in a process of its own."""
     if lacking := driver_refusal():
         return lacking
     program = "import json; from flexkv import c_ext; print(json.dumps(c_ext.cuda_info()))"

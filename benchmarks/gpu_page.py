@@ -1,4 +1,4 @@
-"""docs/gpu-results.md from what the stages have written, whole or cut."""
+"""Makes docs/gpu-results.md from the stages' results, whole or cut."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ MOST_FAILURES = 20
 ROW_KINDS = ("rows", "comparisons", "beside", "latency", "processor")
 """Lists of rows in the JSON of `flexkv bench transfer`."""
 PARTIAL = "partial"
-"""Beside a row: the step that measured it and did not pass, so that others of its rows are missing; else empty."""
+"""Key in a row: the step that measured it and did not pass, so that other rows of the step are missing; else empty."""
 
 
 def bench_of(folder: Path) -> dict[str, Any]:
-    """The rows of every part of the bench stage that has any, as one.
+    """Merges the rows of all parts of the bench stage that have any.
 
-    Each row has `PARTIAL` besides. `unread` has the parts that cannot be read, by name, and why.
+    Each row also has `PARTIAL`. `unread` has the parts that cannot be read, by name, with the reason.
     """
     merged: dict[str, Any] = {kind: [] for kind in ROW_KINDS}
     merged |= {"limit_gbps": {}, "thresholds": {}, "parts": [], "copies": {}, "unread": {}}
@@ -55,10 +55,10 @@ def bench_of(folder: Path) -> dict[str, Any]:
 
 
 def _bench_part(path: Path, step: Mapping[str, Any]) -> dict[str, Any]:
-    """What one step has measured, once all is known to be there that the page asks for.
+    """One step's measurements, once they are known to have all that the page needs.
 
     Raises:
-        UnreadableError: it is not whole, or another version's.
+        UnreadableError: the file is not whole, or another version's.
     """
     with reading(path):
         part: dict[str, Any] = json.loads(path.read_text())
@@ -73,15 +73,15 @@ def _bench_part(path: Path, step: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _has_result(folder: Path, step: Mapping[str, Any]) -> bool:
-    """A step that was not begun has none, whatever lies there."""
+    """Whether a step has a result; one that was not begun has none, whatever file lies there."""
     return bool(step["result"]) and step["state"] in BEGUN and (folder / step["result"]).exists()
 
 
 def render(folder: Path) -> str:
-    """The page.
+    """Renders the page.
 
     Args:
-        folder: of results, where the stages have written.
+        folder: folder of results, where the stages have written.
     """
     stages, unread = _read(folder)
     bench = bench_of(folder)
@@ -138,7 +138,7 @@ def _read(folder: Path) -> tuple[list[dict[str, Any]], dict[str, str]]:
 
 
 def _machines(stages: Sequence[Mapping[str, Any]]) -> dict[tuple[tuple[str, str], ...], list[str]]:
-    """Each machine, and the stages that ran on it. The day is no part of a machine, but the first one is shown."""
+    """Each machine, with the stages that ran on it. The date is no part of a machine, but the first one is shown."""
     found: dict[str, tuple[tuple[tuple[str, str], ...], list[str]]] = {}
     for stage in stages:
         facts = stage["machine"]
@@ -161,7 +161,7 @@ def _step_cells(folder: Path, stage: Mapping[str, Any], step: Mapping[str, Any])
 
 
 def _not_run(folder: Path, stages: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """What the machine lacks, and steps without a result, or without a test that was run."""
+    """What the machine lacks, and steps that have no result or ran no test."""
     found = {name: why for stage in stages for name, why in stage.get("not_here", {}).items()}
     for stage in stages:
         for step in stage["steps"]:
@@ -173,8 +173,8 @@ def _not_run(folder: Path, stages: Sequence[Mapping[str, Any]]) -> list[tuple[st
 
 
 def _tests(folder: Path, stages: Sequence[Mapping[str, Any]], unread: dict[str, str]) -> list[str]:
-    """The outcomes of every step that wrote pytest's report, and the tests that failed. A report that cannot be read
-    goes to `unread`."""
+    """The outcomes of every step that wrote pytest's report, and the failed tests. A report that cannot be read goes to
+    `unread`."""
     rows, failures = [], []
     for stage in stages:
         for step in stage["steps"]:
@@ -200,7 +200,7 @@ def _tests(folder: Path, stages: Sequence[Mapping[str, Any]], unread: dict[str, 
 
 
 def all_skipped(folder: Path, step: Mapping[str, Any]) -> str:
-    """Why a step that ended well ran no test: what its first one was skipped for. Empty where one was run, and where
+    """Why a step that passed ran no test: the reason for which its first one was skipped. Empty if one was run, or if
     its report cannot be read."""
     report = folder / step["result"]
     if step["state"] != "passed" or not report.name.endswith(".xml") or not report.exists():
@@ -215,16 +215,15 @@ def all_skipped(folder: Path, step: Mapping[str, Any]) -> str:
 
 
 def _reasons(junit: Path) -> list[str]:
-    """What tests were skipped for."""
+    """The reasons for which tests were skipped."""
     with reading(junit):
         return [node.attrib.get("message", "") for node in ElementTree.parse(junit).getroot().iter("skipped")]
 
 
 def outcomes(junit: Path) -> dict[str, int]:
-    """Passed, failed and skipped, of a report that pytest wrote.
-
+    """Numbers of passed, failed and skipped tests in a report that pytest wrote.
     Raises:
-        UnreadableError: it is none, or not whole.
+        UnreadableError: it is no report, or not whole.
     """
     with reading(junit):
         (suite,) = ElementTree.parse(junit).getroot().iter("testsuite")
@@ -234,7 +233,7 @@ def outcomes(junit: Path) -> dict[str, int]:
 
 
 def failed_tests(junit: Path) -> list[tuple[str, str]]:
-    """Their names, and the first line of what they failed with.
+    """Names of failed tests, and the first line of each error.
 
     Raises:
         UnreadableError: it is no report, or not whole.
@@ -250,7 +249,7 @@ def failed_tests(junit: Path) -> list[tuple[str, str]]:
 
 
 def _rows(rows: Sequence[Row]) -> list[str]:
-    # Not all versions have all of them.
+    # Not all versions have all columns.
     headings = list(dict.fromkeys(name for row in rows for name in row))
     if not headings:
         return ["Not measured.", ""]
@@ -262,7 +261,7 @@ def _limits(bench: Mapping[str, Any]) -> str:
 
 
 def _copies(bench: Mapping[str, Any]) -> list[str]:
-    """Which way the lane copied, a line a direction; empty where no part says it."""
+    """The ways in which the lane copied, one line per direction; empty where no part has them."""
     return [f"{name.upper()}: {ways}." for name, ways in bench["copies"].items()]
 
 

@@ -1,7 +1,7 @@
-"""What each stage of a visit to a GPU runs, and for how long at most.
+"""The steps of each stage of a visit to a GPU, with their time limits.
 
 build, smoke and bench take 20 minutes together at most, so that one visit gives the figures; tests and sanitize are for
-another. `all` has parts of every stage within ten minutes. Where a part is missing its step says so and is left out.
+another. `all` has parts of every stage within ten minutes. A step that lacks something says so and is left out.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from benchmarks.gpu_stages import Stage, Step
 from benchmarks.gpu_vllm_page import RESULT as VLLM_RESULT
 
 LIMITS_S = {"build": 440.0, "smoke": 240.0, "bench": 460.0, "tests": 460.0, "sanitize": 460.0}
-"""From the call on. With `ENDING_S` each ends within eight minutes, the first three within twenty together."""
+"""Seconds from the call on. With `ENDING_S` each ends within eight minutes, the first three within twenty together."""
 STAGES = tuple(LIMITS_S)
 ALL = "all"
 """Every stage in one call."""
 ALL_LIMIT_S = 570.0
-"""For `all`, from the call on: below ten minutes."""
+"""Seconds for `all`, from the call on: below ten minutes."""
 ALL_SHARES = {"build": 4.0, "smoke": 1.0, "bench": 3.5, "tests": 3.0, "sanitize": 2.0}
-"""How the time that is left is divided among the stages that are left; what one does not use is for the others."""
+"""How the stages that are left share the time that is left; time that one does not use goes to the others."""
 NEED_A_CORE = STAGES[1:]
-"""These run the native core that `build` has made."""
+"""Stages that run the native core which `build` has made."""
 
 LENIENT = ("-o", "addopts=-ra --import-mode=importlib")
-"""Of pytest: marks of a plugin that is not installed (pytest-timeout) are no mistake. Steps have limits anyway."""
+"""Options of pytest: marks of a plugin that is not installed (pytest-timeout) are allowed. Steps have limits anyway."""
 PYTEST = (sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *LENIENT)
 TEST_FILES = {
     "lanes": ("test_transfer_gpu.py", 240.0),
@@ -38,7 +38,7 @@ TEST_FILES = {
     "rotation": ("test_rotation_gpu.py", 60.0),
     "layerwise": ("test_layerwise_gpu.py", 60.0),
 }
-"""Step -> its file in tests/gpu, and for how long at most."""
+"""Step -> its file in tests/gpu, and its limit in seconds."""
 ENGINES = {
     "vLLM": ("vLLM on the GPU", "test_vllm_gpu.py"),
     "SGLang": ("SGLang on the GPU", "test_sglang_gpu.py"),
@@ -47,7 +47,7 @@ ENGINES = {
 CARRIED = "the core that is here was built with CUDA"
 TORCH_MISSING = "torch is not installed: the tests hold pools in its tensors"
 SMOKE = "(every_byte and 4096 and not 80) or capture or digests or measured"
-"""Tests of the lanes that one minute is enough for: a few of every path."""
+"""Tests of the lanes that run within a minute: a few of every path."""
 SANITIZED = {
     "memcheck lanes": "memcheck and test_transfer_gpu",
     "memcheck staged transfers": "memcheck and test_gds_gpu",
@@ -63,8 +63,8 @@ def plan(name: str, out: Path, device: int, folder: Path | None, carried: bool =
 
     Args:
         out: the folder of results.
-        folder: on the disk to measure; None leaves disks out.
-        carried: the core that is here was built with CUDA, and is not built anew.
+        folder: lies on the disk to measure; None leaves disks out.
+        carried: the core that is here was built with CUDA, and is not rebuilt.
     """
     makers: dict[str, Callable[[], list[Step]]] = {
         "build": lambda: _build(CARRIED if carried else ""),
@@ -77,11 +77,11 @@ def plan(name: str, out: Path, device: int, folder: Path | None, carried: bool =
 
 
 def all_deadlines_s(names: Sequence[str], name: str, now_s: float, ends_s: float) -> float:
-    """When stage `name` of `all` ends at the latest, by the same clock as `now_s` and `ends_s`.
+    """The latest end of stage `name` of `all`, by the same clock as `now_s` and `ends_s`.
 
     Args:
         names: stages that have not run yet, `name` the first of them.
-        ends_s: when all of them have ended.
+        ends_s: latest end of all stages.
     """
     whole = sum(ALL_SHARES[left] for left in names)
     return now_s + (ends_s - now_s) * ALL_SHARES[name] / whole
@@ -102,7 +102,7 @@ def _build(carried: str) -> list[Step]:
             LIMITS_S["build"],
             missing=carried,
             required=True,
-            # For the GPUs of a data centre that has them now; a build for every architecture takes three times as long.
+            # For current GPUs of data centres; a build for every architecture takes three times as long.
             environ={"FLEXKV_CUDA": "1", "FLEXKV_CUDA_ARCHS": "90"},
         ),
     ]

@@ -1,14 +1,14 @@
-"""All that waits for a GPU, in stages; and docs/gpu-results.md with what came of them.
+"""Runs everything that needs a GPU, in stages, and writes docs/gpu-results.md from the results.
 
 `python -m benchmarks.gpu_results all --out DIR [--limit-s 570] [--device N] [--folder DIR] [--again]`
 `python -m benchmarks.gpu_results build|smoke|bench|tests|sanitize --out DIR [--device N] [--folder DIR] [--again]`
 `python -m benchmarks.gpu_results render --out DIR`
 
-A stage writes DIR/<stage>.json as it goes and ends within 8 minutes; called again it goes on behind what has a result,
-or is refused where that is another machine's or another source's. `all` runs every stage in one call within
-`--limit-s` seconds, and builds the core only where the one that is here has no CUDA.
+A stage writes DIR/<stage>.json as it goes and ends within 8 minutes. Called again, it continues with the steps that
+have no result, or is refused where the results are of another machine or source. `all` runs every stage in one call
+within `--limit-s` seconds, and builds the core only where the one that is here has no CUDA.
 Needs an NVIDIA GPU with its driver and the CUDA toolkit; torch with CUDA for all tests and the comparisons with torch.
-`--folder` is on the disk to measure; without it nothing is said of disks. What is missing is named.
+`--folder` lies on the disk to measure; without it disks are left out. Whatever is missing is named.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PAGE = ROOT / "docs" / "gpu-results.md"
 STATUS = (ROOT / "README.md", ROOT / "docs" / "status.md")
 """Pages with tables of what has run."""
 NOT_YET = re.compile(r"\bnot (yet |been )*(run )?on (a GPU|one)\b")
-"""In a row of those tables that waits for a GPU."""
+"""Marks a row of those tables that waits for a GPU."""
 
 
 def status_text() -> str:
@@ -39,13 +39,13 @@ def status_text() -> str:
 
 
 def waiting_rows(status: str) -> list[str]:
-    """The first cells of those rows of the tables that hold `NOT_YET`."""
+    """The first cells of the tables' rows that contain `NOT_YET`."""
     rows = [line for line in status.splitlines() if line.startswith("| ") and NOT_YET.search(line)]
     return [row.split("|")[1].strip() for row in rows]
 
 
 def closing_words(page: Path, status: str) -> str:
-    """What whoever has the GPU does now."""
+    """Says what the person with the GPU does next."""
     lines = [
         f"{page}: commit it, with a row in the README's table of pages. In docs/gpu.md say what has run; in README.md "
         "and docs/status.md, of these rows, those that have:"
@@ -55,7 +55,7 @@ def closing_words(page: Path, status: str) -> str:
 
 
 def draw_page(out: Path, picture: Path) -> str:
-    """Draws the rows of `out`; says why where it cannot."""
+    """Draws the rows in `out`; returns where, or why it cannot."""
     bench = bench_of(out)
     if not bench["rows"]:
         return "no picture: no lane was measured"
@@ -80,14 +80,14 @@ def draw_page(out: Path, picture: Path) -> str:
 def run_all(
     out: Path, device: int, folder: Path | None, again: bool, ends_s: float, lacking: str
 ) -> list[State]:
-    """Every stage, and the state of every step of theirs.
+    """Runs every stage, and returns the state of every step.
 
     Args:
-        ends_s: by `time.monotonic`, when the last step has ended.
+        ends_s: when the last step must have ended, by `time.monotonic`.
         lacking: why the core that is here cannot be used; empty where it can.
 
     Raises:
-        RefusedError: as `run_stage`; nothing more was run.
+        RefusedError: as for `run_stage`; nothing more was run.
     """
     facts: Mapping[str, str] = machine(device)
     missing = not_here()

@@ -1,7 +1,7 @@
-"""Runs the steps of a stage as child processes within a time limit, and writes what came of each as it ends.
+"""Runs the steps of a stage as child processes within a time limit, and writes the outcome of each as it ends.
 
-The file of a stage has the machine in it before the first step starts, and is replaced as a whole after every step: a
-run that is cut keeps what it has measured, and the next call goes on behind it.
+The file of a stage names the machine before the first step starts, and is replaced as a whole after every step: a run
+that is cut keeps its measurements, and the next call continues after them.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ BEGUN: tuple[State, ...] = (*ENDED, "cut", "running")
 """A step in one of these states may have written its file."""
 
 TERM_S = 5.0
-"""Between asking a child to end and ending it."""
+"""Seconds between asking a child to end and killing it."""
 ENDING_S = 3 * TERM_S
-"""What `_end` takes at most: so much later than its limit a stage may end."""
+"""Seconds that `_end` takes at most: a stage may end this much later than its limit."""
 TAIL_BYTES = 4000
-"""Of what a step printed, that its record keeps; all of it is in the step's log."""
+"""Bytes of a step's output that its record keeps; all of it is in the step's log."""
 PR_SET_PDEATHSIG = 1
 """From linux/prctl.h."""
 LAST_CHARACTERS = 160
-"""Of the last line of a step that failed, beside its outcome."""
+"""Characters of a failed step's last line that are shown beside its outcome."""
 SHORTEST_S = 5.0
-"""A step is not begun with less left of its stage."""
+"""A step is not begun with less time left for its stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +47,11 @@ class Step:
 
     Attributes:
         command: its argument vector, run in the project's folder.
-        limit_s: after which it is ended, if the stage's own limit does not come first.
-        result: name of the file, in the folder of results, that it writes.
+        limit_s: seconds after which it is ended, if the stage's own limit does not come first.
+        result: name of the file that it writes in the folder of results.
         missing: why it cannot run here; empty where it can.
-        required: the stage ends where it fails.
-        environ: beside this process's own.
+        required: the stage ends where this step fails.
+        environ: variables beside this process's own.
     """
 
     name: str
@@ -77,7 +77,7 @@ def stage_file(folder: Path, stage: str) -> Path:
 
 
 def read_stage(folder: Path, stage: str) -> dict[str, Any]:
-    """What a stage has written so far; without any steps where it never ran.
+    """The content that a stage has written so far; without any steps where it never ran.
 
     Raises:
         UnreadableError: its file is no stage's, or not whole.
@@ -101,15 +101,14 @@ def run_stage(
     again: bool = False,
     began_s: float | None = None,
 ) -> list[State]:
-    """Runs what has no result yet, and returns the state of every step.
+    """Runs the steps that have no result yet, and returns the state of every step.
 
     Args:
-        folder: of results; made where it is not there.
-        machine: what this runs on, by name.
-        not_here: what of the whole plan this machine lacks, and why.
-        again: also what has a result.
-        began_s: by `time.monotonic`, from when on the stage's limit counts; None: from now on.
-
+        folder: folder of results; made where it does not exist.
+        machine: facts about the machine that this runs on, by name.
+        not_here: what this machine lacks of the whole plan, and why.
+        again: also runs steps that have a result.
+        began_s: start of the stage's limit, by `time.monotonic`; None: now.
     Raises:
         RefusedError: another call has the folder; or it has results of another machine or source. Nothing was run.
     """
@@ -120,7 +119,7 @@ def run_stage(
         records = []
         for step in stage.steps:
             if step.name not in before:
-                # What it holds was measured by a call whose record is gone.
+                # The file is from a call whose record is gone.
                 _forget_result(step, folder)
             records.append(before.get(step.name) or _not_yet(step))
         content = {
@@ -135,10 +134,10 @@ def run_stage(
 
 
 def _kept(stage: str, folder: Path, machine: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """The records of steps that were begun, by name. A file that cannot be read has none, and is said to be so.
+    """The records of steps that were begun, by name. For a file that cannot be read it prints why and returns none.
 
     Raises:
-        RefusedError: they are another machine's: its figures would be shown as this one's.
+        RefusedError: they are another machine's, whose figures would be shown as this one's.
     """
     try:
         content = read_stage(folder, stage)
@@ -177,7 +176,7 @@ def _forget_result(step: Step, folder: Path) -> None:
 
 
 def _run_steps(stage: Stage, folder: Path, content: Mapping[str, Any], ends_s: float) -> None:
-    """Runs those of its steps that have not ended, and keeps their records in the stage's file."""
+    """Runs the stage's steps that have not ended, and keeps their records in the stage's file."""
 
     def write() -> None:
         write_whole(stage_file(folder, stage.name), json.dumps(content, indent=1))
@@ -206,14 +205,14 @@ def _run_steps(stage: Stage, folder: Path, content: Mapping[str, Any], ends_s: f
             record |= _run(step, folder, stage.name, limit_s)
             write()
             print(f"{stage.name}: {step.name}: {record['state']}, {record['seconds']:.0f} s", flush=True)
-            # Beside a process that cannot be ended nothing is measured.
+            # Nothing is measured beside a process that cannot be ended.
             if record["left"] or (step.required and record["state"] != "passed"):
                 break
 
 
 def fair_limit_s(left_s: float, limits_s: Sequence[float]) -> float:
-    """What the first of some steps may take: its own limit, or where there is not time for the limits of all, its share
-    of what is left. What a step does not use is for those behind it."""
+    """Seconds that the first of some steps may take: its own limit, or its share of the time that is left where that
+    does not suffice for all limits. Time that a step does not use goes to later steps."""
     return min(limits_s[0], max(SHORTEST_S, left_s * limits_s[0] / sum(limits_s)), left_s)
 
 
@@ -221,7 +220,7 @@ def _run(step: Step, folder: Path, stage: str, limit_s: float) -> dict[str, Any]
     log = folder / f"{stage}-{step.name.replace(' ', '-')}.log"
     began_s = time.monotonic()
     with log.open("wb") as output:
-        # A session of its own, so that what it starts ends with it.
+        # A session of its own, so that processes which it starts end with it.
         child = subprocess.Popen(
             list(step.command),
             cwd=ROOT,
@@ -251,14 +250,14 @@ def _run(step: Step, folder: Path, stage: str, limit_s: float) -> dict[str, Any]
 
 
 def _die_with_parent() -> None:
-    """In the child: ends it with this process, also where that is killed; it would measure beside the next call."""
+    """Runs in the child: ends it with this process, even if that is killed; it would measure beside the next call."""
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
 
 
 def _end(child: subprocess.Popen[bytes]) -> bool:
-    """Ends the child and all of its session that are left; whether it did. A process that waits inside a driver does
-    not end before the driver lets it."""
+    """Ends the child and the rest of its session; returns whether that worked. A process that waits inside a driver
+    does not end before the driver lets it."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(child.pid, number)
@@ -277,7 +276,7 @@ def _end(child: subprocess.Popen[bytes]) -> bool:
 
 @contextmanager
 def _ended_by_term() -> Iterator[None]:
-    """A SIGTERM ends the child that runs, too."""
+    """Makes a SIGTERM end the running child, too."""
 
     def leave(number: int, frame: object) -> None:
         raise SystemExit(128 + number)

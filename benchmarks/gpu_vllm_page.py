@@ -1,4 +1,4 @@
-"""The part of docs/gpu-results.md about the real vLLM, from what `benchmarks.vllm_beside_gpu` has written."""
+"""The part of docs/gpu-results.md about the real vLLM, from the results of `benchmarks.vllm_beside_gpu`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 from benchmarks.gpu_files import UnreadableError, reading
 
 RESULT = "vllm-beside.json"
-"""Its name in a folder of results."""
+"""The file's name in a folder of results."""
 STEPS = ("decoding steps", "quiet steps", "decoding steps beside stores", "decoding steps beside loads")
 
 
 def vllm_section(folder: Path) -> list[str]:
-    """Lines of Markdown; a file that cannot be read is named."""
+    """The section's lines of Markdown; a file that cannot be read is named."""
     heading = ["## vLLM's steps beside loads and stores", ""]
     path = folder / RESULT
     if not path.exists():

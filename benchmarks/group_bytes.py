@@ -1,8 +1,8 @@
-"""How many bytes of a long prompt are stored of models with several KV groups, by the shapes of published models.
+"""How many bytes of a long prompt are stored for models with several KV groups, by the shapes of published models.
 
-vLLM's own code makes the groups, with blocks outermost, as on a GPU; flexkv's says which pages a prompt's boundaries
-take. `kept` is what is stored of all pages of all groups. A slot holds a page of any group and has the size of the
-largest: `empty` is what of the slots' bytes no page fills.
+vLLM's own code makes the groups, with blocks outermost, as on a GPU; flexkv's code says which pages a prompt's
+boundaries take. `kept` is the stored share of all pages' bytes. A slot holds a page of any group and has the size of
+the largest: `empty` is the share of the slots' bytes that no page fills.
 
     python -m benchmarks.group_bytes [--prompt 32768] [--step 8192] [--json FILE]
 """
@@ -34,7 +34,7 @@ SLOT_ALIGNMENT = 4096
 class Shape:
     """
     Attributes:
-        full, others: of layers, one spec each; in the model they take turns.
+        full, others: numbers of layers, each kind with one spec; in the model they take turns.
         window, chunk: tokens that the others see.
         states: shapes and types of a layer's states.
     """
@@ -50,7 +50,7 @@ class Shape:
     def layers(self) -> dict[str, specs.KVCacheSpec]:
         state_bytes = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in self.states)
         token_bytes = 2 * self.kv_heads * self.head * 2
-        # A block of attention has the bytes of a state at least, as vLLM makes it.
+        # As in vLLM, a block of attention has at least the bytes of a state.
         block = -(-max(state_bytes, BLOCK_TOKENS * token_bytes) // token_bytes // BLOCK_TOKENS) * BLOCK_TOKENS
         plain = {
             "block_size": block,
@@ -95,7 +95,7 @@ MODELS = {
 class Group:
     """
     Attributes:
-        image_bytes: of a page, without padding of the engine's pool.
+        image_bytes: bytes of a page, without padding of the engine's pool.
     """
 
     geometry: BlockGeometry
@@ -103,7 +103,7 @@ class Group:
 
 
 def groups_of(shape: Shape) -> tuple[PoolGeometry, list[Group]]:
-    """As vLLM makes them for one rank."""
+    """The groups that vLLM makes for one rank."""
     layout = SimpleNamespace(is_block_outermost=True)
     engine = SimpleNamespace(
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
@@ -125,14 +125,14 @@ def _image_bytes(group: specs.KVCacheGroupSpec) -> int:
 
 
 def boundaries_of(some: Boundaries, prompt: int, step: int) -> Iterator[int]:
-    """Where hits may end of a prompt that the engine computes in steps of at most `step` tokens."""
+    """Where hits may end in a prompt that the engine computes in steps of at most `step` tokens."""
     if not some.has_states:
         yield from some.between(0, prompt, prompt)
         return
     last, after, computed = some.last_before(prompt - 1), 0, 0
     while computed < last:
         end = min(some.last_before(computed + step), last)
-        # Steps end with blocks, but for those within a block that takes several.
+        # Steps end at the end of a block, except within a block that takes several steps.
         computed = end if end > computed else computed + step
         if computed == end and some.wants_states(end, after, prompt, 0):
             yield (after := end)
@@ -146,12 +146,12 @@ def pages_kept(group: BlockGeometry, boundaries: list[int], prompt: int) -> int:
 
 @dataclass(frozen=True)
 class Stored:
-    """Of one prompt of a model.
+    """The stored bytes of one prompt of a model.
 
     Attributes:
-        layers: of each group.
-        kept: share of the bytes of all pages.
-        empty: share of the slots' bytes.
+        layers: number of layers of each group.
+        kept: stored share of the bytes of all pages.
+        empty: empty share of the slots' bytes.
     """
 
     model: str

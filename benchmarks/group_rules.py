@@ -1,6 +1,6 @@
-"""Lookups of one request of 8,192 blocks over groups of other rules: `python -m benchmarks.group_rules`.
+"""Lookups of one request of 8,192 blocks over groups of different rules: `python -m benchmarks.group_rules`.
 
-All rows of a round run in turn, on an index whose other pages (seven times as many) belong to other requests, and are
+All rows of a round run in turn, on an index whose other pages (seven times as many) belong to other requests. They are
 compared with the lookup of one full group in the same rounds.
 """
 
@@ -33,7 +33,7 @@ STATE = GroupRule("state", BLOCK_TOKENS)
 
 @dataclass(frozen=True)
 class Case:
-    """Groups with the blocks that each has; `tokens` is what all of them can restore."""
+    """Groups with the blocks that each has; `tokens` is what all of them together can restore."""
 
     name: str
     rules: Sequence[GroupRule]

@@ -1,8 +1,8 @@
 """Clocks on the hooks that an engine calls, and how another process reads them.
 
-Clocks are CPU time of the calling thread, so that other work on the machine does not count. Every process of the engine
-keeps its sums in a file of its own that is mapped into memory: reading them disturbs no engine. flexkv's own threads
-are found by their name and read from the kernel's accounting.
+Clocks measure the calling thread's CPU time, so that other work on the machine does not count. Every process of the
+engine keeps its sums in a memory-mapped file of its own: reading them disturbs no engine. flexkv's own threads are
+found by their names and read from the kernel's accounting.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Ledger:
         self._sums: Any = None
 
     def put_clocks(self, target: type, base: type, names: Sequence[str]) -> None:
-        """Gives `target` the hooks of `base`, timed."""
+        """Gives `target` timed versions of the hooks of `base`."""
         for name in names:
             self.names.append(name)
             setattr(target, name, self._timed(len(self.names) - 1, getattr(base, name)))
@@ -50,7 +50,7 @@ class Ledger:
             self._pid = os.getpid()
             path = Path(os.environ[FOLDER_VARIABLE]) / str(self._pid)
             self._sums = np.memmap(path, dtype=np.float64, mode="w+", shape=(len(self.names), 2))
-            # Last, because a reader looks for it: the sums are there then.
+            # Written last, because a reader looks for this file: the sums are there then.
             path.with_suffix(".json").write_text(json.dumps(self.names))
         self._sums[hook] += (seconds, 1)
 
@@ -72,8 +72,8 @@ class Costs:
 
     Attributes:
         hooks: hook -> CPU seconds.
-        calls: hook -> how often it was called.
-        threads: thread name -> CPU seconds, of threads that live.
+        calls: hook -> number of calls.
+        threads: thread name -> CPU seconds, for threads that are alive.
     """
 
     hooks: dict[str, float]
@@ -104,7 +104,7 @@ class Costs:
         return costs
 
     def since(self, before: Costs, requests: int = 1) -> dict[str, float]:
-        """CPU seconds of hooks and threads, and calls, since an earlier reading, a request."""
+        """CPU seconds of hooks and threads, and calls, per request since an earlier reading."""
         return {
             kind: (sum(getattr(self, kind).values()) - sum(getattr(before, kind).values())) / requests
             for kind in ("hooks", "threads", "calls")

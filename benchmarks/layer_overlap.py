@@ -3,9 +3,9 @@
 `blocks` moves pages from host memory to an engine's blocks with a layerwise op, and waits for each layer before its
 product, as vLLM's forward does. `pipeline` is the load pipeline of docs/layerwise.md: pages to buffers, a transform
 that touches every key, buffers to paged memory; a layer's product comes when that layer is in paged memory. `plain` is
-what the machine allows: a thread that copies `blocks`' bytes by memcpy, beside the same kind of product. The product's
-size is set so that 32 products take about as long as the copies alone. Rounds alternate; one thread multiplies.
-
+what the machine allows: a thread that copies the bytes of `blocks` by memcpy, beside the same kind of product. The
+product's size is chosen so that 32 products take about as long as the copies alone. Rounds alternate; one thread
+multiplies.
     python -m benchmarks.layer_overlap [--rounds 9] [--json out/layer_overlap.json] [--check]
 """
 
@@ -63,7 +63,7 @@ class Round:
 
 
 class Products:
-    """One matrix product a layer."""
+    """One matrix product per layer."""
 
     def __init__(self, size: int) -> None:
         numbers = np.random.default_rng(0)
@@ -75,7 +75,7 @@ class Products:
 
     @classmethod
     def taking(cls, seconds: float) -> Products:
-        """Of a size whose product takes about so long."""
+        """Products of a size that takes about `seconds` each."""
         size = 256
         for _ in range(4):
             products = cls(size)
@@ -106,11 +106,11 @@ class Pages:
 
 
 class Way(ABC):
-    """How pages come into memory, layer by layer."""
+    """A way in which pages come into memory, layer by layer."""
 
     @abstractmethod
     def run(self, after_layer: Callable[[], None] | None) -> None:
-        """All layers, with a call after each one is in place."""
+        """Brings all layers, and calls `after_layer` after each one is in place."""
 
     @abstractmethod
     def close(self) -> None:
@@ -143,7 +143,7 @@ class PlainThread(Way):
         thread.join()
 
     def close(self) -> None:
-        """Its thread ended with its run."""
+        """Does nothing: its thread ended with its run."""
 
 
 class IntoBlocks(Way):
@@ -208,7 +208,7 @@ class ThroughBuffers(Way):
         next(steps)
         sent, report = 0, None
         for layer in range(LAYERS):
-            # The next layers are on their way before this one is waited for.
+            # The next layers are on their way before the wait for this one.
             for ahead in range(sent, min(layer + 1 + pipeline.prefetch_layers, LAYERS)):
                 steps.send(self.source.take(ahead))
                 sent = ahead + 1
@@ -226,7 +226,7 @@ class ThroughBuffers(Way):
 
 
 def measure(way: Way, rounds: int) -> list[Round]:
-    """The first round warms up and is thrown away."""
+    """Measures rounds; the first one warms up and is thrown away."""
     way.run(None)
     products = Products.taking(statistics.median(_timed(lambda: way.run(None)) for _ in range(5)) / LAYERS)
 

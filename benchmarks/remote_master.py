@@ -1,7 +1,7 @@
-"""What a key costs Mooncake's master: CPU time a name of put, get and exists, and memory a key.
+"""What a key costs Mooncake's master: CPU time per name of put, get and exists, and memory per key.
 
-The master and an owner run in a network namespace on this machine; values are small, as the master does not see them.
-Names and batches are those of flexkv's remote tier. `--json PATH` writes the result.
+The master and an owner run in a network namespace on this machine; values are small, because the master does not see
+them. Names and batches are those of flexkv's remote tier. `--json PATH` writes the result.
 
     python -m benchmarks.remote_master [--keys 40000]
 """
@@ -45,7 +45,7 @@ def resident_bytes(pid: int) -> int:
 
 
 def measure(url: str, pid: int, keys: int) -> dict[str, float]:
-    """Microseconds of the master's CPU time a name, and bytes a key."""
+    """Microseconds of the master's CPU time per name, and bytes per key."""
     store = MooncakeStore(StoreOptions((url,)))
     memory = np.zeros((BATCH, VALUE_BYTES), np.uint8)
     names = [f"flexkv/1/{'0' * 32}/0/{number:032x}" for number in range(keys)]
@@ -84,7 +84,7 @@ def measure(url: str, pid: int, keys: int) -> dict[str, float]:
 
 
 def run_inside(keys: int) -> dict[str, float]:
-    """Starts the servers and this program again, inside; its result."""
+    """Starts the servers and, among them, this program again; returns its result."""
     namespace = Namespace()
     try:
         with (

@@ -1,8 +1,8 @@
 """Mooncake Store behind flexkv's contract, beside the raw calls of its library in the same rounds.
 
 Values of 2 MiB in batches of 8, and `exists` of 256 names; the master and an owner run in a network namespace on this
-machine. "registered" is the library's own get into memory that it was told of. Prints medians and the ratio to raw;
-`--json PATH` writes them.
+machine. "registered" is the library's own get into memory that was registered with it. Prints medians and the ratio to
+raw; `--json PATH` writes them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ VALUES = 64
 BATCH = 8
 NAMES = 256
 ASKS = 50
-"""Calls of `exists` a round."""
+"""Calls of `exists` per round."""
 PATIENCE_S = 60.0
 SEGMENT_MIB = 512
 
@@ -39,7 +39,7 @@ Method = Callable[[], None]
 
 
 class Bench:
-    """Ours and the library's client of one store, and memory for both: uint8 [VALUES, VALUE_BYTES] each."""
+    """Our client and the library's for one store, and memory for both: uint8 [VALUES, VALUE_BYTES] each."""
 
     def __init__(self, url: str) -> None:
         from mooncake.store import MooncakeDistributedStore
@@ -89,7 +89,7 @@ class Bench:
             assert self.raw.batch_is_exist(self.asked).count(1) == VALUES
 
     def forget(self) -> None:
-        """The store takes no second value under a name."""
+        """Removes all values, because the store takes no second value under a name."""
         assert all(self.ours.remove(self.names, PATIENCE_S))
 
 
@@ -100,7 +100,7 @@ def seconds(method: Method) -> float:
 
 
 def measure(url: str, rounds: int) -> dict[str, Any]:
-    """Medians of rounds in which ours and raw take turns at the first place."""
+    """Medians of rounds in which our client and the raw one go first in turn."""
     bench = Bench(url)
     times: dict[str, list[float]] = {}
     puts = {"put ours": bench.our_put, "put raw": bench.raw_put}
@@ -137,7 +137,7 @@ def measure(url: str, rounds: int) -> dict[str, Any]:
 
 
 def run_inside(namespace: Namespace, rounds: int) -> dict[str, Any]:
-    """Starts the servers and this program again, inside; its result."""
+    """Starts the servers and, among them, this program again; returns its result."""
     with (
         tempfile.TemporaryDirectory() as folder,
         mooncake(namespace, Path(folder), SEGMENT_MIB) as (master, _),

@@ -1,9 +1,9 @@
 """The Redis store beside hiredis, Redis's own C client, against one server on this machine.
 
 Values of 2 MiB, in batches of 8, each to its own place of one memory. hiredis reads into memory of its own, so its
-values are copied to where they belong: that is what "into the same memory" takes with it. Rounds are interleaved,
-medians are shown. Probes ask for 256 names; "raw" is the same bytes over a plain blocking socket, with nothing made of
-the replies. hiredis is not asked for them: calling it from Python for each name would be most of its time.
+values are also copied to their places: only then are they "in the same memory". Rounds are interleaved, medians are
+shown. Probes ask for 256 names; "raw" is the same bytes over a plain blocking socket, with the replies left unread.
+hiredis gets no probes: calling it from Python for each name would take most of its time.
 
     python -m benchmarks.remote_redis [--rounds 15] [--json FILE]
 """
@@ -39,7 +39,7 @@ VALUES = 64
 """128 MiB in all, beyond the caches of most machines."""
 PROBED = 256
 PROBES = 50
-"""Of one round."""
+"""Probes per round."""
 DEADLINE_S = 60.0
 GET_BAR = 0.8
 BULK_REPLY = 1
@@ -60,7 +60,7 @@ class Reply(ctypes.Structure):
 
 
 class NewReply(ctypes.Structure):
-    """From 1.0 on, which knows doubles; this one is not read, and as wide as an integer."""
+    """The same from 1.0 on, which knows doubles; that field is not read, and as wide as an integer."""
 
     _fields_ = (
         ("type", ctypes.c_int),
@@ -72,7 +72,7 @@ class NewReply(ctypes.Structure):
 
 
 class Hiredis:
-    """Its C library, without which there is nothing to compare with."""
+    """hiredis's C library, without which there is nothing to compare with."""
 
     def __init__(self, library: str, port: int) -> None:
         self._lib = lib = ctypes.CDLL(library)
@@ -130,7 +130,7 @@ class Hiredis:
 
 
 def medians(methods: dict[str, Method], rounds: int, repeats: int = 1) -> dict[str, float]:
-    """Seconds of one call each; all take turns, in an order that turns too, so that noise falls on all alike."""
+    """Seconds of one call of each; all take turns, in a rotating order, so that noise affects all alike."""
     times: dict[str, list[float]] = {name: [] for name in methods}
     order = list(methods)
     for method in methods.values():
@@ -154,7 +154,7 @@ def by_batches(move: Callable[[list[str], Pages], None], names: list[str], pages
 
 
 def measure(server: RedisServer, rounds: int) -> dict[str, dict[str, float]]:
-    """Seconds: of all values for "get" and "put", of one call for "exists"."""
+    """Seconds: for all values with "get" and "put", for one call with "exists"."""
     store = open_store(StoreOptions((server.url,)))
     names = [f"{number:064x}" for number in range(VALUES)]
     probed = [f"{number:064x}" for number in range(PROBED)]

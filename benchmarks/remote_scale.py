@@ -1,10 +1,9 @@
 """Units that share a store, simulated: what a request asks, puts and gets, beside the arithmetic of docs/scale.md.
 
-Units have host memory for some blocks each, and one store for some more; all evict what was used longest ago. Requests
-come from conversations of several turns (each turn's prompt is the one before, its answer, and more) or from a trace
-with `hash_ids` and `timestamp` (Mooncake's), each to a unit drawn at random. Lookups, answers that are remembered,
-chunks and puts follow flexkv's remote tier, whose constants are used. Moves take no time. `--json PATH` writes the
-result.
+Each unit has host memory for some blocks, and one store has room for more; all evict the blocks used longest ago.
+Requests come from conversations of several turns (each turn's prompt is the one before, its answer, and more) or from a
+trace with `hash_ids` and `timestamp` (Mooncake's), each to a unit drawn at random. Lookups, remembered answers, chunks
+and puts follow flexkv's remote tier, whose constants are used. Moves take no time. `--json PATH` writes the result.
 
     python -m benchmarks.remote_scale [--units 8] [--trace FILE]
 """
@@ -31,7 +30,7 @@ SYSTEM_PROMPTS, SYSTEM_BLOCKS = 8, 64
 MOST_TURNS = 8
 USER_BLOCKS, ANSWER_BLOCKS = (10, 60), (5, 30)
 PAUSE_S = (5.0, 60.0)
-"""Between the turns of a conversation."""
+"""Seconds between the turns of a conversation."""
 
 
 class Request(NamedTuple):
@@ -40,14 +39,14 @@ class Request(NamedTuple):
 
 
 class Memory:
-    """Blocks, of which those used longest ago leave first."""
+    """Blocks in memory; those used longest ago leave first."""
 
     def __init__(self, blocks: int) -> None:
         self._most = blocks
         self._blocks: OrderedDict[int, None] = OrderedDict()
 
     def leading(self, blocks: Sequence[int]) -> int:
-        """How many of the first are there; they are used."""
+        """Number of leading blocks that are there; marks them as used."""
         for number, block in enumerate(blocks):
             if block not in self._blocks:
                 return number
@@ -66,12 +65,12 @@ class Memory:
 
 
 class Unit:
-    """One unit, as flexkv/cache/tiers/remote and the process behind it do it."""
+    """One unit, modelled on flexkv/cache/tiers/remote and the process behind it."""
 
     def __init__(self, host_blocks: int, store: Memory, policy: str, counts: Counter[str]) -> None:
         self._host, self._store, self._policy, self._counts = Memory(host_blocks), store, policy, counts
         self._there: OrderedDict[int, float] = OrderedDict()
-        """Blocks that the store is taken to have, and until when that counts for lookups."""
+        """Blocks that the store is assumed to have, and until when lookups assume so."""
         self._absent: dict[int, float] = {}
 
     def serve(self, request: Request) -> None:
@@ -89,7 +88,7 @@ class Unit:
             self._put(blocks[in_host + got :], now_s)
 
     def _fetch(self, blocks: Sequence[int], now_s: float) -> int:
-        """How many of the first the store gives."""
+        """Number of leading blocks that the store gives."""
         counts = self._counts
         counts["lacked"] += len(blocks)
         known = next(
@@ -121,7 +120,7 @@ class Unit:
             self._there.popitem(last=False)
 
     def _put(self, blocks: Sequence[int], now_s: float) -> None:
-        """Of each that is written the store is asked first."""
+        """Puts blocks; the store is asked for each of them first."""
         new = [block for block in blocks if block not in self._there]
         self._counts["names_of_puts"] += len(new)
         put = [block for block in new if not self._store.has(block)]
@@ -132,7 +131,7 @@ class Unit:
 
 
 def conversations(requests: int, rate: float, seed: int = 0) -> list[Request]:
-    """About `rate` requests a second, in the order of their times."""
+    """About `rate` requests per second, in the order of their times."""
     rng = np.random.default_rng(seed)
     found: list[Request] = []
     fresh = SYSTEM_PROMPTS * SYSTEM_BLOCKS
@@ -162,12 +161,12 @@ def read_trace(path: Path) -> list[Request]:
 
 @dataclass(frozen=True)
 class Result:
-    """Of one policy; counts are a request.
+    """Figures of one policy; counts are per request.
 
     Attributes:
-        hit: share of all blocks, from the store that of `got`.
+        hit: share of all blocks that were hits; `from_store` has the share that the store gave.
         questions, calls, names: lookups that ask the store, their calls and the names in them.
-        names_of_puts: that are asked before a put.
+        names_of_puts: names that are asked for before a put.
         predicted_calls, predicted_names: by the formula.
     """
 
@@ -193,7 +192,7 @@ def simulate(requests: Sequence[Request], units: int, host: int, store: int, pol
     ):
         served[number].serve(request)
     n = counts["requests"]
-    # One question a request that lacks something, a call for each 256 names as far as the store has them, and one more.
+    # One question per request that lacks something: a call per 256 names as far as the store has them, and one more.
     lacked, got = counts["lacked"] / n, counts["got"] / n
     calls = 0.0 if policy == "off" else 1 + got / CHUNK
     return Result(

@@ -1,8 +1,8 @@
-"""The remote tier as a unit uses it, by its process, beside raw calls of the store's client in the same rounds.
+"""The remote tier as a unit uses it, through its process, beside raw calls of the store's client in the same rounds.
 
-Pages of 2 MiB: puts are sealed, gets are verified. Questions are of 256 keys, idle and beside gets; raw is the client
-of this process, a handle of its own. Then what a lookup of 256 blocks that no tier has costs the scheduler's thread
-without a remote tier, with one, and while its breaker is open. Mooncake's processes run in a network namespace.
+Pages of 2 MiB: puts are sealed, gets are verified. Questions have 256 keys, idle and beside gets; raw is a client of
+its own in this process. Then the scheduler's thread is timed for a lookup of 256 blocks that no tier has: without a
+remote tier, with one, and while its breaker is open. Mooncake's processes run in a network namespace.
 
     python -m benchmarks.remote_tier [--store mooncake|redis] [--rounds 9] [--json FILE]
 """
@@ -60,7 +60,7 @@ LOOKUP_BAR_US, OPEN_BAR_US = 30.0, 20.0
 
 
 class Rig:
-    """A unit with pages of one rank, its raw client, and the pages' bytes for that."""
+    """A unit with pages of one rank, a raw client, and the pages' bytes for the raw client."""
 
     def __init__(self, url: str) -> None:
         runs = (PAGE_BYTES // 32,) * 32
@@ -117,11 +117,11 @@ class Rig:
         self.unit.plane.remove(0, keys)
 
     def ask(self, keys: Keys) -> None:
-        """A question from its sending to its answer."""
+        """Asks a question and waits for its answer."""
         self._ops += 1
         assert self.unit.plane.ask(OpId(self._ops), [keys], [False])
         while not self.unit.plane.answers():
-            select.select([self._socket], [], [])  # as an engine that does something else meanwhile
+            select.select([self._socket], [], [])  # waits as an engine does that is busy meanwhile
             self.unit.plane.poll()
 
     def raw_ask(self, keys: Keys) -> None:
@@ -135,7 +135,7 @@ def seconds(call: Callable[..., None], *arguments: Any) -> float:
 
 
 def rates(rig: Rig, rounds: int) -> dict[str, float]:
-    """GB/s, medians of rounds in which both take turns at the first place."""
+    """GB/s, medians of rounds in which both clients go first in turn."""
     times: dict[str, list[float]] = {}
     for number in range(rounds + 1):
         keys = chain(f"round {number}", PAGES)
@@ -158,7 +158,7 @@ def percentiles(taken: Sequence[float]) -> dict[str, float]:
 
 
 def questions(rig: Rig, beside_gets: bool) -> dict[str, dict[str, float]]:
-    """Milliseconds a question of 256 keys, half of which are there."""
+    """Milliseconds per question of 256 keys, half of which are there."""
     keys = chain("asked", ASKED)
     there = keys[:PAGES]
     rig.put(there)
@@ -178,7 +178,7 @@ def questions(rig: Rig, beside_gets: bool) -> dict[str, dict[str, float]]:
 
 
 def lookups(url: str) -> dict[str, float]:
-    """Microseconds of the scheduler's thread for a lookup of 256 blocks that is a miss; medians."""
+    """Microseconds of the scheduler's thread per lookup of 256 blocks that is a miss; medians."""
     runs = (4096,)
     units = {
         "without": RemoteUnit("none", Shape(ranks=1, runs=runs)),
@@ -223,7 +223,7 @@ def measure(url: str, rounds: int) -> dict[str, Any]:
 
 
 def run(store: str, rounds: int) -> dict[str, Any]:
-    """Starts the servers, and this program again beside them; its result."""
+    """Starts the servers, and this program again beside them; returns its result."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         result = folder / "result.json"

@@ -1,10 +1,10 @@
-"""SGLang with flexkv as its linker: time to the first token of a 4k-token hit, and CPU time a request without hits.
+"""SGLang with flexkv as its linker: time to the first token of a 4k-token hit, and CPU time per request without hits.
 
-Two engines, one without flexkv, are up at the same time and take turns, so that other load on the machine meets both
-alike. A hit is measured after the engine dropped its own cache and its first pages went to another prompt, in turns
-with a hit in the engine's own cache, which is the least that any other cache can take. CPU time is user and system time
-of all processes of an engine; idle schedulers sleep in both. flexkv's own part of it comes from clocks on its hooks and
-from its threads, exact where the difference of two engines is lost in their noise.
+Two engines, one without flexkv, are up at the same time and take turns, so that other load on the machine affects both
+alike. A hit is measured after the engine dropped its own cache and gave its first pages to another prompt, in turns
+with a hit in the engine's own cache, which no other cache can undercut. CPU time is user and system time of all
+processes of an engine; idle schedulers sleep in both. flexkv's own part comes from clocks on its hooks and from its
+threads: it is exact where the difference of two engines is lost in their noise.
 
     python -m benchmarks.sglang_linker [--model wide] [--runs 7] [--json out/sglang_linker.json] [--check]
 """
@@ -33,18 +33,18 @@ HOST_BYTES = 1 << 30
 COLD_OVER_HIT_MIN = 10.0
 EXTRA_CPU_MAX = 0.03
 SETTLE_S = 1.0
-"""Stores outlive their request by milliseconds, and an idle scheduler looks once a second."""
+"""Seconds. Stores outlive their request by milliseconds, and an idle scheduler looks once per second."""
 
 
 @dataclass(slots=True)
 class Runs:
-    """One entry a run.
+    """One entry per run.
 
     Attributes:
         cold_s, own_s, hit_s: to the first token: computed, from the engine's own cache, from flexkv.
         served: tokens of the hit that came from flexkv.
-        cpu_s: by engine, a request without hits.
-        share: CPU time of flexkv's hooks and threads over that of the rest of its engine, a request without hits.
+        cpu_s: by engine, per request without hits.
+        share: CPU time of flexkv's hooks and threads over that of the rest of its engine, per request without hits.
     """
 
     cold_s: list[float] = field(default_factory=list)
@@ -57,7 +57,7 @@ class Runs:
 
 
 def measure_hit(engine: SglangProcess, ids: list[int], filler: list[int], runs: Runs) -> None:
-    """One prompt computed, found in the engine's own cache, forgotten, served."""
+    """Measures one prompt: computed, found in the engine's own cache, forgotten, served."""
     request = {"ids": ids, "tokens": 1}
     [cold] = engine.call("generate", requests=[request])
     time.sleep(SETTLE_S)
@@ -75,7 +75,7 @@ def measure_hit(engine: SglangProcess, ids: list[int], filler: list[int], runs: 
 
 
 def processor_seconds(engine: SglangProcess, requests: list[dict[str, Any]]) -> float:
-    """CPU seconds a request, with what it leaves behind."""
+    """CPU seconds per request, with the stores that it leaves behind."""
     before = engine.call("processor_seconds")
     for request in requests:
         engine.call("generate", requests=[request])

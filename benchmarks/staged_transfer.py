@@ -1,9 +1,9 @@
-"""Staged transfers between files and a layer-first pool in plain memory: CPU time a GB, and I/O calls.
+"""Staged transfers between files and a layer-first pool in plain memory: CPU time per GB, and I/O calls.
 
-The yardstick is what cannot be saved: a bare O_DIRECT read of the same blocks into a buffer, and one flat copy of them.
-Every round runs both once, in turns, over the same blocks in the same order; CPU time is the process's, all threads
-together. Prints medians; `--json PATH` writes them. One call a run, without staging, is timed once: it shows what the
-calls cost.
+The yardstick is the cost that cannot be saved: a bare O_DIRECT read of the same blocks into a buffer, and one flat copy
+of them. Every round runs both once, in turns, over the same blocks in the same order; CPU time is the process's, all
+threads together. Prints medians; `--json PATH` writes them. One call per run, without staging, is timed once: it shows
+what the calls cost.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ KIB, MIB = 1 << 10, 1 << 20
 KV = 2
 SLOTS = 16
 GOAL_RATIO = 1.3
-"""CPU time of a staged read over that of a bare read and one copy."""
+"""CPU time of a staged read, over that of a bare read and one copy."""
 GOAL_ROUNDS = 9
-"""Fewer interleaved rounds say nothing of the goal: on a shared machine single rounds differ by a third."""
+"""Fewer interleaved rounds give no verdict: on a shared machine single rounds differ by a third."""
 
 Bytes = NDArray[np.uint8]
 
@@ -101,7 +101,7 @@ def cpu_seconds() -> float:
 
 
 def measure(methods: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """(CPU seconds, wall seconds) of every round of every method; one round first that does not count."""
+    """(CPU seconds, wall seconds) of every round of every method; the first round does not count."""
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in methods}
     for number in range(rounds + 1):
         for name, method in methods.items():
@@ -113,7 +113,7 @@ def measure(methods: dict[str, Callable[[], None]], rounds: int) -> dict[str, li
 
 
 def run(case: Case, rounds: int, threads: int) -> dict[str, Any]:
-    """One geometry. The staged path's bytes are checked against the file before anything is timed."""
+    """Runs one geometry. The staged path's bytes are checked against the file before anything is timed."""
     staged, runs = case.worker(True, threads), case.worker(False, threads)
     staged.read(case.gpu, case.ssd)
     content = np.fromfile(case.path, np.uint8).reshape(case.blocks, case.layers, KV, case.chunk)
@@ -161,7 +161,7 @@ def run(case: Case, rounds: int, threads: int) -> dict[str, Any]:
 
 
 def verdict(result: dict[str, Any], rounds: int) -> str:
-    """The goal's line: what was to be reached, what was, and in how many rounds."""
+    """The goal's line: what was to be reached, what was measured, and in how many rounds."""
     ratio, (low, high) = result["cpu_ratio_median"], result["cpu_ratio_range"]
     said = "reached" if ratio <= GOAL_RATIO else "MISSED"
     if rounds < GOAL_ROUNDS:

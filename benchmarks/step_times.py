@@ -1,4 +1,4 @@
-"""Steps of an engine beside loads and stores: which step had what beside it, and what that cost. Arithmetic only."""
+"""Relates an engine's steps to the loads and stores beside them, and to what these cost. Arithmetic only."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 FEW_TOKENS = 1
-"""A step that computes no more of other requests is a decoding step, which a CUDA graph of decoding serves: with
-asynchronous scheduling one token more of another request is computed than it asked for."""
+"""A step that computes no more tokens of other requests is a decoding step, which a CUDA graph of decoding serves: with
+asynchronous scheduling, an engine computes one token more of another request than it asked for."""
 MOST_LONGEST = 10
 
 
@@ -20,7 +20,7 @@ class Copy:
     Attributes:
         kind: "load" or "store".
         begin_s, end_s: when it was submitted, and when the engine saw its end.
-        pages: blocks that it moves.
+        pages: number of blocks that it moves.
     """
 
     kind: str
@@ -31,12 +31,12 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """From one token of the running request to its next.
+    """The time from one token of the running request to its next.
 
     Attributes:
         begin_s, end_s: when the engine had the one token, and the next.
-        prefill_tokens: of other requests' prompts, that the step computed.
-        running: requests that were in the step.
+        prefill_tokens: tokens of other requests' prompts that the step computed.
+        running: number of requests in the step.
     """
 
     begin_s: float
@@ -55,7 +55,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Of steps, milliseconds; None where there are none."""
+    """Percentiles over steps, milliseconds; None where there are no steps."""
 
     steps: int
     p50_ms: float | None = None
@@ -73,12 +73,12 @@ def spread(steps: Iterable[Step]) -> Spread:
 
 
 def beside(steps: Iterable[Step], copies: Sequence[Copy], kind: str) -> list[Step]:
-    """Those steps during which a copy of this kind was under way."""
+    """The steps during which a copy of this kind was under way."""
     return [step for step in steps if any(copy.kind == kind and _meets(step, copy) for copy in copies)]
 
 
 def quiet(steps: Iterable[Step], copies: Sequence[Copy]) -> list[Step]:
-    """Those steps with the running request alone in them, and no copy under way."""
+    """The steps with only the running request in them, and no copy under way."""
     return [step for step in steps if step.running == 1 and not any(_meets(step, copy) for copy in copies)]
 
 
@@ -87,7 +87,7 @@ def _meets(step: Step, copy: Copy) -> bool:
 
 
 def cause(step: Step, steps: Sequence[Step], copies: Sequence[Copy]) -> str:
-    """What went on during a step, in words."""
+    """Says what went on during a step."""
     found = []
     if step.prefill_tokens:
         found.append(f"computed {step.prefill_tokens} tokens of other requests")

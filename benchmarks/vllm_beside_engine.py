@@ -1,8 +1,8 @@
 """One vLLM engine in this process for `vllm_beside_gpu`: a running request, and others' prompts beside it.
 
-Reads one JSON line a command from standard input, and answers each with one line on the file descriptor it is given.
-The time of each step is taken where the scheduler gets a batch's result, in the engine's own process; loads and stores
-of flexkv where its transfer engine takes them, and where it hands out their results.
+Reads one JSON line per command from standard input, and answers each with one line on the file descriptor that it is
+started with. The time of a step is taken where the scheduler gets a batch's result, in the engine's own process; loads
+and stores of flexkv where its transfer engine takes them, and where it returns their results.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from benchmarks.step_times import Copy, Step
 
 RUNNING = "running"
 STEP_LIMIT_S = 120.0
-"""For what a command waits for at most."""
+"""Seconds that a command waits at most."""
 RUNNING_PROMPT = 512
 """Tokens of the running request's prompt."""
 FIRST_STEPS = 20
-"""Of the running request, that are not counted."""
+"""First steps of the running request, which are not counted."""
 TAIL_STEPS = 24
-"""After another request's end: its store goes on, then the running request is alone for a while."""
+"""Steps after another request's end: its store goes on, then the running request is alone for a while."""
 RENEWED_TOKENS = 2000
-"""After so many the running request begins anew: a step takes longer the more tokens it attends to."""
+"""Tokens after which the running request begins anew: a step takes longer the more tokens it attends to."""
 
 
 class Trace:
-    """Steps of the running request, and copies of flexkv, as they go by."""
+    """Records steps of the running request, and copies of flexkv."""
 
     def __init__(self) -> None:
         self.steps: list[Step] = []
@@ -43,7 +43,7 @@ class Trace:
         self.lanes: dict[int, Any] = {}
 
     def watch_scheduler(self, scheduler: Any) -> None:
-        """Takes a step for each batch with the running request in it."""
+        """Records a step for each batch that contains the running request."""
         update = scheduler.update_from_output
 
         def watched(batch: Any, output: Any) -> Any:
@@ -65,11 +65,11 @@ class Trace:
         self.break_step()
 
     def break_step(self) -> None:
-        """The next step begins with the next token."""
+        """Makes the next step begin with the next token."""
         self._last_s = None
 
     def watch_flexkv(self) -> None:
-        """Notes when each load and store was submitted, and when its result was handed out."""
+        """Records when each load and store was submitted, and when its result was returned."""
         from flexkv.transfer.engine import TransferEngine
         from flexkv.transfer.graph import OpKind
 
@@ -98,7 +98,7 @@ class Trace:
         setattr(TransferEngine, "poll", watched_poll)  # noqa: B010
 
     def copies_so_far(self) -> list[Copy]:
-        """Those that have not ended end now."""
+        """The copies so far; those that have not ended end now."""
         now_s = time.perf_counter()
         return [
             *self.copies,
@@ -119,8 +119,8 @@ class Engine:
     """vLLM's engine, driven step by step.
 
     Args:
-        arguments: of `vllm.LLM`.
-        vocabulary: tokens are drawn from it.
+        arguments: arguments of `vllm.LLM`.
+        vocabulary: number of tokens that prompts are drawn from.
         flexkv: the connector is flexkv's.
     """
 
@@ -151,19 +151,19 @@ class Engine:
         self.trace.break_step()
 
     def alone(self, steps: int) -> dict[str, Any]:
-        """So many steps of the running request with nothing beside it."""
+        """Runs `steps` steps of the running request with nothing beside it."""
         self.begin()
         self.trace.forget()
         self._more(steps + 1)
         return self._taken()
 
     def prompts(self, length: int, streams: list[int], least_steps: int, window_s: float) -> dict[str, Any]:
-        """Prompts of `length` tokens one after the other beside the running request, until all were there or a limit
+        """Runs prompts of `length` tokens one after the other beside the running request, until all are done or a limit
         has passed.
 
         Args:
             streams: numbers of the prompts; the same number is the same prompt.
-            least_steps: of the running request, before which no window ends early.
+            least_steps: steps of the running request before which no window ends early.
         """
         ends_s = time.monotonic() + window_s
         self.trace.forget()
@@ -225,7 +225,7 @@ class Engine:
         self._until(lambda: self._tokens >= wanted)
 
     def _until(self, met: Callable[[], bool]) -> None:
-        """Raises RuntimeError where the running request has ended; TimeoutError."""
+        """Steps until `met`. Raises RuntimeError if the running request has ended, and TimeoutError."""
         ends_s = time.monotonic() + STEP_LIMIT_S
         while not met():
             if self._running in self._ended:
@@ -236,7 +236,7 @@ class Engine:
 
 
 def serve(answers: int) -> None:
-    """Does one command after the other until standard input ends."""
+    """Runs one command after the other until standard input ends."""
     engine: Engine | None = None
     with os.fdopen(answers, "w") as out:
         for line in sys.stdin:

@@ -1,16 +1,16 @@
 """What a running request of the real vLLM notices while other requests' KV is stored and loaded: the time of its steps.
 
 Engines of the same random Llama, with CUDA graphs: without a connector, with flexkv, with vLLM's OffloadingConnector.
-In each, one request decodes. Beside it others' prompts are computed (and stored, where there is a connector), then
-prompts that the engine's own cache has lost come again (and are loaded). Decoding steps, those that compute no prompt
-meanwhile, are compared with those of the same window with nothing beside them, and with those of the engine without a
-connector beside the same prompts.
+In each, one request decodes. Beside it others' prompts are computed (and stored, where there is a connector); then
+prompts that the engine's own cache has lost come again (and are loaded). Decoding steps are those that compute no
+prompt meanwhile. They are compared with those of the same window with nothing beside them, and with those of the engine
+without a connector beside the same prompts.
 
     python -m benchmarks.vllm_beside_gpu [--json out/vllm_beside_gpu.json] [--check]
 
-Each engine is a process of its own with the scheduler in it; they start at once and are measured one after the other.
+Each engine is a process of its own with the scheduler in it; they start together and are measured one after the other.
 `--prepare MODULE:FUNCTION` is called in each before vLLM is imported. `--cpu` runs a tiny model where there is no GPU:
-it shows that the program works, and nothing of a GPU.
+that shows that the program works, but says nothing about a GPU.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Of the model, the engine's pool and what runs in it.
+    """Sizes of the model, the engine's pool and the prompts.
 
     Attributes:
-        prompt_tokens: of each prompt beside the running request.
-        loaded_prompts: that come again in turns; together more than the engine's pool holds.
-        least_steps: decoding steps with copies beside, that are wanted.
+        prompt_tokens: tokens of each prompt beside the running request.
+        loaded_prompts: prompts that come again in turns; together they exceed the engine's pool.
+        least_steps: decoding steps with copies beside them that are wanted.
     """
 
     layers: int
@@ -90,7 +90,7 @@ class Size:
 
 
 GPU_SIZE = Size(32, 2048, 16, 8, 128, 3072, 32000, 40960, 8192, 8, 57344, 12 * GIB, 500, 8192, 16)
-"""A Llama of 1.1 billion weights with the KV of a larger one: 128 KiB a token, 1 GiB a prompt."""
+"""A Llama of 1.1 billion weights with the KV of a larger one: 128 KiB per token, 1 GiB per prompt."""
 CPU_SIZE = Size(2, 128, 2, 1, 64, 256, 1024, 6144, 512, 20, 8192, 1 << 26, 12, 512, 32)
 
 
@@ -140,7 +140,7 @@ def connector(name: str, size: Size, cpu: bool) -> dict[str, Any] | None:
 
 
 def engine_arguments(name: str, size: Size, model: Path, cpu: bool) -> dict[str, Any]:
-    """Of `vllm.LLM`."""
+    """Arguments of `vllm.LLM`."""
     dtype = "float32" if cpu else "bfloat16"
     arguments: dict[str, Any] = {
         "model": str(model),
@@ -156,7 +156,7 @@ def engine_arguments(name: str, size: Size, model: Path, cpu: bool) -> dict[str,
         "enforce_eager": cpu,
     }
     if cpu:
-        # A share of all memory there: enough to begin with, of which the override uses little.
+        # A share of all memory: enough to start with, though the override uses little of it.
         arguments["gpu_memory_utilization"] = 0.2
         arguments["num_gpu_blocks_override"] = size.pool_tokens // size.block_tokens
     else:
@@ -174,14 +174,14 @@ def engine_arguments(name: str, size: Size, model: Path, cpu: bool) -> dict[str,
 
 
 class EngineError(RuntimeError):
-    """The engine refused a command, died, or did not answer in time; with the end of its log."""
+    """The engine refused a command, died, or did not answer in time; has the end of its log."""
 
 
 class EngineProcess:
     """A child process with one engine. Use as a context manager.
 
     Args:
-        log: takes its output.
+        log: the file for its output.
     """
 
     def __init__(self, name: str, log: Path, environment: Mapping[str, str]) -> None:
@@ -252,20 +252,20 @@ class EngineProcess:
 
 
 def measure(engine: EngineProcess, size: Size, window_s: float) -> dict[str, Any]:
-    """Windows of one engine: alone, beside prompts that are computed, beside prompts that come again.
+    """Measures windows of one engine: alone, beside prompts that are computed, beside prompts that come again.
 
     Args:
-        window_s: for all of them together, about.
+        window_s: seconds for all of them together, about.
     """
     ends_s = time.monotonic() + window_s
     limit_s = ANSWER_S + window_s
     engine.call("begin", limit_s)
-    # Kernels are compiled and memory is first touched in the first prompts, computed and loaded.
+    # The first prompts, computed and loaded, compile kernels and touch memory.
     engine.call(
         "prompts", limit_s, length=size.prompt_tokens, streams=[2, 3], least_steps=0, window_s=window_s
     )
     found = {"alone": engine.call("alone", limit_s, steps=size.least_steps)}
-    # Each copy is under way for a few steps only: prompts come until the time is over.
+    # Each copy is under way for only a few steps: prompts come until the time is over.
     share_s = (ends_s - time.monotonic()) / 2.2
     fresh = list(range(100, 100 + 10 * size.least_steps))
     found["computed"] = engine.call(
@@ -336,7 +336,7 @@ def verdicts(summaries: Mapping[str, Mapping[str, Any]]) -> list[Verdict]:
     ):
         limit = KERNEL_RATIO_MAX if by_kernel else limit
         beside_it = mine[window][f"decoding steps beside {kind}"]
-        # Of the same window: clocks, temperature and the length of the request are the same.
+        # From the same window: clocks, temperature and the length of the request are the same.
         alone = mine[window]["quiet steps"]
         found += [
             Verdict(f"beside {kind}: p50 / alone", ratio(beside_it["p50_ms"], alone["p50_ms"]), limit),
@@ -365,7 +365,7 @@ def _mostly_kernel(moved: Mapping[str, int]) -> bool:
 
 
 def failures(summaries: Mapping[str, Mapping[str, Any]], least_steps: int) -> list[str]:
-    """Why a measurement says nothing; empty where it does."""
+    """Why a measurement says nothing; empty where it does say something."""
     found = []
     for name, mine in summaries.items():
         if name == BASE:
@@ -418,7 +418,7 @@ def show(summaries: Mapping[str, Mapping[str, Any]], found: list[Verdict], conso
 
 
 def run(arguments: argparse.Namespace, size: Size, folder: Path) -> dict[str, dict[str, Any]]:
-    """Summaries by engine. What an engine that fails has said is printed, and it is left out."""
+    """Summaries by engine. An engine that fails is left out, and its error is printed."""
     model = model_folder(folder / "model", size, "float32" if arguments.cpu else "bfloat16")
     environment = {"OMP_NUM_THREADS": "1"} if arguments.cpu else {}
     found: dict[str, dict[str, Any]] = {}

@@ -1,11 +1,10 @@
-"""What flexkv costs vLLM when nothing can hit: CPU time a request, stores included, and CPU when nothing runs.
+"""What flexkv costs vLLM when nothing can hit: CPU time per request, stores included, and CPU when nothing runs.
 
 Two engines, as deployed (the scheduler in a process of its own), get the same fresh prompts in turns. CPU time is user
-and system time of all of an engine's processes and threads. Both engines compute on one and the same CPU: left to
-itself, vLLM keeps one CPU more free of its compute threads as soon as any KV connector is configured, and where that
-leaves none, takes all: the engines would then differ in their threads and not only in flexkv. `flexkv_cost` measures
-flexkv's own part alone.
-
+and system time of all of an engine's processes and threads. Both engines compute on one and the same CPU. By itself,
+vLLM keeps one CPU more free of its compute threads once any KV connector is configured, and takes all where that leaves
+none: the engines would then differ in their threads and not only in flexkv. `flexkv_cost` measures flexkv's own part
+alone.
     python -m benchmarks.vllm_overhead [--runs 9] [--json out/vllm_overhead.json] [--check]
 """
 
@@ -34,14 +33,14 @@ ENVIRONMENT = SEPARATE_CORE | {"VLLM_CPU_OMP_THREADS_BIND": "0"}
 EXTRA_CPU_MAX = 0.03
 IDLE_CPU_SHARE_MAX = 0.01
 IDLE_AFTER_S = 5.0
-"""The share is measured from this long after the last request on."""
+"""Seconds after the last request from which the share is measured."""
 IDLE_FOR_S = 5.0
 SETTLE_S = 0.3
-"""Stores outlive their request by milliseconds; they belong to its cost."""
+"""Seconds. Stores outlive their request by milliseconds; they belong to its cost."""
 
 
 def batch_seconds(engine: EngineProcess, requests: list[dict[str, Any]]) -> float:
-    """CPU seconds of all the engine's processes for these requests and what they leave behind, a request."""
+    """CPU seconds per request of all the engine's processes, for these requests and the stores they leave behind."""
     before = engine.call("processor_seconds")["seconds"]
     engine.generate(requests)
     engine.call("idle", seconds=SETTLE_S)
@@ -71,7 +70,7 @@ def setting_of(arguments: argparse.Namespace) -> str:
 
 
 def run(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """CPU seconds a request by engine, idle shares, and bytes stored."""
+    """CPU seconds per request by engine, idle shares, and bytes stored."""
     shape = PRESETS[MODEL]
     model = write_model(arguments.out / "models", MODEL)
     flexkv = FLEXKV | {"kv_connector_extra_config": {"host.bytes": HOST_BYTES}}

@@ -1,12 +1,12 @@
 """Time to the first token of a 4k-token prompt in vLLM: computed, and served by flexkv and by vLLM's own connectors.
 
-Every connector has an engine of its own, all are up at the same time, and runs alternate between them, so that other
-load on the machine meets all alike. A hit is measured after the engine dropped its prefix cache; with "disk" in its
-name after host memory, too small for two such prompts, has lost it to another one as well; with "streamed" the engine
-is promised it before it has been read (`disk.stream`). "stores by layer" copies each layer while the forward computes
-the next (`store.mode` layerwise), where the others copy whole blocks after it; "stored" is how long after its answer a
-computed prompt is in the cache. "own" is the same prompt once more, served by the engine's prefix cache: what any hit
-costs; what flexkv's takes on top is compared with a memcpy of the same bytes by one thread, made in the same run.
+Every connector has an engine of its own. All are up at once and take turns, so that other load affects all alike. A hit
+is measured after the engine dropped its prefix cache. With "disk" in its name, host memory is too small for two such
+prompts and has lost the prompt to another one as well; with "streamed", the engine is promised the prompt before it has
+been read (`disk.stream`). "stores by layer" copies each layer while the forward computes the next (`store.mode`
+layerwise), where the others copy whole blocks after it; "stored" is the time from a computed prompt's answer until it
+is in the cache. "own" is the same prompt once more, served by the engine's prefix cache: what any hit costs. What
+flexkv's hit takes on top is compared with a memcpy of the same bytes by one thread in the same run.
 
     python -m benchmarks.vllm_ttft [--runs 7] [--json out/vllm_ttft.json] [--check]
 """
@@ -46,7 +46,7 @@ STREAM_SYNC, STREAM_LAYERWISE = "flexkv sync, disk streamed", "flexkv layerwise,
 ON_DISK = (DISK_SYNC, DISK_LAYERWISE, STREAM_SYNC, STREAM_LAYERWISE)
 NAMES = (SYNC, ASYNC, LAYERWISE, STORE_LAYERWISE, EXAMPLE, OFFLOADING, *ON_DISK)
 SMALL_HOST_BYTES = 74 << 20
-"""36 pages of 2 MiB and what the pool says of itself: the filler's blocks, and none of the prompt's beside them."""
+"""36 pages of 2 MiB and the pool's own records: the filler's blocks fit, and none of the prompt's beside them."""
 DISK_READS = "vllm:flexkv_disk_pages_total{direction=read}"
 EXTERNAL_HITS = "vllm:external_prefix_cache_hits_total"
 DISK = {"disk.bytes_per_folder": HOST_BYTES, "disk.compute_if_faster": False}
@@ -60,11 +60,11 @@ ADDED_OVER_MEMCPY_MAX = 1.3
 
 @dataclass(slots=True)
 class Times:
-    """Seconds to the first token, one entry a run; and of each hit the tokens served and the pages read from disk.
+    """Seconds to the first token, one entry per run; and for each hit the tokens served and the pages read from disk.
 
     Attributes:
         stored: seconds from a computed prompt's answer until the engine has nothing more to do for it.
-        own: of the same prompt in the engine's prefix cache.
+        own: seconds for the same prompt in the engine's prefix cache.
         memcpy: seconds that a memcpy of the served bytes takes.
     """
 
@@ -132,13 +132,13 @@ def engine_arguments(model: Path, connector: Mapping[str, Any] | None) -> dict[s
 
 
 def measure(engine: EngineProcess, ids: list[int], filler: list[int], times: Times) -> None:
-    """One prompt computed, forgotten, served."""
+    """Measures one prompt: computed, forgotten, served."""
     request = {"ids": ids, "max_tokens": 1}
     [cold] = engine.generate([request])
     answered_s = time.perf_counter()
     engine.call("drain")
     times.stored.append(time.perf_counter() - answered_s)
-    # Others come in between, as they do: the hit shall not find caches that the prompt itself left warm.
+    # Others come in between, as they do in service: the hit must not find caches that the prompt itself left warm.
     engine.generate([{"ids": filler, "max_tokens": 1}])
     engine.call("drain")
     engine.call("reset")
@@ -162,7 +162,7 @@ def measure(engine: EngineProcess, ids: list[int], filler: list[int], times: Tim
 
 
 def token_bytes(shape: ModelShape) -> int:
-    """Of a token's keys and values in all layers."""
+    """Bytes of a token's keys and values in all layers."""
     return shape.layers * 2 * shape.kv_heads * shape.head_size * np.dtype(np.float32).itemsize
 
 
@@ -183,7 +183,7 @@ def _external_hits(engine: EngineProcess) -> float:
 
 
 def from_elsewhere(results: Mapping[str, Times]) -> list[str]:
-    """Connectors with a hit that did not come from where their name says: each is a figure of something else."""
+    """Connectors with a hit that did not come from where their name says: their figures measure something else."""
 
     def true(name: str, served: int, read: int) -> bool:
         return read == (served // BLOCK_TOKENS if name in ON_DISK else 0)
@@ -251,7 +251,7 @@ def verdicts(results: dict[str, Times]) -> dict[str, dict[str, Any]]:
                 "met": value <= ADDED_OVER_MEMCPY_MAX,
             }
     if DISK_SYNC in results and DISK_LAYERWISE in results:
-        # Of neighbouring runs, so that a change of other load on the machine meets both.
+        # Ratios of neighbouring runs, so that a change of other load on the machine affects both.
         pairs = zip(results[DISK_LAYERWISE].hit, results[DISK_SYNC].hit, strict=True)
         value = statistics.median(layerwise / sync for layerwise, sync in pairs)
         found["disk hit, flexkv layerwise / sync"] = {
@@ -263,7 +263,7 @@ def verdicts(results: dict[str, Times]) -> dict[str, dict[str, Any]]:
 
 
 def added_over_memcpy(times: Times) -> float:
-    """What a hit takes longer than one in the engine's prefix cache, in times of a memcpy of its bytes: the median."""
+    """Extra time of a hit over one in the engine's prefix cache, in times of a memcpy of its bytes: the median."""
     runs = zip(times.hit, times.own, times.memcpy, strict=True)
     return statistics.median((hit - own) / memcpy for hit, own, memcpy in runs)
 

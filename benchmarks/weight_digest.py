@@ -1,10 +1,10 @@
 """Naming weights by all of their content: the rate of the digest, against a bare parallel read of the same files.
 
-Files of random bytes, read past the page cache by both, in turns; the bare read has as many threads and blocks as the
-digest, which is what the disk gives to anybody who reads so. Prints medians, their ratio, and what 140 GB would take at
+Both read files of random bytes, past the page cache, in turns. The bare read has as many threads and blocks as the
+digest, so it shows what the disk gives to any such reader. Prints medians, their ratio, and what 140 GB would take at
 the digest's rate, which is computed and not run; `--json PATH` writes them. "background" is the digest as an engine
-runs it, at the lowest priority: on a busy machine it gets what others leave. Also the CPU seconds that both take a GB:
-the digest needs a core for each 1.5 to 2 GB/s, whatever the disk gives. And the time of the fingerprint by samples,
+runs it, at the lowest priority: on a busy machine it gets what others leave. Also prints the CPU seconds of both per
+GB: the digest needs a core for each 1.5 to 2 GB/s, whatever the disk gives. And the time of the fingerprint by samples,
 with nothing of the files in the page cache.
 """
 
@@ -32,7 +32,7 @@ GB = 1_000_000_000
 FILE_BYTES = 1 << 30
 WRITE_BYTES = 64 << 20
 GOAL_RATIO = 0.8
-"""Rate of the digest over that of a bare read."""
+"""Rate of the digest, over that of a bare read."""
 LARGE_BYTES = 140 * GB
 """Weights of a model of 70 billion parameters, two bytes each."""
 MOST_TABLE_TENSORS = 300
@@ -66,7 +66,7 @@ def write_files(folder: Path, size: int) -> list[Path]:
 
 
 def bare_read(files: list[Path]) -> None:
-    """The same ranges, threads and blocks, and nothing done with them."""
+    """Reads the same ranges with the same threads and blocks, and does nothing with them."""
     ranges = deque((file, number) for file in files for number in range(ranges_of(file.stat().st_size)))
 
     def read() -> None:

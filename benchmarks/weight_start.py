@@ -1,9 +1,9 @@
-"""What naming the weights by all of their content costs the start of an engine: the same vLLM with a disk tier, told
-the weights' name (nothing is read for it) and left to make it, in turns.
+"""What naming the weights by all of their content costs the start of an engine: the same vLLM with a disk tier, with
+the weights' name given (nothing is read for it) and without, in turns.
 
-Each start reads the weights from the disk, past what the start before has left in the page cache, and has a folder
-of its own, so that nothing is known of them. Prints medians: from the start of the process until the engine is there,
-its first answer after that, and when the weights had their name; `--json PATH` writes them.
+Each start reads the weights from the disk, past what the start before has left in the page cache, and has a folder of
+its own, so that nothing is known of them. Prints medians of the time from the start of the process until the engine is
+ready, of its first answer after that, and of the time until the weights had their name; `--json PATH` writes them.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""How many tokens of a request trace a model with sliding windows is served, in caches of several sizes.
+"""How many tokens of a request trace are served to a model with sliding windows, in caches of several sizes.
 
-One group of full attention and five of windows share the slots of a native index. A hit ends where all of them have
-what it needs; windows are stored at the end of each prompt, every `--checkpoint` tokens between, and where a prompt has
-parted from those before it. The same pages are kept by one order of use (`lru`), and with the pages of checkpoints as
-spare blocks (`spare`). A cache of so many tokens has room for all six groups' pages of them; `all` has room for
-everything.
+One group of full attention and five of windows share the slots of a native index. A hit ends where all of them have the
+pages that it needs. Windows are stored at the end of each prompt, every `--checkpoint` tokens between, and where a
+prompt has parted from earlier ones. The same pages are kept by one order of use (`lru`), and with the pages of
+checkpoints as spare blocks (`spare`). A cache of N tokens has room for all six groups' pages of N tokens; `all` has
+room for everything.
 
     python -m benchmarks.window_eviction TRACE [--tokens 1000000 3000000]
 
-A trace has one JSON object a line, a request: `hash_ids` names its blocks of 512 tokens in their order, `input_length`
-is its tokens (Mooncake's traces, for instance).
+In a trace each line is one JSON object, a request: `hash_ids` names its blocks of 512 tokens in order, `input_length`
+is its number of tokens (as in Mooncake's traces).
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ TOKENS = (1_000_000, 3_000_000, 5_100_000)
 class Request:
     """
     Attributes:
-        keys: of the blocks that a hit may end with: the last token is always computed.
-        tokens: of the whole prompt.
+        keys: keys of the blocks that a hit may end with: the last token is always computed.
+        tokens: tokens of the whole prompt.
     """
 
     keys: Keys
@@ -53,7 +53,7 @@ def read_trace(path: Path) -> list[Request]:
         blocks = (request["input_length"] - 1) // BLOCK_TOKENS
         ids = np.array(request["hash_ids"][:blocks], np.uint64)
         keys = np.zeros((len(ids), 16), np.uint8)
-        # Mixed, as digests are: the index takes keys for random.
+        # Mixed, as digests are, because the index takes keys for random.
         keys.view(np.uint64)[:] = ids[:, None] * np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F], np.uint64)
         requests.append(Request(keys, request["input_length"]))
     return requests
@@ -62,8 +62,8 @@ def read_trace(path: Path) -> list[Request]:
 class Cache:
     """
     Args:
-        slots: pages of any group.
-        reach: of a window, in blocks.
+        slots: number of pages, of any group.
+        reach: length of a window, in blocks.
         checkpoint: blocks between two boundaries of a prompt.
         spare: whether pages of boundaries within a prompt are spare blocks.
     """
@@ -74,7 +74,7 @@ class Cache:
         self._reach, self._checkpoint, self._spare = reach, checkpoint, spare
 
     def serve(self, keys: Keys) -> int:
-        """The blocks of the request's hit. What was not there is stored."""
+        """Serves a request and stores what was not there; returns the blocks of its hit."""
         there = self._index.find(FULL, keys) != NO_ENTRY
         shared = len(there) if there.all() else int(there.argmin())
         hit = self._longest(keys, shared)
@@ -122,7 +122,7 @@ class Cache:
 
 
 def hit_ratio(requests: list[Request], slots: int, window: int, checkpoint: int, spare: bool) -> float:
-    """Tokens that were hits, of all tokens."""
+    """Share of all tokens that were hits."""
     cache = Cache(slots, -(-window // BLOCK_TOKENS), max(1, checkpoint // BLOCK_TOKENS), spare)
     hits = sum(cache.serve(request.keys) for request in requests)
     return hits * BLOCK_TOKENS / sum(request.tokens for request in requests)
