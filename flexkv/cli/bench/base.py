@@ -19,7 +19,7 @@ class ComparisonRow:
         what: the method.
         gbps: 1e9 bytes per second, median; None where the method did not run or has no rate.
         calls: I/O or driver calls of one round; None where they are not counted.
-        p99_ms: of single copies, milliseconds; None for other methods.
+        p99_ms: 99th percentile of single copies, milliseconds; None for other methods.
         path: what moved the bytes; empty where nothing ran.
         multiprocessors: multiprocessors that it takes from the engine's kernels.
         share: share of the rate that `note` names; None where there is none to compare with.
