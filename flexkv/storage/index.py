@@ -353,8 +353,8 @@ class SlotIndex:
 
     @property
     def in_place(self) -> bool:
-        """Whether database and log are still the files that the first commit was written to: nobody will find again
-        what is written to deleted files."""
+        """Whether database and log are still the files that the first commit was written to. Rows that are written to
+        other files, or to deleted ones, cannot be found again."""
         return not self._written or self._named() == self._written
 
     def _named(self) -> list[tuple[int, int]]:

@@ -97,8 +97,8 @@ def describe(root: Path, units: Iterable[KeyedUnit]) -> str:
 
 
 def name_other_keys(own: Path) -> None:
-    """Logs which units lie beside a unit's folder under other keys: as a warning if its own folder is new, so that it
-    finds nothing.
+    """Logs which units lie beside a unit's folder under other keys; it is a warning if the unit's own folder is new and
+    has no pages.
 
     Raises:
         OSError: a folder cannot be looked into.

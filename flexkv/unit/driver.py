@@ -17,22 +17,22 @@ WATCH_EVERY_S = 0.25
 """How often the tiers are asked for news while nothing moves."""
 
 SAY_LEFT_EVERY_S = 60.0
-"""How often at most the log says that pages are computed although a tier has them."""
+"""How often at most the log reports pages that the engine computes although a tier has them."""
 
 FLUSH_SHARE = 0.7
-"""Of a close's time, how much is for beginning writes; the rest is for ending them and making them durable."""
+"""Share of a close's time in which writes may begin; in the rest they end and become durable."""
 
 CLOSE_LOOK_S = 0.002
 """How often a close looks whether the writes have ended."""
 
 
 class UnitDriver:
-    """Called by the thread that drives the manager, whenever it has a moment. Closes the tiers and their planes.
+    """The manager's thread calls it whenever it has a moment. Closes the tiers and their planes.
 
     Args:
-        manager: whose tiers but the first have planes.
-        fail_read: tells loads that wait for a fetch (host slots and number) that it will never be made. Of fetches that
-            were submitted, the plane says itself how they end.
+        manager: all of its tiers but the first may have planes.
+        fail_read: fails loads that wait for a fetch (host slots and number) that is never made. The plane of a
+            fetch that was submitted settles its loads itself.
     """
 
     def __init__(
@@ -53,11 +53,11 @@ class UnitDriver:
         self._say_left_at_s = 0.0
         self._given_up_pages = 0
         self._closed: bool | None = None
-        """What the close said; None before it."""
+        """What `close` returned; None before the first call."""
 
     @property
     def busy(self) -> bool:
-        """Whether there is something to submit or to wait for, or to be made durable by further calls of `poll`."""
+        """Whether further calls of `poll` have something to submit, to wait for, or to make durable."""
         return self._closed is None and (
             self._manager.work.busy or any(tier.unflushed for tier in self._behind)
         )
@@ -76,7 +76,7 @@ class UnitDriver:
             self._watch(now_s)
 
     def look_durable(self) -> bool:
-        """Whether all that was written until now would survive a crash; asks the tiers for news first."""
+        """Asks the tiers for news; returns whether all that was written until now would survive a crash."""
         return all(tier.durable() for tier in self._behind)
 
     def _submit(self, tier: TierId, graph: TransferGraph) -> None:
@@ -86,8 +86,8 @@ class UnitDriver:
             if self._planes[tier].submit(graph) is not None:
                 return
         except Exception as error:
-            # The engine can live without the tier, whatever its plane has met (no more threads, for one): what it holds
-            # is a miss from now on. What else is planned is submitted all the same.
+            # The engine can live without the tier, whatever its plane has met (no more threads, for one): its pages are
+            # misses from now on. Graphs for other tiers are submitted all the same.
             reason = f"{type(error).__name__}: {error}"
             self._manager.work.take_down(tier, reason)
         for op in graph.ops:
@@ -125,11 +125,11 @@ class UnitDriver:
         )
 
     def close(self, deadline_s: float) -> bool:
-        """Writes what waits and what only host memory has, ends the planes, and makes all of it durable.
+        """Writes pages that wait and pages that only host memory has, ends the planes, and makes everything durable.
 
-        False: after `deadline_s` seconds something still moved, or was not written, or not durable. What was not
-        written is lost, and nothing else. New writes begin within `FLUSH_SHARE` of the time only, so that those under
-        way can end and become durable. Further calls say the same again.
+        Returns False if after `deadline_s` seconds something still moved, or was not written or not durable. Only pages
+        that were not written are lost. New writes begin within `FLUSH_SHARE` of the time only, so that those under way
+        can end and become durable. Further calls return the same.
         """
         if self._closed is not None:
             return self._closed
@@ -147,7 +147,7 @@ class UnitDriver:
             time.sleep(CLOSE_LOOK_S)
             self.poll()
         self._give_up_writes(deadline_s)  # one look may have lasted to the end
-        # All of them are closed, whatever one says.
+        # All planes and tiers are closed, whatever one of them returns.
         ended = [_close(plane, ends_s) for plane in self._planes.values()]
         self._take_results()
         durable = [_close(tier, ends_s) for tier in reversed(self._behind)]
@@ -167,7 +167,7 @@ class UnitDriver:
 
 
 def _close(part: Plane | Tier, ends_s: float) -> bool:
-    """Closes it, and says whether all of it ended well; an error is logged, so that the others are closed too."""
+    """Closes a part; returns whether all of it ended well. Logs an error, so that the other parts are closed, too."""
     try:
         return part.close(max(0.0, ends_s - time.monotonic()))
     except Exception:

@@ -28,7 +28,7 @@ CLIENT_ENVIRONMENT = {
 operator has set stays: `{**CLIENT_ENVIRONMENT, **environment}`."""
 
 AGAIN_S = 0.5
-"""For so many seconds after a failed attempt to reach the master none is made, and calls fail at once."""
+"""After a failed attempt to reach the master, calls fail at once for so many seconds, without another attempt."""
 
 ADVICE = "pip install mooncake-transfer-engine-non-cuda==0.3.13.post1; it needs the system's libibverbs1 too"
 
