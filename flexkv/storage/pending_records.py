@@ -57,7 +57,7 @@ class PendingRecords:
         evicted = self._evicted.get(record.slab)
         if evicted is None:
             evicted = self._evicted[record.slab] = np.zeros(self._slots[record.slab], np.uint64)
-        # A page that never entered the journal needs no eviction; an earlier one that its slot waits for stays pending.
+        # A page that never entered the journal needs no eviction; an older eviction of its slot stays pending.
         slots = record.slots[entered]
         self.evictions += int(np.count_nonzero(evicted[slots] == 0))
         evicted[slots] = record.generations[entered]
