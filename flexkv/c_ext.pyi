@@ -1,4 +1,4 @@
-"""The native core. One section an area, kept by whoever keeps csrc/bindings/bind_<area>.cpp."""
+"""The native core, one section per area. Whoever changes csrc/bindings/bind_<area>.cpp keeps its section in step."""
 
 from collections.abc import Mapping, Sequence
 from typing import Protocol, TypedDict
@@ -17,18 +17,18 @@ __variant__: str
 """`cpu` or `cuda`, with `-address` or `-thread` for a sanitizer build."""
 
 __interface__: str
-"""A digest of this file as it was at the build; `flexkv/native_core.py` holds it against the package's."""
+"""A digest of this file as it was at the build; `flexkv/native_core.py` compares it with the package's file."""
 
 def build_info() -> dict[str, bool | str | int]:
     """What this module was built with: cuda, sanitizer, compiler, cpp_standard."""
 
 def load_nvtx(library: str) -> None:
-    """The lanes' threads name their work to a profiler from now on, by the NVTX of `library`, a name or a path.
+    """Makes the lanes' threads name their work to a profiler, by the NVTX of `library`, a name or a path.
 
-    For good, as threads may be inside a range: where a library was loaded before, nothing changes.
+    For good, because threads may be inside a range: if a library was loaded before, nothing changes.
 
     Raises:
-        ConfigError: it cannot be loaded, or lacks nvtxRangePushA or nvtxRangePop.
+        ConfigError: the library cannot be loaded, or lacks nvtxRangePushA or nvtxRangePop.
     """
 
 # --- layout -------------------------------------------------------------------------------------------------
@@ -63,9 +63,9 @@ class PageConversion:
     """Rewrites stripes from one order of the elements of K and V into another.
 
     Args:
-        counts: layers, tokens, heads, elements of a head; 1 of these where both orders keep a head's row together.
-        element_bytes: of what is moved as it is: an element, or the row.
-        source, target: of K and of V, bytes from one layer, token, head and element to the next; and where V begins.
+        counts: layers, tokens, heads, elements of a head; the last is 1 where both orders keep a head's row together.
+        element_bytes: bytes of what is moved unchanged: an element, or the row.
+        source, target: for K and V, bytes from one layer, token, head and element to the next; and where V begins.
 
     Raises:
         GeometryError: the elements of one of the orders leave gaps or overlap.
@@ -81,7 +81,7 @@ class PageConversion:
     @property
     def stripe_bytes(self) -> int: ...
     def convert(self, source: Buffer, target: Buffer) -> None:
-        """Both hold `stripe_bytes` bytes and share none. Raises GeometryError otherwise."""
+        """Rewrites `source` to `target`. Raises GeometryError unless both hold `stripe_bytes` bytes and share none."""
 
 class SlotImage:
     """Geometry of a slot image: stripes and trailer, each from a 4 KiB boundary. Offsets and sizes in
@@ -116,7 +116,7 @@ def run_digest(run: Buffer) -> int:
     """The 64-bit digest of a run's bytes (docs/digest.md)."""
 
 def page_digests(view: KvView, stripe: Buffer) -> NDArray[np.uint64]:
-    """One digest for each of `view.runs`, of their bytes in `stripe` (exactly view.stripe_bytes bytes)."""
+    """One digest for each of `view.runs`, from the runs' bytes in `stripe` (exactly view.stripe_bytes bytes)."""
 
 # --- pool ---------------------------------------------------------------------------------------------------
 
@@ -150,20 +150,20 @@ class HostPool:
     def closed(self) -> bool: ...
     @property
     def settled(self) -> bool:
-        """Bring-up has ended, complete or not."""
+        """Whether bring-up has ended, complete or not."""
     @property
     def ready_slots(self) -> int: ...
     @property
     def stopped_reason(self) -> str: ...
     @property
     def creator_gone(self) -> bool:
-        """Of an attached pool: its creator has ended or closed it."""
+        """For an attached pool, whether its creator has ended or closed it."""
     def pin(self, device: int) -> None: ...
     @property
     def pinned_slots(self) -> int: ...
     @property
     def registration_error(self) -> str:
-        """The first slots that the GPU did not take, however often it was tried, and why; empty if there are none."""
+        """The first slots that the GPU refused at every try, and why; empty if there are none."""
     def wait_ready(self, slots: int, deadline_s: float) -> bool: ...
     def address(self) -> tuple[int, int, bytes, int]:
         """pid, fd, token, file_bytes."""
@@ -172,11 +172,11 @@ class HostPool:
     def extent_of(self, slot: int) -> NDArray[np.uint8]: ...
     def slot(self, slot: int) -> NDArray[np.uint8]: ...
     def settle(self, slots: NDArray[np.int32], read: int, verified: bool) -> None:
-        """A read from disk has ended these slots' pages: loads that wait for it may go on, or fail."""
+        """Reports that a read from disk has ended for these slots' pages: loads that wait for it go on, or fail."""
     def close(self) -> None: ...
 
 def available_memory(proc_root: str = "/proc", cgroup_root: str = "/sys/fs/cgroup") -> tuple[int, str]:
-    """Bytes this process may still take, and the limit that binds."""
+    """Bytes that this process may still take, and the limit that decides them."""
 
 class CudaInfo(TypedDict):
     built: bool
@@ -190,7 +190,7 @@ def cuda_info() -> CudaInfo:
 # --- transfer -----------------------------------------------------------------------------------------------
 
 class PageMover:
-    """Moves pages of host lanes. Safe to share between engines. Around one stand 64 others at most (ContractError)."""
+    """Moves pages of host lanes. Safe to share between engines. At most 64 others may wrap one (ContractError)."""
 
 class HostMover(PageMover):
     """Copies between an engine pool in plain memory and the host pool."""
@@ -198,10 +198,10 @@ class HostMover(PageMover):
     def __init__(self) -> None: ...
 
 class Lane:
-    """Executes the ops of some kinds; given to one TransferEngine, for good: a second one raises ContractError."""
+    """Executes the ops of some kinds. Belongs to one TransferEngine for good: a second one raises ContractError."""
 
 class StreamPoint:
-    """A point in a device stream's work, of `TransferEngine.record`."""
+    """A point in a device stream's work, made by `TransferEngine.record`."""
 
 class CudaLane(Lane):
     """Copies between a GPU and the host pool. Raises ConfigError where there is no such device, and unless
@@ -210,10 +210,10 @@ class CudaLane(Lane):
     def __init__(self, device: int, batch: bool, kernel: bool, digest_threads: int) -> None: ...
     @property
     def ways(self) -> dict[str, str]:
-        """Which runs the kernel takes and what the others go by, in words: of "h2d" and "d2h"."""
+        """In words, for "h2d" and "d2h": which runs the kernel copies, and what copies the others."""
     @property
     def notes(self) -> str:
-        """What is not used and why; empty when everything is."""
+        """The ways that are not used, and why; empty when all are."""
     @property
     def failed_launches(self) -> int:
         """Copy kernels that could not be started after their self-test, which ends their use: 0 or 1."""
@@ -232,7 +232,7 @@ class DeviceMemory:
         """Seconds of `calls` copies of `call_bytes` to or from pinned memory, one driver call each."""
 
 CUDA_THRESHOLDS: dict[str, int]
-"""What decides how a GPU's bytes are copied; csrc/cuda/copy_plan.h says where the numbers come from."""
+"""The numbers that decide how a GPU's bytes are copied; csrc/cuda/copy_plan.h says where they come from."""
 
 class OpResult:
     """How an op ended; `flexkv.transfer.graph.OpResult` says what the fields mean."""
@@ -291,7 +291,7 @@ class TransferEngine:
     def wait_layer(
         self, ticket: int, layer: int, deadline_s: float, stream: int | None = None
     ) -> tuple[bool, list[tuple[int, NDArray[np.int32]]]]:
-        """in time, and (op_id, failed positions) of the ops that have any."""
+        """Whether the layer was in time, and (op_id, failed positions) of the ops with failed pages."""
     def cancel(self, ticket: int) -> int: ...
     def lanes(self) -> list[tuple[int, str, bool, str, int, int, list[int], int]]:
         """kind, lane, up, reason, open ops, held places, stuck op ids, times down."""
@@ -308,9 +308,9 @@ class PageCodec:
     """The slot image of a KV group: stripes, and the trailer that names and proves them (docs/disk-format.md).
 
     Args:
-        runs: of each rank, int64 [n, 3]: offset in the stripe, bytes, layer; ascending, filling the stripe.
+        runs: each rank's runs, int64 [n, 3]: offset in the stripe, bytes, layer; ascending, filling the stripe.
         host_digests: `seal` finds the run digests in the image and leaves them.
-        group: number of the KV group, in [0, 2**32): its pages name it, and one that names another is a miss.
+        group: number of the KV group, in [0, 2**32): its pages name it, and a page that names another is a miss.
 
     Raises:
         GeometryError: the runs do not fill the stripes.
@@ -343,28 +343,28 @@ class PageCodec:
     def check(
         self, image: Buffer, slab_id: int, slot: int, tag: bytes | None, now: int, data: bool = True
     ) -> tuple[str, str]:
-        """`("none", "")`, or the name of the miss and the reason. Without `tag` any will do."""
+        """`("none", "")`, or the name of the miss and the reason. Without `tag`, any page will do."""
 
     def seal_apart(
         self, image: Buffer, trailer: Buffer, slab_id: int, slot: int, tag: bytes, written: int
     ) -> None:
-        """Writes into `trailer` (trailer_bytes bytes, writable) that of a page whose stripes lie in `image` (up to
-        trailer_offset bytes or more; with host_digests image_bytes, which have the run digests)."""
+        """Writes a page's trailer into `trailer` (trailer_bytes bytes, writable). The page's stripes lie in `image`
+        (trailer_offset bytes or more; with host_digests image_bytes, which include the run digests)."""
 
     def check_apart(
         self, image: Buffer, trailer: Buffer, slab_id: int, slot: int, tag: bytes | None, now: int
     ) -> tuple[str, str]:
-        """As `check`, of stripes in `image` (writable) and their trailer elsewhere. With host_digests a page that is
-        what was asked for has its run digests in `image` then."""
+        """Like `check`, for stripes in `image` (writable) and their trailer elsewhere. With host_digests it writes the
+        run digests into `image` if the page passes."""
 
     def trailer(self, image: Buffer) -> tuple[int, int, bytes, int]:
-        """slab_id, slot, tag, written: as they stand there, unchecked."""
+        """slab_id, slot, tag, written, as they stand in the trailer, unchecked."""
 
 class SlabFile:
     """An open slab. `lock_fd`: the folder's lock, kept for as long as an I/O may be under way.
 
     Raises:
-        DiskError: it cannot be opened. GeometryError: the shape is none.
+        DiskError: it cannot be opened. GeometryError: the sizes describe no slab.
     """
 
     def __init__(
@@ -372,7 +372,7 @@ class SlabFile:
     ) -> None: ...
     @property
     def direct(self) -> bool:
-        """I/O goes past the page cache."""
+        """Whether I/O bypasses the page cache."""
     @property
     def buffered_because(self) -> str:
         """Why I/O goes through the page cache; empty where it does not."""
@@ -383,13 +383,13 @@ class SlabFile:
         """Path, header bytes, slot bytes, slots, id."""
     @property
     def in_place(self) -> bool:
-        """The path still leads to this file."""
+        """Whether the path still leads to this file."""
     def offset(self, slot: int) -> int: ...
     def sync(self) -> int:
         """0 when everything written is on the disk, else -errno."""
 
 class QueueWrapper:
-    """Puts an I/O queue of its own around that of each disk. Abstract."""
+    """Wraps the I/O queue of each disk in a queue of its own. Abstract."""
 
 class DiskCounts(TypedDict):
     read_pages: int
@@ -401,16 +401,16 @@ class DiskCounts(TypedDict):
     misses: dict[str, int]
 
 class DiskLane(Lane):
-    """DISK_READ, DISK_WRITE and DISK_SEAL of one ownership unit; made by `StripedSlabs.lane`.
+    """Executes DISK_READ, DISK_WRITE and DISK_SEAL of one ownership unit; made by `StripedSlabs.lane`.
 
     Args:
-        slabs: of each disk, one a group; the same one for groups that share it.
-        zero_fill: clear slots that have space and were never written, ahead of the pages, while a disk is idle.
-        register_buffers: io_uring keeps the pools' pages pinned; where it is refused that, I/O goes on without.
+        slabs: each disk's slabs, one per group; the same one for groups that share it.
+        zero_fill: clears slots that have space and were never written, ahead of the pages, while a disk is idle.
+        register_buffers: io_uring keeps the pools' pages pinned; if the kernel refuses that, I/O goes on without.
 
     Raises:
-        GeometryError: a pool's or slab's slots are no images of its group. ConfigError: `io` or `depth`. DiskError:
-            io_uring is asked for and refused.
+        GeometryError: a pool's or slab's slots are not images of its group. ConfigError: `io` or `depth` is not
+            allowed. DiskError: io_uring is asked for and refused.
     """
 
     def __init__(
@@ -426,17 +426,17 @@ class DiskLane(Lane):
         register_buffers: bool = False,
     ) -> None: ...
     def take_out(self, disk: int, reason: str) -> None:
-        """Raises BlockRangeError for a disk that the lane has not."""
+        """Takes a disk out. Raises BlockRangeError for a disk that the lane does not have."""
     @property
     def zero_fill(self) -> bool:
-        """Idle disks write zeros to slots that have space and were never written."""
+        """Whether idle disks write zeros to slots that have space and were never written."""
     @property
     def files_closed(self) -> bool:
-        """Its engine was closed and nothing moves: the slabs were let go."""
+        """Whether the slabs were closed, because the lane's engine was closed and nothing moves."""
     def states(self) -> list[tuple[bool, str, str, str]]:
-        """Of each disk: lost, why, its backend, and what keeps that from being what was asked for."""
+        """For each disk: whether it is lost, why, its backend, and why that is not the one that was asked for."""
     def full_reasons(self) -> list[str]:
-        """Of each disk: why it takes no page where it has no space yet; empty while it does."""
+        """For each disk: why it takes no page in slots without space of their own; empty while it does."""
     def counts(self, disk: int) -> DiskCounts: ...
 
 # --- rope ---------------------------------------------------------------------------------------------------
@@ -458,24 +458,24 @@ def rotate_rows(
     dst_head_stride: int,
     stream: int = 0,
 ) -> None:
-    """Turns rows of keys and writes them to where they belong, in one pass (csrc/rope/rotation.h).
+    """Turns rows of keys and writes them to their places, in one pass (csrc/rope/rotation.h).
 
     Head h of row r is read at byte `src_offsets[r] + h * src_head_stride` of `src` and written at byte
     `dst_offsets[r] + h * dst_head_stride` of `dst`. Tensors are contiguous, of any library, all in host memory or all
     on the current GPU. No two rows may be written to the same place. On the host it returns when done; on a GPU the
-    launch is enqueued and the tables, which `check_rotation` has seen before they went there, must stay until it ran.
+    launch is enqueued. The tables must have passed `check_rotation` before they went there, and stay until it has run.
 
     Args:
         src_offsets, dst_offsets: int64 [rows], bytes.
-        turn_of_row: int32 [rows], into `turns`; -1 writes zeros, -2 copies the row as it is.
+        turn_of_row: int32 [rows], index into `turns`; -1 writes zeros, -2 copies the row as it is.
         turns: float32 [turns, 2, rotary_dim / 2], cosines and sines.
-        dtype: of the keys: float32, bfloat16 or float16.
+        dtype: dtype of the keys: float32, bfloat16 or float16.
         pairing: neox or gptj.
         src_head_stride, dst_head_stride: bytes.
         stream: cudaStream_t as a number.
 
     Raises:
-        GeometryError: dimensions, strides or dtypes that cannot be, or memory that source and destination share.
+        GeometryError: impossible dimensions, strides or dtypes, or memory that source and destination share.
         BlockRangeError: a row outside its memory, or a turn that does not exist.
         TransferError: the GPU refused the launch. ConfigError: a build without CUDA.
     """
@@ -496,7 +496,7 @@ def check_rotation(
     src_head_stride: int,
     dst_head_stride: int,
 ) -> None:
-    """All that `rotate_rows` checks, and no byte moves: for tables that are then taken to a GPU.
+    """Checks all that `rotate_rows` checks, and moves no byte: for tables that are then taken to a GPU.
 
     `src` and `dst` may lie on the GPU; the tables lie in host memory.
 
@@ -510,7 +510,7 @@ def sha256(data: bytes, portable: bool = False) -> bytes:
     """The SHA-256 of `data`; with `portable`, without the CPU's SHA instructions."""
 
 def sha256_is_native() -> bool:
-    """Whether this CPU has SHA instructions that are used."""
+    """Whether the CPU's SHA instructions are used."""
 
 def tail_keys(
     namespace: bytes,
@@ -534,7 +534,7 @@ class EngineKeyChain:
 
     def __init__(self, namespace: bytes, group: int) -> None: ...
     def extend(self, engine_keys: object, start: int = 0) -> int:
-        """Appends the keys of the blocks that are new; returns how many. Costs nothing for those it has.
+        """Appends the keys of new blocks; returns their number. Blocks that the chain has cost nothing.
 
         Args:
             engine_keys: list or tuple of bytes, or uint8 [blocks, bytes]; element 0 is block `start`. Usually the whole
@@ -546,7 +546,7 @@ class EngineKeyChain:
         """
 
     def truncate(self, blocks: int) -> None:
-        """Keeps the first `blocks` keys. Arrays handed out before stay as they are."""
+        """Keeps the first `blocks` keys. Arrays returned before stay as they are."""
 
     @property
     def keys(self) -> NDArray[np.uint8]:
@@ -567,15 +567,15 @@ class TokenChain:
 
     def __init__(self, block_tokens: int, seed: bytes = b"", bigram: bool = False) -> None: ...
     def extend(self, tokens: object, start: int = 0) -> int:
-        """Appends the whole blocks that are new; returns how many. Reads no token of a block it has.
+        """Appends new whole blocks; returns their number. Reads no token of a block that the chain has.
 
         Args:
             tokens: list, tuple or int32/int64/uint32 array; element 0 is token `start` of the request. Tokens after the
                 last whole block are not kept: give them again.
 
         Raises:
-            TokenError: a token is no integer in [0, 2**32) (a bool is none); names position and value. Or there are
-                more than 2**27 of them. Nothing is appended.
+            TokenError: a token is not an integer in [0, 2**32) (a bool is not one); names position and value. Or there
+                are more than 2**27 tokens. Nothing is appended.
             ContractError: `start` lies beyond the chain's end.
         """
 
@@ -591,13 +591,13 @@ class TokenChain:
 # --- index: blocks ----------------------------------------------------------------------------------------------------
 
 def in_a_row(slots: NDArray[np.int32]) -> bool:
-    """Whether there is a slot, and each of the others follows the one before it."""
+    """Whether there is a slot, and each further one follows the slot before it."""
 
 def eviction_policies() -> list[str]:
     """The names that `BlockIndex` takes, the default first."""
 
 class BlockIndex:
-    """Which blocks are in the host tier and in which slots. Contracts: csrc/index/block_index.h.
+    """Which blocks a tier holds, and in which slots. Contracts: csrc/index/block_index.h.
 
     Keys are uint8 [blocks, 16]; entries are uint32 [blocks], 0xFFFFFFFF for none; flags are uint8 [blocks].
 
@@ -608,16 +608,16 @@ class BlockIndex:
     def __init__(self, group_slots: list[int], policy: str = "lru", shared_with: list[int] = []) -> None:
         """
         Args:
-            shared_with: of each group the one whose slots it shares, itself or one before it; empty where none share.
-                What is said of a group's slots, and of its blocks that are evicted or cold, is then said of all groups
-                that share them.
+            shared_with: for each group the group whose slots it shares, itself or an earlier one; empty where none
+                share. Methods about a group's slots, and about its evicted or cold blocks, then concern all groups that
+                share them.
         """
     def grow(self, group: int, slots: int) -> None: ...
     def match_prefix(self, group: int, keys: NDArray[np.uint8]) -> NDArray[np.uint32]: ...
     def match_and_pin(
         self, group: int, keys: NDArray[np.uint8]
     ) -> tuple[NDArray[np.uint32], NDArray[np.int32]]:
-        """The entries that `match_prefix` finds, each leased once more, and their slots."""
+        """Leases each entry that `match_prefix` finds; returns the entries and their slots."""
 
     def find(self, group: int, keys: NDArray[np.uint8], ready_only: bool = True) -> NDArray[np.uint32]: ...
     def pin(self, entries: NDArray[np.uint32]) -> NDArray[np.int32]: ...
@@ -630,13 +630,13 @@ class BlockIndex:
             ContractError: one is not; names it. Nothing is leased.
         """
     def pin_coming(self, entries: NDArray[np.uint32]) -> NDArray[np.int32]:
-        """`pin` for entries that are ready, or pending and leased by who fills them."""
+        """`pin` for entries that are ready, or pending and leased by their filler."""
     def unpin(self, entries: NDArray[np.uint32], hit: bool = False) -> None:
         """Ends one lease on each; `hit`: a request found these blocks and has used them."""
     def keep_leases(self, leased: NDArray[np.uint32]) -> int:
-        """Ends every lease but these, each named once a lease; returns how many ended.
+        """Ends every lease but these, one element per lease; returns how many ended.
 
-        For a caller that broke off before it had noted what it leased. Pending entries without a lease leave. O(all
+        For a caller that broke off before it had noted its leases. Pending entries without a lease are removed. O(all
         entries).
 
         Raises:
@@ -653,21 +653,22 @@ class BlockIndex:
         leases: int = 0,
         spare: bool = False,
     ) -> tuple[NDArray[np.uint32], NDArray[np.uint32], NDArray[np.int32], NDArray[np.uint8], int, int]:
-        """Returns positions, entries and slots of the new blocks, evicted keys, and how many were known and dropped.
+        """Inserts blocks. Returns positions, entries and slots of the new ones, evicted keys, and numbers of known and
+        dropped.
 
         Args:
-            filler: the op that fills the new blocks, for which requests may wait; 0: for these nobody may.
-            leases: pins on each new entry beside that of the insert, which `finish` leaves.
-            spare: the new blocks leave first where spare ones have more than their share of the slots; until a request
-                hits them, or they are offered without it.
+            filler: the op that fills the new blocks, for which requests may wait; with 0 no request may wait for them.
+            leases: pins on each new entry beside the insert's own, which `finish` keeps.
+            spare: the new blocks are evicted first where spare ones have more than their share of the slots, until a
+                request hits them, or they are offered without this.
         """
 
     def spare(self, entries: NDArray[np.uint32]) -> NDArray[np.uint8]: ...
     def fillers(self, entries: NDArray[np.uint32]) -> NDArray[np.int64]:
-        """Of each entry that is pending, the op that fills it; 0 for all others."""
+        """The op that fills each entry that is pending; 0 for all others."""
 
     def set_expiry(self, entries: NDArray[np.uint32], expiries: NDArray[np.uint64]) -> None:
-        """From when on, in Unix seconds, blocks are misses for a TierLookup; 0: never.
+        """Sets the Unix time, in seconds, from which on blocks are misses for a TierLookup; 0: never.
 
         Raises:
             ContractError: an entry is not in use. Nothing is set.
@@ -678,14 +679,14 @@ class BlockIndex:
         """How many of the leading entries are ready, leased, and the blocks of `keys`.
 
         Raises:
-            ContractError: not one entry a key.
+            ContractError: not one entry per key.
         """
 
     def evict(self, group: int, count: int) -> NDArray[np.uint8]:
         """Evicts up to `count` blocks that nobody leases; returns their keys."""
 
     def gone_groups(self) -> NDArray[np.uint32]:
-        """Of each block that the last `insert`, `evict` or `retire` took away, its group; empty where none share."""
+        """The group of each block that the last `insert`, `evict` or `retire` removed; empty where none share."""
 
     def groups_of(self, entries: NDArray[np.uint32]) -> NDArray[np.uint32]: ...
     def finish(
@@ -700,17 +701,17 @@ class BlockIndex:
         slots: NDArray[np.int32],
         groups: NDArray[np.uint32] | None = None,
     ) -> NDArray[np.uint8]:
-        """Ready entries for blocks that were there before, oldest first; returns which were taken.
+        """Makes ready entries for blocks that exist already, oldest first; returns which were taken.
 
         Args:
-            groups: of each block, where others share the group's slots.
+            groups: each block's group, where others share the group's slots.
         """
 
     def take_coldest(self, group: int, count: int) -> NDArray[np.uint32]:
-        """Up to `count` blocks that nobody leases, next to be evicted first, each leased once."""
+        """Leases up to `count` blocks that nobody leases, those that would be evicted first; returns them."""
 
     def retire(self, group: int, gone: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """Slots marked in `gone` are out of use for good; returns the keys of the ready blocks that went."""
+        """Takes the slots marked in `gone` out of use for good; returns the keys of the ready blocks lost with them."""
 
     def slots_of(self, entries: NDArray[np.uint32]) -> NDArray[np.int32]: ...
     def pins_of(self, entries: NDArray[np.uint32]) -> NDArray[np.uint32]: ...
@@ -720,29 +721,29 @@ class BlockIndex:
     def free_slots(self, group: int) -> int: ...
     def up_slots(self, group: int) -> int: ...
     def idle_slots(self, group: int) -> int:
-        """Slots that are free or hold a block that nobody leases: an `insert` of so many unknown keys finds room for
-        each. In a pool with retired slots it may find more."""
+        """Slots that are free or hold a block that nobody leases: an `insert` of this many unknown keys finds room for
+        all. In a pool with retired slots it may find room for more."""
 
     @property
     def evictions(self) -> int: ...
     def check_integrity(self, pinned: NDArray[np.uint32]) -> None: ...
 
 class Found:
-    """What a lookup over all tiers found, each page leased in its tier. Made by `TierLookup.look`.
+    """The pages that a lookup over all tiers found, each leased in its tier. Made by `TierLookup.look`.
 
-    Dropped without `TierLookup.release` or `detach` it leaves the pages leased. Entries and slots are read-only views
-    of its memory. Pages are numbered from the start of the lookup on.
+    If it is dropped without `TierLookup.release` or `detach`, the pages stay leased. Entries and slots are read-only
+    views of its memory. Pages are numbered from the start of the lookup on.
     """
 
     @property
     def blocks(self) -> int:
-        """That every group can restore."""
+        """Blocks that every group can restore."""
     @property
     def ready_blocks(self) -> int:
-        """The leading ones of these that are ready in host memory."""
+        """Leading ones of these blocks that are ready in host memory."""
     @property
     def cut(self) -> bool:
-        """The room ended the prefix, and the next block is found too."""
+        """Whether the room ended the prefix although the next block is found too."""
     @property
     def leased(self) -> bool:
         """False after `release` and `detach`."""
@@ -750,24 +751,24 @@ class Found:
     def groups(self) -> int: ...
     @property
     def expired(self) -> list[tuple[int, int, NDArray[np.uint32]]]:
-        """Tier, group and entries of pages that are misses because their time is over: their owner removes them."""
+        """Tier, group and entries of pages that are misses because they have expired: their owner removes them."""
     def entries(self, group: int) -> NDArray[np.uint32]:
-        """Of each page, in the index of its tier."""
+        """The entry of each page in the index of its tier."""
     def slots(self, group: int) -> NDArray[np.int32]: ...
     def runs(self, group: int) -> NDArray[np.int32]:
         """Where the pages lie, int32 [runs, 4]: tier, state (0 ready, 1 being filled by an op), first page, pages."""
     def detach(self) -> None:
-        """The pages were taken over by who ends their leases with the indexes' `unpin`.
+        """Hands the leases over to the caller, who ends them with the indexes' `unpin`.
 
         Raises:
-            ContractError: the lease was ended or taken over before.
+            ContractError: the leases were ended or handed over before.
         """
 
 class TierLookup:
     """One lookup over the indexes of all tiers, host memory first. Contracts: csrc/index/tier_lookup.h.
 
     Args:
-        presences: at most 32; each another index of `groups` groups.
+        presences: at most 32 different indexes, each of `groups` groups.
 
     Raises:
         ConfigError: no tier, or too many. ContractError: an index named twice, or with another number of groups.
@@ -790,8 +791,8 @@ class TierLookup:
         """Leases the longest prefix after `start_block` that every group can restore.
 
         Args:
-            keys: per group, of the whole request.
-            room_pages: of all groups together at most; negative is none.
+            keys: per group, the keys of the whole request.
+            room_pages: most pages of all groups together; a negative number counts as no room.
             tiers_mask: bit t: tier t may be used.
             now_s: Unix time; what expires then or earlier is a miss.
             coming: host pages that ops are filling count. Otherwise another tier may have them. Host pages that are
@@ -818,7 +819,7 @@ class TierLookup:
         """Per key, the first tier of the mask in which it is ready and has not expired, plus 1; 0: none."""
 
 class GroupRule:
-    """Which pages of one group a hit needs: what must be restored so that the engine goes on behind it.
+    """Which pages of one group a hit needs, so that the engine can go on after it.
 
     Args:
         kind: "full", every page; "window", the last `reach` pages; "chunk", those from the start of the chunk of
@@ -826,33 +827,33 @@ class GroupRule:
         block_tokens: tokens of a page.
 
     Raises:
-        ConfigError: another kind, a block without tokens, a reach where there is none or none where there is one.
+        ConfigError: an unknown kind, a block without tokens, a reach for a kind without one, or none for another.
     """
 
     def __init__(self, kind: str, block_tokens: int, reach: int = 0) -> None: ...
 
 class FoundLengths:
-    """Hits that every group can restore, with what any of them needs leased. Made by `BoundaryLookup.look`.
+    """Hits that every group can restore; the pages that any of them needs are leased. Made by `BoundaryLookup.look`.
 
-    As `Found`; pages are numbered from the start of the lookup on.
+    Like `Found`; pages are numbered from the start of the lookup on.
     """
 
     @property
     def start_tokens(self) -> int:
-        """After which the lookup looked."""
+        """Tokens after which the lookup began."""
     @property
     def lengths(self) -> list[int]:
-        """In tokens from the start of the request, the longest first; empty where nothing can be restored."""
+        """Lengths in tokens from the start of the request, the longest first; empty where nothing can be restored."""
     @property
     def ready(self) -> bool:
-        """All that is leased lies in host memory."""
+        """Whether all leased pages lie in host memory."""
     @property
     def shared_tokens(self) -> int:
         """Tokens up to which the groups of full attention have all pages, whatever the others have; `start_tokens`
         where there is no such group."""
     @property
     def cut(self) -> bool:
-        """The room ended the longest hit, and there are keys behind it."""
+        """Whether the room ended the longest hit, with keys behind it."""
     @property
     def leased(self) -> bool: ...
     @property
@@ -860,23 +861,23 @@ class FoundLengths:
     @property
     def expired(self) -> list[tuple[int, int, NDArray[np.uint32]]]: ...
     def first_page(self, group: int) -> int:
-        """Of the first page in `entries` and `slots`, its number."""
+        """The number of the first page in `entries` and `slots`."""
     def entries(self, group: int) -> NDArray[np.uint32]:
-        """Of each page from `first_page` on, in the index of its tier; 2**32 - 1 where none is needed."""
+        """The entry of each page from `first_page` on, in the index of its tier; 2**32 - 1 where none is needed."""
     def slots(self, group: int) -> NDArray[np.int32]:
-        """The same; -1 where none is needed."""
+        """The slot of each of these pages; -1 where none is needed."""
     def runs(self, group: int) -> NDArray[np.int32]: ...
     def detach(self) -> None: ...
 
 class BoundaryLookup:
-    """One lookup over all tiers for groups that need other pages each. Contracts: csrc/index/boundary_lookup.h.
+    """One lookup over all tiers for groups that need different pages. Contracts: csrc/index/boundary_lookup.h.
 
     Args:
         rules: one for each group of `tiers`.
         alignment_tokens: every hit is a multiple of it, and it of every group's block.
 
     Raises:
-        ConfigError: another number of rules, or such an alignment.
+        ConfigError: not one rule per group, or an alignment that is not allowed.
     """
 
     def __init__(self, tiers: TierLookup, rules: Sequence[GroupRule], alignment_tokens: int) -> None: ...
@@ -892,13 +893,13 @@ class BoundaryLookup:
         coming: bool = True,
         most: int = 1,
     ) -> FoundLengths:
-        """Leases what the `most` longest hits of more than `start_tokens` need.
+        """Leases the pages that the `most` longest hits of more than `start_tokens` need.
 
         Args:
-            keys: per group, of the whole request.
-            start_tokens: that the engine has itself, whole blocks of every group.
-            room_pages: that a hit may need over all groups; of a chunk group a whole chunk counts.
-            tiers_mask, now_s, coming: as of `TierLookup.look`.
+            keys: per group, the keys of the whole request.
+            start_tokens: tokens that the engine has itself, whole blocks of every group.
+            room_pages: pages that a hit may need over all groups; for a chunk group a whole chunk counts.
+            tiers_mask, now_s, coming: as for `TierLookup.look`.
             most: 1 to 64.
 
         Raises:
@@ -906,7 +907,7 @@ class BoundaryLookup:
         """
 
     def keep(self, found: FoundLengths, tokens: int) -> None:
-        """Ends the leases on what a hit of `tokens` does not need.
+        """Ends the leases on pages that a hit of `tokens` does not need.
 
         Raises:
             ContractError: `tokens` is none of the lengths, or `found` is not leased, or another lookup's.
@@ -918,7 +919,7 @@ class BoundaryLookup:
 # --- gds ----------------------------------------------------------------------------------------------------
 
 class GdsTotals(TypedDict):
-    """What a manager has done since it was made. `bounced_calls` of `io_calls` went through another buffer; of
+    """Totals of a manager since it was made. Of `io_calls`, `bounced_calls` went through another buffer; for
     `unknown_calls` cuFile does not say whether they did."""
 
     transfers: int
@@ -955,15 +956,15 @@ class GDSManager:
     ) -> None:
         """
         Args:
-            ssd_files: paths by device number, 0 to `num_devices` - 1; as many files a device as blocks need.
+            ssd_files: paths by device number, 0 to `num_devices` - 1; as many files per device as blocks need.
             round_robin: file blocks in a row on one device before the next device's turn.
-            gpu_device_id: the GPU that has the pool, -1 for a pool in plain memory; None: the current GPU where there
+            gpu_device_id: the GPU that holds the pool, -1 for a pool in plain memory; None: the current GPU, if there
                 is one.
             engine_stream: the engine's cudaStream_t as a number; 0 is the legacy default stream.
-            deadline_s: of one transfer; pages that were not issued by then fail.
-            stuck_s: how long I/O may stand still before the manager gives up its own staging and goes out of service.
-            io: for plain memory and copies from it: "uring", "threads" (POSIX calls), or "auto", the former where the
-                kernel lets it.
+            deadline_s: seconds for one transfer; pages that were not issued by then fail.
+            stuck_s: seconds that I/O may stand still before the manager gives up its staging and goes out of service.
+            io: for plain memory and copies by way of it: "uring", "threads" (POSIX calls), or "auto", the former where
+                the kernel allows it.
 
         Raises:
             ConfigError: a file that cannot be opened or is given twice, or an option that is not allowed.
@@ -976,24 +977,24 @@ class GDSManager:
     def files(self) -> dict[int, list[str]]: ...
     @property
     def threads(self) -> int:
-        """Started so far: they start with the first I/O of their disk."""
+        """Threads started so far: they start with the first I/O of their disk."""
     @property
     def staging_bytes(self) -> int:
-        """Of the manager's own staging: 0 until it is reserved, or a transfer needs it."""
+        """Bytes of the manager's own staging: 0 until it is reserved, or a transfer needs it."""
     @property
     def staging_slots(self) -> int:
-        """Into which the own staging is divided; 0 while there is none."""
+        """Slots of the manager's own staging; 0 while there is none."""
     @property
     def staging_slot_bytes(self) -> int: ...
     @property
     def down_reason(self) -> str:
-        """Why no transfer is taken any more; empty while they are."""
+        """Why the manager takes no transfer any more; empty while it does."""
     @property
     def totals(self) -> GdsTotals: ...
     def describe(self) -> str:
-        """What the I/O is and which memory it goes to."""
+        """Says what the I/O is and which memory it goes to."""
     def cancel(self) -> None:
-        """Pages of transfers under way that were not issued yet come back as cancelled."""
+        """Cancels the pages of transfers under way that were not issued yet."""
     def close(self) -> None:
         """Cancels, waits for what is in flight, closes the files. Idempotent.
 
@@ -1009,45 +1010,45 @@ def time_transform(
     whole_device: bool,
     repeats: int,
 ) -> list[tuple[float, float]]:
-    """Seconds of the layout transform with digests, and of the device's own copy of as many bytes, a repeat.
+    """Seconds of the layout transform with digests, and of the device's own copy of as many bytes, per repeat.
 
     Args:
         gpu_device_id: -1 for plain memory.
         into_pool: from slots into a layer-first pool, checking digests; else into the slots, making them.
-        whole_device: on every multiprocessor instead of the few that transfers use.
+        whole_device: uses every multiprocessor instead of the few that transfers use.
 
     Raises:
         ConfigError: no such device. CapacityError: the memory is not there.
     """
 
 def gpudirect_refusal() -> str:
-    """Why no file of this machine reaches a GPU's memory by GPUDirect Storage; empty where one may, which is known of
-    each file when a lane has opened it (`GdsLane.direct_refusal`).
+    """Why no file of this machine reaches a GPU's memory by GPUDirect Storage; empty where one may. A lane that has
+    opened a file knows this for the file (`GdsLane.direct_refusal`).
     """
 
 def set_cufile_wheels(paths: list[str]) -> None:
-    """Where libcufile lies in wheels: loaded from there where neither this process nor the loader has it."""
+    """Sets paths of libcufile in wheels: one is loaded from there if neither this process nor the loader has it."""
 
 def find_cufile() -> tuple[str, str, str, str]:
     """Loads libcufile without opening its driver; needs no GPU.
 
     Returns:
-        Its path, how it was found ("already loaded", "by the loader", "in a wheel") and its version such as "1.20",
-        and why it was not found, with what was searched. What is not there is empty.
+        Its path, how it was found ("already loaded", "by the loader", "in a wheel") and its version such as "1.20"; and
+        why it was not found, with the places searched. Values that do not apply are empty.
     """
 
 class GdsLane(Lane):
-    """GDS_READ and GDS_WRITE of one rank; made by `flexkv.transfer.gds_lane.make_gds_lane`.
+    """Executes GDS_READ and GDS_WRITE of one rank; made by `flexkv.transfer.gds_lane.make_gds_lane`.
 
     Args:
-        codecs: one a group.
+        codecs: one per group.
         stripe: the rank whose stripe of a slot image is moved.
-        slabs: of each disk, one a group: path, header bytes, slot bytes, slots, id. Empty for a lost disk.
-        gpu_device_id: the GPU that has the pool, -1 for a pool in plain memory.
+        slabs: each disk's slabs, one per group: path, header bytes, slot bytes, slots, id. Empty for a lost disk.
+        gpu_device_id: the GPU that holds the pool, -1 for a pool in plain memory.
 
     Raises:
         ConfigError: a slab that cannot be opened, or an option that is not allowed.
-        GeometryError: a slab's slots are no images of its group.
+        GeometryError: a slab's slots are not images of its group.
     """
 
     def __init__(
@@ -1064,30 +1065,30 @@ class GdsLane(Lane):
         io: str = "auto",
     ) -> None: ...
     def describe(self) -> str:
-        """What the I/O is and which memory it goes to."""
+        """Says what the I/O is and which memory it goes to."""
     @property
     def direct_refusal(self) -> str:
-        """Why no slab reaches the pool's device straight; empty where one does, or where nothing is known of one."""
+        """Why no slab reaches the pool's device directly; empty if one does, or if the route of one is unknown."""
     @property
     def totals(self) -> GdsTotals: ...
     @property
     def staging_bytes(self) -> int: ...
     @property
     def staging_slots(self) -> int:
-        """Into which the staging is divided; 0 before the first."""
+        """Slots into which the staging is divided; 0 before there is any."""
     @property
     def staging_slot_bytes(self) -> int: ...
     def reserve_staging(self, group: int, view: KvView) -> None:
         """Takes the staging that blocks of `view`, the view of `group`, will pass through.
 
         Raises:
-            CapacityError: it is not there, or a limit leaves no slot; says which settings to change.
+            CapacityError: there is no memory for it, or a limit leaves no slot; says which settings to change.
             ContractError: no such group. GeometryError: the slabs have other runs in the stripe.
             ClosedError: the lane is closed. DiskError: a disk does not answer.
         """
     def close(self) -> None:
-        """Closes the slabs and frees the staging. For a lane that no transfer engine was given: an engine closes its
-        own. Ops that come after fail. Idempotent.
+        """Closes the slabs and frees the staging. For a lane that no transfer engine received: an engine closes its own
+        lanes. Later ops fail. Idempotent.
         """
     def counts(self) -> DiskCounts: ...
 
@@ -1113,26 +1114,26 @@ def transfer_kv_blocks_gds_staged(
     gpu_block_type: int = 0,
     staging_buffer: object | None = None,
 ) -> None:
-    """Moves blocks between raw files and a pool through staging slots, one I/O call a block where its bytes are dense.
+    """Moves blocks between raw files and a pool through staging slots, one I/O call per block whose bytes are dense.
 
     Blocks gpu_block_ids[i] and gds_block_ids[i] belong together. Returns when every byte has moved. Tensors are
     contiguous and of any library: with `data_ptr()` as torch has it, or with DLPack.
 
     Args:
         gpu_layer_id_list: int32, the layers to move; only their bytes are touched.
-        gpu_layer_ptrs_tensor: int64 addresses: one a layer (vLLM), one (TensorRT-LLM), K of every layer and then V of
+        gpu_layer_ptrs_tensor: int64 addresses: one per layer (vLLM), one (TensorRT-LLM), K of every layer and then V of
             every layer (SGLang).
-        gds_block_ids, gpu_block_ids: int64, as many of each; none that is written to twice. These and the layers are in
-            host memory.
-        block_size_in_bytes: of one layer's K or V of a block.
+        gds_block_ids, gpu_block_ids: int64, as many of each; none is written to twice. These and the layers are in host
+            memory.
+        block_size_in_bytes: bytes of one layer's K or V of a block.
         gds_copy_off_inside_chunks: where this rank's bytes lie in a chunk of the file that ranks share.
-        is_mla: K and V are one.
+        is_mla: K and V are stored as one.
         gpu_block_type: 0 vLLM, 1 TensorRT-LLM, 2 SGLang.
-        staging_buffer: contiguous, where the pool is, with room for at least one block; None: the manager's own.
+        staging_buffer: contiguous, in the pool's memory, with room for at least one block; None: the manager's own.
 
     Raises:
-        TransferError: blocks that did not arrive, by name; the others did.
-        GeometryError: sizes, strides, dtypes or addresses that cannot be.
+        TransferError: some blocks did not arrive; names them. The others did.
+        GeometryError: impossible sizes, strides, dtypes or addresses.
         BlockRangeError: a layer, block or file that does not exist, or a block named twice.
         CapacityError: the staging buffer is too small for one block.
         ClosedError: the manager is closed.
@@ -1159,7 +1160,7 @@ def transfer_kv_blocks_gds(
     is_mla: bool = False,
     gpu_block_type: int = 0,
 ) -> None:
-    """The same without staging: a call for each part of a block that is contiguous in the pool and in the file."""
+    """The same without staging: one call for each part of a block that is contiguous in the pool and in the file."""
 
 def reserve_gds_staging(
     gds_manager: GDSManager,
@@ -1184,11 +1185,11 @@ def reserve_gds_staging(
 ) -> None:
     """Takes the manager's own staging for such transfers, so that a shortage shows before the first one.
 
-    The blocks named stand for all, and none is touched: two show how all of them are aligned. Nothing is taken where
-    blocks go straight.
+    The named blocks stand for all, and none is touched: two show how all of them are aligned. Nothing is taken where
+    blocks bypass staging.
 
     Raises:
-        CapacityError: it is not there, or a limit leaves no slot; says which settings to change.
+        CapacityError: there is no memory for it, or a limit leaves no slot; says which settings to change.
         ClosedError, GeometryError, BlockRangeError: see `transfer_kv_blocks_gds_staged`.
     """
 
