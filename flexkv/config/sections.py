@@ -203,7 +203,7 @@ class TransferConfig(Section):
         1024,
         le=1 << 20,
         description="Operations that may wait in each lane. Beyond it a new store waits while its request lives "
-        "(vLLM), or is dropped and counted.",
+        "and `store.hold_s` after that (vLLM), or is dropped and counted.",
     )
     copy_threads: Annotated[Literal["auto"] | Count, BeforeValidator(auto_or_count)] = Field(
         "auto",

@@ -156,7 +156,7 @@ class RankOps:
                 self._ops[op.op_id] = SubmittedOp(ticket, op.pages, op.group, started_s, self.step)
 
     def _refused_store(self, op: TransferOp) -> OpResult:
-        """The manager's side counts it, once for all ranks: of a full queue it may offer the blocks again."""
+        """The manager's side counts it, once for all ranks."""
         if self.released:
             return OpResult.cancelled(op.op_id, op.pages, self.released, PageLoss.RELEASED)
         if self.refusal:

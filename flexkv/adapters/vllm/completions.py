@@ -151,10 +151,7 @@ class CompletionHandler:
 
     def _end_store(self, completion: Completion) -> None:
         self._watch.end(completion.op_id)
-        loss = completion.loss or PageLoss.UNPUBLISHED
-        self._stores.awaits_queue = loss is PageLoss.BUSY
-        if loss is not PageLoss.BUSY or not self._stores.offer_again(completion):
-            loss.count(self._counters, len(completion.failed_blocks))
+        (completion.loss or PageLoss.UNPUBLISHED).count(self._counters, len(completion.failed_blocks))
         if self._events is not None:
             self._events.ended(completion.op_id)
         self._stores.unpublished(completion.failed_blocks)

@@ -19,8 +19,8 @@ from flexkv.adapters.vllm.boundaries import NO_STATES, Boundaries, StateBlocks, 
 from flexkv.adapters.vllm.holds import Hold, Holds
 from flexkv.adapters.vllm.metadata import ConnectorMetadata
 from flexkv.adapters.vllm.requests import RequestTracker
-from flexkv.adapters.vllm.stores import BlocksByGroup, RequestStores, StoreTables, first_failed
-from flexkv.cache.base import Completion, StorePlan
+from flexkv.adapters.vllm.stores import BlocksByGroup, RequestStores, StoreTables
+from flexkv.cache.base import StorePlan
 from flexkv.cache.keys import tail_key
 from flexkv.facts.keys import Rule
 from flexkv.observe import PageLoss
@@ -62,7 +62,7 @@ class EagerStores(RequestStores):
         """Groups that had no room for a page since the step began: nobody else offers any of them."""
 
     def plan_step(self, output: SchedulerOutput, step: int, orders: ConnectorMetadata) -> None:
-        self._begin_offers()
+        self._full.clear()
         if self.holds:
             orders.early += self._plan_holds(idle=not output.total_num_scheduled_tokens)
         for request_id, scheduled in output.num_scheduled_tokens.items():
@@ -95,7 +95,7 @@ class EagerStores(RequestStores):
             self._give_up(tracker, certain, PageLoss.ENDED)
             return []
         self._watch.release(tracker.request_id)
-        self._begin_offers()
+        self._full.clear()
         graphs = self._plan(tracker, certain, None)
         if self._with_tails and (tail := self._plan_tail(tracker, certain)) is not None:
             graphs.append(tail)
@@ -119,28 +119,11 @@ class EagerStores(RequestStores):
     def unpublished(self, blocks: BlockIds) -> None:
         """A request offers its blocks once; the next request with the same tokens offers them again."""
 
-    def offer_again(self, completion: Completion) -> bool:
-        tracker = self._requests.live.get(completion.request_id)
-        if tracker is None or completion.group not in self._full_groups:
-            return False
-        table = tracker.tables[completion.group]
-        first = first_failed(table.ids, set(completion.failed_blocks.tolist()))
-        if first is None:
-            return False
-        table.cursor, table.has_pending = min(table.cursor, first), True
-        return True
-
     def reset(self, stale_hashes: dict[int, bytes]) -> None:
         self.holds.end_all(PageLoss.RESET)
         self._stale_hashes = stale_hashes
 
     # --- whole blocks of full attention ---
-
-    def _begin_offers(self) -> None:
-        """Room may have come since the last offers."""
-        self._full.clear()
-        if self._queue_is_full:
-            self._full.update(self._full_groups)
 
     def _plan(self, tracker: RequestTracker, certain_tokens: int, holder: str | None) -> list[TransferGraph]:
         """Stores of certain whole blocks that are not stored yet, as far as there is room.
@@ -199,7 +182,7 @@ class EagerStores(RequestStores):
         graphs: list[TransferGraph] = []
         fits = min(end, self._most_blocks)
         pages = PROBE_PAGES if table.has_pending else fits
-        while table.cursor < fits and group not in self._full:
+        while table.cursor < fits and group not in self._full and self._places > 0:
             first = table.cursor
             last = min(fits, first + pages)
             if holder is None:
@@ -249,8 +232,8 @@ class EagerStores(RequestStores):
         now_s = time.monotonic()
         for hold in self.holds:
             has_changed = self.holds.drop_lost(hold)
-            # Without room a hold costs a step two comparisons, however many there are.
-            if len(self._full) < len(self._full_groups) and self._watch.room > 0:
+            # Without room a hold costs a step some comparisons, however many there are.
+            if len(self._full) < len(self._full_groups) and self._watch.room > 0 and self._places > 0:
                 has_changed = True
                 for group in self._full_groups:
                     if hold.pending(group):
@@ -379,6 +362,9 @@ class EagerStores(RequestStores):
         if needed > self._watch.room:
             self.holds.count(needed, PageLoss.REFERENCE_LIMIT)
             return []
+        if len(pages) > self._places:
+            self.holds.count(needed, PageLoss.BUSY)
+            return []
         graphs = []
         for at, (first, ids) in pages.items():
             keys = tracker.tables[at].keys.keys()[first : first + len(ids)]
@@ -406,6 +392,9 @@ class EagerStores(RequestStores):
         key = tail_key(keys.namespace, GROUP, parent, extra, tail, block)
         if self._watch.room < 1:
             self.holds.count(1, PageLoss.REFERENCE_LIMIT)
+            return None
+        if self._places < 1:
+            self.holds.count(1, PageLoss.BUSY)
             return None
         plan = self._manager.begin_store(
             tracker.request_id, GROUP, key, tracker.tables[0].blocks(block, block + 1), block, tokens

@@ -13,7 +13,7 @@ from flexkv.adapters.vllm.block_keys import GROUP
 from flexkv.adapters.vllm.metadata import ConnectorMetadata
 from flexkv.adapters.vllm.requests import RequestTracker
 from flexkv.adapters.vllm.stores import BlocksByGroup, RequestStores, StoreTables
-from flexkv.cache.base import CacheListener, Completion
+from flexkv.cache.base import CacheListener
 from flexkv.cache.keys import EngineKeyChain
 from flexkv.facts.keys import KEY_BYTES, Keys
 from flexkv.observe import PageLoss, get_logger, warn_once
@@ -93,10 +93,6 @@ class LazyStores(RequestStores, CacheListener):
             self._withdraw(block)
         if len(blocks):
             self._seen = (-1, -1)
-
-    def offer_again(self, completion: Completion) -> bool:
-        """What is not published is offered again in any case, and counted if the engine evicts it first."""
-        return True
 
     def on_evict(self, group: int, keys: Keys) -> None:
         """The host tier has lost these blocks; those that the engine still has are offered when its queue moves on."""
@@ -179,7 +175,7 @@ class LazyStores(RequestStores, CacheListener):
             return None
         self._seen = seen
         candidates = self._candidates()
-        room = 0 if self._queue_is_full else self._watch.room
+        room = self._watch.room if self._places > 0 else 0
         if len(candidates) > room:
             self._pass_over(candidates[max(0, room) :])
             del candidates[max(0, room) :]

@@ -46,7 +46,7 @@ class StoreWatch(Protocol):
     """What a planner of stores needs to know of the engine's pool.
 
     Attributes:
-        ops: stores in flight whose blocks are watched; without any, none is handed out under one.
+        ops: stores in flight, and their blocks.
     """
 
     ops: dict[OpId, BlockIds]
@@ -95,19 +95,19 @@ class NoWatch:
         return False
 
     def add(self, op_id: OpId, blocks: BlockIds, holder: str | None = None) -> None:
-        """Nothing to watch."""
+        self.ops[op_id] = blocks
 
     def add_free(self, op_id: OpId, blocks: BlockIds) -> None:
-        """Nothing to watch."""
+        self.ops[op_id] = blocks
 
     def add_held(self, op_id: OpId, blocks: BlockIds) -> None:
-        """Nothing to watch."""
+        self.ops[op_id] = blocks
 
     def release(self, holder: str) -> None:
-        """Nothing was watched."""
+        """Nothing is watched."""
 
     def end(self, op_id: OpId) -> None:
-        """Nothing was watched."""
+        self.ops.pop(op_id, None)
 
     def hold(self, block_ids: Sequence[int]) -> HeldBlocks:
         raise ContractError("this connector does not hear which blocks the engine hands out")

@@ -16,7 +16,6 @@ from flexkv.adapters.vllm.holds import Holds
 from flexkv.adapters.vllm.metadata import ConnectorMetadata
 from flexkv.adapters.vllm.requests import RequestTable, RequestTracker
 from flexkv.adapters.vllm.store_watch import StoreWatch
-from flexkv.cache.base import Completion
 from flexkv.observe import Counters
 from flexkv.transfer.graph import BlockIds, TransferGraph
 from flexkv.unit.base import EngineUnit
@@ -32,11 +31,9 @@ class StoreMode(ABC):
 
     Attributes:
         holds: ended requests with pending pages; None for a mode that has none.
-        awaits_queue: the store that ended last had found a rank's queue full.
     """
 
     holds: Holds | None = None
-    awaits_queue = False
 
     @abstractmethod
     def plan_step(self, output: SchedulerOutput, step: int, orders: ConnectorMetadata) -> None:
@@ -73,11 +70,6 @@ class StoreMode(ABC):
     @abstractmethod
     def unpublished(self, blocks: BlockIds) -> None:
         """A store of these engine blocks ended without being published."""
-
-    def offer_again(self, completion: Completion) -> bool:
-        """A store found no room in a rank's queue. Offers its blocks again once another store has ended, if they still
-        hold what they held then; returns whether it does."""
-        return False
 
     @abstractmethod
     def reset(self, stale_hashes: dict[int, bytes]) -> None:
@@ -140,13 +132,14 @@ class RequestStores(StoreMode):
         self._groups = spec.geometry.groups
         self._block_tokens = self._groups[0].block_tokens
         self._prompt_only = spec.config.store.tokens == "prompt"
+        self._queue_ops = spec.config.transfer.queue_ops
         self._stale_hashes: dict[int, bytes] = {}
 
     @property
-    def _queue_is_full(self) -> bool:
-        """Whether a store would find no place in a rank's queue: until one that is in flight has ended. Without any
-        nothing would tell, so the next one tries."""
-        return self.awaits_queue and bool(self._watch.ops)
+    def _places(self) -> int:
+        """How many more stores every rank's queue has a place for, at least: a store has its place on a rank until the
+        rank's report of it is under way."""
+        return self._queue_ops - len(self._watch.ops)
 
     def _certain_after_step(self, tracker: RequestTracker, scheduled_tokens: int) -> int:
         """Tokens whose KV is computed and accepted once this step's forward has run.

@@ -210,6 +210,6 @@ def test_a_full_queue_is_offered_nothing_until_a_store_has_ended(
 def test_control_without_the_wait_each_step_plans_a_store(
     make_engine: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(LazyStores, "_queue_is_full", False)
+    monkeypatch.setattr(LazyStores, "_places", 100)
     offers, _ = _offers_to_a_full_queue(make_engine, monkeypatch)
     assert offers == 8

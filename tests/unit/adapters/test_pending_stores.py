@@ -175,37 +175,11 @@ def test_a_prompt_longer_than_the_host_tier_keeps_its_beginning(make_engine: Mak
     assert engine.run(make_request(PROMPT, "again")) == 4 * BLOCK_TOKENS
 
 
-def _full_lane(make_engine: Make) -> tuple[int, dict[str, int]]:
-    """A rank's queue takes one store, and the first one hangs; then there is room."""
+def _fill_lane(make_engine: Make, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int, dict[str, int]]:
+    """A rank's queue takes one store, and the first one hangs for many steps; then there is room. Returns the stores
+    that were planned while it hung, the pages stored in the end, and those lost."""
     worker = faulty_worker(testing_ext.FaultRule(STALL, kind=D2H, nth_op=0))
     engine = make_engine(blocks=17, worker_class=worker, **{"transfer.queue_ops": 1})
-    engine.add(make_request(PROMPT, "one"))
-    for _ in range(PAGES):
-        engine.step({"one": BLOCK_TOKENS})
-    assert worker.movers[0].wait_stalled(1, 10)
-    worker.movers[0].release()
-    for _ in range(PAGES):
-        engine.drain()
-        engine.step({"one": 0})
-    engine.drain()
-    engine.check("one")
-    assert engine.counters.value("flexkv_unpublished_pages_total") == 0
-    return engine.stored_pages, dropped(engine)
-
-
-def test_a_store_for_which_a_rank_has_no_room_is_offered_again(make_engine: Make) -> None:
-    assert _full_lane(make_engine) == (PAGES, {})
-
-
-def _offers_while_full(make_engine: Make, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
-    """Stores that are planned in many steps while a rank's queue has no place, and pages stored in the end."""
-    worker = faulty_worker(testing_ext.FaultRule(STALL, kind=D2H, nth_op=0))
-    engine = make_engine(blocks=17, worker_class=worker, **{"transfer.queue_ops": 1})
-    engine.add(make_request(PROMPT, "one"))
-    for _ in range(PAGES):
-        engine.step({"one": BLOCK_TOKENS})
-    assert worker.movers[0].wait_stalled(1, 10)
-    engine.step({"one": 0})
     offers = 0
     begin_store = engine.unit.manager.begin_store
 
@@ -215,6 +189,10 @@ def _offers_while_full(make_engine: Make, monkeypatch: pytest.MonkeyPatch) -> tu
         return begin_store(*args, **named)
 
     monkeypatch.setattr(engine.unit.manager, "begin_store", noted)
+    engine.add(make_request(PROMPT, "one"))
+    for _ in range(PAGES):
+        engine.step({"one": BLOCK_TOKENS})
+    assert worker.movers[0].wait_stalled(1, 10)
     for _ in range(MANY_STEPS):
         engine.step({"one": 0})
     found = offers
@@ -223,25 +201,22 @@ def _offers_while_full(make_engine: Make, monkeypatch: pytest.MonkeyPatch) -> tu
         engine.drain()
         engine.step({"one": 0})
     engine.drain()
-    return found, engine.stored_pages
+    engine.check("one")
+    return found, engine.stored_pages, dropped(engine)
 
 
-def test_a_full_queue_is_offered_nothing_until_a_store_has_ended(
+def test_a_store_for_which_a_rank_has_no_place_waits(
     make_engine: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert _offers_while_full(make_engine, monkeypatch) == (0, PAGES)
+    assert _fill_lane(make_engine, monkeypatch) == (1, PAGES, {})
 
 
-def test_control_without_the_wait_each_step_plans_a_store(
+def test_control_stores_beyond_a_ranks_places_are_lost(
     make_engine: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(EagerStores, "_begin_offers", lambda self: self._full.clear())
-    assert _offers_while_full(make_engine, monkeypatch) == (MANY_STEPS, PAGES)
-
-
-def test_control_a_full_queue_loses_pages(make_engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(EagerStores, "offer_again", lambda self, completion: False)
-    stored, lost = _full_lane(make_engine)
+    monkeypatch.setattr(EagerStores, "_places", 100)
+    offers, stored, lost = _fill_lane(make_engine, monkeypatch)
+    assert offers > 1
     assert lost == {"busy": PAGES - stored}
     assert stored < PAGES
 
@@ -270,6 +245,51 @@ def test_control_without_a_hold_pending_pages_are_lost(
     engine.finish("one")
     worker.movers[0].release()
     assert not stores_whole(engine)
+
+
+def _end_six(make_engine: Make) -> tuple[int, dict[str, int]]:
+    """Six requests end while a rank's queue takes two stores, and the first one hangs; then there is room."""
+    worker = faulty_worker(testing_ext.FaultRule(STALL, kind=D2H, nth_op=0))
+    settings = {"transfer.queue_ops": 2, "store.hold_s": 1000, "store.max_reference_share": 1.0}
+    engine = make_engine(blocks=40, worker_class=worker, **settings)
+    for number in range(6):
+        engine.add(make_request(range(100 * number, 100 * number + len(PROMPT)), f"r{number}"))
+        engine.step()
+        engine.finish(f"r{number}")
+    assert worker.movers[0].wait_stalled(1, 10)
+    worker.movers[0].release()
+    engine.drain()
+    return engine.stored_pages, dropped(engine)
+
+
+def test_ended_requests_wait_for_a_place_in_a_ranks_queue(make_engine: Make) -> None:
+    assert _end_six(make_engine) == (6 * PAGES, {})
+
+
+def test_control_stores_of_ended_requests_beyond_a_ranks_places_are_lost(
+    make_engine: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(EagerStores, "_places", 100)
+    stored, lost = _end_six(make_engine)
+    assert lost == {"busy": 6 * PAGES - stored}
+    assert stored < 6 * PAGES
+
+
+def test_a_tail_for_which_a_rank_has_no_place_is_counted(make_engine: Make) -> None:
+    worker = faulty_worker(testing_ext.FaultRule(STALL, kind=D2H, nth_op=0))
+    engine = make_engine(
+        blocks=17,
+        worker_class=worker,
+        **{"transfer.queue_ops": 1, "store.partial_blocks": True, "store.max_reference_share": 1.0},
+    )
+    engine.add(make_request(PROMPT, "one"))
+    engine.step()
+    engine.finish("one")
+    assert worker.movers[0].wait_stalled(1, 10)
+    worker.movers[0].release()
+    engine.drain()
+    assert engine.stored_pages == PAGES
+    assert dropped(engine) == {"busy": 1}
 
 
 def test_an_aborted_request_is_held_too(make_engine: Make) -> None:

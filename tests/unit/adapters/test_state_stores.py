@@ -25,11 +25,12 @@ from flexkv.config import load_config
 from flexkv.facts.keys import Keys, Rule
 from flexkv.facts.ranks import UnitOwner
 from flexkv.observe import Counters
-from flexkv.transfer.graph import BlockIds
+from flexkv.transfer.graph import BlockIds, OpId
 from tests.unit.adapters.vllm_objects import BLOCK_TOKENS, make_request
 
 FULL, STATE = 0, 1
 NULL = 0
+PLACES = 2
 
 
 @dataclass
@@ -62,7 +63,7 @@ class Steps:
 
         state = group(STATE, rule=Rule.STATE, states="(8,)", states_handed_over=handed_over)
         geometry = PoolGeometry((group(FULL), state), BLOCK_TOKENS)
-        config = load_config({"store.checkpoint_tokens": checkpoint}, {})
+        config = load_config({"store.checkpoint_tokens": checkpoint, "transfer.queue_ops": PLACES}, {})
         spec = EngineSpec(config, geometry, UnitOwner("", bytes(32), "unit0"), 1, 64)
         self.request = make_request(range(prompt))
         if output:
@@ -72,7 +73,8 @@ class Steps:
         self.tracker = requests.of(self.request)
         self.offers = Offers()
         unit: Any = SimpleNamespace(manager=self.offers, has_tiers=True)
-        self.stores = EagerStores(StoreTables(unit, spec, requests, NoWatch(), Counters(), None))
+        self.watch, self.counters = NoWatch(), Counters()
+        self.stores = EagerStores(StoreTables(unit, spec, requests, self.watch, self.counters, None))
 
     def step(
         self, end: int, states: Sequence[int], handed_over: Sequence[tuple[int, int, int]] = ()
@@ -99,6 +101,16 @@ def test_states_are_stored_where_steps_end_with_a_block() -> None:
     assert steps.step(16, [NULL, 31, NULL, 32]) == [(3, 32)]
     assert steps.step(20, [NULL, NULL, NULL, 32, 33]) == [(4, 33)]
     assert steps.step(22, [NULL, NULL, NULL, NULL, 33, 34]) == []
+
+
+def test_a_state_for_which_a_rank_has_no_place_is_counted() -> None:
+    steps = Steps(prompt=22)
+    for op in range(PLACES):
+        steps.watch.add(OpId(op), np.zeros(1, np.int32))
+    assert steps.step(8, [NULL, 31]) == []
+    assert steps.counters.value("flexkv_dropped_store_pages_total", reason="busy") == 1
+    steps.watch.end(OpId(0))
+    assert steps.step(16, [NULL, 31, NULL, 32]) == [(3, 32)]
 
 
 def test_a_state_of_the_answer_is_stored_when_its_tokens_are_certain() -> None:
