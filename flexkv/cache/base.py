@@ -355,6 +355,11 @@ class CacheManager(ABC):
         """
 
     @abstractmethod
+    def known(self, group: int, keys: Keys) -> NDArray[np.bool_]:
+        """Which of these blocks are in one of the unit's tiers or on their way there, as far as is known here. Nothing
+        is leased, and no block counts as used."""
+
+    @abstractmethod
     def complete(self, rank: int, result: OpResult) -> Completion | None:
         """Takes one rank's terminal result of an op; returns the Completion once every rank has reported.
 

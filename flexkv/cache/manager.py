@@ -337,6 +337,12 @@ class LocalCacheManager(CacheManager):
             self.counts.busy_pages += plan.dropped
             return plan
 
+    def known(self, group: int, keys: Keys) -> NDArray[np.bool_]:
+        found = np.zeros(len(keys), np.bool_)
+        for tier in (tier for tier in self.tiers if tier.in_use):
+            found |= tier.presence.find(group, keys, ready_only=False) != NO_ENTRY
+        return found
+
     def _stores_of(self, tier: TierId) -> StoreRoute:
         route = self.tiers[tier].stores
         assert route is not None

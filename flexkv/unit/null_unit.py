@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flexkv.cache.base import CacheManager, Completion, GroupMatch, MatchResult, StorePlan, TailCandidates
 from flexkv.errors import ContractError
@@ -57,6 +58,9 @@ class NullManager(CacheManager):
         spare: bool = False,
     ) -> StorePlan:
         return StorePlan(None, np.empty(0, np.int32), 0, 0)
+
+    def known(self, group: int, keys: Keys) -> NDArray[np.bool_]:
+        return np.zeros(len(keys), np.bool_)
 
     def complete(self, rank: int, result: OpResult) -> Completion | None:
         raise ContractError(f"rank {rank} reported op {result.op_id}: nothing was planned")

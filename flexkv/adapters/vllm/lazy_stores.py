@@ -3,7 +3,8 @@ that the next step may take before the queue is read again."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -47,7 +48,8 @@ class LazyStores(RequestStores, CacheListener):
         self._namespace = spec.namespace
         # What is kept stored must not push itself out of a small host tier, or it would be stored over and over.
         step_blocks = -(-spec.step_tokens // self._block_tokens)
-        self._ahead = min(STEPS_AHEAD * step_blocks, max(1, tables.unit.slots // 2))
+        self._most = max(1, tables.unit.slots // 2)
+        self._ahead = min(STEPS_AHEAD * step_blocks, self._most)
         self._step_blocks = min(step_blocks, tables.unit.slots)
         self._seen: tuple[int, int] = (-1, -1)
         self._offered: dict[int, tuple[bytes, bytes]] = {}
@@ -67,6 +69,10 @@ class LazyStores(RequestStores, CacheListener):
         graph = self._plan_head()
         if graph is not None:
             orders.early.append(graph)
+
+    def before_load(self, blocks: int) -> TransferGraph | None:
+        """Loads may be handed more blocks than a step computes. What of them is not stored in the end is counted."""
+        return self._plan_free(blocks + self._ahead)
 
     def preempted(self, tracker: RequestTracker) -> None:
         # The engine has already set the request back to nothing computed.
@@ -140,16 +146,17 @@ class LazyStores(RequestStores, CacheListener):
                     engine_key = keys.names.run + engine_key
                 self._key_parts[block_id] = (block_hash, tracker.namespace, engine_key)
 
-    def _keys(self, blocks: list[KVCacheBlock]) -> Keys:
-        """Keys of free blocks, each in the namespace of the request that left it. Shape [blocks, KEY_BYTES]."""
+    def _keys(self, blocks: Sequence[tuple[int, bytes]]) -> Keys:
+        """Keys of blocks by their numbers and hashes, each in the namespace of the request that left it. Shape [blocks,
+        KEY_BYTES]."""
         positions: dict[bytes, list[int]] = {}
         engine_keys: list[bytes] = []
-        for position, block in enumerate(blocks):
-            noted = self._key_parts.get(block.block_id) if self._key_parts else None
-            if noted is not None and noted[0] == block.block_hash:
+        for position, (block_id, block_hash) in enumerate(blocks):
+            noted = self._key_parts.get(block_id) if self._key_parts else None
+            if noted is not None and noted[0] == block_hash:
                 _, namespace, engine_key = noted
             else:
-                namespace, engine_key = self._namespace, get_block_hash(block.block_hash)
+                namespace, engine_key = self._namespace, get_block_hash(block_hash)
             positions.setdefault(namespace, []).append(position)
             engine_keys.append(engine_key)
         keys = np.empty((len(blocks), KEY_BYTES), np.uint8)
@@ -174,16 +181,21 @@ class LazyStores(RequestStores, CacheListener):
         if seen == self._seen:
             return None
         self._seen = seen
-        candidates = self._candidates()
-        room = self._watch.room if self._places > 0 else 0
+        return self._plan_free(self._ahead)
+
+    def _plan_free(self, count: int) -> TransferGraph | None:
+        """Stores of blocks among the first `count` of the free queue that the cache does not have, as far as there is
+        room."""
+        candidates = self._candidates(count)
+        room = max(0, min(self._watch.room, self._most)) if self._places > 0 else 0
         if len(candidates) > room:
-            self._pass_over(candidates[max(0, room) :])
-            del candidates[max(0, room) :]
+            self._pass_over(candidates[room:])
+            del candidates[room:]
         if not candidates:
             return None
         # The queue has the ends of conversations first; the cache evicts a batch's last blocks first.
         candidates.reverse()
-        graph = self._offer(candidates, self._keys(candidates))
+        graph = self._offer(candidates)
         for op in graph.ops if graph is not None else ():
             self._watch.add_free(op.op_id, op.blocks)
         return graph
@@ -204,25 +216,27 @@ class LazyStores(RequestStores, CacheListener):
         blocks = [block for block_id in ids[first:end] if self._is_new(block := pool.blocks[block_id])]
         if not blocks:
             return None
-        graph = self._offer(blocks, self._keys(blocks))
+        if self._places < 1:
+            self._pass_over(blocks)
+            return None
+        graph = self._offer(blocks)
         for op in graph.ops if graph is not None else ():
             self._watch.add(op.op_id, op.blocks)
         return graph
 
-    def _offer(self, blocks: list[KVCacheBlock], keys: Keys) -> TransferGraph | None:
+    def _offer(self, blocks: list[KVCacheBlock]) -> TransferGraph | None:
         """Offers blocks in the order of their conversations. What finds no room is looked at again."""
+        keys = self._keys([(block.block_id, block.block_hash) for block in blocks])
         ids = np.array([block.block_id for block in blocks], dtype=np.int32)
         plan = self._manager.begin_store(LAZY_REQUEST, GROUP, keys, ids, 0)
-        if plan.dropped:
-            taken = set(plan.stored.tolist())
-            # Those that the tier has already are not told apart from those that it has no slot for.
-            others = [block for position, block in enumerate(blocks) if position not in taken]
-            self._pass_over(others if not plan.known else [])
-        else:
-            for block, key in zip(blocks, keys, strict=True):
-                self._withdraw(block.block_id)
+        cached = self._manager.known(GROUP, keys) if plan.dropped else np.ones(len(blocks), np.bool_)
+        for block, key, is_cached in zip(blocks, keys, cached.tolist(), strict=True):
+            self._withdraw(block.block_id)
+            if is_cached:
                 self._offered[block.block_id] = (block.block_hash, key.tobytes())
                 self._block_of_key[key.tobytes()] = block.block_id
+            else:
+                self._pass_over([block])
         if self._events is not None:
             hashes = [get_block_hash(block.block_hash) for block in blocks]
             self._events.planned_by_hash(plan, keys, hashes)
@@ -235,12 +249,14 @@ class LazyStores(RequestStores, CacheListener):
         self._seen = (-1, -1)
 
     def _count_missed(self) -> None:
-        """What was passed over and has lost its hash since is lost for the cache: the engine has given it away."""
+        """What was passed over and has lost its hash since is lost for the cache, unless that has it: the engine has
+        given it away."""
         if not self._passed_over:
             return
         blocks = self._watch.pool.blocks
-        missed = sum(blocks[block].block_hash != known for block, known in self._passed_over.items())
+        gone = [known for known in self._passed_over.items() if blocks[known[0]].block_hash != known[1]]
         self._passed_over.clear()
+        missed = int(np.count_nonzero(~self._manager.known(GROUP, self._keys(gone)))) if gone else 0
         if missed:
             PageLoss.LAZY_MISSED.count(self._counters, missed)
             warn_once(
@@ -259,9 +275,8 @@ class LazyStores(RequestStores, CacheListener):
         if kept := tracker.kept_out.within(0, end * self._block_tokens):
             end = kept[0] // self._block_tokens
         blocks = [pool.blocks[block] for block in tracker.block_ids[:end]]
-        there = {
-            key.tobytes() for key in self._keys([block for block in blocks if block.block_hash is not None])
-        }
+        hashed = [(block.block_id, block.block_hash) for block in blocks if block.block_hash is not None]
+        there = {key.tobytes() for key in self._keys(hashed)}
         gone = {key.tobytes() for key in keys[:end]} - there - self._block_of_key.keys()
         PageLoss.PREEMPTED.count(self._counters, len(gone))
 
@@ -270,14 +285,9 @@ class LazyStores(RequestStores, CacheListener):
         if (offered := self._offered.pop(block, None)) is not None:
             self._block_of_key.pop(offered[1], None)
 
-    def _candidates(self) -> list[KVCacheBlock]:
-        found: list[KVCacheBlock] = []
-        for count, block in enumerate(self._watch.pool.free_block_queue.iter_blocks_after(None)):
-            if count >= self._ahead:
-                break
-            if self._is_new(block):
-                found.append(block)
-        return found
+    def _candidates(self, count: int) -> list[KVCacheBlock]:
+        queue = self._watch.pool.free_block_queue.iter_blocks_after(None)
+        return [block for block in islice(queue, count) if self._is_new(block)]
 
     def _is_new(self, block: KVCacheBlock) -> bool:
         """Whether a block has a hash of all its tokens, has not been offered, and may be."""

@@ -83,6 +83,7 @@ class RequestTracker:
         counted: this admission's lookup is in the metrics.
         preemptions: of the request that its block table takes into account.
         supplied: tokens of its last load, by the number of the tier that supplied them.
+        made_way: its load has waited a step already for stores of the blocks that it will be handed.
         unloadable: the engine has taken a promise and had no blocks for it: nothing more is promised.
     """
 
@@ -105,6 +106,7 @@ class RequestTracker:
     counted: bool = False
     preemptions: int = 0
     supplied: tuple[int, ...] = ()
+    made_way: bool = False
     unloadable: bool = False
 
     def keys(self) -> list[Keys]:
@@ -134,6 +136,7 @@ class RequestTracker:
         self.reached_tokens = 0
         self.states_at = 0
         self.counted = False
+        self.made_way = False
 
 
 class RequestTable:

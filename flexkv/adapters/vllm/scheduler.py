@@ -169,7 +169,8 @@ class SchedulerSide:
     def match(self, request: Request, computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens that can be loaded beyond those that the engine has, and whether the load runs between its steps.
 
-        (None, False) while more is read from disk: the engine asks again with its next step.
+        (None, False) while more is read from disk, or for a step in which blocks are stored that the load would be
+        handed: the engine asks again with its next step.
         """
         unit = self.unit
         if not unit.usable or not self._spec.role.loads:
@@ -187,9 +188,19 @@ class SchedulerSide:
         if unit.has_tiers:
             # What the lookup found on disk is asked for at once.
             self._poll()
-        if tokens is None:
+        if tokens is None or (tokens and self._awaits_stores(tracker, tokens)):
             return None, False
         return tokens, tokens > 0 and self._spec.config.load.mode == "async"
+
+    def _awaits_stores(self, tracker: RequestTracker, tokens: int) -> bool:
+        """Begins the stores of free blocks that a load of so many tokens may be handed; whether it waits for them. It
+        waits one step, so that the copies run beside that step's forward, and not between two of them."""
+        graph = self._stores.before_load(-(-tokens // self._spec.geometry.groups[0].block_tokens))
+        if graph is None:
+            return False
+        self.orders.early.append(graph)
+        waits, tracker.made_way = not tracker.made_way, True
+        return waits
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
         """The engine gave the request its blocks, and takes `external_tokens` of what was promised."""

@@ -57,6 +57,10 @@ class StoreMode(ABC):
             blocks: that it has now, by the engine's numbers of the groups; None where the engine does not say.
         """
 
+    def before_load(self, blocks: int) -> TransferGraph | None:
+        """The engine is about to hand so many of its free blocks to a load: plans stores that should begin first."""
+        return None
+
     @abstractmethod
     def load_failed(self, blocks: Iterable[int]) -> None:
         """These blocks hold no valid KV: targets of a failed load, and what requests that have lost them computed from

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -213,3 +214,105 @@ def test_control_without_the_wait_each_step_plans_a_store(
     monkeypatch.setattr(LazyStores, "_places", 100)
     offers, _ = _offers_to_a_full_queue(make_engine, monkeypatch)
     assert offers == 8
+
+
+LONG = list(range(1000, 1083))
+SHORT = [list(range(100 * number, 100 * number + 23)) for number in range(20, 24)]
+
+
+def _before_a_long_load(make_engine: Make, **options: Any) -> MiniEngine:
+    """An engine of 29 blocks that has stored LONG, and no page of SHORT: those lie in its free queue, behind the nine
+    that two steps may compute. A load of LONG takes all nine and 12 of those."""
+    engine = make_engine(blocks=30, **LAZY | options)
+    stores = engine.side._stores
+    assert isinstance(stores, LazyStores)
+    engine.run(make_request(LONG, "one"))
+    ahead, stores._ahead = stores._ahead, 100
+    for _ in range(5):
+        engine.step({})
+        engine.drain()
+    stores._ahead = ahead
+    engine.forget()
+    for number, prompt in enumerate(SHORT):
+        engine.run(make_request(prompt, f"s{number}"))
+    assert engine.stored_pages == 20
+    return engine
+
+
+def _in_neither(engine: MiniEngine) -> int:
+    """Pages of SHORT that are neither in the engine's own prefix cache nor in flexkv's."""
+    engine.drain()
+    count = 0
+    for number, prompt in enumerate(SHORT):
+        request = make_request(prompt, f"asks-{number}")
+        cached = engine.unit.manager.known(0, engine.keys_of(request))
+        own = [
+            engine.pool.get_cached_block(block_hash, [0]) is not None for block_hash in request.block_hashes
+        ]
+        count += sum(not here and not there for here, there in zip(own, cached, strict=True))
+    return count
+
+
+def test_what_a_long_load_is_handed_is_stored_before(make_engine: Make) -> None:
+    """The load waits one step for it."""
+    engine = _before_a_long_load(make_engine)
+    again = make_request(LONG, "two")
+    assert engine.side.match(again, 0) == (None, False)
+    engine.step({})
+    assert engine.side.match(again, 0) == (80, True)
+    engine.add(again)
+    engine.end_load("two")
+    engine.check("two")
+    assert _in_neither(engine) == 0
+    assert engine.stored_pages >= 20 + 12
+    assert engine.counters.value("flexkv_lazy_missed_pages_total") == 0
+
+
+def test_control_what_nobody_looked_at_before_a_load_is_lost(
+    make_engine: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LazyStores, "before_load", lambda self, blocks: None)
+    engine = _before_a_long_load(make_engine)
+    engine.add(make_request(LONG, "two"))
+    assert _in_neither(engine) == 12
+    assert engine.counters.value("flexkv_lazy_missed_pages_total") == 0
+
+
+def test_what_a_long_load_takes_before_there_was_room_is_counted(make_engine: Make) -> None:
+    """Four blocks may have a store in flight, and the copy of the first four hangs until it is given up: the sixth,
+    behind the five of LONG."""
+    worker = faulty_worker(testing_ext.FaultRule(STALL, kind=D2H, nth_op=5))
+    engine = _before_a_long_load(make_engine, worker_class=worker, **{"store.max_reference_share": 0.14})
+    engine.add(make_request(LONG, "two"))
+    engine.step({})
+    worker.movers[0].release()
+    engine.end_load("two")
+    engine.check("two")
+    lost = _in_neither(engine)
+    assert lost > 0
+    counted = ("flexkv_lazy_missed_pages_total", "flexkv_unpublished_pages_total")
+    assert sum(engine.counters.value(name) for name in counted) == lost
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_what_finds_no_slot_beside_what_is_cached_is_counted(make_engine: Make, refused: bool) -> None:
+    """The cache has two of a request's five blocks; `refused`: it has no room for the three others."""
+    engine = make_engine(blocks=13, **LAZY)
+    engine.run(make_request(PROMPT, "one"))
+    manager = engine.unit.manager
+    assert isinstance(manager, LocalCacheManager)
+    assert stored_after_pressure(engine) == 5
+    engine.forget()
+    if refused:
+        manager._limits = replace(manager._limits, inflight_store_pages=0)
+    two = make_request([*PROMPT[:8], *range(500, 515)], "two")
+    two.skip_reading_prefix_cache = True
+    assert engine.run(two) == 0
+    filler = make_request([*range(23)], "filler", extra_args={"flexkv.skip_save": True})
+    engine.add(filler)
+    engine.step({})
+    taken = engine.pool.get_new_blocks(6)
+    engine.step({})
+    engine.pool.free_blocks(taken)
+    engine.drain()
+    assert engine.counters.value("flexkv_lazy_missed_pages_total") == (3 if refused else 0)

@@ -82,6 +82,18 @@ def test_reports_that_break_the_contract_are_refused() -> None:
     assert end(manager, op_id, rank=1) is not None
 
 
+def test_what_is_known_is_stored_or_in_flight() -> None:
+    manager, chain = make(), keys(4)
+    assert not manager.known(0, chain).any()
+    plan = manager.begin_store("a", 0, chain[:2], ids(0, 1), 0)
+    assert manager.known(0, chain).tolist() == [True, True, False, False]
+    assert plan.graph is not None
+    end(manager, plan.graph.ops[0].op_id)
+    assert manager.known(0, chain).tolist() == [True, True, False, False]
+    assert manager.forget(0, chain[1:2]) == 1
+    assert manager.known(0, chain).tolist() == [True, False, False, False]
+
+
 def test_bad_calls_change_nothing() -> None:
     manager, chain = make(), keys(4)
     with pytest.raises(ContractError, match="4 keys and 2 blocks"):
