@@ -34,6 +34,7 @@ OPERATIONS = (
     f"{PACKAGE}.disk_ops",
     f"{PACKAGE}.request_ops",
     f"{PACKAGE}.fault_ops",
+    f"{PACKAGE}.image_ops",
     f"{PACKAGE}.kill_ops",
     f"{PACKAGE}.listen_ops",
     f"{PACKAGE}.remote_ops",

@@ -15,6 +15,11 @@ SLIDING_LAYERS, FULL_LAYERS, FULL_HEAD = 4, 2, 64
 WINDOW = 128
 """Tokens that a sliding layer sees; shorter than the tests' prompts."""
 STATE_LAYERS, STATE_HEAD = 3, 128
+IMAGE_EDGE, PATCH, SCALE = 112, 14, 2
+IMAGE_TOKENS = (IMAGE_EDGE // PATCH // SCALE) ** 2
+"""Tokens of an image, without the three that stand around them."""
+IMAGE_TOKEN = "<image>"
+IMAGE_WEIGHT_STD = 0.3
 CHUNK = 256
 """Tokens of a chunk, within which a layer of chunked attention sees."""
 COMMON: dict[str, Any] = {
@@ -181,7 +186,64 @@ def write_hrm_text(folder: Path) -> Path:
     return _write(HrmTextForCausalLM, config, folder)
 
 
+def write_idefics_3(folder: Path) -> Path:
+    """An Idefics 3, which takes images: of those that vLLM runs on a CPU, one whose processor needs neither torchvision
+    nor anything of a hub. An image stands in the prompt as one part, whatever its size."""
+    from transformers import (
+        Idefics3Config,
+        Idefics3ForConditionalGeneration,
+        Idefics3Processor,
+        Idefics3VisionConfig,
+        LlamaConfig,
+        PreTrainedTokenizerFast,
+    )
+    from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+
+    folder.mkdir(parents=True, exist_ok=True)
+    write_tokenizer(folder, PRESETS["tiny"])
+    around = ["<fake_token_around_image>", "<end_of_utterance>", "<global-img>"]
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"),
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        pad_token="<pad>",
+        additional_special_tokens=[IMAGE_TOKEN, *around],
+    )
+    edge = {"longest_edge": IMAGE_EDGE}
+    images = Idefics3ImageProcessorPil(size=edge, max_image_size=edge, do_image_splitting=False)
+    Idefics3Processor(images, tokenizer, image_seq_len=IMAGE_TOKENS).save_pretrained(folder)
+    config = Idefics3Config(
+        vision_config=Idefics3VisionConfig(
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            image_size=IMAGE_EDGE,
+            patch_size=PATCH,
+        ),
+        text_config=LlamaConfig(
+            **COMMON | {"vocab_size": len(tokenizer)},
+            num_hidden_layers=LLAMA_LAYERS,
+            num_key_value_heads=KV_HEADS,
+            tie_word_embeddings=False,
+        ),
+        image_token_id=tokenizer.convert_tokens_to_ids(IMAGE_TOKEN),
+        pad_token_id=0,
+        scale_factor=SCALE,
+        tie_word_embeddings=False,
+    )
+    # Drawn wide, so that an image decides the answer.
+    return _write_weights(Idefics3ForConditionalGeneration, config, folder, IMAGE_WEIGHT_STD)
+
+
 def _write(kind: Any, config: Any, folder: Path) -> Path:
+    _write_weights(kind, config, folder, WEIGHT_STD)
+    write_tokenizer(folder, PRESETS["tiny"])
+    return folder
+
+
+def _write_weights(kind: Any, config: Any, folder: Path, std: float) -> Path:
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -191,7 +253,6 @@ def _write(kind: Any, config: Any, folder: Path) -> Path:
         model = kind(config)
         for weight in model.parameters():
             if weight.ndim >= 2:
-                weight.copy_(torch.randn(weight.shape, generator=generator) * WEIGHT_STD)
+                weight.copy_(torch.randn(weight.shape, generator=generator) * std)
     model.save_pretrained(folder)
-    write_tokenizer(folder, PRESETS["tiny"])
     return folder
