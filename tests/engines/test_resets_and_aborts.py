@@ -154,7 +154,30 @@ def test_aborts_at_any_step_leave_nothing_behind(
         session.forget()
 
 
-def test_an_abort_during_an_async_load(engines: Engines, stream: int) -> None:
+def not_loaded(session: EngineSession) -> tuple[float, float]:
+    """Pages of loads that failed, and those that were called off."""
+    session.settle()
+    failed = session.metric("vllm:flexkv_failed_pages_total")
+    return failed, session.metric("vllm:flexkv_cancelled_pages_total{direction=load}")
+
+
+def test_an_abort_during_an_async_load_is_no_failure(engines: Engines, stream: int) -> None:
     rules = [{"action": "delay", "kind": "load", "delay_s": 0.02}]
     session = engines.get(connector(FAULTY), {"FAULT_RULES": json.dumps(rules)})
+    failed, cancelled = not_loaded(session)
     session.abort_while_loading(stream)
+    now_failed, now_cancelled = not_loaded(session)
+    assert now_failed == failed
+    assert now_cancelled > cancelled
+
+
+def test_control_a_load_that_fails_is_counted_as_failed(engines: Engines, stream: int) -> None:
+    rules = [{"action": "fail", "kind": "load", "times": 1}]
+    session = engines.get(connector(FAULTY), {"FAULT_RULES": json.dumps(rules)})
+    prompt = Prompt.of(700, stream)
+    session.check_one(prompt)
+    session.forget()
+    session.check_one(prompt)
+    failed, cancelled = not_loaded(session)
+    assert failed > 0
+    assert cancelled == 0
