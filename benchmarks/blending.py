@@ -26,6 +26,7 @@ import torch
 from numpy.typing import NDArray
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
+from benchmarks.arguments import at_least_one
 from flexkv.blend import BlendPlan, precompute, prefill, segment_cache
 from flexkv.blend.cache import SegmentCache
 from flexkv.config import DiskConfig
@@ -204,7 +205,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--train-s", type=float, default=120.0, help="seconds; 0 leaves the weights random")
     parser.add_argument("--prompts", type=int, default=60)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=at_least_one, default=5)
     parser.add_argument(
         "--disk", type=Path, help="folder of a disk for cached segments; default: the system's"
     )

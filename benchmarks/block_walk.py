@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 import flexkv
+from benchmarks.arguments import at_least_one
 from benchmarks.vllm_ttft import BLOCK_TOKENS
 from demo.engine_process import FLEXKV, IN_PROCESS, EngineProcess
 from demo.model import PRESETS, prompt_tokens, write_model
@@ -112,7 +113,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--runs", type=int, default=7)
+    parser.add_argument("--runs", type=at_least_one, default=7)
     parser.add_argument("--mode", choices=("sync", "async"), default="async")
     parser.add_argument("--list", action="store_true", help="print every function with its calls")
     parser.add_argument("--out", type=Path, default=Path("out"))

@@ -26,6 +26,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
+from benchmarks.arguments import at_least_one
 from flexkv import c_ext
 from flexkv.cache.base import GroupSpec, ManagerLimits, StorePlan
 from flexkv.cache.keys import EngineKeyChain, TokenChain, namespace_digest
@@ -393,7 +394,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="write the results to this file")
     parser.add_argument("--check", type=Path, help="compare with the results in this file")
-    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--rounds", type=at_least_one, default=60)
     arguments = parser.parse_args()
     manager_rows, bytes_a_block = bench_manager(arguments.rounds)
     rows = [

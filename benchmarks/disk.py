@@ -26,6 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.arguments import at_least_one
 from benchmarks.disk_rig import BLOCK_TOKENS, DEPTH, KIB, LAYERS, MIB, WAIT_S, Rig
 from flexkv import c_ext
 from flexkv.cache.base import GroupSpec
@@ -286,7 +287,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="write the results to this file")
     parser.add_argument("--folder", type=Path, default=Path("out"), help="on the disk to be measured")
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=at_least_one, default=9)
     parser.add_argument("--mib", type=int, default=1024, help="payload of one measurement")
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)

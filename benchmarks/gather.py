@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.arguments import at_least_one
 from flexkv import c_ext
 
 LAYERS, KV = 32, 2
@@ -160,7 +161,7 @@ def measure(case: Case, scatter: bool, rounds: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="write the results to this file")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=at_least_one, default=7)
     parser.add_argument("--runs-kib", type=int, nargs="+", default=list(RUN_KIB))
     arguments = parser.parse_args()
     pool, pages = huge_buffer(POOL_BYTES), huge_buffer(POOL_BYTES)

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.arguments import at_least_one
 from benchmarks.control_plane import random_keys
 from flexkv.c_ext import BlockIndex, BoundaryLookup, GroupRule, TierLookup
 
@@ -78,7 +79,7 @@ CASES = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="write the results to this file")
-    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--rounds", type=at_least_one, default=200)
     arguments = parser.parse_args()
     rounds = arguments.rounds
     worlds = [case.world() for case in CASES]

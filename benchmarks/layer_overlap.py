@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import os
 
+from benchmarks.arguments import at_least_one
+
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import argparse
@@ -242,7 +244,7 @@ def measure(way: Way, rounds: int) -> list[Round]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=at_least_one, default=9)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--check", action="store_true", help="exit code 1 if a ratio is above its limit")
     arguments = parser.parse_args()

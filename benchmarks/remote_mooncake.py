@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.arguments import at_least_one
 from flexkv.remote.base import Outcome, Presence, StoreOptions
 from flexkv.remote.mooncake import CLIENT_ENVIRONMENT, MooncakeStore
 from tests.servers.mooncake import mooncake
@@ -167,7 +168,7 @@ def show(results: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="write the results to this file")
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=at_least_one, default=9)
     parser.add_argument("--url", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.url:

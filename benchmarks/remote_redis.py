@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.arguments import at_least_one
 from flexkv.remote.base import Outcome, Presence, StoreOptions
 from flexkv.remote.redis.resp import command_a_name
 from flexkv.remote.stores import open_store
@@ -222,7 +223,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", type=Path, help="write the results to this file")
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=at_least_one, default=15)
     arguments = parser.parse_args()
     if not any(map(shutil.which, ("redis-server", "redis-check-rdb"))):
         print("skipped: neither redis-server nor redis-check-rdb is on PATH")

@@ -27,6 +27,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.arguments import at_least_one
 from flexkv.facts.keys import Keys
 from flexkv.remote.base import Outcome, StoreOptions
 from flexkv.remote.mooncake import CLIENT_ENVIRONMENT
@@ -286,7 +287,7 @@ def show(store: str, measured: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="write the results to this file")
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=at_least_one, default=9)
     parser.add_argument("--store", choices=STORES, help="both without")
     parser.add_argument("--url", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.arguments import at_least_one
 from benchmarks.gather import huge_buffer
 from flexkv.blend.rope import RopeSpec
 from flexkv.blend.rotation import KeyRotation, RowPlaces, TurnTable
@@ -97,7 +98,7 @@ def measure(rounds: int, dtype: str, pairing: str) -> dict[str, object]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=at_least_one, default=9)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     results = []

@@ -25,6 +25,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.arguments import at_least_one
 from benchmarks.hook_clock import FOLDER_VARIABLE, Costs
 from demo.model import PRESETS, ModelShape, prompt_tokens, write_model
 from demo.sglang_process import SglangProcess, linker
@@ -165,7 +166,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", choices=sorted(PRESETS), default="wide", help="shape of the random model")
-    parser.add_argument("--runs", type=int, default=7)
+    parser.add_argument("--runs", type=at_least_one, default=7)
     parser.add_argument("--prompt-tokens", type=int, default=4001)
     parser.add_argument("--requests", type=int, default=4, help="without hits, in each run")
     parser.add_argument("--out", type=Path, default=Path("out"))

@@ -25,6 +25,7 @@ from typing import Any, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.arguments import at_least_one
 from flexkv.config import GdsConfig, IoBackend
 from flexkv.transfer.raw.gds_worker import GDSTransferWorker, RawFileLayout, RawPool
 
@@ -176,7 +177,7 @@ def verdict(result: dict[str, Any], rounds: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="write the results to this file")
-    parser.add_argument("--rounds", type=int, default=GOAL_ROUNDS)
+    parser.add_argument("--rounds", type=at_least_one, default=GOAL_ROUNDS)
     parser.add_argument("--layers", type=int, nargs="+", default=[32, 80])
     parser.add_argument("--chunks-kib", type=int, nargs="+", default=[16, 64])
     parser.add_argument("--mib", type=int, default=512, help="bytes that a round moves, with every method")

@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from benchmarks.arguments import at_least_one
 from benchmarks.vllm_ttft import BLOCK_TOKENS, HOST_BYTES, MODEL, engine_arguments
 from demo.engine_process import FLEXKV, SEPARATE_CORE, EngineProcess
 from demo.model import PRESETS, prompt_tokens, write_model
@@ -107,7 +108,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--runs", type=int, default=9)
+    parser.add_argument("--runs", type=at_least_one, default=9)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--prompt-tokens", type=int, default=1000)
     parser.add_argument("--answer-tokens", type=int, default=32)

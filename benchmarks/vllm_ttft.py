@@ -32,6 +32,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from benchmarks.arguments import at_least_one
 from demo.engine_process import FLEXKV, EngineProcess
 from demo.model import PRESETS, ModelShape, prompt_tokens, write_model
 
@@ -311,7 +312,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--runs", type=int, default=7)
+    parser.add_argument("--runs", type=at_least_one, default=7)
     parser.add_argument("--prompt-tokens", type=int, default=4001)
     parser.add_argument("--only", nargs="*", choices=NAMES)
     parser.add_argument("--out", type=Path, default=Path("out"))

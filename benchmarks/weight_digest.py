@@ -24,6 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.arguments import at_least_one
 from flexkv.weights.digest import BLOCK_BYTES, RANGE_BYTES, digest_files, ranges_of, readers_here
 from flexkv.weights.files import FileState
 from flexkv.weights.fingerprint import sampled_identity
@@ -111,7 +112,7 @@ def cpu_seconds(run: Callable[[], object]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gb", type=int, default=8, help="GiB of files")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=at_least_one, default=5)
     parser.add_argument(
         "--folder", type=Path, help="on the disk to be measured; default: the system's for such files"
     )

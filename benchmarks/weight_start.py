@@ -16,6 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from benchmarks.arguments import at_least_one
 from demo.engine_process import FLEXKV, EngineProcess, engine_arguments
 from demo.model import PRESETS, prompt_tokens, write_model
 
@@ -72,7 +73,7 @@ def start(model: Path, folder: Path, way: str, ids: list[int]) -> dict[str, floa
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=at_least_one, default=5)
     parser.add_argument("--preset", choices=sorted(PRESETS), default="heavy")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
