@@ -1,1 +1,1 @@
-"""One adapter an engine: block tables in, transfer graphs out. No engine is imported outside its own adapter."""
+"""One adapter per engine: block tables in, transfer graphs out. No engine is imported outside its own adapter."""

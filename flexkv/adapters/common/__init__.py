@@ -1,1 +1,1 @@
-"""What the adapters of all engines need and no engine is part of: ownership units, names of weights, framed values."""
+"""What all adapters share, independent of any engine: lanes and ops of a rank, names of weights, framed values."""

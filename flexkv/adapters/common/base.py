@@ -1,7 +1,8 @@
 """The contract between the sides of an adapter: what the scheduler's side orders a rank to load.
 
-A rank and its unit know each other by `flexkv.facts.ranks`. From then on loads are ordered as `LoadJob`s, and every op
-is reported once (`RankReports`). Plain and picklable: workers may be processes of their own.
+A rank and its unit introduce themselves with the records of `flexkv.facts.ranks`. From then on the scheduler's side
+orders loads as `LoadJob`s, and the rank reports every op once (`RankReports`). These records are plain and picklable,
+because workers may run in processes of their own.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ class LoadJob:
     """One request's load.
 
     Attributes:
-        graph: without ops when the promise could not be kept: then every block of `lost` is reported as failed.
-        sync: the step's forward needs it: all of it before it starts, or with layerwise ops each layer when it
-            comes to it.
+        graph: has no ops when the promise could not be kept; every block of `lost` is then reported as failed.
+        sync: the step's forward needs the load: all of it before the forward starts or, with layerwise ops, each
+            layer before the forward reads it.
     """
 
     request_id: str
@@ -28,5 +29,5 @@ class LoadJob:
 
     @property
     def by_layer(self) -> bool:
-        """Whether the forward waits for its layers one by one."""
+        """Whether the forward waits for the load's layers one by one."""
         return any(op.layerwise for op in self.graph.ops)

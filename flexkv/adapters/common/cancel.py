@@ -1,4 +1,4 @@
-"""Ending copies that the engine waits for: those that are late are recalled, and what cannot be recalled stops it."""
+"""Ends copies that the engine waits for: late copies are recalled, and one that cannot be recalled raises an error."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flexkv.transfer.base import DataPlane, Ticket
 
 
 def wait_all(lanes: DataPlane, tickets: Collection[Ticket], wait_s: float) -> bool:
-    """Whether every op of these graphs ended within `wait_s` seconds. Takes no result."""
+    """Waits up to `wait_s` seconds; returns whether every op of these graphs has ended. Takes no result."""
     ends_s = time.monotonic() + wait_s
     return all(lanes.wait(ticket, max(0.0, ends_s - time.monotonic())) for ticket in tickets)
 
@@ -23,19 +23,19 @@ def cancel_and_drain(
     what: str,
     limit: str = "load.deadline_s",
 ) -> None:
-    """For graphs that have not ended in time: drops what no lane has taken, and waits for the rest.
+    """Ends graphs that are late: drops the pages that no lane has taken, and waits for the rest.
 
     Args:
-        what: moves, for the error's text: "a load of 3 pages".
-        limit: the setting whose seconds have passed, for the error's text.
+        what: the name of the copies in the error's text, such as "a load of 3 pages".
+        limit: the setting whose time has passed, for the error's text.
 
     Raises:
-        ClosedError: something neither ended nor could be recalled. Its blocks may still be read or written at any time,
-            so the engine can neither use them nor give them to anybody.
+        ClosedError: a copy neither ended nor could be recalled. Its blocks may still be read or written at any time, so
+            the engine can neither use nor reuse them.
     """
     for ticket in tickets:
         lanes.cancel(ticket)
-    # The lane's watchdog needs up to one stuck_s to see that it is stuck, and the lane may recover meanwhile.
+    # The watchdog needs up to one stuck_s to find a lane stuck, and the lane may recover meanwhile.
     drain_s = 2 * config.transfer.stuck_s
     if not wait_all(lanes, tickets, drain_s):
         section, name = limit.split(".")

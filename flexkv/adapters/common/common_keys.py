@@ -1,6 +1,6 @@
-"""The common key scheme: a namespace that names what decides KV and no engine, so that engines find each other's pages.
+"""The common key scheme: a namespace made of what decides KV, without the engine, so that engines share pages.
 
-The keys in it are those of the token chain (`flexkv.cache.keys.TokenChain`), which is SGLang's.
+Its keys are those of the token chain (`flexkv.cache.keys.TokenChain`), which is the chain that SGLang hashes.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from flexkv.config import FlexKVConfig
 from flexkv.errors import ConfigError
 
 COMMON = "common"
-"""`keys.scheme` of this module."""
+"""The value of `keys.scheme` that selects this module."""
 
 PLAIN_DTYPES = ("float32", "float16", "bfloat16")
-"""KV whose numbers say all. Quantised ones mean nothing without scales, which engines keep outside of pages."""
+"""KV dtypes whose values need nothing else. Quantised values need scales, which engines keep outside the pages."""
 
 HUB_COMMIT = re.compile(r"hub:[^/:@]+(?:/[^/:@]+)?(?P<inside>.*)@(?P<commit>[0-9a-f]{40})")
-"""Behind the repository's name may follow which of its models is meant, such as `:Q4_K_M`."""
+"""A hub name with its commit. `inside` says which of the repository's models is meant, such as `:Q4_K_M`."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedModel:
-    """What an engine says of its model, in words that all engines share.
+    """An engine's model, described in terms that all engines share.
 
     Attributes:
-        path: folder or hub name.
-        weights: `weights_identity` of it.
-        kv_dtype: of the elements of K and V, by name.
-        quantization: of the weights, by name; "None" for none.
-        block_tokens: of a block.
-        overrides: of the model's configuration, as the engine was asked for them.
-        config: of the model, as the engine has read it.
-        apart: whatever else its KV depends on, or a unit holds of it; None where nothing does.
+        path: the model's folder or hub name.
+        weights: its `weights_identity`.
+        kv_dtype: the dtype of K and V, by name.
+        quantization: the quantisation of the weights, by name; "None" for none.
+        block_tokens: tokens per block.
+        overrides: the overrides of the model's configuration that the user gave the engine.
+        config: the model's configuration as the engine read it.
+        apart: whatever else the KV depends on, and which part of it a unit holds; None where there is neither.
     """
 
     path: str
@@ -54,11 +54,11 @@ class SharedModel:
 
 
 def common_namespace(model: SharedModel, settings: FlexKVConfig) -> bytes:
-    """32 bytes, the same in every engine that would compute the same KV.
+    """32 bytes that are the same in every engine that would compute the same KV.
 
     Raises:
-        ConfigError: the KV is quantised, engines would compute it by different rules, or nothing pins the weights
-            down; says what to set.
+        ConfigError: the KV is quantised, engines would compute it by different rules, or nothing identifies the weights
+            for good. The message says what to set.
     """
     if model.kv_dtype not in PLAIN_DTYPES:
         raise _refusal(
@@ -86,14 +86,14 @@ def common_namespace(model: SharedModel, settings: FlexKVConfig) -> bytes:
 
 
 def draft_refusal(method: str) -> ConfigError:
-    """What an engine with speculative decoding is to raise."""
+    """The error for an engine with speculative decoding."""
     return _refusal(
         f"speculative decoding ({method}) keeps KV of the draft in the same blocks, or pairs of tokens in the hashes"
     )
 
 
 def other_config_refusal(option: str, path: str) -> ConfigError:
-    """What an engine is to raise that reads the model's configuration elsewhere than beside its weights."""
+    """The error for an engine that does not read the model's configuration from beside the weights."""
     return _refusal(
         f"{option}={path} is another configuration than the model's own, by which engines are compared"
     )
@@ -108,15 +108,15 @@ def _weights(model: SharedModel, settings: FlexKVConfig) -> str:
         raise _refusal(
             f"the weights are {model.weights}, which may move; set identity.model, or a commit as revision"
         )
-    # One engine may be given the hub's name and another the folder of the same commit.
+    # One engine may be started with the hub's name, and another with the folder of the same commit.
     return f"{COMMIT_PREFIX}{commit['commit']}{commit['inside']}"
 
 
 def _architecture(path: str) -> Any:
-    """What the model's own file says; engines' libraries add to it each in its way.
+    """The model's own `config.json`: each engine's library adds entries of its own to what it reads there.
 
     Raises:
-        ConfigError: it is damaged.
+        ConfigError: the file is damaged.
     """
     file = Path(path) / "config.json"
     try:

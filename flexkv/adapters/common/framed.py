@@ -1,4 +1,4 @@
-"""Plain values as bytes, for keys and namespaces."""
+"""Encodes plain values as bytes, for keys and namespaces."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flexkv.cache.keys import namespace_digest
 
 
 def plain_namespace(fields: Mapping[str, Any]) -> bytes:
-    """The namespace that these plain values name, 32 bytes.
+    """The namespace made of these plain values, 32 bytes.
 
     Raises:
         TypeError: a value has no stable form.
@@ -18,10 +18,10 @@ def plain_namespace(fields: Mapping[str, Any]) -> bytes:
 
 
 def framed(value: Any) -> bytes:
-    """A value as bytes: kind, length, content. Different values never give the same bytes.
+    """Encodes a value as kind, length and content. Different values never give the same bytes.
 
     Raises:
-        TypeError: a kind of value that has no stable form.
+        TypeError: the value's type has no stable form.
     """
     if value is None:
         return _frame(b"N", b"")

@@ -1,4 +1,4 @@
-"""Tables of an engine's settings: which decide the KV of a block, where each enters its key, and which must not."""
+"""Tables of an engine's settings: which of them decide a block's KV, how each enters the key, and which must not."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from flexkv.adapters.common.model_identity import plain_config
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FieldTable:
-    """The fields of one of an engine's configuration objects. Each field is in exactly one of the three lists.
+    """The fields of one of an engine's configuration objects. Each field is in exactly one of the four collections.
 
     Attributes:
-        config: class of the object.
-        path: where it hangs below the engine's whole configuration, with dots; empty for that itself.
-        taken: fields whose values are in the key as they are.
-        elsewhere: fields that decide KV and enter the key by code of their own; by field, how.
-        left_out: fields that must not change a key; by reason, their names.
-        read: fields of which a part is in the key; by field, which part in words, and what makes it of the value.
+        config: the name of the object's class.
+        path: dotted path from the engine's whole configuration to the object; empty for the whole configuration.
+        taken: fields whose values enter the key unchanged.
+        elsewhere: fields that decide KV and enter the key by code of their own: field -> how, in words.
+        left_out: fields that must not change a key: reason -> fields.
+        read: fields of which a part enters the key: field -> (which part, in words; the function that extracts it).
     """
 
     config: str
@@ -30,16 +30,16 @@ class FieldTable:
     read: Mapping[str, tuple[str, Callable[[Any], Any]]] = field(default_factory=dict)
 
     def values(self, owner: Any) -> dict[str, Any]:
-        """The fields of this table's object that are taken or read, as plain values; of one that this version has not,
-        that of None."""
+        """The values of all fields that are taken or read, as plain values. A field that this version of the engine
+        lacks counts as None."""
         return {name: self.value(name, getattr(owner, name, None)) for name in (*self.taken, *self.read)}
 
     def value(self, name: str, value: Any) -> Any:
-        """What of a field's value is in the key."""
+        """The part of a field's value that enters the key."""
         return self.read[name][1](value) if name in self.read else plain_config(value)
 
     def names(self) -> list[str]:
-        """Every field of the table, once for each list that has it."""
+        """Every field of the table, once for each collection that has it."""
         return [
             *self.taken,
             *self.read,
@@ -48,7 +48,7 @@ class FieldTable:
         ]
 
     def markdown(self) -> str:
-        """Both lists of this object as rows of a table."""
+        """This table in Markdown, under a heading of its own."""
         rows = [f"| `{name}` | yes | as it is |" for name in self.taken]
         rows += [f"| `{name}` | yes | {how} |" for name, (how, _) in self.read.items()]
         rows += [f"| `{name}` | yes | {how} |" for name, how in self.elsewhere.items()]

@@ -1,5 +1,5 @@
-"""Layerwise loads and stores of a step: the forward waits for each layer of a load when it comes to it, and a layer of
-a store is copied once the forward has written it."""
+"""Layerwise loads and stores of a step: the forward waits for each layer of a load just before it reads the layer, and
+each layer of a store is copied once the forward has written it."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ NOT_FINISHED = "the step's forward did not come to its end"
 class LayerLoads:
     """The layerwise loads of one step.
 
-    A load that fails, or does not come before `load.deadline_s`, is not noticed by the forward: what it computes from
-    then on is wrong, and `finish` has the blocks named in the step's report. So has a layer that nobody waited for,
-    because the forward may have read it too early.
+    The forward does not notice a load that fails or misses `load.deadline_s`: whatever it computes from then on is
+    wrong, and `finish` puts the blocks into the step's report. If the forward did not wait for every layer, `finish`
+    fails all of the step's loads, because the forward may have read a layer too early.
 
     Attributes:
-        busy: loads were begun, and their forward is not over.
+        busy: loads have begun, and their forward is not over.
     """
 
     def __init__(self, ops: RankOps, deadline_s: float) -> None:
@@ -38,7 +38,7 @@ class LayerLoads:
         self.busy = False
 
     def begin(self, jobs: Sequence[LoadJob], layers: int) -> None:
-        """Loads that were submitted for the forward to come, of KV with so many layers."""
+        """Takes the loads that were submitted for the next forward. `layers` is the number of layers of the KV."""
         self._jobs = list(jobs)
         self.busy = bool(jobs)
         self._waited.clear()
@@ -46,13 +46,13 @@ class LayerLoads:
         self._ends_s = time.monotonic() + self._deadline_s
 
     def wait(self, layer: int, stream: int | None = None) -> None:
-        """Returns when layer `layer` of all loads is in place, or its blocks will be named.
+        """Returns once layer `layer` of every load is in place, or blocks without it are due to be reported as failed.
 
         Args:
-            stream: the engine's, on a device: what it is given next comes after the copies.
+            stream: the engine's stream, on a device: work enqueued there from now on starts after the copies.
         """
         if not 0 <= layer < self._layers:
-            return  # of no load
+            return  # no load has such a layer
         self._waited.add(layer)
         for job in list(self._jobs):
             if not self._ops.wait_layer(job, layer, self._ends_s, stream):
@@ -60,10 +60,10 @@ class LayerLoads:
                 self._ops.finish_load(job)
 
     def finish(self) -> bool:
-        """The forward is over: waits for the end of its loads.
+        """Called when the forward is over: waits until its loads have ended.
 
         Returns:
-            Whether it had waited for every layer.
+            Whether the forward has waited for every layer.
 
         Raises:
             ClosedError: see `RankOps.finish_load`.
@@ -87,11 +87,11 @@ class LayerLoads:
 class LayerStores:
     """The gated stores of one step.
 
-    A layer is copied once the forward has left it and all before it; what is left, when the forward is over. So a
-    forward that names no layer (the replay of a CUDA graph) stores as it would whole pages.
+    A layer is copied once the forward has written it and all layers before it; the remaining layers are copied when the
+    forward is over. So a forward that reports no layer (the replay of a CUDA graph) is stored as whole pages would be.
 
     Attributes:
-        busy: stores were begun, and their forward is not over.
+        busy: stores have begun, and their forward is not over.
     """
 
     def __init__(self, ops: RankOps) -> None:
@@ -103,7 +103,7 @@ class LayerStores:
         self._layers = 0
 
     def begin(self, graphs: Sequence[TransferGraph], layers: int) -> None:
-        """Submits the stores of a forward to come, of KV with so many layers."""
+        """Submits the stores of the next forward. `layers` is the number of layers of the KV."""
         self._op_ids = [op.op_id for graph in graphs for op in graph.ops]
         self.busy = bool(self._op_ids)
         self._written.clear()
@@ -112,7 +112,7 @@ class LayerStores:
             self._ops.submit_store(graph, gated=True)
 
     def written(self, layer: int) -> None:
-        """The forward has been given all that writes this layer's KV."""
+        """Called when all work that writes this layer's KV is enqueued: lets the layers complete so far be copied."""
         if not self._op_ids:
             return
         self._written.add(layer)
@@ -124,13 +124,13 @@ class LayerStores:
             self._ops.open_layers(self._op_ids, ready)
 
     def finish(self) -> None:
-        """The forward is over: the layers that nobody named are copied too."""
+        """Called when the forward is over: lets the layers that it did not report be copied too."""
         op_ids, self._op_ids, self.busy = self._op_ids, [], False
         if op_ids and self._open < self._layers:
             self._ops.open_layers(op_ids, self._layers)
 
     def abandon(self) -> None:
-        """Another step begins. Stores whose forward never ended are given up."""
+        """Called when another step begins: gives up stores whose forward never ended."""
         op_ids, self._op_ids, self.busy = self._op_ids, [], False
         for op_id in op_ids:
             self._ops.give_up(op_id, NOT_FINISHED)

@@ -1,4 +1,4 @@
-"""What an engine's loader of weights decides: which of the files it reads, not how fast."""
+"""Settings of an engine's weight loader that decide which files it reads; those for speed alone are left out."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ USUAL = "safetensors"
 SAME_FILES = frozenset(
     {"auto", "hf", USUAL, "fastsafetensors", "instanttensor", "runai_streamer", "local_cached"}
 )
-"""Formats by which loaders read the same files where a model has `*.safetensors`. A model without them has files that
-these formats fall back to, or do not start with."""
+"""Formats with which loaders read the same files of a model that has `*.safetensors`. For a model without such files,
+a loader of these formats falls back to other files or refuses to start."""
 
 SPEED_ENTRIES = frozenset(
     {
@@ -37,13 +37,13 @@ EXTRA_RULE = f"without {', '.join(sorted(SPEED_ENTRIES))}"
 
 
 def files_of_format(load_format: Any) -> str:
-    """Which of a model's files a loader reads, by a name that formats with the same files share."""
+    """A name for the set of files that a loader reads; formats that read the same files have the same name."""
     name = load_format.name if isinstance(load_format, Enum) else str(load_format or "auto")
     return USUAL if name.lower() in SAME_FILES else name.lower()
 
 
 def loader_settings(extra: Any) -> Any:
-    """Plain values of `model_loader_extra_config`, a mapping or its JSON, without what changes no weight."""
+    """Plain values of `model_loader_extra_config`, a mapping or its JSON, without entries that change no weight."""
     if isinstance(extra, str):
         try:
             extra = json.loads(extra)

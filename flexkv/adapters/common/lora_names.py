@@ -1,4 +1,4 @@
-"""What tells one LoRA adapter's content from another's: a name and a path stay the same when it is trained anew."""
+"""Names LoRA adapters by content, because an adapter keeps its name and path when it is retrained."""
 
 from __future__ import annotations
 
@@ -18,29 +18,32 @@ from flexkv.weights.digest import whole_identity
 logger = get_logger(__name__)
 
 CONFIG_NAME = "adapter_config.json"
-"""Rank, scale and target modules: the same matrices under another scale are another adapter."""
+"""Has the rank, scale and target modules: the same matrices under another scale are another adapter."""
 
 MOST_LINKS = 40
-"""On the way to one file; Linux follows as many."""
+"""Symbolic links that are followed to reach one file; Linux follows as many."""
 
 MOST_NAMED_BYTES = 128 << 20
-"""Largest adapter that is named while a request waits, and the engine's scheduler with it: a tenth of a second."""
+"""Largest adapter that is named by content. Reading it takes a tenth of a second, during which the request and the
+engine's scheduler wait."""
 
 READ_BYTES = 1 << 20
-"""At a time, of a file that is read whole."""
+"""Bytes read at a time from a file that is read whole."""
 
 GIT_DIGITS = 40
-"""Of a git object's name, by which the hub's cache keeps small files; large ones are kept by their SHA-256."""
+"""Digits of a git object's name. The hub's cache names small files so, and large files by their SHA-256."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """Changes whenever a file of an adapter does, or another folder or file comes to lie at its path.
+    """A value that differs whenever a file of an adapter changes, or another folder or file appears at its path.
 
     Attributes:
-        files: of each its name, bytes, times of change (content, inode; ns) and inode; none without a folder.
-        route: of the path's folders and of all links, those of files too, device, inode and time of change (ns).
-            The last is 0 for the folders above: they change with all that lies beside the adapter.
+        files: (name, bytes, time of content change in ns, time of inode change in ns, inode) of each file; empty if
+            there is no folder.
+        route: (device, inode, time of inode change in ns) of each folder on the path and of each link, links in place
+            of files included. The time is 0 for folders other than the adapter's own, because they also change with
+            whatever lies beside the adapter.
     """
 
     files: tuple[tuple[str, int, int, int, int], ...] = ()
@@ -58,7 +61,7 @@ class Stamp:
                 if file.is_symlink():
                     route += _walk(place, file.name)[1]
             found = [(file.name, file.stat()) for file in files]
-        except (OSError, ValueError):  # there is no such file, or can be none by this name
+        except (OSError, ValueError):  # no such file exists, or the name is not valid for one
             return cls()
         return cls(
             tuple((n, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino) for n, s in found), tuple(route)
@@ -66,13 +69,13 @@ class Stamp:
 
     @property
     def changed_ns(self) -> int:
-        """When the last change was. A copy that keeps the time of content has a new one of the inode."""
+        """Time of the last change. The inode's counts too: a copy may keep the content's time, not the inode's."""
         of_files = (max(mtime, ctime) for _, _, mtime, ctime, _ in self.files)
         return max((*of_files, *(ctime for _, _, ctime in self.route)), default=0)
 
 
 def _walk(base: str, path: str) -> tuple[str, list[tuple[int, int, int]]]:
-    """Where `path` ends, and what lies on the way there from `base`, a folder without links in its path.
+    """Follows `path` from `base`, a folder without links in its path; returns its end, and the `Stamp.route` to it.
 
     Raises:
         OSError: something on the way is missing, or there are too many links.
@@ -102,20 +105,21 @@ def _walk(base: str, path: str) -> tuple[str, list[tuple[int, int, int]]]:
 
 
 class LoraNames:
-    """Names of adapters' contents, one for each path, made when the path is met first or its files have changed.
-    Whatever goes wrong meanwhile leads to a name of this process alone: who asks is the engine's scheduler.
+    """Names of adapters' contents, one per path, made when a path is first seen or its files have changed.
 
-    Looking costs a few stats a call. To make a name, all of weights and configuration is read while a request waits,
-    as much as the engine reads to load the adapter. One of more than `MOST_NAMED_BYTES` gets a name of this process
-    alone.
+    Each call costs a few stats. To make a name, the adapter's weights and configuration are read whole while a request
+    waits; the engine reads as much to load the adapter.
 
-    An engine reads an adapter some time after its start, keeps it, and does not say which content it has. So an
-    adapter whose files changed after `since_ns`, or that is no folder on this machine, gets a name of this process
-    alone: KV that was computed with either content must not be found under the name of one. The same holds from the
-    moment when anything else comes to lie at a path that was named, however old it is.
+    The name is one of this process alone in these cases:
+      - Anything goes wrong: the caller is the engine's scheduler, which must go on.
+      - The adapter has more than `MOST_NAMED_BYTES`.
+      - Its files changed after `since_ns`, or it is no folder on this machine. An engine reads an adapter some time
+        after its start, keeps it, and does not say which content it read; KV computed with one content must not be
+        found under the name of another.
+      - Anything else has appeared at a path that was named before, however old the new content is.
 
     Args:
-        since_ns: unix time, before the engine has read any adapter; the moment of the call when None.
+        since_ns: a time (unix, ns) before the engine reads any adapter; None for the time of this call.
     """
 
     def __init__(self, since_ns: int | None = None) -> None:
@@ -123,9 +127,9 @@ class LoraNames:
         self._named: dict[str, tuple[Stamp, str]] = {}
 
     def name(self, path: str) -> str:
-        """The name of the content at `path` (a folder, or a hub name): equal for equal content in every process,
-        but for a name of this process alone (see above)."""
-        # Unlike Path's, it takes the home of a user who is not here for a name like any other.
+        """The name of the content at `path` (a folder, or a hub name). It is equal for equal content in every process,
+        except where it is a name of this process alone (see above)."""
+        # Path.expanduser would raise for the home of an unknown user; this takes it for an ordinary name.
         folder = Path(os.path.expanduser(path))
         stamp = Stamp.of(folder)
         known = self._named.get(path)
@@ -140,21 +144,22 @@ class LoraNames:
             return content_before(folder, self._since_ns, MOST_NAMED_BYTES)
         except ConfigError as error:
             reason = str(error)
-        except Exception as error:  # no memory or no thread for the digest, say: the engine must go on
+        except Exception as error:  # such as no memory or no thread for the digest: the engine must go on
             reason = f"adapter {folder} was not read ({type(error).__name__}: {error})"
         logger.warning("%s; KV computed with it is found again in this run only", reason)
         return f"run:{os.urandom(16).hex()}"
 
 
 def content_before(folder: Path, since_ns: int, most_bytes: int | None = None) -> str:
-    """A string that differs for adapters of different weights or configuration, of which all bytes are read.
+    """A string that differs for adapters with different weights or configuration. Reads all bytes of both.
 
     Args:
-        most_bytes: of an adapter's weights; None for any.
+        most_bytes: largest size of the adapter's weights; None for any.
 
     Raises:
-        ConfigError: a file, the folder or a link on the way changed after `since_ns` (unix time), so that an engine
-            may have read other content; there is no folder with weights that we know; or there are more bytes.
+        ConfigError: a file, the folder or a link on the path changed after `since_ns` (unix time, ns), so that an
+            engine may have read other content; there is no folder with weights of a known format; or the weights are
+            larger than `most_bytes`.
     """
     before = Stamp.of(folder)
     if not before.files:
@@ -165,7 +170,7 @@ def content_before(folder: Path, since_ns: int, most_bytes: int | None = None) -
         weights = whole_identity(folder, most_bytes)
         config = folder / CONFIG_NAME
         settings = config.read_bytes() if config.is_file() else b""
-        # The files of a commit may have been downloaded after the start, and are no others for that.
+        # Files of a commit that were downloaded after the start are still the same files.
         if before.changed_ns >= since_ns and not _is_as_downloaded(folder):
             raise ConfigError(
                 f"adapter {folder}: its files changed after the engine's start, which may have read others"
@@ -178,9 +183,9 @@ def content_before(folder: Path, since_ns: int, most_bytes: int | None = None) -
 
 
 def _is_as_downloaded(folder: Path) -> bool:
-    """Whether `folder` is of a commit in the hub's cache and holds what it did when it was downloaded. Reads all of it.
+    """Whether `folder` is a commit's in the hub's cache, unchanged since it was downloaded. Reads all of it.
 
-    A commit's folder has links to files that are named by a digest of what they hold.
+    A commit's folder has links to files, each named by a digest of its content.
     """
     if COMMIT.search(os.path.normpath(folder)) is None:
         return False
@@ -189,7 +194,7 @@ def _is_as_downloaded(folder: Path) -> bool:
 
 
 def _digest_like(name: str, file: Path) -> bool:
-    """Whether `name` is the file's digest: that of git's object, or SHA-256."""
+    """Whether `name` is the file's digest: the name of its git object, or its SHA-256."""
     size = file.stat().st_size
     digest = hashlib.sha256()
     if len(name) == GIT_DIGITS:

@@ -1,8 +1,8 @@
-"""Makes counters visible while an engine runs that has no hook for a connector's metrics: a line in the log once a
-minute in which something was counted, and the engine's Prometheus page where it collects files.
+"""Shows counters while an engine runs that has no hook for a connector's metrics: in a log line per minute in which
+something was counted, and on the engine's Prometheus page where the engine collects metrics from files.
 
-SGLang (`--enable-metrics`) names a folder in PROMETHEUS_MULTIPROC_DIR before it starts its processes; what a process
-registers with prometheus_client goes to files there, and the server's page shows the files of all.
+SGLang (`--enable-metrics`) names a folder in PROMETHEUS_MULTIPROC_DIR before it starts its processes. Metrics that a
+process registers with prometheus_client go to files there, and the server's page shows the files of all processes.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ logger = get_logger(__name__)
 FOLDER_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 
 EXPORT_EVERY_S = 0.5
-"""How far a Prometheus page is behind; a scrape comes every few seconds."""
+"""How far the Prometheus page lags behind, in seconds; scrapes come every few seconds."""
 
 
 class MetricReport:
-    """Follows a process's counters. Not thread-safe: the thread that counts calls it.
+    """Reports a process's counters. Not thread-safe: the thread that counts calls it.
 
     Args:
-        counters: stay as they are, but for histograms, whose single observations would pile up.
-        gauges: sets the gauges in them.
+        counters: left unchanged, except that the observations of histograms are removed, because they would pile up.
+        gauges: sets the gauges in the counters.
         prefix, labels: see `PrometheusFiles`.
         log_every_s: seconds between two lines in the log.
-        clock: in seconds; for tests.
+        clock: monotonic time in seconds; for tests.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class MetricReport:
         self._logged_at_s = clock()
 
     def report_if_due(self) -> None:
-        """Costs a look at the clock where nothing is due."""
+        """Reports what is due. Reads only the clock where nothing is."""
         now_s = self._clock()
         if now_s < self._export_at_s:
             return
@@ -74,7 +74,7 @@ class MetricReport:
         self._log("since the start", self._counters)
 
     def _take(self) -> None:
-        """What was counted since the last call goes to the page and the interval."""
+        """Adds what was counted since the last call to the page and to the interval's sums."""
         self._gauges(self._counters)
         new: dict[str, Any] = {}
         for name, values in list(self._counters.data.items()):
@@ -98,16 +98,16 @@ class MetricReport:
 
 
 def _has_counts(counters: Counters) -> bool:
-    """Whether anything beside levels was counted."""
+    """Whether anything besides gauges was counted."""
     return any(METRICS[name].kind is not MetricKind.GAUGE for name in counters.data)
 
 
 class PrometheusFiles:
-    """Every series of the table, at zero from the start.
+    """Every series of `METRICS`, at zero from the start.
 
     Args:
-        prefix: of each metric's name: the engine's own, so that its metrics lie together.
-        labels: that tell this process from its engine's others.
+        prefix: put before each metric's name: the engine's own prefix, so that its metrics stand together.
+        labels: labels that tell this process from the engine's others.
     """
 
     def __init__(self, prefix: str, labels: Mapping[str, str]) -> None:
@@ -122,11 +122,11 @@ class PrometheusFiles:
         }
         for (name, _), bound in self._series.items():
             if METRICS[name].kind is MetricKind.GAUGE:
-                bound.set(0)  # a level that was never set is not collected
+                bound.set(0)  # a gauge that was never set is not collected
 
     @classmethod
     def where_collected(cls, prefix: str, labels: Mapping[str, str]) -> PrometheusFiles | None:
-        """None where the engine collects no such files, or they cannot be written, which the log names."""
+        """None where the engine collects no such files, or they cannot be written; the log then names the error."""
         if FOLDER_VARIABLE not in os.environ:
             return None
         try:
@@ -136,7 +136,7 @@ class PrometheusFiles:
             return None
 
     def add(self, data: Mapping[str, Any]) -> None:
-        """Adds what was counted since the last call: the plain data of `Counters`."""
+        """Adds what was counted since the last call, as the plain data of `Counters`."""
         for name, values in data.items():
             for series, value in values.items():
                 bound = self._series[name, series]
@@ -149,10 +149,10 @@ class PrometheusFiles:
                         bound.observe(sample)
 
     def _register(self, metric: Metric, prefix: str) -> Any:
-        # Only engines that have such a page bring it.
+        # Only engines with such a page bring this package.
         from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-        # Of its own: the files are what is collected, and two caches of one process have metrics of one name.
+        # A registry per instance: only the files are collected, and two caches in one process have metrics of one name.
         registry = CollectorRegistry()
         labels = [*self._labels, *(name for name, _ in metric.labels)]
         name = prefix + metric.name

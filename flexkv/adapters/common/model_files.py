@@ -1,8 +1,8 @@
 """Files beside a model's weights that decide its KV: what a processor does with images, how weights are quantised.
 
-They are read in a folder. Which of a hub's files are in a machine's cache depends on what was loaded there before, and
-must not be in a key: the commit that names the weights names the files too. Where the user names the weights
-(`identity.model`), the commit stands for the files; where none is known, nothing does.
+They are read from a folder only. Which of a hub's files are in a machine's cache depends on what was loaded there
+before, and must not enter a key: the commit that names the weights names the files too. Where the user names the
+weights (`identity.model`), the commit enters the key for the files; where no commit is known, nothing does.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from flexkv.adapters.common.weights import PINNED
 from flexkv.errors import ConfigError
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-"""What transformers' processors of images, videos and sounds are made from."""
+"""Files from which transformers builds its processors of images, videos and audio."""
 
 MISTRAL_FILE = "tekken.json"
-"""Mistral's tokenizer file, which has the settings of its processors in it."""
+"""Mistral's tokenizer file, which also holds the settings of its processors."""
 
 MISTRAL_SECTIONS = ("image", "audio", "multimodal")
 
 NOT_OF_INPUTS = frozenset({"chat_template", "transformers_version"})
-"""Entries of a processor's file that decide tokens, which are in each key, or nothing."""
+"""Entries of a processor's file that decide nothing, or only tokens, which are in each key anyway."""
 
 QUANTIZATION_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
-"""How weights are quantised, where the model's own configuration does not say it."""
+"""Files that say how weights are quantised where the model's own configuration does not."""
 
 MOST_BYTES = 64 << 20
-"""Largest file that is read. The largest that we know is a tokenizer of 20 MiB."""
+"""Largest file that is read, in bytes. The largest that we know is a tokenizer of 20 MiB."""
 
 
 def processor_files(model: str, revision: str | None = None, named: bool = False) -> dict[str, Any]:
-    """What the files of a model's processor say, by their names; without the chat template.
+    """The settings in the files of a model's processor, by file name; without the chat template.
 
     Args:
         model: folder, file in it, or hub name.
-        revision: of a hub name: the commit, else a branch or tag.
-        named: the user names the weights, so that no commit is in the key for them.
+        revision: for a hub name, the commit, or else a branch or tag.
+        named: the user names the weights, so the key has no commit for them.
 
     Raises:
         ConfigError: a file is too large or cannot be read.
@@ -53,13 +53,13 @@ def processor_files(model: str, revision: str | None = None, named: bool = False
 
 
 def quantization_files(model: str, revision: str | None = None, named: bool = False) -> dict[str, Any]:
-    """What files beside the weights say of their quantisation. Arguments and errors as `processor_files`."""
+    """The settings in files that say how the weights are quantised. Arguments and errors as for `processor_files`."""
     found = {name: _settings(name, content) for name, content in _contents(model, QUANTIZATION_FILES)}
     return found | _commit_of(model, revision, named)
 
 
 def code_files(model: str, revision: str | None = None, named: bool = False) -> dict[str, str]:
-    """Digests of the Python files in a model's folder, by their names. Arguments and errors as `processor_files`."""
+    """Digests of the Python files in a model's folder, by file name. Arguments and errors as for `processor_files`."""
     folder = Path(model)
     files = sorted(folder.glob("*.py")) if folder.is_dir() else []
     found = {file.name: hashlib.sha256(_read(file)).hexdigest() for file in files}
@@ -70,13 +70,13 @@ def file_digest(path: str) -> str:
     """SHA-256 of one small file, in hexadecimal digits.
 
     Raises:
-        ConfigError: it is too large or cannot be read.
+        ConfigError: the file is too large or cannot be read.
     """
     return hashlib.sha256(_read(Path(path))).hexdigest()
 
 
 def _contents(model: str, names: tuple[str, ...]) -> list[tuple[str, bytes]]:
-    """Those of the files that are there; none of a hub name."""
+    """Name and content of each of the files that exists; empty for a hub name."""
     place = Path(model)
     if not place.exists():
         return []
@@ -85,7 +85,7 @@ def _contents(model: str, names: tuple[str, ...]) -> list[tuple[str, bytes]]:
 
 
 def _commit_of(model: str, revision: str | None, named: bool) -> dict[str, str]:
-    """The hub's commit, which stands for files that are not read, where nothing else in the key does."""
+    """The hub's commit where it stands for files that are not read, and nothing else in the key does."""
     if not named or revision is None or not PINNED.fullmatch(revision) or Path(model).exists():
         return {}
     return {"commit": revision}
@@ -108,7 +108,7 @@ def _read(file: Path) -> bytes:
 
 
 def _settings(name: str, content: bytes) -> Any:
-    """What a file says; its digest where it is no JSON."""
+    """The settings in a file; its digest where it is not JSON."""
     try:
         said = json.loads(content)
     except ValueError:

@@ -1,4 +1,4 @@
-"""What of a model's configuration decides its KV."""
+"""The part of a model's configuration that decides its KV."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ VOLATILE_FIELDS = {
     "_attn_implementation",
     "torch_dtype",
 }
-"""Entries of a model's configuration that say where it was read from, and with what, not what it computes."""
+"""Entries of a model's configuration that say where and with what it was read, not what it computes."""
 
 LONG_ROPE = ("longrope", "su")
 """Rotary embeddings with one set of factors for short requests and another for long ones, by name."""
 
 FIRST_LENGTH = "original_max_position_embeddings"
-"""Tokens up to which the short factors hold."""
+"""The entry with the number of tokens up to which the short factors apply."""
 
 
 def plain_config(value: Any) -> Any:
-    """A configuration as plain values, alike in every process, without what does not change a model's KV."""
+    """A configuration as plain values, the same in every process, without `VOLATILE_FIELDS`."""
     if isinstance(value, Mapping):
         return {str(key): plain_config(item) for key, item in value.items() if key not in VOLATILE_FIELDS}
     if isinstance(value, (list, tuple)):
@@ -37,10 +37,10 @@ def plain_config(value: Any) -> Any:
         return value
     if is_dataclass(value) and not isinstance(value, type):
         return {item.name: plain_config(getattr(value, item.name)) for item in fields(value)}
-    # An engine's plugin may have settings of a class of its own, which can say what they are.
+    # An engine's plugin may have settings in a class of its own, which can compute their digest.
     if not isinstance(value, type) and callable(digest := getattr(value, "compute_hash", None)):
         return str(digest())
-    # Python writes an address into the name of a function, and another one in every process.
+    # The text of a function has an address in it, which differs in every process.
     if callable(value):
         return (
             f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
@@ -49,15 +49,15 @@ def plain_config(value: Any) -> Any:
 
 
 def has_long_rope(config: Mapping[str, Any]) -> bool:
-    """Whether the KV of a token depends on how long requests are, as Phi-3's with 128k tokens does."""
+    """Whether a token's KV depends on the length of requests, as in Phi-3 with 128k tokens."""
     return any(value in LONG_ROPE for value in _values(config, ("rope_type", "type")))
 
 
 def long_rope_choice(config: Mapping[str, Any], longest: int) -> Any:
-    """Which factors an engine takes that chooses once, by the longest request it allows; None without a choice.
+    """The choice of factors in an engine that chooses once, by the longest request it allows; None without `LONG_ROPE`.
 
     Args:
-        longest: request, in tokens.
+        longest: tokens of the longest request.
     """
     if not has_long_rope(config):
         return None
@@ -66,7 +66,7 @@ def long_rope_choice(config: Mapping[str, Any], longest: int) -> Any:
 
 
 def _values(config: Any, names: tuple[str, ...]) -> Iterator[Any]:
-    """Of all entries with one of these names, however deep."""
+    """The values of all entries with one of these names, at any depth of mappings."""
     if isinstance(config, Mapping):
         for name, value in config.items():
             if name in names:

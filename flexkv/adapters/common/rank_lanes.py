@@ -20,23 +20,23 @@ from flexkv.transfer.slab_map import SlabMap
 def open_gds_lane(
     config: FlexKVConfig, slabs: SlabMap, stripe: int, views: Sequence[Any], tensors: Sequence[Any]
 ) -> tuple[GdsLane | None, str]:
-    """The lane to slabs on disk that blocks are loaded from without a page of the host pool.
+    """Opens the lane to the slabs on disk, by which blocks are loaded without a page of the host pool.
 
     Args:
-        stripe: the rank whose stripe of them this rank loads.
+        stripe: number of the stripe of each page that this rank loads.
         views: a `KvView` of the rank's pool for each KV group.
-        tensors: that the views were made of; they say which device they lie on.
+        tensors: the tensors that the views were made of; they say which device the pool lies on.
 
     Returns:
-        The lane; or, where `disk.gds` leaves it to the machine, None and why there is none.
+        The lane and an empty string. With `disk.gds` auto, where the lane cannot be had: None and the reason.
 
     Raises:
-        ConfigError: `disk.gds` demands the lane, and it or its staging cannot be had.
+        ConfigError: `disk.gds` demands the lane, and the lane or its staging cannot be had.
     """
     try:
         device = cuda_device_of(tensors)
         lane = make_gds_lane(slabs, stripe, device, config.gds, io=config.disk.io, views=views)
-        # What the machine promises a slab may not keep: its file system or the staging may be refused.
+        # A machine that supports direct reads may still refuse a slab's file system or the staging.
         if config.disk.gds == "auto" and device is not None and (refusal := lane.direct_refusal):
             lane.close()
             return None, refusal
@@ -61,19 +61,20 @@ def open_lanes(
     mover: Any = None,
     gds_lane: GdsLane | None = None,
 ) -> TransferEngine:
-    """The transfer engine of a rank, with its pool attached; on a GPU the host pool is registered too.
+    """Starts the transfer engine of a rank and attaches its pool; on a GPU the host pool is registered too.
 
     Args:
         views: a `KvView` of the rank's pool for each KV group.
         places: where in a slot the blocks of each group lie.
-        tensors: that the views were made of; they say which device the pool lies on, and are held while needed.
-        stream_of: the stream of a CUDA device that copies are ordered after, where `submit` names none.
-        mover: of host lanes; None takes the transfer engine's own.
-        gds_lane: see `open_gds_lane`. It is the engine's from now on, and closed where this raises.
+        tensors: the tensors that the views were made of. They say which device the pool lies on, and are kept alive
+            while copies may touch them.
+        stream_of: takes a CUDA device; returns the stream that copies are ordered after where `submit` names none.
+        mover: the mover of the host lanes; None takes the transfer engine's own.
+        gds_lane: see `open_gds_lane`. The transfer engine owns it from now on; it is closed where this raises.
 
     Raises:
         GeometryError: the tensors lie on several devices, or on one that no lane can reach.
-        ConfigError: `observe.nvtx` names no library that there is.
+        ConfigError: `observe.nvtx` names a library that does not exist.
     """
     transfer = config.transfer
     with ExitStack() as opened:
@@ -108,6 +109,6 @@ def attach_views(
     places: Sequence[RankPlace],
     tensors: Sequence[Any],
 ) -> None:
-    """Makes the rank's pool known to its transfer engine, each view as the group of its number."""
+    """Attaches the rank's pool to its transfer engine: the i-th view as KV group i."""
     for group, (view, place) in enumerate(zip(views, places, strict=True)):
         engine.attach_view(group, view, pool, place.stripe, place.digests, tensors)

@@ -1,4 +1,4 @@
-"""One rank's ops between submit and report: waiting for a queue entry, under way, given up, ended."""
+"""One rank's ops between submit and report: those that wait for a queue entry, are under way, given up, or ended."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NO_TICKET = Ticket(-1)
 """Ticket of an op that was refused."""
 
 FULL_WAIT_S = 0.002
-"""How often a load that a forward waits for is tried again while its lane's queue is full."""
+"""Seconds between two tries to submit a load that a forward waits for while its lane's queue is full."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class WaitingLoad:
     """A load that found its lane's queue full.
 
     Attributes:
-        deadline_s: when it is given up, whether it has entered the queue or not.
+        deadline_s: when the load is given up, whether it has entered the queue or not (`time.monotonic`).
         after: see `RankOps.submit_load`.
     """
 
@@ -45,17 +45,17 @@ class WaitingLoad:
 
 
 class RankOps:
-    """The ops of one rank; every one of them ends in exactly one result.
+    """The ops of one rank; every op ends in exactly one result.
 
     Attributes:
-        engine: the rank's `TransferEngine`; None before the host pool is attached, and then every op is refused.
-        refusal: why there is none and never will be.
-        released: why no op may touch the engine's pool now; empty while they may.
-        gds_refusal: why this rank's engine has no lane to the disks though loads may name it.
-        stripe_bytes: what one page of each KV group moves on this rank.
+        engine: the rank's `TransferEngine`; None before the host pool is attached: every op is then refused.
+        refusal: why this rank will never have a transfer engine, or may not use it any more; empty otherwise.
+        released: why no op may touch the engine's pool now; empty while ops may.
+        gds_refusal: why the transfer engine has no lane to the disks although loads may name it; empty otherwise.
+        stripe_bytes: bytes per page that this rank moves, for each KV group.
         stores: False where another rank stores the same bytes: a store then ends here at once.
-        step: the last forward that was ordered.
-        reports: what is to be said of ops that have ended.
+        step: number of the last forward that was ordered.
+        reports: collects the results of ended ops until they are reported.
     """
 
     def __init__(self, config: FlexKVConfig, rank: int, counters: Counters) -> None:
@@ -77,15 +77,15 @@ class RankOps:
     # --- submit ---
 
     def point(self) -> StreamPoint | None:
-        """After what the engine's stream was given until now, for `submit_load` and `submit_store`; None of plain
-        memory."""
+        """A point after all work enqueued on the engine's stream so far, for `submit_load` and `submit_store`; None
+        where the pool is plain memory, or no op may touch it."""
         return None if self.engine is None or self.released else self.engine.record()
 
     def submit_load(self, job: LoadJob, after: StreamPoint | None = None) -> None:
         """Starts a load, or keeps it for the next poll while the lane's queue is full.
 
         Args:
-            after: what it waits for on a device; None for all that the engine's stream was given until now.
+            after: the point on a device's stream that the load waits for; None for all work enqueued so far.
         """
         if not job.graph.ops:
             self.reports.add_failed(job, job.lost)
@@ -99,7 +99,7 @@ class RankOps:
         if self.engine is None or self.released:
             self._refuse(job, self.released or self.refusal or "no host pool")
             return
-        # Before submit: the copy may have ended by the time that returns, and would seem to have taken no time.
+        # Taken before `submit`: the copy may have ended when that returns, and would seem to have taken no time.
         started_s = time.monotonic()
         if started_s > load.deadline_s:
             self._refuse(job, PAST_DEADLINE)
@@ -107,13 +107,14 @@ class RankOps:
         graph, ops = job.graph, job.graph.ops
         without_lane: list[TransferOp] = []
         if self.gds_refusal:
-            # Planned before it was reported to the scheduler's side. The ops of a load wait for no other.
+            # The load was planned before the scheduler's side learned that the lane is missing. No op of a load waits
+            # for another, so the others can be submitted alone.
             without_lane = [op for op in ops if op.kind is OpKind.GDS_READ]
             graph = TransferGraph(tuple(op for op in ops if op.kind is not OpKind.GDS_READ))
         only_those = len(without_lane) == len(ops)
         ticket = NO_TICKET if only_those else self.engine.submit(graph, after=load.after)
         if ticket is None:
-            # The lane's queue is full for a moment. The promise stands, so it is tried again at every poll.
+            # The lane's queue is full at the moment. The promise stands, so every poll tries again.
             self._waiting.append(load)
             return
         for op in ops:
@@ -131,11 +132,11 @@ class RankOps:
         gated: bool = False,
         after: StreamPoint | None = None,
     ) -> None:
-        """Starts a store; one that finds the queue full is dropped and reported so.
+        """Starts a store; one that finds the queue full is dropped and reported as cancelled.
 
         Args:
-            urgent: a forward waits for its end.
-            gated: of blocks that a forward is yet to write: no layer is copied before `open_layers` has named it.
+            urgent: a forward waits for the store to end.
+            gated: a forward is still to write the blocks: no layer is copied before `open_layers` opens it.
             after: as in `submit_load`.
         """
         if not self.stores:
@@ -156,7 +157,7 @@ class RankOps:
                 self._ops[op.op_id] = SubmittedOp(ticket, op.pages, op.group, started_s, self.step)
 
     def _refused_store(self, op: TransferOp) -> OpResult:
-        """The manager's side counts it, once for all ranks."""
+        """The result of a store that was refused. The manager's side counts it, once for all ranks."""
         if self.released:
             return OpResult.cancelled(op.op_id, op.pages, self.released, PageLoss.RELEASED)
         if self.refusal:
@@ -164,13 +165,17 @@ class RankOps:
         return OpResult.cancelled(op.op_id, op.pages, "the store lane's queue is full", PageLoss.BUSY)
 
     def open_layers(self, op_ids: Collection[OpId], layers: int) -> None:
-        """Layers 0 to `layers` - 1 of these gated stores have been written; those that have ended are left out."""
+        """Lets these gated stores copy layers 0 to `layers` - 1, which have been written. Skips stores that have
+        ended."""
         tickets = {self._ops[op_id].ticket for op_id in op_ids if op_id in self._ops}
         if tickets:
             self.engine.open_layers(sorted(tickets), layers)
 
     def give_up(self, op_id: OpId, reason: str) -> None:
-        """Only what was not issued can be recalled; the report waits for the terminal result all the same."""
+        """Cancels the op's whole ticket and reports its ops as cancelled, once they end.
+
+        Only copies that were not issued can be recalled, so the report still waits for the terminal result.
+        """
         for load in self._waiting:
             if any(op.op_id == op_id for op in load.job.graph.ops):
                 self._waiting.remove(load)
@@ -179,14 +184,15 @@ class RankOps:
         op = self._ops.get(op_id)
         if op is None or op.given_up:
             return
-        # A ticket is cancelled as a whole: what that does to its other ops says nothing about their pages.
+        # A ticket is cancelled as a whole. Its other ops then fail because of that, which says nothing about their
+        # pages, so they are reported as cancelled too.
         for other in self._ops.values():
             if other.ticket == op.ticket and not other.given_up:
                 other.given_up, other.deadline_s = reason, float("inf")
         self.engine.cancel(op.ticket)
 
     def invalidate(self, job: LoadJob, reason: str) -> None:
-        """Whatever a load brings or has brought, all its blocks count as failed; also when its results were taken."""
+        """Makes all blocks of a load count as failed, whatever has arrived; also when its results were taken."""
         for op in job.graph.ops:
             self.give_up(op.op_id, reason)
             if op.op_id not in self._ops:
@@ -198,8 +204,8 @@ class RankOps:
         """Waits for a load that the forward reads. Blocks that did not arrive are reported in this step.
 
         Raises:
-            ClosedError: the copy neither ended nor could be recalled. Its blocks may still be written at any time, so
-                the engine can neither use them nor compute into them.
+            ClosedError: a copy neither ended nor could be recalled. Its blocks may still be written at any time, so the
+                engine can neither use them nor compute into them.
         """
         ends_s = time.monotonic() + self._config.load.deadline_s
         self._wait_for_entry(job)
@@ -215,20 +221,22 @@ class RankOps:
         self.poll()
 
     def wait_layer(self, job: LoadJob, layer: int, ends_s: float, stream: int | None = None) -> bool:
-        """Waits until a layer of a layerwise load is in place, or pages of it are known to have failed.
+        """Waits until a layer of a layerwise load is in place, or some of its pages are known to have failed.
 
         Args:
-            stream: the engine's, on a device: what it is given next comes after the layer's copies.
+            ends_s: the deadline (`time.monotonic`).
+            stream: the engine's stream, on a device: work enqueued there from now on starts after the layer's copies.
 
         Returns:
-            False when that was not so by `ends_s`: the whole load then counts as failed.
+            False if `ends_s` passed first, or the load was given up before: the whole load then counts as failed.
         """
         self._wait_for_entry(job)
         for mine in [self._ops[op.op_id] for op in job.graph.ops if op.op_id in self._ops]:
             if mine.given_up:
                 return False
             found = self.engine.wait_layer(mine.ticket, layer, max(0.0, ends_s - time.monotonic()), stream)
-            # A stream is not made to wait for a layer with failed pages, and others may share those that are whole.
+            # `engine.wait_layer` orders no stream behind a layer with failed pages. The layer's other pages may still
+            # be used, so the host waits for the whole op instead.
             in_time = found.in_time if not found.failed or stream is None else self._wait(mine, ends_s)
             if not in_time:
                 mine.given_up = PAST_DEADLINE
@@ -237,7 +245,7 @@ class RankOps:
         return True
 
     def finish_stores(self, graphs: list[TransferGraph]) -> None:
-        """Waits for stores up to `transfer.stuck_s`; what has not ended by then counts as failed."""
+        """Waits for stores up to `transfer.stuck_s`; all pages of an op that has not ended by then count as torn."""
         ends_s = time.monotonic() + self._config.transfer.stuck_s
         for graph in graphs:
             for op in graph.ops:
@@ -245,16 +253,16 @@ class RankOps:
                     mine.torn = set(range(mine.pages))
 
     def keep_before_reuse(self, reused: Mapping[OpId, list[int]], wait_s: float) -> None:
-        """Blocks that stores read are about to be written: by plain memory's next forward, so that the copies must have
-        ended; or by a forward on a device, whose stream is ordered behind the copies. Pages of which neither could be
-        had in time are torn.
+        """Called when a forward is about to write blocks that stores read. In plain memory it waits for the copies to
+        end; on a device it orders the engine's stream behind them. Pages for which this takes longer than `wait_s`
+        seconds count as torn.
 
         Args:
             reused: op -> positions in the op.
         """
         self.poll()
         ends_s = time.monotonic() + wait_s
-        # All are asked for before any is waited for: one that is slow may use up the time.
+        # Every op gets a try without waiting first, because one slow op may use up the time.
         behind = [
             (op, positions)
             for op_id, positions in reused.items()
@@ -265,11 +273,11 @@ class RankOps:
                 op.torn = (op.torn or set()) | set(positions)
 
     def release(self, reason: str) -> None:
-        """Ends every op, because the engine is about to take its pool away. Ops that come later end refused with the
-        reason, until `released` is empty again.
+        """Ends every op, because the engine is about to take its pool's memory away. Later ops are refused with
+        `reason` until `released` is empty again.
 
         Raises:
-            ClosedError: a copy neither ended nor could be recalled: the pool must stay. Nothing is released then.
+            ClosedError: a copy neither ended nor could be recalled, so the memory must stay. Ops are accepted again.
         """
         self.released = reason
         if self.engine is None:
@@ -297,14 +305,15 @@ class RankOps:
         self._collect()
 
     def poll(self, wait_s: float = 0.0) -> None:
-        """Collects ended ops; waits for one up to `wait_s` if any is under way. Ends the wait for late loads."""
+        """Collects ended ops, tries waiting loads again, and gives up loads past their deadline. Waits up to `wait_s`
+        seconds for an op to end if any is under way."""
         if self.engine is None or not (self._ops or self._waiting):
             return
         waiting, self._waiting = self._waiting, []
         for load in waiting:
             self._try_load(load)
         if wait_s and self._ops:
-            # Not select(), which takes no descriptor above 1023.
+            # select() would refuse a descriptor above 1023.
             ended = select.poll()
             ended.register(self.engine.event_fd, select.POLLIN)
             ended.poll(wait_s * 1000)
@@ -320,7 +329,8 @@ class RankOps:
         return bool(self._ops or self.reports.ended or self._waiting)
 
     def close(self) -> None:
-        """Ends the lanes, and waits for copies in flight up to `transfer.close_s`. What ends meanwhile is reported."""
+        """Closes the lanes, and waits up to `transfer.close_s` for copies in flight. Ops that end meanwhile are
+        reported."""
         if self.engine is None:
             return
         waiting, self._waiting = self._waiting, []

@@ -1,4 +1,4 @@
-"""What one rank reports of its ops: terminal results, ended requests, and blocks that hold no valid KV."""
+"""Reports of one rank's ops: terminal results, ended requests, and blocks that hold no valid KV."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from flexkv.transfer.graph import OpResult, TransferOp
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """An op's terminal result and what decides when it may be taken.
+    """An op's terminal result, with the facts that decide when it may be taken.
 
     Attributes:
-        step: the last forward that was ordered when the op was submitted.
-        failed_load: blocks of a load hold no valid KV.
+        step: number of the last forward that was ordered when the op was submitted.
+        failed_load: the op is a load's, and some of its blocks hold no valid KV.
     """
 
     result: OpResult
@@ -24,12 +24,12 @@ class Ended:
 
 
 class RankReports:
-    """Collects what one rank reports; each result, request and block is taken once.
+    """Collects the reports of one rank; each result, request and block is taken once.
 
     Attributes:
-        ended: results that were not taken, in the order in which they came.
-        finished: requests whose async load has ended, not taken yet; `failed` are those of them, and of loads that
-            have not ended yet, of which pages are missing.
+        ended: results not taken yet, in order of arrival.
+        finished: requests whose async load has ended, not taken yet.
+        failed: requests whose async load lacks pages, not taken yet; the load itself may not have ended.
         failed_blocks: engine blocks that a load should have filled and did not, not taken yet.
     """
 
@@ -40,25 +40,24 @@ class RankReports:
         self.failed_blocks: set[int] = set()
 
     def add(self, result: OpResult, step: int, load: LoadJob | None = None) -> None:
-        """An op has ended; `load` is the job that it belongs to, if it is of one."""
+        """Adds the result of an op; `load` is the job that the op belongs to, if any."""
         self.ended.append(Ended(result, step, load is not None and bool(len(result.failed))))
         if load is not None and len(result.failed):
             blocks = next(op.blocks for op in load.graph.ops if op.op_id == result.op_id)
             self.add_failed(load, blocks[result.failed].tolist())
 
     def add_failed(self, load: LoadJob, blocks: Iterable[int]) -> None:
-        """Engine blocks that a load should have filled and did not."""
+        """Adds engine blocks that a load should have filled and did not."""
         self.failed_blocks.update(blocks)
         if not load.sync:
             self.failed.add(load.request_id)
 
     def add_finished(self, request_id: str) -> None:
-        """The request's async load has ended."""
+        """Adds a request whose async load has ended."""
         self.finished.add(request_id)
 
     def invalidate(self, load: LoadJob, op: TransferOp, reason: str) -> None:
-        """All blocks of a load's op that has ended count as failed, however it ended, also where its result was
-        taken."""
+        """Makes all blocks of an ended op of a load count as failed, whatever its result, even if that was taken."""
         self.add_failed(load, op.blocks.tolist())
         for at, entry in enumerate(self.ended):
             if entry.result.op_id == op.op_id:
@@ -68,14 +67,14 @@ class RankReports:
     # --- taken ---
 
     def take_results(self) -> list[OpResult]:
-        """Terminal results not taken yet, in the order in which they came."""
+        """Takes all terminal results, in order of arrival."""
         ended, self.ended = self.ended, []
         return [entry.result for entry in ended]
 
     def take_settled(self, settled_step: int) -> list[OpResult]:
-        """Of those results the ones that no later report makes wrong: of ops ordered up to `settled_step`.
+        """Takes the results that no later report can make wrong: those of ops submitted up to forward `settled_step`.
 
-        A load that lost blocks is left for the step's report, which names these blocks first.
+        The result of a load that lost blocks stays for the step's report, which names these blocks first.
         """
         settled: list[OpResult] = []
         held: list[Ended] = []
@@ -88,18 +87,18 @@ class RankReports:
         return settled
 
     def take_finished(self) -> set[str]:
-        """Requests whose async load has ended on this rank, each exactly once."""
+        """Takes the requests whose async load has ended on this rank."""
         finished, _ = self.take_finished_and_failed()
         return finished
 
     def take_finished_and_failed(self) -> tuple[set[str], set[str]]:
-        """The same, and those of them whose load has failed."""
+        """Takes the requests whose async load has ended, and returns with them those whose load lacks pages."""
         finished, self.finished = self.finished, set()
         failed = self.failed & finished
         self.failed -= failed
         return finished, failed
 
     def take_failed_blocks(self) -> set[int]:
-        """Engine blocks that a load should have filled and did not."""
+        """Takes the engine blocks that a load should have filled and did not."""
         failed, self.failed_blocks = self.failed_blocks, set()
         return failed

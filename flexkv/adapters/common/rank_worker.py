@@ -1,4 +1,4 @@
-"""One rank's share of the unit: its views of the engine's pool, the lanes, and the mapping of the host pool."""
+"""One rank's share of the unit: views of the engine's pool, the lanes, and the mapping of the host pool."""
 
 from __future__ import annotations
 
@@ -31,21 +31,22 @@ logger = get_logger(__name__)
 
 
 class RankWorker:
-    """What the worker's side of every adapter does alike.
+    """The part of the worker's side that all adapters share.
 
     Args:
-        current_stream: of a CUDA device, the stream that the calling thread gives the engine's work to, as an integer.
+        current_stream: takes a CUDA device; returns the stream that the calling thread enqueues the engine's work on,
+            as an integer.
 
     Raises:
-        ConfigError: `observe.nvtx` names no library that there is. Here, where the engine's start ends with it: a rank
-            in a process of its own that failed later would live without the cache.
+        ConfigError: `observe.nvtx` names a library that does not exist. It is checked here so that it ends the engine's
+            start: a rank in a process of its own that failed later would run on without the cache.
 
     Attributes:
-        device: the CUDA device of the engine's pool; None for plain memory, and before it is attached.
-        views: of the engine's pool, one a KV group; none before `take_pool`.
-        pool_id: of the engine's pool; NO_POOL before `take_pool`.
-        slots: of the host pool; -1 before it is attached.
-        unit: that this rank serves, from its grant on and for good; NO_UNIT before.
+        device: the CUDA device of the engine's pool; None for plain memory, and before `attach`.
+        views: a `KvView` of the engine's pool per KV group; none before `take_pool`.
+        pool_id: names the engine's pool; NO_POOL before `take_pool`.
+        slots: slots of the host pool; -1 before `attach`.
+        unit: the unit that this rank serves, from its grant on and for good; NO_UNIT before.
     """
 
     def __init__(self, config: FlexKVConfig, rank: int, current_stream: Callable[[int], int]) -> None:
@@ -69,7 +70,7 @@ class RankWorker:
         self._ops = RankOps(config, rank, self.counters)
 
     def make_mover(self) -> Any:
-        """The mover of the device lanes; None takes the transfer engine's own. For subclasses that decorate it."""
+        """The mover of host lanes; None takes the transfer engine's own. Subclasses override it to decorate one."""
         return None
 
     def take_pool(
@@ -80,13 +81,14 @@ class RankWorker:
         num_blocks: int,
         replicas: int,
     ) -> None:
-        """The engine's pool is known. Where a unit was made for another one, this rank serves that no more: it refuses
-        every order, so that no block number of the one pool is ever taken for one of the other.
+        """Takes the engine's pool. If this rank already serves a unit, which was made for another pool, it refuses
+        every op from now on, so that a block number of one pool is never taken for one of the other.
 
         Args:
-            views: of each KV group, and `groups` what the unit is told of it.
-            owners: the tensors that the views lie in; kept as long as anything may touch them.
-            replicas: so many ranks in a row hold the same bytes; only those of the first of them are stored.
+            views: a `KvView` per KV group.
+            groups: the facts of each KV group, for the unit.
+            owners: the tensors that the views lie in; kept alive as long as a copy may touch them.
+            replicas: number of consecutive ranks that hold the same bytes; only the first of them stores.
         """
         if self.unit != NO_UNIT:
             self._ops.close()
@@ -99,7 +101,7 @@ class RankWorker:
         self._ops.stores = self.rank % replicas == 0
 
     def facts(self) -> RankFacts | None:
-        """What the scheduler needs to size the host pool; None before `take_pool`."""
+        """The facts that the scheduler's side needs to size the host pool; None before `take_pool`."""
         if not self.views:
             return None
         here = RankFacts.here(self.rank, self._num_blocks, *self._groups)
@@ -108,13 +110,13 @@ class RankWorker:
     def attach(
         self, unit: UnitId, pool: HostPool, places: tuple[RankPlace, ...], slabs: SlabMap | None = None
     ) -> None:
-        """Starts the lanes between the engine's pool and the unit's host pool, and `slabs` if there are any.
+        """Starts the lanes between the engine's pool and the unit's host pool, and the lane to `slabs` if given.
 
         Args:
             places: where in a slot the blocks of each group lie.
 
         Raises:
-            ContractError: this rank serves another unit, or this one already: its lanes have ops in flight.
+            ContractError: this rank serves another unit, or has been attached before: its lanes have ops in flight.
             GeometryError, ConfigError: see `open_lanes` and `open_gds_lane`.
         """
         if self.unit not in (NO_UNIT, unit):
@@ -146,9 +148,9 @@ class RankWorker:
         self.slots = pool.slots
 
     def take_grant(self, grant: PoolGrant) -> None:
-        """Maps the host pool of another process and attaches it, once. What goes wrong is kept as the refusal.
+        """Maps the host pool of another process and attaches it, once. An error is kept as the refusal of all ops.
 
-        A grant of another unit than the one that this rank serves changes nothing; nor does one for another pool.
+        A later grant, or one for another pool of this rank, changes nothing.
         """
         if self.unit != NO_UNIT or grant.pools[self.rank : self.rank + 1] != (self.pool_id,):
             return
@@ -156,18 +158,18 @@ class RankWorker:
         try:
             self.attach(grant.unit, HostPool.attach(grant.descriptor), grant.places[self.rank], grant.slabs)
         except FlexKVError as error:
-            # The engine can live without a cache; the scheduler's side is told and promises nothing.
+            # The engine can run without a cache. The refusal reaches the scheduler's side, which then promises nothing.
             self._ops.refusal = f"{type(error).__name__}: {error}"
             logger.error("rank %d cannot use the host pool: %s", self.rank, self._ops.refusal)
 
     def release_pool(self, reason: str) -> None:
-        """The engine is about to take its pool's memory away: ends every op, and detaches the views. Idempotent.
+        """Ends every op and detaches the views, because the engine is about to take its pool's memory away. Idempotent.
 
         Args:
-            reason: of the ops that come before `restore_pool`; they end refused.
+            reason: the reason with which ops are refused until `restore_pool`.
 
         Raises:
-            ClosedError: a copy neither ended nor could be recalled: the memory must stay.
+            ClosedError: a copy neither ended nor could be recalled, so the memory must stay.
         """
         self._ops.release(reason)
         if self._views_attached and self._ops.engine is not None:
@@ -176,7 +178,7 @@ class RankWorker:
             self._views_attached = False
 
     def restore_pool(self) -> None:
-        """The pool's memory is back at the same addresses; what it held is gone. Idempotent."""
+        """Attaches the views again: the pool's memory is back at the same addresses, its content lost. Idempotent."""
         if self._places and not self._views_attached and self._ops.engine is not None:
             attach_views(self._ops.engine, self.views, self._pool, self._places, self._owners)
             self._views_attached = True
@@ -184,15 +186,15 @@ class RankWorker:
 
     @property
     def attached(self) -> bool:
-        """Whether the host pool was attached here, ever."""
+        """Whether the host pool was ever attached here."""
         return self._pool is not None
 
     @property
     def usable_slots(self) -> int:
-        """Slots that are up here, and known to this rank's GPU where it has one."""
+        """Slots that are ready in this process and, where this rank has a GPU, registered with it."""
         pinned_first = self.device is not None
         return int(self._pool.pinned_slots if pinned_first else self._pool.ready_slots)
 
     def close(self) -> None:
-        """Ends the lanes; waits for copies in flight up to `transfer.close_s`. Their results can still be taken."""
+        """Closes the lanes; waits up to `transfer.close_s` for copies in flight. Their results can still be taken."""
         self._ops.close()

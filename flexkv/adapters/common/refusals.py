@@ -1,4 +1,4 @@
-"""What an engine's log and the caller are given when flexkv refuses to start."""
+"""Reports to the engine's log and to the caller that flexkv refuses to start."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from flexkv.errors import FlexKVError
 
 @contextlib.contextmanager
 def log_refusal(logger: logging.Logger) -> Iterator[None]:
-    """Logs why flexkv refuses to start, an error for each line of the reason, before the engine prints the exception
-    among its own traceback."""
+    """Logs why flexkv refuses to start, one error per line of the reason, before the engine prints the exception within
+    its own traceback."""
     try:
         yield
     except FlexKVError as error:
         for line in str(error).splitlines():
             logger.error("flexkv refuses to start: %s", line)
-        # The message says it all; the engine would print each step that led to it. A copy, because the interpreter
-        # gives an exception that it passes on its whole traceback back.
+        # Raised without its traceback, because the message says it all and the engine would print every frame. A copy,
+        # because the interpreter restores the whole traceback of an exception that is raised again.
         raise copy.copy(error).with_traceback(None) from None

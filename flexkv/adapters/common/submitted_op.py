@@ -1,4 +1,4 @@
-"""One op of one rank between submit and report: what its end means, and what is counted of it."""
+"""One op of one rank between submit and report: how its end is reported, and how it is counted."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ LOSSES = {
     OpStatus.FAILED: PageLoss.MOVE_FAILED,
     OpStatus.SKIPPED: PageLoss.MOVE_SKIPPED,
     OpStatus.LANE_DOWN: PageLoss.LANE_DOWN,
-    # Nothing went wrong: a client has hung up, say.
+    # Nothing went wrong: a client may have hung up.
     OpStatus.CANCELLED: PageLoss.CANCELLED,
 }
-"""What happened to failed pages of an op; OK where pages of a whole op were torn."""
+"""The loss to count for failed pages, by the op's status. OK stands for an op that ended well but had torn pages."""
 
 
 def count_ended(
@@ -40,10 +40,10 @@ def count_ended(
 
     Args:
         direction: `load` or `store`.
-        pages: of the op.
-        page_bytes: what one page moves on this rank.
-        started_s: when it was submitted (`time.monotonic`); None where it never was, and took no time.
-        loss: why pages failed, where it is not what the status says.
+        pages: pages of the op.
+        page_bytes: bytes per page that this rank moves.
+        started_s: when the op was submitted (`time.monotonic`); None for one that never was: no time is counted.
+        loss: why pages failed; None for the loss that the status stands for.
     """
     failed = len(result.failed)
     counters.add("flexkv_moved_pages_total", pages - failed, direction=direction)
@@ -58,10 +58,10 @@ class SubmittedOp:
     """An op submitted here and not yet reported.
 
     Attributes:
-        step: the last forward that was ordered when it was submitted.
-        load: the job that it belongs to; None for a store.
-        torn: positions whose block was written while the copy read it.
-        given_up: why its bytes are not to be used however it ends; empty while they are.
+        step: number of the last forward that was ordered when the op was submitted.
+        load: the job that the op belongs to; None for a store.
+        torn: positions in the op whose block may have been written while the copy read it.
+        given_up: why the op's bytes are not to be used, however it ends; empty while they may be used.
     """
 
     ticket: Ticket
@@ -75,9 +75,9 @@ class SubmittedOp:
     given_up: str = ""
 
     def outcome(self, result: OpResult) -> OpResult:
-        """What is to be reported of an op that the lanes have ended so."""
+        """The result to report for an op that ended with `result`."""
         if self.given_up:
-            # Not FAILED: that would say that the stored pages are bad.
+            # FAILED would mean that the stored pages are bad.
             return OpResult.cancelled(result.op_id, self.pages, self.given_up)
         if not self.torn:
             return result
@@ -91,7 +91,7 @@ class SubmittedOp:
         """Adds an op that has ended to the metrics.
 
         Args:
-            stripe_bytes: what one page moves on this rank.
+            stripe_bytes: bytes per page that this rank moves.
         """
         direction = "load" if self.load is not None else "store"
         loss = PageLoss.DEADLINE if self.given_up == PAST_DEADLINE else None

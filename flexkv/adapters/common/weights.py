@@ -1,4 +1,4 @@
-"""What tells one set of weights from another: the hub's commit, or their content."""
+"""Names sets of weights, by the hub's commit or by their content."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from flexkv.weights.fingerprint import sampled_identity
 COMMIT_PREFIX = "commit:"
 HUB_PREFIX = "hub:"
 BLOBS = "blobs"
-"""The folder of the hub's cache that the links of a commit's files lead to."""
+"""The folder of the hub's cache that holds the files themselves; a commit's folder has links to them."""
 
 COMMIT = re.compile(r"/snapshots/([0-9a-f]{40})(/|$)")
 PINNED = re.compile(r"[0-9a-f]{40}")
 
 
 def weights_identity(model: str, revision: str | None, resolved: str | None = None) -> str:
-    """A string that differs for different weights of the model: the hub's commit and the place in it, else a digest of
-    sampled content.
+    """A string that differs for different weights: the hub's commit and the path in it, or else a digest of sampled
+    content.
 
     Args:
-        model: a folder, a file, or a hub name; a hub name stands for itself with its commit.
-        revision: of a hub name: a commit, or a branch or tag that may move.
-        resolved: what the engine found behind the revision.
+        model: a folder, a file, or a hub name; a hub name enters the string with its commit.
+        revision: for a hub name, a commit, or a branch or tag that may move.
+        resolved: the commit that the engine found for the revision.
 
     Raises:
-        ConfigError: the folder holds no weights that we know, or nothing says which commit of the hub is meant; says
-            what to set.
+        ConfigError: the folder holds no weights of a known format, or nothing says which commit of the hub is meant.
+            The message says what to set.
     """
     return _name_of(model, revision, resolved) or sampled_identity(Path(model))
 
 
 def weights_content(model: str, revision: str | None, resolved: str | None = None) -> WeightsContent:
-    """What of these weights has to be read whole, because no commit names it. The arguments are those of
-    `weights_identity`, and so are the errors."""
+    """Which of these weights have to be read whole, because no commit names them. Arguments and errors as for
+    `weights_identity`."""
     name = _name_of(model, revision, resolved)
     if not name:
         return WeightsContent((model,))
@@ -51,11 +51,11 @@ def weights_content(model: str, revision: str | None, resolved: str | None = Non
 
 
 def _name_of(model: str, revision: str | None, resolved: str | None) -> str:
-    """What names the weights without their content; empty where nothing does.
+    """A name for the weights that needs no look at their content; empty where there is none.
 
-    A commit's folder counts where its files are links into the hub's cache, which keeps a file under a digest of what
-    it holds: who edits one in place breaks that cache. A folder with the name of a commit that holds the files
-    themselves, as a copy does, is one like any other.
+    A commit's folder gives a name if its files are links into the hub's cache, which names each file by a digest of its
+    content: whoever edits one in place breaks that cache. A folder that has a commit's name but holds the files
+    themselves, such as a copy, is treated like any other folder.
     """
     path = Path(model)
     place = os.path.normpath(model)
@@ -75,8 +75,8 @@ def _name_of(model: str, revision: str | None, resolved: str | None) -> str:
 
 
 def _is_of_hub_cache(path: Path) -> bool:
-    """Whether every weights file there is a link into the hub's cache; also where there is none, and nothing but the
-    commit names what an engine loads."""
+    """Whether every weights file in the folder is a link into the hub's cache. True also where there is no such file:
+    only the commit then names what an engine loads."""
     try:
         files = weight_files(path)
     except ConfigError:
@@ -89,11 +89,11 @@ def _is_of_hub_cache(path: Path) -> bool:
 
 
 def resolved_commit(model: Any) -> str | None:
-    """The hub's commit that an engine has found at load, which a branch's name does not tell; None where it says none.
+    """The hub's commit that an engine found when it loaded the model, perhaps by a branch's name; None if unknown.
 
     Args:
-        model: an engine's configuration of the model, which has transformers' own in `hf_text_config`, and mostly in
-            `hf_config` as well.
+        model: an engine's configuration of the model, which has transformers' configuration in `hf_text_config`, and
+            mostly in `hf_config` as well.
     """
     configs = (model.hf_text_config, getattr(model, "hf_config", None))
     return next((commit for config in configs if (commit := getattr(config, "_commit_hash", None))), None)

@@ -1,1 +1,1 @@
-"""Adapter to tensors, streams and events of torch, for hosts that are no serving engine."""
+"""Adapter to torch's tensors, streams and events, for hosts that are not serving engines."""

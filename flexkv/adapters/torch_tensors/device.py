@@ -1,4 +1,4 @@
-"""A device of torch for the layerwise pipelines: its tensors, streams and events. On a GPU not yet run."""
+"""A torch device for the layerwise pipelines: its tensors, streams and events. Not yet run on a GPU."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from flexkv.transfer.layerwise.base import Event, LayerDevice, Stream
 from flexkv.transfer.nvtx import span
 
 LOOK_EVERY_S = 0.0005
-"""How often a wait with a deadline looks at an event: CUDA's own wait has none."""
+"""Seconds between two looks at an event during a wait with a deadline: CUDA's own wait has no deadline."""
 
 
 class TorchEvent(Event):
-    """A recorded event: what failed to be enqueued before it, and once waited for, what the device reports."""
+    """A recorded event. Its error is that of work that failed to be enqueued before it or, after a wait, the one that
+    the device reported."""
 
     def __init__(self, native: Any, error: str) -> None:
         self.native = native
@@ -31,7 +32,7 @@ class TorchEvent(Event):
                     return False
                 time.sleep(LOOK_EVERY_S)
         except RuntimeError as error:
-            # Of a context that is broken nothing moves any more.
+            # The context is broken, so nothing moves any more.
             self._error = self._error or f"the device reported: {error}"
         return True
 
@@ -41,12 +42,12 @@ class TorchEvent(Event):
 
 
 class TorchStream(Stream):
-    """One pipeline's stream. Work is enqueued by the calling thread, with the stream current."""
+    """One pipeline's stream. The calling thread enqueues work while this is its current stream."""
 
     def __init__(self, module: Any, device: torch.device) -> None:
         self._module = module
         self._native = module.Stream(device) if device.type != "cpu" else module.Stream()
-        # Memory that torch gives to one stream may still be in use by work that was enqueued there before.
+        # Memory that torch's allocator hands out may still be in use by work enqueued earlier on the current stream.
         self._native.wait_stream(module.current_stream())
         self._error = ""
 
@@ -56,7 +57,7 @@ class TorchStream(Stream):
         try:
             with span(stage), self._module.stream(self._native):
                 work()
-        except Exception as error:  # whatever a transform or a source raises is what its layer failed of
+        except Exception as error:  # whatever a transform or a source raises fails its layer
             self._error = f"{stage} of layer {layer}: {type(error).__name__}: {error}"
 
     def wait(self, event: Event) -> None:
@@ -71,9 +72,9 @@ class TorchStream(Stream):
 
 
 class TorchDevice(LayerDevice):
-    """A CUDA device; or torch's CPU, where everything is done at once.
+    """A CUDA device, or torch's CPU, where all work is done synchronously.
 
-    The memory of a pipeline's sources must be pinned for its loads to overlap, and stay until the pipeline is quiet.
+    The memory of a pipeline's sources must be pinned for loads to overlap, and stay valid until the pipeline is quiet.
     """
 
     def __init__(self, device: str | torch.device) -> None:
@@ -106,7 +107,7 @@ class TorchDevice(LayerDevice):
 
 
 class TensorRows:
-    """Rows in one tensor [planes, tokens, heads, head_width], to be read or written without waiting for the copy."""
+    """Rows in one tensor [planes, tokens, heads, head_width], read or written without waiting for the copy."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
