@@ -18,11 +18,11 @@ LONGEST_FIRST = (
     "gpu",
     "unit",
 )
-"""Folders in the order in which a run takes them, by `durations.md`, so that no worker is last with minutes of work."""
+"""Folders in the order in which a run takes them, by `durations.md`, so that no worker starts minutes of work last."""
 
 TOGETHER = ("sanitizers", "engines_sglang", "native", "engines_vllm33")
-"""Folders that stay on one worker: their files share a build, or an engine that is started once. No run is shorter than
-the longest of them."""
+"""Folders that stay on one worker: their files share a build, or an engine that is started once. A run takes at least
+as long as the longest of them."""
 
 
 def pytest_configure() -> None:

@@ -1,7 +1,8 @@
-"""Where the time of a run went: `make test` with PYTEST_ADDOPTS=--junitxml=FILE, then `python -m tests.durations FILE`.
+"""Shows where a run spent its time: `make test` with PYTEST_ADDOPTS=--junitxml=FILE, then `python -m tests.durations
+FILE`.
 
-Writes `tests/durations.md`: seconds per folder, of the slowest files and of the slowest tests, each with set-up and
-tear-down. An engine that several tests share counts for the first.
+Writes `tests/durations.md`: seconds per folder, per slow file and per slow test, each with set-up and tear-down.
+Starting an engine that several tests share counts for the first of them.
 """
 
 from __future__ import annotations

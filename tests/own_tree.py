@@ -6,5 +6,5 @@ from pathlib import Path
 
 import flexkv
 
-# Links stay: those of the copy lead to the working tree, whose native core no sanitizer looks into.
+# Links are kept: the copy's links lead to the working tree, and no sanitizer instruments the native core there.
 OWN_TREE = Path(flexkv.__file__).parent.parent

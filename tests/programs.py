@@ -12,12 +12,12 @@ from build_support.ninja_file import ROOT
 
 
 def run_module(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs `python -m` with these arguments from the root; `stdout` has all that it said. The test's limit bounds it,
-    and ends what the program has started with it.
+    """Runs `python -m` with these arguments from the root; `stdout` has all that it printed. The test's own time limit
+    applies, and it also ends what the program has started.
 
-    Under `make test` what it compiles takes one core, because another worker has the other.
+    Under `make test` compilers use one core, because another worker has the other.
     """
-    # Options of pytest that the user gave are for the session that runs this test, not for one inside it.
+    # The user's pytest options are for the session that runs this test, not for one inside it.
     environ = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
     if "PYTEST_XDIST_WORKER" in environ:
         environ.setdefault("MAX_JOBS", "1")

@@ -13,7 +13,7 @@ def soak_factor() -> int:
     """How many times longer than usual a test marked `soak` runs.
 
     Raises:
-        ValueError: FLEXKV_SOAK is no whole number from 1.
+        ValueError: FLEXKV_SOAK is not a whole number of at least 1.
     """
     text = os.environ.get(SOAK_VARIABLE, "1")
     if not (text.isascii() and text.isdecimal()) or int(text) < 1:
@@ -24,6 +24,6 @@ def soak_factor() -> int:
 def soak_rounds(usual: int = 1) -> pytest.MarkDecorator:
     """Runs a test for each `soak_round` from 0: `usual` rounds, times the factor. Goes with `pytest.mark.soak`.
 
-    As the topmost of several parametrisations its rounds follow each other, so that they share an engine.
+    Place it above other parametrisations: the rounds of one case then run in a row and share an engine.
     """
     return pytest.mark.parametrize("soak_round", range(usual * soak_factor()))

@@ -1,10 +1,10 @@
-"""Repeats test files beside busy loops, and stops at the first that wavers.
+"""Repeats test files beside busy loops and stops at the first one that fails a round.
 
-`python -m tests.steady [--budget-s S] [--load N] [--rounds N] [FILE or FOLDER ...]` (all test files where none is
-named; `make steady` calls it). A file with threads, clocks or processes runs 20 times, and 5 times under
-ThreadSanitizer where it is among the tests that run there; any other file 3 times. What has run is kept in
-build/steady.json until a file of the tree changes, so that the next call goes on where this one stopped. Exits with 0
-once every round has passed, 1 at the first failure, 3 when the time is over.
+`python -m tests.steady [--budget-s S] [--load N] [--rounds N] [FILE or FOLDER ...]` runs all test files if none is
+named; `make steady` calls it. A file with threads, clocks or processes runs 20 times, and 5 more times under
+ThreadSanitizer if it is among the tests that run there; any other file runs 3 times. Passed rounds are kept in
+build/steady.json until a file of the tree changes, so that the next call continues where this one stopped. The exit
+code is 0 once every round has passed, 1 at the first failure, and 3 when the time is over.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ BUDGET_S = 3600.0
 ROUND_S = 1800.0
 """A round that takes longer is ended and counts as failed."""
 SHOWN_BYTES = 8000
-"""Of the output of a round that failed."""
+"""Number of characters shown from the end of a failed round's output."""
 
 TIMED_MODULES = frozenset(
     [
@@ -54,7 +54,7 @@ TIMED_MODULES = frozenset(
         "time",
     ]
 )
-"""Who imports one of these has something that another process's load can put off."""
+"""A file that imports one of these can be disturbed by another process's load."""
 
 STILL_TO_RUN = 3
 
@@ -63,14 +63,14 @@ BUSY_LOOP = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: sum
 
 @dataclass(frozen=True)
 class Plan:
-    """How often a test file runs, usually and under ThreadSanitizer."""
+    """How often a test file runs: normally, and under ThreadSanitizer."""
 
     path: str
     usual: int
     under_thread_sanitizer: int
 
     def rounds(self, most: int) -> Iterator[tuple[str, bool]]:
-        """(name of the round, whether it is under ThreadSanitizer), of either kind the first `most`."""
+        """(name of the round, whether it is under ThreadSanitizer), for the first `most` rounds of each kind."""
         for number in range(min(self.usual, most)):
             yield f"{self.path} {number + 1}/{self.usual}", False
         for number in range(min(self.under_thread_sanitizer, most)):
@@ -89,7 +89,7 @@ def imported_modules(path: Path) -> set[str]:
 
 
 def is_timed(path: Path, root: Path = ROOT) -> bool:
-    """Whether a test file has threads, clocks or processes: itself, or in what it imports from `tests`."""
+    """Whether a test file, or what it imports from `tests`, uses threads, clocks or processes."""
     seen: set[Path] = set()
     waiting = [path]
     while waiting:
@@ -130,7 +130,7 @@ def tree_digest() -> str:
 
 
 class Progress:
-    """Rounds that have passed in this very tree, kept in a file."""
+    """Rounds that have passed in exactly this tree, kept in a file."""
 
     def __init__(self, path: Path, tree: str) -> None:
         self._path = path
@@ -145,7 +145,7 @@ class Progress:
         return name in self._passed
 
     def add(self, name: str) -> None:
-        """Keeps that the round has passed."""
+        """Records that the round has passed."""
         self._passed.add(name)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         new = self._path.with_suffix(".new")
@@ -180,7 +180,7 @@ def run_round(path: str, cwd: Path, environ: dict[str, str]) -> str | None:
 
 
 def run(plans: Sequence[Plan], progress: Progress, budget_s: float, most_rounds: int = TIMED_ROUNDS) -> int:
-    """Runs what has not passed yet, one file after the other; the exit code of the program."""
+    """Runs the rounds that have not passed yet, file by file. Returns the program's exit code."""
     ends_s = time.monotonic() + budget_s
     waiting = [
         (each, name, sanitized)
@@ -212,7 +212,8 @@ def run(plans: Sequence[Plan], progress: Progress, budget_s: float, most_rounds:
 
 
 def find_files(named: Sequence[str]) -> list[Path]:
-    """The test files named, and those of the folders named, or all; ends the program where there is none."""
+    """The test files that are named and those of the folders that are named, or all; ends the program if there are
+    none."""
     files: list[Path] = []
     for path in [Path(name).resolve() for name in named] or [ROOT / "tests"]:
         found = sorted(path.rglob("test_*.py")) if path.is_dir() else [path] if path.is_file() else []

@@ -11,7 +11,7 @@ from typing import Any
 from demo.engine_child import Operation
 
 GARBAGE_SCALE = 30.0
-"""Standard deviation of the garbage; K and V stay within a few units, so any use of it changes the output."""
+"""Standard deviation of the garbage. K and V stay within a few units, so reading any garbage changes the output."""
 
 
 def _block_pool(llm: Any) -> Any:
@@ -46,7 +46,7 @@ def scribble(llm: Any, seed: int = 1) -> dict[str, Any]:
 
 
 def spoil_cached(llm: Any, blocks: int, seed: int = 1) -> dict[str, Any]:
-    """Writes garbage over the first blocks that the prefix cache names: a control, it breaks hits."""
+    """Writes garbage over the first blocks that the prefix cache names. For controls: hits on them are wrong."""
     pool = _block_pool(llm)
     cached = [block.block_id for block in pool.blocks if block.block_hash is not None]
     llm.collective_rpc(_overwrite, args=(cached[:blocks], seed))
@@ -54,7 +54,7 @@ def spoil_cached(llm: Any, blocks: int, seed: int = 1) -> dict[str, Any]:
 
 
 def shuffle(llm: Any, seed: int = 1) -> dict[str, Any]:
-    """Puts the free blocks in random order, so that the next request gets other ids than any before it."""
+    """Puts the free blocks in random order, so that the next request gets other ids than any request before it."""
     queue = _block_pool(llm).free_block_queue
     blocks = queue.popleft_n(queue.num_free_blocks)
     random.Random(seed).shuffle(blocks)
@@ -63,15 +63,15 @@ def shuffle(llm: Any, seed: int = 1) -> dict[str, Any]:
 
 
 def pool(llm: Any) -> dict[str, Any]:
-    """How the engine's pool stands: total counts its null block, held are the blocks somebody refers to."""
+    """Block counts of the engine's pool: `total` includes its null block; `held` blocks have at least one reference."""
     blocks = _block_pool(llm)
     free = blocks.get_num_free_blocks()
     return {"total": blocks.num_gpu_blocks, "free": free, "held": blocks.num_gpu_blocks - 1 - free}
 
 
 def compare_pages(llm: Any) -> dict[str, Any]:
-    """Of the blocks that the engine's prefix cache names, how many there are and how many no page in host memory holds
-    byte for byte."""
+    """How many blocks the engine's prefix cache names, and how many of them have no byte-identical page in host
+    memory."""
     import numpy as np
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 

@@ -21,8 +21,8 @@ from .session import BLOCK_TOKENS, EngineSession, Reference
 
 PACKAGE = str(__package__)
 PACKAGE_ROOT = Path(__file__).resolve().parents[PACKAGE.count(".") + 1]
-# The fork server of the engines inherits it. The models are tiny: more threads only wait for each other, and for long
-# where the machine has other work.
+# The engines' fork server inherits it. The models are tiny: more threads only wait for each other, and they wait for
+# long if the machine has other work.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 UNPINNED = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 FAULTY = FLEXKV | {
@@ -44,9 +44,9 @@ OPERATIONS = (
 POOL_BLOCKS = 129
 """Blocks of an engine's pool unless a test says otherwise: 128 and the null block, 4096 tokens."""
 GROUPS = LAYERS
-"""KV groups of a Gemma 3: one of each layer."""
+"""KV groups of a Gemma 3: one per layer."""
 BLOCKS_OF_ALL_GROUPS = GROUPS * POOL_BLOCKS
-"""Each group takes blocks of its own."""
+"""Each group takes its own blocks."""
 HOST_BYTES = 96 << 20
 """Host tier unless a test says otherwise: about 700 blocks of the tiny model."""
 
@@ -81,7 +81,7 @@ class Engines:
         environment: Mapping[str, str] | None = None,
         **engine: Any,
     ) -> EngineSession:
-        """The running engine of exactly this configuration, started if it is not the last one asked for."""
+        """The running engine of exactly this configuration; starts it unless it was the last one asked for."""
         key = json.dumps([kv_transfer_config, environment, engine], sort_keys=True)
         if self._session is not None and key == self._key and self._session.process.alive:
             return self._session
@@ -148,10 +148,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def engine_alone(model: Path, log: Path, **engine: Any) -> Iterator[Reference]:
-    """An engine without a connector and a prefix cache.
+    """An engine without a connector and without a prefix cache.
 
     Args:
-        engine: more arguments of it.
+        engine: additional engine arguments.
     """
     arguments = engine_arguments(model) | {"enable_prefix_caching": False} | engine
     with EngineProcess(arguments, log, environment={**IN_PROCESS, **UNPINNED}) as process:
@@ -183,9 +183,8 @@ def hybrid(engines: Engines, gemma_3: Path, gemma_3_alone: Reference) -> Callabl
     def start(
         rules: Sequence[Any] | None = None, kind: Mapping[str, Any] = FAULTY, **settings: Any
     ) -> EngineSession:
-        """
-        Args:
-            rules: faults; None for flexkv's own connector, else one of `kind`.
+        """Args:
+        rules: faults for a connector of this `kind`; None uses flexkv's own connector.
         """
         more: dict[str, Any] = {"model": str(gemma_3), "num_gpu_blocks_override": BLOCKS_OF_ALL_GROUPS}
         if rules is None:

@@ -1,5 +1,5 @@
-"""Operations on the disk tier of an engine whose scheduler runs in this process: reads that end late, a manager that
-takes them for stored, and what was read before the scheduler asked."""
+"""Operations on the disk tier of an engine whose scheduler runs in this process: delay the results of reads, count
+pages being read as stored, and record what was read before the scheduler asked."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flexkv.transfer.graph import OpId, OpKind, OpResult, TransferGraph
 
 
 class LateReads:
-    """A plane whose reads end when it is told so; all else as the plane behind it."""
+    """A plane that withholds the results of reads until they are released; everything else passes through."""
 
     def __init__(self, plane: Plane) -> None:
         self.plane = plane
@@ -42,10 +42,10 @@ def _unit(llm: Any) -> Any:
 
 
 def hold_reads(llm: Any, taken_for_stored: bool = False) -> dict[str, Any]:
-    """From here on reads from disk end when they are let go.
+    """From now on withholds the results of disk reads until `let_reads_go`.
 
     Args:
-        taken_for_stored: a store of what a read is bringing counts as known: the control.
+        taken_for_stored: control: a store counts as known if a read is fetching its pages.
     """
     unit = _unit(llm)
     planes = unit.driver._planes
@@ -56,10 +56,10 @@ def hold_reads(llm: Any, taken_for_stored: bool = False) -> dict[str, Any]:
 
 
 def let_reads_go(llm: Any, deadline_s: float = 30.0) -> dict[str, Any]:
-    """The reads that were held end as they did.
+    """Releases the results that were withheld.
 
     Returns:
-        failed: pages that they did not bring.
+        failed: pages that the reads did not deliver.
     """
     unit = _unit(llm)
     planes = unit.driver._planes
@@ -78,7 +78,7 @@ def let_reads_go(llm: Any, deadline_s: float = 30.0) -> dict[str, Any]:
 
 
 def drop_host(llm: Any) -> dict[str, Any]:
-    """Everything that nobody leases leaves host memory. Returns how many pages are left."""
+    """Evicts every page without a lease from host memory. Returns how many pages are left."""
     manager = _unit(llm).manager
     index = manager.hub.index
     manager.hub.evicted(0, index.evict(0, len(index)))
@@ -86,8 +86,7 @@ def drop_host(llm: Any) -> dict[str, Any]:
 
 
 def exchange_pages(llm: Any) -> dict[str, Any]:
-    """Every page of host memory gets the bytes of another: what a slot that leaves with a lease would come to. A
-    control."""
+    """Gives every page of host memory the bytes of another page, as if a leased slot had been evicted. For controls."""
     pool = _unit(llm).pool
     slots = [pool.slot(slot) for slot in range(pool.ready_slots)]
     first = slots[0].copy()
@@ -98,7 +97,7 @@ def exchange_pages(llm: Any) -> dict[str, Any]:
 
 
 class FirstAsks:
-    """Of each request, how many pages had been submitted to the disk for reading when the scheduler first asked."""
+    """Per request: how many pages had been submitted to the disk for reading when the scheduler first asked."""
 
     def __init__(self, plane: Plane) -> None:
         self.plane = plane
@@ -123,10 +122,10 @@ class FirstAsks:
 
 
 def watch_first_asks(llm: Any, without_hook: bool = False) -> dict[str, Any]:
-    """From here on reads and first asks are noted.
+    """From now on records reads and first asks.
 
     Args:
-        without_hook: requests are not prefetched: the control.
+        without_hook: control: requests are not prefetched.
     """
     side = llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler
     planes = side.unit.driver._planes
@@ -144,7 +143,7 @@ def watch_first_asks(llm: Any, without_hook: bool = False) -> dict[str, Any]:
 
 
 def first_asks(llm: Any) -> dict[str, Any]:
-    """What was noted; the engine is as before."""
+    """Returns what was recorded, and restores the engine."""
     side = llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler
     planes = side.unit.driver._planes
     watch = planes[DISK]

@@ -45,7 +45,7 @@ def stuck_load(
     abort: bool,
     deadline_s: float = 60.0,
 ) -> dict[str, Any]:
-    """Runs a request whose load stalls; meanwhile, and past the load's deadline, runs others; then lets the load go.
+    """Runs a request whose load stalls; meanwhile, and past the load's deadline, runs others; then releases the load.
 
     Returns:
         late: the victim's status and the blocks held when the others had ended and `wait_s` had passed.
@@ -81,7 +81,7 @@ def stuck_load(
 
 
 def llm_step(tracker: RequestTracker, llm: Any) -> None:
-    """A step even when the engine believes that no request is left: an aborted load's report needs one."""
+    """Steps the engine even when it believes that no request is left: an aborted load is only reported in a step."""
     if not tracker.step():
         llm.llm_engine.step()
 

@@ -1,7 +1,7 @@
-"""flexkv's connector with a mover that fails on purpose. The rules come as JSON in FAULT_RULES.
+"""flexkv's connector with a mover that fails on purpose. The environment variable FAULT_RULES has the rules as JSON.
 
-A rule is a `FaultRule`'s arguments by name, `action` and `kind` as words, and optionally `rank`, the only rank
-whose mover gets it.
+A rule has a `FaultRule`'s arguments by name, `action` and `kind` as words, and optionally `rank`, the only rank whose
+mover gets the rule.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ class FaultyWorker(WorkerSide):
 
 
 class FaultyConnector(FlexKVConnector):
-    """As a user's connector, but for the mover."""
+    """The connector that users have, except for its mover."""
 
     worker_class = FaultyWorker
 
 
 class CarelessConnector(FaultyConnector):
-    """Publishes what was computed from a failed load: the control of the tests that look for it."""
+    """Publishes what was computed from a failed load. The control for tests of such loads."""
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         unit = self.scheduler.unit
@@ -65,7 +65,7 @@ class CarelessConnector(FaultyConnector):
 
 
 class SleepyConnector(FaultyConnector):
-    """Of an engine with sleep mode, which vLLM does not let a CPU have: its reset ends copies."""
+    """Behaves as if the engine had sleep mode, which vLLM does not allow on a CPU: a reset ends copies."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -75,21 +75,21 @@ class SleepyConnector(FaultyConnector):
 
 
 class ForgetfulConnector(FaultyConnector):
-    """Says that it was reset, and was not: the control of the tests of new weights."""
+    """Reports a reset that it has not made. The control for tests of new weights."""
 
     def reset_cache(self) -> bool:
         return True
 
 
 class ImpatientWorker(FaultyWorker):
-    """Says that it waited for a layer, and has not."""
+    """Reports a layer as loaded without waiting for it."""
 
     def wait_for_layer(self, name: str) -> None:
         self.layer_loads._waited.add(self._layer_numbers[name])
 
 
 class ImpatientConnector(FaultyConnector):
-    """Lets the forward read layers that have not come: the control of the tests of layerwise loads."""
+    """Lets the forward read layers that have not arrived. The control for tests of layerwise loads."""
 
     worker_class = ImpatientWorker
 
@@ -106,14 +106,14 @@ class HastyWorker(FaultyWorker):
 
 
 class HastyConnector(FaultyConnector):
-    """The control of the tests of stores by layer."""
+    """The control for tests of stores by layer."""
 
     worker_class = HastyWorker
 
 
 class SecretiveConnector(FaultyConnector):
-    """Keeps to itself which blocks a load did not fill, so that the engine goes on with KV that never came: the control
-    of the tests of loads that are cut short."""
+    """Hides which blocks a load did not fill, so that the engine goes on with KV that never arrived. The control for
+    tests of loads that are cut short."""
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         super().get_block_ids_with_load_errors()
@@ -121,7 +121,7 @@ class SecretiveConnector(FaultyConnector):
 
 
 class LateConnector(FaultyConnector):
-    """Loads several KV groups within the step that reads them: the control of those that wait between steps."""
+    """Loads several KV groups within the step that reads them. The control for tests of loads between steps."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -131,8 +131,8 @@ class LateConnector(FaultyConnector):
 
 
 class TalkativeConnector(FaultyConnector):
-    """Names the blocks that a load of several KV groups did not fill, as with one group: the control of those whose
-    whole request is taken back."""
+    """Reports which blocks a load of several KV groups did not fill, as if there were one group. The control for tests
+    in which the whole request is recomputed."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         results = super().get_transfer_results(finished_req_ids)

@@ -1,4 +1,4 @@
-"""vLLM's API server in processes of its own, on loopback, as a person runs it: asked over HTTP, stopped by signals."""
+"""vLLM's API server in its own processes, on loopback, as a user runs it: requests over HTTP, stopped by signals."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ ASK_DEADLINE_S = 60.0
 END_DEADLINE_S = 60.0
 LOG_TAIL_CHARACTERS = 4000
 PORTS = range(20_000, 30_000)
-"""Below those that the kernel gives to others' connections: a server binds long after its port was seen to be free."""
+"""Below the ports that the kernel assigns to connections, because a server binds long after its port was found free."""
 
 
 class HttpServer:
-    """Use as a context manager: what still runs at its end is killed, the processes that it started included."""
+    """Use as a context manager: its end kills what still runs, including the processes that the server started."""
 
     def __init__(
         self, model: Path, log: Path, options: Sequence[str], environment: Mapping[str, str]
@@ -55,7 +55,7 @@ class HttpServer:
                 stderr=out,
                 env={**os.environ, **QUIET_ENVIRONMENT, **environment},
                 start_new_session=True,
-                # A test that is killed leaves no server; and a server that is told to stop leaves no engine.
+                # A test that is killed leaves no server, and a server that is terminated leaves no engine.
                 preexec_fn=partial(die_with_parent, signal.SIGTERM),
             )
 
@@ -92,7 +92,7 @@ class HttpServer:
         return tokens
 
     def post(self, path: str) -> dict[str, Any]:
-        """What a route without arguments in its body answers."""
+        """The answer of a route that takes an empty body."""
         answer: dict[str, Any] = json.loads(self._fetch(path, b""))
         return answer
 
@@ -111,13 +111,13 @@ class HttpServer:
         return found
 
     def terminate(self) -> None:
-        """SIGTERM to the server alone, as an init system sends it, and the end of all its processes."""
+        """Sends SIGTERM to the server alone, as an init system does, and waits for the end of all its processes."""
         self._process.send_signal(signal.SIGTERM)
         self._process.wait(END_DEADLINE_S)
         self._wait_for_group()
 
     def kill(self) -> None:
-        """SIGKILL to the server and every process that it started. Idempotent."""
+        """Sends SIGKILL to the server and every process that it started. Idempotent."""
         with contextlib.suppress(ProcessLookupError):  # all have ended
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(END_DEADLINE_S)

@@ -11,12 +11,12 @@ from tests.engines.transformers_models import IMAGE_EDGE, IMAGE_TOKEN
 def ask_image(
     llm: Any, seed: int, before: int, after: int, max_tokens: int = 8, name: str = ""
 ) -> dict[str, Any]:
-    """Asks one prompt: words, an image of noise, words.
+    """Sends one prompt: words, an image of noise, words.
 
     Args:
-        seed: of the image's pixels.
-        before, after: so many words stand before and after the image.
-        name: what the caller calls the image; empty leaves its name to vLLM.
+        seed: seed of the image's pixels.
+        before, after: number of words before and after the image.
+        name: the caller's name for the image; if empty, vLLM chooses one.
     """
     import numpy as np
     from PIL import Image

@@ -12,15 +12,15 @@ from demo.engine_child import Operation, RequestTracker
 from .fault_ops import faults
 
 TITLES = {"scheduler": "EngineCore", "rank": "Worker_TP1"}
-"""What vLLM calls its processes."""
+"""vLLM's names for its processes."""
 LOOK_S = 0.02
 
 
 def kill_while_copying(
     llm: Any, requests: list[dict[str, Any]], victim: str, deadline_s: float = 60.0
 ) -> dict[str, Any]:
-    """Adds requests and kills the victim as soon as a rule of faults acts on a copy. The engine is of no use then:
-    vLLM's front may wait for a scheduler that is gone.
+    """Adds requests and kills the victim as soon as a fault rule acts on a copy. The engine is useless afterwards:
+    vLLM's front end may wait for a scheduler that is gone.
 
     Args:
         victim: a key of TITLES.

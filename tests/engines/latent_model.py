@@ -1,6 +1,6 @@
 """Writes a small random-weight DeepSeek-V2 with multi-head latent attention (MLA) and dense layers only.
 
-vLLM's MLA for CPUs decodes a latent of 512 + 64 numbers a token only, and in blocks of 16 tokens.
+vLLM's MLA for CPUs only decodes latents of 512 + 64 numbers per token, in blocks of 16 tokens.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _config(shape: ModelShape) -> dict[str, object]:
         qk_rope_head_dim=ROPE,
         qk_nope_head_dim=HEAD,
         v_head_dim=HEAD,
-        # Every layer comes before the first one with experts.
+        # No layer reaches the first one with experts.
         first_k_dense_replace=LAYERS,
         n_routed_experts=2,
         n_shared_experts=1,

@@ -1,4 +1,4 @@
-"""Operations that look at what passes between the engine's scheduler and its connector."""
+"""Operations that record what the engine's scheduler and its connector exchange."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def watch_events(llm: Any) -> dict[str, Any]:
 
 
 def seen_events(llm: Any) -> dict[str, Any]:
-    """The KV events since `watch_events`, each as its kind and the fields that say which block it is."""
+    """The KV events since `watch_events`: per event its kind and the fields that identify the block."""
     return {"events": [_plain(event) for event in _scheduler(llm).seen_events]}
 
 

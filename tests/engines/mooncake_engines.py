@@ -1,6 +1,6 @@
-"""Run inside a network namespace, where Mooncake's clients may listen: engines after one another over one store.
+"""Runs engines one after the other over one store, inside a network namespace where Mooncake's clients may listen.
 
-Prints a line of JSON for each: what came back for the prompts, and series of its metrics.
+Prints a line of JSON per engine: its answers to the prompts, and some series of its metrics.
 """
 
 from __future__ import annotations
@@ -24,15 +24,14 @@ SERIES = {
     "hits": "vllm:flexkv_hit_blocks_total{tier=remote}",
 }
 LOOPBACK = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
-"""There is nothing else."""
+"""The namespace has no other interface."""
 
 
 def main(model: str, url: str, folder: str, pages: str, prompts: str) -> None:
-    """
-    Args:
-        folder: for logs.
-        pages: that the prompts have.
-        prompts: as `Prompt.wire`, of each.
+    """Args:
+    folder: for logs.
+    pages: number of pages of the prompts.
+    prompts: `Prompt.wire` of each prompt.
     """
     settings: dict[str, Any] = {
         "remote__urls": url,
@@ -50,7 +49,7 @@ def main(model: str, url: str, folder: str, pages: str, prompts: str) -> None:
             moved, ends_s = dict.fromkeys(SERIES, 0.0), time.monotonic() + WRITTEN_S
             while moved["written"] + moved["read"] < int(pages) and time.monotonic() < ends_s:
                 time.sleep(0.05)
-                # The engine tells its metrics when it steps.
+                # The engine reports its metrics when it steps.
                 engine.generate([Prompt.of(5, 7, max_tokens=1).wire()])
                 values = engine.metrics("flexkv")
                 moved = {name: values.get(series, 0.0) for name, series in SERIES.items()}

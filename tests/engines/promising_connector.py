@@ -1,7 +1,7 @@
-"""A connector to stand beside flexkv's in a MultiConnector: it promises tokens that it does not have.
+"""A connector to run beside flexkv's in a MultiConnector: it promises tokens that it does not have.
 
-A request asks for that with `extra_args={"kv_transfer_params": {"promised_tokens": n}}`. The blocks of the promise are
-left as they are, and reported as failed in the step that was to load them.
+A request asks for that with `extra_args={"kv_transfer_params": {"promised_tokens": n}}`. The connector leaves the
+promised blocks unwritten, and reports them as failed in the step that was to load them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class BrokenPromises(KVConnectorMetadata):
 
 
 class PromisingConnector(KVConnectorBase_V1):
-    """Promises once for each request, and never keeps it."""
+    """Makes one promise per request, and never keeps it."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig

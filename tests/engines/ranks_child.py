@@ -1,8 +1,8 @@
-"""An engine of several data-parallel ranks, each asked by its number; vLLM's `LLM` has no such engine.
+"""An engine of several data-parallel ranks, each addressed by its number; vLLM's `LLM` has no such engine.
 
-python -m tests.engines.ranks_child '{engine arguments}' '[[name, rank, token ids], null, ...]'
+    python -m tests.engines.ranks_child '{engine arguments}' '[[name, rank, token ids], null, ...]'
 
-Prints a line of JSON for each answer: name, rank, tokens, cached. `null` drops the ranks' own prefix caches.
+Prints a line of JSON per answer: name, rank, tokens, cached. `null` drops the ranks' own prefix caches.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ async def ask(engine: Any, number: int, rank: int, ids: list[int]) -> dict[str, 
 
 
 async def forget(engine: Any) -> None:
-    """Once nothing is being stored any more."""
+    """Drops the ranks' own prefix caches once no store is under way."""
     while not await engine.reset_prefix_cache():
         await asyncio.sleep(0.1)
 

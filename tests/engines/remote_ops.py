@@ -1,5 +1,5 @@
-"""Operations on the remote tier of an engine whose scheduler runs in this process: what its values are made of, and
-signals to other processes in the moment that pages are read."""
+"""Operations on the remote tier of an engine whose scheduler runs in this process: the parts that its values consist
+of, and signals to other processes at the moment when pages are read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flexkv.remote.plane import RemotePlane
 from flexkv.transfer.graph import OpKind, TransferGraph
 
 HELPER = 0
-"""Instead of a process id: of the process with the store's client."""
+"""Stands in place of a process id for the process with the store's client."""
 
 
 def _plane(llm: Any) -> RemotePlane:
@@ -43,16 +43,16 @@ def signal_while_reading(
     later: Sequence[Sequence[int]] = (),
     reset: bool = False,
 ) -> dict[str, Any]:
-    """Runs requests; once, when pages are to be read from the store, sends signals.
+    """Runs requests; sends signals once, when pages are about to be read from the store.
 
     Args:
-        before, after: process ids (or HELPER) and signals, sent around the moment that the reads are handed over.
-        later: sent when some engine steps have passed, and after the reset.
-        reset: drop the engine's own cache and the connector's then.
+        before, after: process ids (or HELPER) and signals, sent right before and after the reads are submitted.
+        later: signals sent when some engine steps have passed, and after the reset.
+        reset: whether to drop the engine's own cache and the connector's at that time.
 
     Returns:
-        reads: pages that were handed over then.
-        moving: ops that were under way when `later` came.
+        reads: pages that were submitted at the time of the signals.
+        moving: ops that were under way when `later` was sent.
         reset: whether the reset was done.
     """
     plane = _plane(llm)

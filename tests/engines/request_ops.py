@@ -62,7 +62,7 @@ def abort(
 
 
 def _embed_anew(worker: Any) -> None:
-    """Runs in each worker: another embedding for each token, and so other KV in every layer."""
+    """Runs in each worker: replaces the embedding of every token, so that the KV of every layer changes."""
     weight = next(
         value for name, value in worker.model_runner.model.named_parameters() if "embed_tokens" in name
     )
@@ -70,7 +70,7 @@ def _embed_anew(worker: Any) -> None:
 
 
 def load_new_weights(llm: Any) -> dict[str, Any]:
-    """Gives a running engine other weights, as training does between two rounds. Tells nobody."""
+    """Gives a running engine other weights, as training does between two rounds. Notifies nobody."""
     llm.collective_rpc(_embed_anew)
     return {}
 
@@ -85,10 +85,11 @@ def reset_while_running(
     until_running: bool = False,
     deadline_s: float = 30.0,
 ) -> dict[str, Any]:
-    """Resets the caches after some engine steps of the requests, maybe on new weights, then runs them to their end.
+    """Resets the caches after some engine steps of the requests, optionally with new weights, then runs them to their
+    end.
 
     Args:
-        until_running: the steps are counted from the moment that all requests run, after their loads.
+        until_running: count the steps from the moment when all requests run, after their loads.
     """
     scheduler, ends_at = _scheduler(llm), time.monotonic() + deadline_s
     tracker = RequestTracker(llm)
@@ -114,7 +115,7 @@ def requests_held(llm: Any) -> dict[str, Any]:
 
 
 def ask_embeddings(llm: Any, seeds: list[int], tokens: int, max_tokens: int) -> dict[str, Any]:
-    """Asks, one after the other, prompts that are given as embeddings: one a seed, all of the same length."""
+    """Sends prompts given as embeddings one after the other: one per seed, all of the same length."""
     import torch
 
     hidden = llm.llm_engine.model_config.get_hidden_size()
@@ -142,7 +143,7 @@ def ask_with_lora(llm: Any, request: dict[str, Any], folder: str, number: int) -
 
 
 def embed(llm: Any, ids: list[int]) -> dict[str, Any]:
-    """One prompt's embedding by a pooling model, and its tokens that were not computed."""
+    """A pooling model's embedding of one prompt, and the number of its tokens that were not computed."""
     (output,) = llm.embed([{"prompt_token_ids": ids}], use_tqdm=False)
     return {"embedding": list(output.outputs.embedding), "cached": output.num_cached_tokens or 0}
 

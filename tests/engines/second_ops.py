@@ -1,4 +1,4 @@
-"""More engines in the process of the one that is steered: made, asked, shut down or merely dropped."""
+"""More engines in the steered engine's process: created, asked, shut down or merely dropped."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _others: dict[str, Any] = {}
 
 
 def make_other(llm: Any, name: str, engine: dict[str, Any]) -> dict[str, Any]:
-    """Starts one more engine; `refused` is the error of one that does not start."""
+    """Starts one more engine; `refused` is the error of an engine that does not start."""
     from vllm import LLM
 
     try:
@@ -26,7 +26,7 @@ def ask_other(llm: Any, name: str, requests: list[dict[str, Any]]) -> dict[str, 
 
 
 def reset_other(llm: Any, name: str) -> dict[str, Any]:
-    """Drops the engine's own prefix cache, when its stores have ended."""
+    """Drops the engine's own prefix cache once its stores have ended."""
     engine_child.drain(_others[name])
     return engine_child.reset(_others[name])
 

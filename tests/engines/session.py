@@ -1,4 +1,4 @@
-"""One running engine as a test sees it: ask, compare with an engine without a connector, forget, spoil."""
+"""One running engine from a test's point of view: ask, compare with an engine without a connector, forget, spoil."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Prompt:
 
     Attributes:
         extra: the sampling parameters' extra_args; "kv_transfer_params" in it reaches the connector.
-        log_probabilities: asks for those of the tokens that are chosen.
+        log_probabilities: whether to return the log probabilities of the chosen tokens.
     """
 
     ids: tuple[int, ...]
@@ -58,7 +58,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came back for a prompt.
+    """The engine's answer to a prompt.
 
     Attributes:
         cached: prompt tokens that were not computed: from the engine's prefix cache and from the connector.
@@ -82,7 +82,7 @@ class Answer:
 
 
 class Reference:
-    """An engine without connector and prefix cache: what every answer must be. Remembers answers."""
+    """An engine without connector and prefix cache, whose answers are the expected ones. Remembers its answers."""
 
     def __init__(self, process: EngineProcess) -> None:
         self._process = process
@@ -96,13 +96,13 @@ class Reference:
         return self._known[key]
 
     def log_probabilities(self, prompt: Prompt) -> tuple[float, ...]:
-        """Of the answer's tokens."""
+        """Log probabilities of the answer's tokens."""
         [result] = self._process.generate([replace(prompt, log_probabilities=True).wire()])
         return tuple(result["logprobs"])
 
 
 class EngineSession:
-    """A running engine and the reference its answers are compared with."""
+    """A running engine, and the reference that its answers are compared with."""
 
     def __init__(self, process: EngineProcess, reference: Reference) -> None:
         self.process = process
@@ -113,7 +113,7 @@ class EngineSession:
         return [Answer.of(result) for result in self.process.generate([prompt.wire() for prompt in prompts])]
 
     def check(self, *prompts: Prompt) -> list[Answer]:
-        """Runs prompts together; every answer must be the reference's, token for token, and whole."""
+        """Runs prompts together; every answer must have exactly the reference's tokens."""
         answers = self.ask(*prompts)
         for prompt, answer in zip(prompts, answers, strict=True):
             self.judge(prompt, answer)
@@ -133,12 +133,12 @@ class EngineSession:
         return self.process.call(operation, **arguments)
 
     def settle(self) -> None:
-        """Lets the engine finish what outlives its requests; nothing may stay behind."""
+        """Lets the engine finish the work that outlives its requests; nothing may stay behind."""
         done = self.call("drain")
         assert done["drained"], f"the scheduler still has work long after the last request: {done}"
 
     def forget(self, seed: int = 1) -> None:
-        """Drops the engine's own prefix cache, spoils every free block, and deals the block ids anew."""
+        """Drops the engine's own prefix cache, spoils every free block, and shuffles the free block ids."""
         self.settle()
         assert self.call("reset")["done"], "no reset: blocks are still referenced"
         pool = self.call("pool")
@@ -148,7 +148,7 @@ class EngineSession:
         assert spoiled["blocks"] == spoiled["free"], f"not all free blocks were spoiled: {spoiled}"
 
     def abort_while_loading(self, stream: int) -> None:
-        """Aborts one of two requests while its async load runs; then its blocks serve another at once."""
+        """Aborts one of two requests during its async load; its blocks then serve another request at once."""
         prompts = [Prompt.of(700, stream), Prompt.of(650, stream + 1)]
         later = Prompt.of(900, stream + 2)
         self.check(*prompts)

@@ -20,7 +20,7 @@ PROMISED_TOKENS = 8 * BLOCK_TOKENS
 
 
 def beside(*connectors: dict[str, Any]) -> dict[str, Any]:
-    """A `kv_transfer_config` of several connectors; the first that has tokens loads them, all store."""
+    """A `kv_transfer_config` of several connectors: the first one that has tokens loads them, all of them store."""
     return {
         "kv_connector": "MultiConnector",
         "kv_role": "kv_both",
@@ -30,10 +30,10 @@ def beside(*connectors: dict[str, Any]) -> dict[str, Any]:
 
 
 def compute_after_anothers_failed_load(session: EngineSession, stream: int) -> Prompt:
-    """The other one promises the prompt's first blocks and does not bring them; the same step computes the rest from
-    what lies there. The engine then goes back and answers right."""
+    """The other connector promises the prompt's first blocks and does not deliver them; the same step computes the rest
+    from the garbage in these blocks. The engine then recomputes all of it and answers right."""
     prompt = Prompt.of(400, stream)
-    session.forget()  # what lies there is garbage
+    session.forget()  # the promised blocks hold garbage
     broken = Prompt(
         prompt.ids, prompt.max_tokens, extra={"kv_transfer_params": {"promised_tokens": PROMISED_TOKENS}}
     )
@@ -63,7 +63,8 @@ def test_control_a_careless_connector_serves_what_anothers_failed_load_led_to(
 def test_beside_vllms_example_connector_in_processes_of_their_own(
     engines: Engines, stream: int, tmp_path: Path
 ) -> None:
-    """As deployed: the scheduler apart, statistics of every connector exported by its name. flexkv serves first."""
+    """As deployed: the scheduler in its own process, and every connector's statistics exported by its name. flexkv
+    serves first."""
     example = {
         "kv_connector": "ExampleConnector",
         "kv_role": "kv_both",
@@ -80,7 +81,7 @@ def test_beside_vllms_example_connector_in_processes_of_their_own(
 
 
 def hear(session: EngineSession, metric: str, at_least: float) -> None:
-    """Asks small things until the metric, which comes with a step's output, has reached a value."""
+    """Sends small prompts until the metric, which comes with a step's output, has reached a value."""
     small = Prompt.of(5, 0, max_tokens=1, extra={"kv_transfer_params": {"skip_save": True}})
     for _ in range(200):
         session.ask(small)

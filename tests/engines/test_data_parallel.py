@@ -1,4 +1,4 @@
-"""Two data-parallel ranks of the real vLLM: each is an ownership unit with host memory and a folder of its own."""
+"""Two data-parallel ranks of the real vLLM: each is an ownership unit with its own host memory and folder."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from .session import Prompt, Reference
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 840.0
-"""Six processes import vLLM: three quarters of a minute on two idle cores, minutes where others use them."""
+"""Six processes import vLLM: 45 s on two idle cores, minutes if other processes use the cores."""
 
 SMALL = {"gpu_memory_utilization": 0.2}
-"""Each rank asks for its part of the node's memory before it hears how few blocks it is to have."""
+"""Each rank claims its part of the node's memory before vLLM applies the smaller number of blocks."""
 
 
 @pytest.mark.timeout(900)
 def test_two_data_parallel_ranks(model: Path, reference: Reference, stream: int, tmp_path: Path) -> None:
-    """Each rank is served what it stored itself, from host memory, and not what the other did."""
+    """Each rank is served its own stores from host memory, and not those of the other."""
     mine, yours = Prompt.of(300, stream), Prompt.of(260, stream + 1)
     told = connector(
         host__bytes=24 << 20, disk__folders=str(tmp_path / "disk"), disk__bytes_per_folder=32 << 20

@@ -1,5 +1,5 @@
-"""The disk tier under the real engine: its process ends, by order or by SIGKILL, and the next one serves what it had
-stored; host memory is too small; slabs are damaged between and while engines run."""
+"""The disk tier under the real engine: its process ends in order or by SIGKILL, and the next one serves what was
+stored; host memory is too small; slabs are damaged between and during engine runs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ FOUR_PROMPTS_HOST_BYTES = 10 << 20
 """Four prompts of 600 tokens."""
 QUEUED = 16
 STREAMING: dict[str, Any] = {"disk__stream": True, "disk__prefetch_requests": 0}
-"""What a queue gave the disk time to bring up would be promised from host memory."""
+"""Without prefetches, which would bring pages to host memory while a request waits in the queue."""
 DURABLE_WITHIN_S = 30.0
 DISK_WAIT_S = 600.0
 """Longer than any queue of prompts here takes on a busy machine."""
@@ -55,9 +55,9 @@ OF_NO_KV: dict[str, Any] = {
     "load_format": "safetensors",
     "seed": 5,
 }
-"""Arguments that decide no KV: a start with all of them changed is served what another stored."""
+"""Arguments that do not affect KV: an engine started with all of them changed is served another one's pages."""
 PROMPTS_OF_900 = 6
-"""Of 28 blocks each; the engine's own cache holds 128, and host memory about 58."""
+"""Prompts of 28 blocks each; the engine's own cache holds 128 blocks, and host memory about 58."""
 
 
 @pytest.fixture
@@ -74,18 +74,18 @@ def start(
     engine: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> EngineSession:
-    """A new engine process with a disk tier; the one before it has ended.
+    """Starts a new engine process with a disk tier, after the end of the one before it.
 
     Args:
-        kind: of connector; None for flexkv's own.
-        engine: more arguments of the engine.
+        kind: the connector's kind; None for flexkv's own.
+        engine: additional engine arguments.
     """
     engines.close()
     engines.close_others()
     disk: dict[str, Any] = {
         "disk__folders": str(folder),
         "disk__bytes_per_folder": SLAB_BYTES,
-        # The model is tiny and the machine may be busy: what is asked here is what the disk serves.
+        # The model is tiny and the machine may be busy: these tests check what the disk serves, not how fast.
         "disk__compute_if_faster": False,
     }
     connected = connector(kind, **disk | settings)
@@ -94,12 +94,12 @@ def start(
 
 
 def wait_written(session: EngineSession, pages: int) -> None:
-    """Until so many pages are on disk, durable or not."""
+    """Waits until so many pages are on disk, durable or not."""
     _wait(session, lambda: session.metric(DISK_WRITES) >= pages, f"{pages} pages did not come to disk")
 
 
 def wait_durable(session: EngineSession) -> None:
-    """Until everything written is said to survive a crash."""
+    """Waits until everything written is reported as durable."""
 
     def is_durable() -> bool:
         session.settle()
@@ -113,18 +113,18 @@ def _wait(session: EngineSession, done: Callable[[], bool], late: str) -> None:
     while not done():
         assert time.monotonic() < ends_s, late
         time.sleep(0.1)
-        # The engine tells its metrics when it steps.
+        # The engine reports its metrics when it steps.
         session.ask(Prompt.of(5, 7, max_tokens=1))
 
 
 def spoil(folder: Path) -> None:
-    """Flips a bit in every 4 KiB of all slabs but their first 64 KiB, where the headers lie."""
+    """Flips a bit in every 4 KiB of all slabs except in their first 64 KiB, where the headers are."""
     for slab in slabs_of(folder):
         flip(slab, range(64 << 10, slab.stat().st_size, SECTOR_BYTES))
 
 
 def spoil_last_layers(folder: Path) -> None:
-    """The same within each page's layers after the first two: what a layerwise read finds in its later ranges."""
+    """Flips bits in each page's layers after the first two: a layerwise read finds them in its later ranges."""
     for slab in slabs_of(folder):
         header, group = read_group(str(slab))
         runs = [(at, size) for at, size, layer in group.runs[0].tolist() if layer >= 2]
@@ -159,35 +159,35 @@ def test_a_folder_over_the_lives_of_five_processes(engines: Engines, stream: int
     wait_durable(session)
     session.process.kill()
 
-    # Killed: what was durable is there.
+    # Killed: durable pages are still there.
     session = start(engines, folder, disk__mode="evict")
     assert session.check_one(first).cached == first.whole_blocks
     assert session.metric(DISK_READS) >= first.whole_blocks // BLOCK_TOKENS
     assert session.metric(DISK_HITS) == first.whole_blocks // BLOCK_TOKENS
     session.forget()
-    # Several at once, of which some wait for the disk and some do not.
+    # Several prompts at once: some wait for the disk and some do not.
     answers = session.check(second, first, third)
     assert [answer.cached for answer in answers] == [second.whole_blocks, first.whole_blocks, 0]
     session.settle()
     assert session.metric(DISK_WRITES) == 0, "it writes on eviction, and nothing was evicted"
 
-    # An orderly end: what was in host memory alone is there too, also for an engine that is set up otherwise.
+    # An orderly end also writes what was in host memory alone, and an engine with another setup is served it too.
     session = start(engines, folder, engine=OF_NO_KV, host__bytes=80 << 20)
     assert session.check_one(third).cached == third.whole_blocks
     assert session.metric(DISK_READS) >= third.whole_blocks // BLOCK_TOKENS
     engines.close_others()
 
-    # Damage costs a computation and never a wrong token.
+    # Damage costs a recomputation and never a wrong token.
     spoil(folder)
     session = start(engines, folder, disk__wait_s=0.5)
     assert session.check_one(first).cached == 0
     session.settle()
     assert session.metric(FAILED_READS) > 0
-    # Also where it shows only after the blocks were computed and offered for a store: they are stored all the same.
+    # Also if the damage shows only after the blocks were computed and offered for a store: they are still stored.
     assert cached_after_a_late_failure(session, second) == second.whole_blocks
     assert cached_after_a_late_failure(session, third, taken_for_stored=True) == 0, "the control"
 
-    # Computed again, it was stored again. New weights are not served it.
+    # The recomputed blocks were stored again. An engine with new weights is not served them.
     session = start(engines, folder)
     assert session.check_one(first).cached == first.whole_blocks
     session.settle()
@@ -199,7 +199,7 @@ def test_a_folder_over_the_lives_of_five_processes(engines: Engines, stream: int
 def test_weights_changed_in_place_find_no_page_of_the_former_ones(
     engines: Engines, stream: int, folder: Path, tmp_path: Path
 ) -> None:
-    """Eight rows of the embedding, which samples of the weights do not see."""
+    """Changes eight rows of the embedding, which samples of the weights do not include."""
     model = tmp_path / "model"
     shutil.copytree(engines.model, model)
     prompt = Prompt.of(601, stream)
@@ -219,7 +219,7 @@ def test_weights_changed_in_place_find_no_page_of_the_former_ones(
     assert answer.tokens == cold.tokens != former.tokens
     session.settle()
     wait_durable(session)
-    # Their own pages are theirs after a restart.
+    # Pages of the new weights are served after a restart.
     session = start(engines, folder, engine={"model": str(model)})
     [again] = session.ask(prompt)
     assert (again.cached, again.tokens) == (prompt.whole_blocks, cold.tokens)
@@ -228,11 +228,11 @@ def test_weights_changed_in_place_find_no_page_of_the_former_ones(
 def cached_after_a_late_failure(
     session: EngineSession, prompt: Prompt, taken_for_stored: bool = False
 ) -> int:
-    """Tokens of a prompt that its second request need not compute. The first goes on without the damaged disk after
-    `disk.wait_s`, and the read of its blocks ends when they have been computed.
+    """Tokens that the second request of a prompt need not compute. The first request stops waiting for the damaged disk
+    after `disk.wait_s`, and the read of its blocks ends after they have been computed.
 
     Args:
-        taken_for_stored: the manager takes what is being read for stored.
+        taken_for_stored: the manager counts pages that are being read as stored.
     """
     session.call("hold_reads", taken_for_stored=taken_for_stored)
     assert session.check_one(prompt).cached == 0
@@ -244,8 +244,8 @@ def cached_after_a_late_failure(
 def serve_two_prompts(
     engines: Engines, folder: Path, stream: int, settings: dict[str, Any]
 ) -> tuple[EngineSession, Prompt, int]:
-    """One engine computes two prompts, and the next is served both whole: its session, the first prompt, and the pages
-    of both."""
+    """One engine computes two prompts, and the next one is served both whole. Returns the second engine's session, the
+    first prompt, and the number of pages of both."""
     first, second = Prompt.of(601, stream), Prompt.of(500, stream + 1)
     session = start(engines, folder, **settings)
     for prompt in (first, second):
@@ -267,8 +267,8 @@ def test_what_is_on_disk_is_promised_and_streamed_to_the_engine(
     assert session.metric("vllm:flexkv_disk_lookups_total") == 0, "nobody waited for a lookup"
     engines.close_others()
 
-    # The same promise from a damaged slab: the engine is told which blocks did not come, and computes them. By layer
-    # these fail in the middle of the forward, which has read the layers before.
+    # The same promise from a damaged slab: the engine learns which blocks did not arrive, and computes them. In
+    # layerwise loads these fail in the middle of the forward, which has already read earlier layers.
     spoil_last_layers(folder)
     session = start(engines, folder, **streaming)
     session.check_one(first)
@@ -298,7 +298,7 @@ def test_what_is_on_disk_goes_straight_to_the_engines_pool(
     assert session.metric(DISK_READS) == first.whole_blocks // BLOCK_TOKENS
     engines.close_others()
 
-    # From a damaged slab the engine is told which blocks did not come, and computes them: the same tokens.
+    # From a damaged slab: the engine learns which blocks did not arrive, and computes them to the same tokens.
     spoil(folder)
     session = start(engines, folder, **straight)
     session.check_one(first)
@@ -314,7 +314,7 @@ def test_what_is_on_disk_goes_straight_to_the_engines_pool(
 def test_stores_go_straight_from_the_engines_pool_to_disk(
     engines: Engines, stream: int, folder: Path
 ) -> None:
-    """No page of host memory either way; what is durable outlives a process that is killed."""
+    """Neither loads nor stores use a page of host memory; durable pages outlive a process that is killed."""
     straight: dict[str, Any] = {"disk__gds": "on", "disk__gds_stores": True, "gds__max_staging_blocks": 4}
     prompt = Prompt.of(601, stream)
     pages = prompt.whole_blocks // BLOCK_TOKENS
@@ -330,7 +330,7 @@ def test_stores_go_straight_from_the_engines_pool_to_disk(
     assert session.metric(STRAIGHT) == pages
     session.process.kill()
 
-    # Read by the manager's own lane, through host memory: the pages are like any others.
+    # The manager's own lane reads them through host memory: the pages are like any others.
     session = start(engines, folder, disk__gds="off")
     assert session.check_one(prompt).cached == prompt.whole_blocks
     session.settle()
@@ -356,7 +356,7 @@ def test_two_ranks_load_their_stripes_straight_from_disk(engines: Engines, strea
     assert session.check_one(prompt).cached == 0
     session = start(engines, folder, **deployed)
     assert session.check_one(prompt).cached == prompt.whole_blocks
-    # The engine tells its metrics when it steps.
+    # The engine reports its metrics when it steps.
     session.check_one(Prompt.of(5, stream + 99, max_tokens=2))
     assert session.metric(STRAIGHT) == prompt.whole_blocks // BLOCK_TOKENS
     assert session.metric(DISK_READS) == 0
@@ -365,7 +365,7 @@ def test_two_ranks_load_their_stripes_straight_from_disk(engines: Engines, strea
 def test_control_who_hides_the_pages_that_were_lost_answers_wrong(
     engines: Engines, stream: int, folder: Path
 ) -> None:
-    """The same layers lost in the middle of the forward, and the engine is not told."""
+    """The same layers are lost in the middle of the forward, and the connector hides it from the engine."""
     streaming = STREAMING | {"load__mode": "layerwise"}
     prompt = Prompt.of(601, stream)
     session = start(engines, folder, **streaming)
@@ -383,7 +383,7 @@ def test_control_who_hides_the_pages_that_were_lost_answers_wrong(
 def test_two_ranks_and_a_scheduler_in_a_process_of_its_own(
     engines: Engines, stream: int, folder: Path
 ) -> None:
-    """As deployed: host memory is shared with the workers' processes, and the scheduler spins in its own loop."""
+    """As deployed: host memory is shared with the workers' processes, and the scheduler runs its own busy loop."""
     session = start(
         engines,
         folder,
@@ -391,16 +391,16 @@ def test_two_ranks_and_a_scheduler_in_a_process_of_its_own(
         tensor_parallel_size=2,
         host__bytes=SMALL_HOST_BYTES,
     )
-    # More than the engine's own cache and host memory hold together.
+    # More pages than the engine's own cache and host memory hold together.
     prompts = [Prompt.of(900, stream + n, max_tokens=2) for n in range(PROMPTS_OF_900)]
     pages = 0
     for prompt in prompts:
         assert session.check_one(prompt).cached == 0
-        # What leaves host memory before a slow disk has taken it is lost.
+        # A page that leaves host memory before a slow disk has written it is lost.
         pages += prompt.whole_blocks // BLOCK_TOKENS
         wait_written(session, pages)
     assert session.check_one(prompts[0]).cached == prompts[0].whole_blocks
-    # The engine tells its metrics when it steps.
+    # The engine reports its metrics when it steps.
     session.check_one(Prompt.of(5, stream + 99, max_tokens=2))
     assert session.metric(DISK_READS) > 0
 
@@ -434,7 +434,7 @@ def test_what_does_not_fit_host_memory_is_served_until_the_disk_fails(
         session.forget(number)
     assert session.metric("vllm:flexkv_evictions_total") > 0
     assert session.metric(DISK_READS) > 100
-    # All at once: they compete for the few slots that there are, and each has its turn.
+    # All at once: they compete for the few slots, and each gets its turn.
     answers = session.check(*prompts)
     assert [answer.cached for answer in answers] == [prompt.whole_blocks for prompt in prompts]
     assert session.metric(NO_ROOM) == 0

@@ -1,4 +1,5 @@
-"""Loads and stores that fail, each in its own way. The output must be right every time, unless nothing can tell."""
+"""Loads and stores that fail, each in its own way. The output must be right every time, unless nothing can detect the
+fault."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ def faulty(
 
 
 def failures_in_log(session: EngineSession) -> list[tuple[int, int, str]]:
-    """Of each failed load that the engine's log names at its default level, pages that failed, all, and the reason."""
+    """Per failed load in the engine's log at its default level: failed pages, all pages, and the reason."""
     found = FAILED_LINE.findall(session.process.log.read_text(errors="replace"))
     return [(int(failed), int(pages), reason) for failed, pages, reason in found]
 
@@ -72,8 +73,8 @@ PAGE_FAILS = [{"action": "fail", "kind": "load", "nth_op": 0, "page": 3}]
 
 
 def compute_from_a_failed_load(session: EngineSession, stream: int) -> Prompt:
-    """A page of a load fails, and the step that has it computes new blocks from it. Returns the prompt of all these
-    blocks; the engine has gone back and answered right, and has nothing of it in its own cache."""
+    """A page of a load fails, and the step that contains it computes new blocks from it. Returns the prompt of all
+    these blocks, after the engine has recomputed them, answered right, and dropped them from its own cache."""
     prompt = Prompt.of(400, stream)
     longer = prompt.then(Prompt.of(500, stream + 1).ids)
     session.check_one(prompt)
@@ -130,7 +131,8 @@ def test_lazy_stores_and_loads_that_fail(engines: Engines, stream: int) -> None:
 
 
 def test_control_damaged_pages_change_the_output(engines: Engines, stream: int) -> None:
-    """Without digests nobody can tell: this is what the other tests would see if a wrong byte got through."""
+    """Without digests nothing detects the damage: this is what the other tests would see if a wrong byte got
+    through."""
     session = faulty(engines, [{"action": "corrupt", "kind": "store"}])
     prompt = Prompt.of(600, stream)
     session.check_one(prompt)
@@ -163,7 +165,7 @@ def test_failed_stores_are_misses(engines: Engines, stream: int) -> None:
 
 @pytest.mark.parametrize("abort", [False, True])
 def test_a_load_past_its_deadline_keeps_its_blocks(engines: Engines, stream: int, abort: bool) -> None:
-    """Its report waits until the copy has ended; others run meanwhile, and their blocks stay theirs."""
+    """The load is reported only after the copy has ended; others run meanwhile, and their blocks stay theirs."""
     rules = [{"action": "stall", "kind": "load", "nth_op": 0, "page": 1}]
     session = faulty(engines, rules, load__deadline_s=0.2, transfer__stuck_s=30)
     prompt = Prompt.of(600, stream)
@@ -181,7 +183,7 @@ def test_a_load_past_its_deadline_keeps_its_blocks(engines: Engines, stream: int
         assert tuple(reply["requests"][0]["tokens"]) == session.reference.tokens(prompt)
     session.settle()
     assert session.call("requests_held")["held"] == 0
-    # The blocks are reused right after.
+    # Other requests reuse the blocks right away.
     session.check(*others)
     session.forget()
     session.check(prompt, *others)
@@ -205,7 +207,7 @@ def test_a_stuck_lane_goes_down_and_requests_go_on(engines: Engines, stream: int
 def test_a_request_whose_loads_stay_too_slow_is_computed(
     engines: Engines, stream: int, load_mode: str
 ) -> None:
-    """No page is bad, so none is forgotten, and the same promise would fail for as long as copies stay slow."""
+    """No page is bad, so none is dropped, and the same promise would fail for as long as copies stay slow."""
     rules = [{"action": "delay", "kind": "load", "delay_s": 0.2}]
     session = faulty(
         engines, rules, load__mode=load_mode, load__deadline_s=0.1, transfer__stuck_s=30, host__verify=True

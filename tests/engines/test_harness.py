@@ -1,4 +1,4 @@
-"""The harness itself, with no flexkv: what it compares with, what spoiling does, and that it never hangs."""
+"""The harness itself, without flexkv: its reference, the effect of spoiling, and that it never hangs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .session import Prompt
 
 @pytest.fixture
 def shared_storage(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
-    """vLLM's own example connector: whole prompts as files, loaded in the step."""
+    """vLLM's own example connector: whole prompts as files, loaded within the step."""
     folder = tmp_path_factory.getbasetemp() / "shared-storage"
     folder.mkdir(exist_ok=True)
     return {
@@ -43,7 +43,7 @@ def test_spoiling_keeps_off_the_blocks_of_the_engines_own_cache(engines: Engines
 
 
 def test_output_depends_on_the_cached_bytes(engines: Engines, stream: int) -> None:
-    """The control of every comparison here: wrong KV in a block that is hit changes the tokens."""
+    """The control for every comparison here: wrong KV in a block that is hit changes the tokens."""
     session = engines.get(None)
     prompt = Prompt.of(301, stream)
     session.forget()

@@ -1,5 +1,5 @@
-"""A real model with several KV groups: a Gemma 3 with five sliding layers to a full one, which vLLM serves as six
-groups of one layer each. A hit needs all pages of the full group, and of the others those of the last window."""
+"""A real model with several KV groups: a Gemma 3 with five sliding layers and a full one, which vLLM serves as six
+groups of one layer each. A hit needs all pages of the full group, and the last window's pages of the others."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_hit_equals_cold(hybrid: Any, stream: int) -> None:
 
 
 def test_a_hit_gives_the_log_probabilities_of_a_cold_answer(hybrid: Any, stream: int) -> None:
-    """In float32, however much of the prompt is computed in one piece."""
+    """In float32, whatever the size of the parts in which the prompt is computed."""
     session = hybrid()
     prompt = Prompt.of(405, stream, log_probabilities=True)
     alone = session.reference.log_probabilities(prompt)
@@ -75,15 +75,14 @@ def test_a_long_prompt_is_hit_as_far_as_a_boundary(hybrid: Any, stream: int) -> 
     session.forget()
     sibling = prompt.first(500).then(Prompt.of(200, stream + 1).ids)
     assert session.check_one(sibling).cached == 500 // CHECKPOINT * CHECKPOINT
-    # Where these two have parted the next one may.
+    # A third prompt may branch off where these two did.
     session.forget(seed=2)
     third = prompt.first(500).then(Prompt.of(150, stream + 2).ids)
     assert session.check_one(third).cached == 500 // BLOCK_TOKENS * BLOCK_TOKENS
 
 
 def test_control_every_group_is_needed(hybrid: Any, stream: int) -> None:
-    """Of each load another group's pages are damaged on their way to the engine, and nobody looks: the answers are
-    others."""
+    """Another group's pages are damaged in each load, and no digest is checked: the answers differ."""
     session = hybrid([{"action": "corrupt", "kind": "load", "nth_op": GROUPS * g + g} for g in range(GROUPS)])
     prompt = Prompt.of(405, stream, log_probabilities=True)
     cold = session.check_one(prompt)

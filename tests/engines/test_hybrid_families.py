@@ -47,10 +47,10 @@ def test_a_family_is_served(
     chunks: int,
     states: int,
 ) -> None:
-    """The first answer of an engine, which has nothing cached, is the one to compare with.
+    """Compares with the engine's first answer, when nothing is cached.
 
     Args:
-        full, windows, chunks, states: KV groups of each kind.
+        full, windows, chunks, states: number of KV groups of each kind.
     """
     groups = full + windows + chunks + states
     rules = [{"action": "corrupt", "kind": "load", "nth_op": groups * g + g} for g in range(groups)]
@@ -61,7 +61,7 @@ def test_a_family_is_served(
     session = engines.another(
         connector(FAULTY, store__tokens="prompt"), {"FAULT_RULES": json.dumps(rules)}, **more
     )
-    # What follows a hit is short: a convolution forgets within a few tokens.
+    # The text after a hit is short: a convolution forgets within a few tokens.
     prompt = Prompt.of(386, stream)
     [cold] = session.ask(prompt)
     session.settle()
@@ -73,7 +73,7 @@ def test_a_family_is_served(
         [answer] = session.ask(prompt)
         assert answer.cached == prompt.whole_blocks
         assert (answer.tokens != cold.tokens) == (group is not None), f"group {group} damaged"
-    # The hit ends with a chunk, of which nothing is needed then.
+    # The hit ends with a chunk, so none of that chunk's pages is needed.
     whole = Prompt.of(2 * CHUNK + 1, stream + 1)
     [cold] = session.ask(whole)
     session.forget()
@@ -82,7 +82,7 @@ def test_a_family_is_served(
 
 
 def test_heads_of_two_sizes_are_served(engines: Engines, tmp_path: Path, stream: int) -> None:
-    """A Gemma 4. The first answer of an engine, which has nothing cached, is the one to compare with."""
+    """A Gemma 4. Compares with the engine's first answer, when nothing is cached."""
     more: dict[str, Any] = {
         "model": str(write_gemma_4(tmp_path / "model")),
         "num_gpu_blocks_override": BLOCKS_OF_ALL_GROUPS,
@@ -99,7 +99,7 @@ def test_heads_of_two_sizes_are_served(engines: Engines, tmp_path: Path, stream:
 
 
 def test_layers_that_share_kv_in_a_hybrid_pool_are_refused(engines: Engines, tmp_path: Path) -> None:
-    """vLLM's own prefix cache gives a Gemma 3n another answer than it gave without."""
+    """Shows that vLLM's own prefix cache changes a Gemma 3n's answer."""
     more: dict[str, Any] = {
         "model": str(write_gemma_3n(tmp_path / "model")),
         "num_gpu_blocks_override": BLOCKS_OF_ALL_GROUPS,

@@ -1,5 +1,5 @@
-"""The process of an engine with several KV groups is killed in the middle of its stores: some groups of a boundary are
-on disk, and others still in the engine. The next engine serves what is whole, and is right."""
+"""An engine with several KV groups is killed in the middle of its stores: some groups of a boundary are on disk, and
+others are still in the engine. The next engine serves the complete boundaries, and answers right."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .test_kill import DURABLE_WITHIN_S, wait_durable
 
 STORED_PROMPTS, STORES_A_PROMPT = 2, 3 * GROUPS
 STALLED = STORED_PROMPTS * STORES_A_PROMPT + GROUPS + 2
-"""The store that stalls: of a group in the middle, of the last prompt's second boundary."""
+"""The store that stalls: in a middle group, at the last prompt's second boundary."""
 
 
 def test_the_next_engine_takes_over_from_one_killed_between_groups(

@@ -1,5 +1,5 @@
-"""Many prompts of a model with several KV groups in turn, with room for the pages of a few: in host memory alone, and
-with a disk behind that is too small as well. What is left of a prompt may be any of its pages."""
+"""Many prompts of a model with several KV groups take turns, with room for the pages of a few: in host memory alone,
+and with a disk behind it that is too small as well. Any of a prompt's pages may survive."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ SMALL: dict[str, Any] = {
     "host__extent_bytes": 2 << 20,
     "store__checkpoint_tokens": CHECKPOINT,
 }
-"""A fourth of what the prompts store."""
+"""A quarter of what the prompts store."""
 DISK_BYTES = 16 << 20
 EVICTIONS = "vllm:flexkv_evictions_total"
 DISK_EVICTIONS = "vllm:flexkv_disk_evictions_total"
 
 
 def play_in_turn(session: EngineSession, pairs: Iterable[tuple[Prompt, Prompt]]) -> list[int]:
-    """Asks the prompts of a pair together, so that two loads at a time want slots; the engine's own cache is dropped
-    before. How much of each was served."""
+    """Asks each pair of prompts together, so that two loads compete for slots; drops the engine's own cache before each
+    pair. Returns how many tokens of each prompt were served."""
     cached: list[int] = []
     for pair in pairs:
         session.forget(seed=len(cached))
@@ -50,7 +50,7 @@ def test_evicted_pages_are_missed_and_no_byte_is_wrong(
         prompt.first(CHECKPOINT + 40).then(Prompt.of(100, stream + 100 + n).ids)
         for n, prompt in enumerate(prompts)
     ]
-    # With each prompt the branch of the one before it; then from the end, where some are still there.
+    # Each prompt runs beside the branch of the one before it; then from the end, where some are still cached.
     pairs = [(prompt, branches[n - 1]) for n, prompt in enumerate(prompts)]
     first, again = play_in_turn(session, pairs), play_in_turn(session, reversed(pairs))
     session.settle()

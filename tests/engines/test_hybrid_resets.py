@@ -1,4 +1,4 @@
-"""The cache of a model with several KV groups is reset: of what was stored before, no group serves a page."""
+"""The cache of a model with several KV groups is reset: afterwards no group serves a page that was stored before."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_new_weights_with_stores_in_flight(hybrid: Any, engines: Engines, stream
     session.forget()
     [hit] = session.ask(old)
     assert (hit.tokens, hit.cached) == (cold.tokens, old.whole_blocks)
-    # Those whose stores the reset met were computed again, with the new weights alone.
+    # Prompts whose stores the reset interrupted were computed again, with the new weights alone.
     asked = session.ask(*prompts)
     for prompt, answer in zip(prompts, asked, strict=True):
         salted = Prompt(prompt.ids, prompt.max_tokens, salt="nobody else's")

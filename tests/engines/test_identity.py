@@ -1,4 +1,4 @@
-"""Engines whose keys are equal answer alike, and engines that would answer otherwise have other keys."""
+"""Engines with equal keys give equal answers, and engines with other answers have other keys."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OF_NO_KV: list[dict[str, Any]] = [
     {"load_format": "safetensors", "seed": 3, "model_impl": "auto"},
     {"async_scheduling": False, "generation_config": "vllm"},
 ]
-"""Arguments of which each could be thought to decide KV, and does not."""
+"""Arguments that look as if they affected KV, and do not."""
 
 OF_KV: dict[str, Any] = {"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}}
 
@@ -33,17 +33,17 @@ def test_equal_keys_mean_equal_answers(engines: Engines, stream: int, tmp_path: 
     wait_durable(session)
     for number, arguments in enumerate(OF_NO_KV, 1):
         session = start(engines, tmp_path / "disk", engine=arguments)
-        # The keys are equal: it is served what the first engine stored.
+        # The keys are equal: the engine is served what the first one stored.
         assert session.check_one(stored).cached == stored.whole_blocks, arguments
-        # And what it computes itself is what an engine without these arguments computes.
+        # Its own computation equals that of an engine without these arguments.
         assert session.check_one(Prompt.of(601, stream + number)).cached == 0, arguments
         session.settle()
 
-    # Nor where the scheduler reads the configuration in another process than the one that loads the model.
+    # Nor if the scheduler reads the configuration in another process than the one that loads the model.
     session = start(engines, tmp_path / "disk", SEPARATE_CORE)
     assert session.check_one(stored).cached == stored.whole_blocks
 
-    # The control: another rotary embedding has other answers, and other keys.
+    # The control: another rotary embedding gives other answers, and other keys.
     session = start(engines, tmp_path / "disk", engine=OF_KV)
     [answer] = session.ask(stored)
     assert answer.cached == 0

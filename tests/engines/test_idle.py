@@ -1,4 +1,4 @@
-"""After the last request: what is still to be stored gets stored, and then nothing runs."""
+"""After the last request the remaining stores are made, and then nothing runs."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ def test_stores_in_flight_end_after_the_last_request(engines: Engines, stream: i
     session = engines.get(connector(FAULTY), {**SEPARATE_CORE, "FAULT_RULES": json.dumps(rules)})
     prompt = Prompt.of(900, stream, max_tokens=1)
     session.check_one(prompt)
-    # 28 pages of 20 ms, long after the one token.
+    # 28 pages at 20 ms each take much longer than the one token.
     session.call("idle", seconds=3.0)
     assert session.call("reset")["done"]
     assert session.check_one(prompt).cached == prompt.whole_blocks
     session.call("idle", seconds=4.0)
     quiet = session.call("idle", seconds=3.0)["cpu_share"]
-    # Not a measurement, the benchmark does that: an engine that spins uses all of a CPU.
+    # Not a measurement, which the benchmark makes: an engine that spins uses all of a CPU.
     assert quiet < 0.3

@@ -1,4 +1,4 @@
-"""Images under the real engine: what is stored of a prompt with one is served to the same image alone."""
+"""Images under the real engine: the stored pages of a prompt with an image are served to the same image alone."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def ask(engine: EngineProcess, image: int, name: str = "") -> tuple[list[int], i
 
 
 def answers_alone(model: Path, log: Path, **engine: Any) -> dict[int, list[int]]:
-    """What an engine without a connector and a prefix cache says of each image."""
+    """Answers about each image from an engine without a connector and without a prefix cache."""
     with engine_of(model, log, enable_prefix_caching=False, **engine) as alone:
         return {image: ask(alone, image)[0] for image in (CAT, DOG)}
 
@@ -107,13 +107,15 @@ NAMES: list[tuple[str, dict[str, Any]]] = [
     ("", {"enable_prefix_caching": False, "mm_processor_cache_gb": 0}),
     ("mine", {}),
 ]
-"""What the caller calls an image, and the engine's arguments: the first has vLLM number images, from 0 in each run."""
+"""The caller's name for an image, and the engine's arguments: in the first case vLLM numbers images from 0 in each
+run."""
 
 
 def first_images_of_two_runs(
     start: Start, kind: Mapping[str, Any] | None, name: str, engine: dict[str, Any]
 ) -> tuple[list[int], int]:
-    """Another image has the same name in each run. Returns the second run's answer, and what it did not compute."""
+    """Two runs give different images the same name. Returns the second run's answer, and how many tokens it did not
+    compute."""
     session = start(kind, **engine)
     ask(session.process, CAT, name)
     wait_durable(session)
@@ -135,7 +137,7 @@ def test_control_a_name_taken_for_content_serves_another_image(
 
 
 def with_other_means(model: Path, folder: Path) -> Path:
-    """A copy of the model whose processor takes other means from an image's pixels."""
+    """A copy of the model whose processor subtracts other means from an image's pixels."""
     shutil.copytree(model, folder)
     file = folder / "processor_config.json"
     settings = json.loads(file.read_text())

@@ -1,4 +1,4 @@
-"""Requests whose tokens are the same and whose KV is not: none may be served another's blocks."""
+"""Requests with the same tokens and different KV: none may be served another's blocks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .session import EngineSession, Prompt
 
 
 def test_prompts_given_as_embeddings(engines: Engines) -> None:
-    """All have the same token ids, zeros."""
+    """All prompts have the same token ids: zeros."""
     session = engines.get(connector(store__partial_blocks=True), enable_prompt_embeds=True)
     alone = engines.another(None, enable_prompt_embeds=True, enable_prefix_caching=False)
 
@@ -64,7 +64,8 @@ def test_lora_adapters_are_never_served_each_others_pages(
 def test_an_adapter_trained_anew_over_the_lives_of_three_processes(
     engines: Engines, stream: int, tmp_path: Path
 ) -> None:
-    """Name, number and path stay, and so do vLLM's hashes; only the content says that what is on disk is another's."""
+    """Name, number, path and vLLM's hashes stay the same; only the content shows that the pages on disk belong to the
+    former adapter."""
     folder, disk = tmp_path / "adapter", tmp_path / "disk"
     prompt = Prompt.of(150, stream)
 

@@ -1,5 +1,5 @@
-"""Processes of a running engine are killed in the middle of a load and of stores: the next engine takes the folder
-over, serves what was durable, and is right."""
+"""Processes of a running engine are killed in the middle of a load and of stores: the next engine takes over the
+folder, serves the durable pages, and answers right."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from .test_parallel import TWO_RANKS
 
 DURABLE_WITHIN_S = 60.0
 GONE_WITHIN_S = 120.0
-"""A rank whose copy is delayed ends it before it goes, and closes its lanes."""
+"""A rank whose copy is delayed finishes the copy and closes its lanes before it exits."""
 SLOW_S = 5.0
-"""How long one page of a load takes on one rank; the kill comes when it has begun."""
+"""How long one page of a load takes on one rank; the kill comes after the load has begun."""
 
 
 def start(engines: Engines, folder: Path, rules: list[dict[str, Any]]) -> EngineSession:
-    """As deployed: the scheduler and both ranks in processes of their own. Those before it may still be going."""
+    """As deployed: the scheduler and both ranks in their own processes. Those of the engine before it may still be
+    exiting."""
     settings: dict[str, Any] = {
         "disk__folders": str(folder),
         "disk__bytes_per_folder": SLAB_BYTES,
@@ -36,14 +37,14 @@ def start(engines: Engines, folder: Path, rules: list[dict[str, Any]]) -> Engine
         **SEPARATE_CORE,
         **TWO_RANKS,
         "FAULT_RULES": json.dumps(rules),
-        # Functions are sent to the ranks by way of the scheduler's process.
+        # Functions reach the ranks through the scheduler's process.
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
     }
     return engines.another(connector(FAULTY, **settings), environment, tensor_parallel_size=2)
 
 
 def wait_durable(session: EngineSession, stream: int) -> None:
-    """Until everything written is said to survive a crash. The engine tells its metrics when it steps."""
+    """Waits until everything written is reported as durable. The engine reports its metrics when it steps."""
     ends_s = time.monotonic() + DURABLE_WITHIN_S
     while True:
         session.check_one(Prompt.of(5, stream, max_tokens=1))
@@ -55,7 +56,7 @@ def wait_durable(session: EngineSession, stream: int) -> None:
 
 
 def forget(session: EngineSession) -> None:
-    """Drops the engine's own cache, as soon as no store holds its blocks any more."""
+    """Drops the engine's own cache as soon as no store holds its blocks any more."""
     ends_s = time.monotonic() + DURABLE_WITHIN_S
     while not session.call("reset")["done"]:
         assert time.monotonic() < ends_s, "blocks are still held"
@@ -63,7 +64,7 @@ def forget(session: EngineSession) -> None:
 
 
 def kill_while_loading(session: EngineSession, victim: str, *prompts: Prompt) -> None:
-    """Asks, kills one process when a rank is copying, and waits until the others have let go of host memory."""
+    """Sends prompts, kills one process when a rank is copying, and waits until the others have released host memory."""
     asked = [prompt.wire() for prompt in prompts]
     reply = session.call("kill_while_copying", requests=asked, victim=victim)
     assert reply["acted"], "no copy had begun"

@@ -12,8 +12,8 @@ from .session import Prompt
 from .two_ranks import check_stored_once, start_two_ranks
 
 ROTARY_IN_TORCH = {"custom_ops": ["-rotary_embedding"]}
-"""vLLM 0.32's rotary kernel for CPUs takes MLA's slices for dense tensors and turns the wrong numbers: K then depends
-on what else is in the batch, and no connector, of vLLM's or ours, can give the same answer from it."""
+"""vLLM 0.32's rotary kernel for CPUs treats MLA's slices as dense tensors and rotates the wrong numbers: K then depends
+on the rest of the batch, and no connector, vLLM's or flexkv's, can reproduce the answer."""
 
 
 @pytest.mark.timeout(600)  # two engines start for it, one of them with two workers

@@ -23,7 +23,7 @@ def test_hits_of_every_shape(engines: Engines, stream: int) -> None:
     for seed in (1, 2):
         session.forget(seed)
         assert session.check_one(prompt).cached == prompt.whole_blocks
-    # A part is in the engine still, and others with the same beginning run beside it.
+    # The engine still has a part of it, and other prompts with the same beginning run beside it.
     session.forget()
     session.check_one(prompt.first(4 * BLOCK_TOKENS))
     others = [prompt.then(Prompt.of(60 + n, stream + n).ids) for n in (1, 2)]
@@ -80,7 +80,7 @@ def test_what_a_failed_layer_led_to_is_not_published(
 
 
 def test_control_a_careless_connector_serves_it(engines: Engines, stream: int) -> None:
-    # Of all pages: one that lacks two of four layers moves the output too little to be sure of.
+    # Damages all pages: a single page without two of four layers may not change the output.
     session = faulty(engines, [dict(ALL_PAGES)], CARELESS, **LAYERWISE)
     longer = compute_from_a_failed_load(session, stream)
     [answer] = session.ask(longer)
@@ -99,7 +99,7 @@ def test_damaged_pages_are_found_layer_by_layer(engines: Engines, stream: int) -
 
 
 def test_two_ranks(engines: Engines, stream: int) -> None:
-    """Each in a process of its own, with stores by layer too."""
+    """Each rank in its own process, with stores by layer too."""
     session = engines.get(connector(store__mode="layerwise", **LAYERWISE), TWO_RANKS, tensor_parallel_size=2)
     prompt = Prompt.of(400, stream)
     session.check_one(prompt)

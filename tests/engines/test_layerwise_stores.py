@@ -1,4 +1,4 @@
-"""Stores within the forward, layer by layer: the same pages, and none that lacks a layer."""
+"""Stores within the forward, layer by layer: the pages equal those of whole-page stores, and none lacks a layer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BY_LAYER: dict[str, Any] = {"store__mode": "layerwise"}
 
 
 def test_pages_are_those_that_whole_pages_would_have_been(engines: Engines, stream: int) -> None:
-    """Prompts together, in chunks, and what is generated: every page in host memory is the engine's block."""
+    """Prompts together, in chunks, and generated tokens: every page in host memory equals the engine's block."""
     session = engines.get(connector(**BY_LAYER), max_num_batched_tokens=160, max_num_seqs=4)
     prompts = [Prompt.of(500, stream), Prompt.of(230, stream + 1, max_tokens=70)]
     session.check(*prompts)
@@ -28,7 +28,7 @@ def test_pages_are_those_that_whole_pages_would_have_been(engines: Engines, stre
 
 
 def test_layers_that_fail_or_come_late(engines: Engines, stream: int) -> None:
-    """Loads and stores by layer: what lacks a layer, or was computed from what does, is not published."""
+    """Loads and stores by layer: pages that lack a layer, or were computed from such pages, are not published."""
     rules = [
         {"action": "fail", "kind": "store", "nth_op": 0, "layer": 2, "page": 4},
         {"action": "delay", "kind": "store", "layer": 1, "page": 0, "delay_s": 0.05},
@@ -43,7 +43,7 @@ def test_layers_that_fail_or_come_late(engines: Engines, stream: int) -> None:
     session.forget()
     assert session.check_one(prompt).cached == prompt.whole_blocks, "offered again, and stored"
     session.forget()
-    # All of its load fails, and the layers that were computed from it are in host memory before anybody hears of that.
+    # All of its load fails, and the layers computed from it are in host memory before the failure is reported.
     session.check_one(longer)
     session.settle()
     assert session.metric(FAILED_LOADS) == prompt.whole_blocks // BLOCK_TOKENS

@@ -1,4 +1,5 @@
-"""Views built from vLLM's own placements and tensors: its own indexing is the reference, in all its physical orders."""
+"""Views built from vLLM's own placements and tensors, in all its physical orders. vLLM's own indexing is the
+reference."""
 
 from __future__ import annotations
 
@@ -82,7 +83,7 @@ STATES = interface.MambaSpec(
 
 @pytest.mark.parametrize("layout", list(KVCacheLayout), ids=lambda layout: layout.name)
 def test_states_in_a_pool_that_vllm_allocates(layout: KVCacheLayout) -> None:
-    """Groups of states lie over one of attention, in blocks of the same size that they do not fill."""
+    """Groups of states share memory with one of attention, in blocks of the same size that they do not fill."""
     engine: Any = SimpleNamespace(
         scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
         cache_config=SimpleNamespace(

@@ -63,7 +63,7 @@ def test_two_engines_on_one_node_from_one_file(engines: Engines, stream: int, tm
         assert session.check_one(known).cached == known.whole_blocks
         assert session.check_one(unknown).cached == 0
         assert session.metric("vllm:flexkv_host_slots") > 300
-    # One ends; the other does not notice.
+    # One engine ends; the other continues undisturbed.
     first.process.close()
     second.forget()
     assert second.check_one(yours).cached == yours.whole_blocks

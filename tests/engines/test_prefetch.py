@@ -14,8 +14,8 @@ PREFETCHED = "vllm:flexkv_disk_prefetched_pages_total"
 def read_at_first_asks(
     session: EngineSession, busy: Prompt, queued: Prompt, without_hook: bool = False
 ) -> list[int]:
-    """Two prompts at once, of which the engine runs one at a time: for each, the pages whose read had begun when the
-    scheduler first asked for it. Only the second is on disk."""
+    """Sends two prompts at once to an engine that runs one at a time. Returns, per prompt, the pages whose read had
+    begun when the scheduler first asked for it. Only the second prompt is on disk."""
     session.forget()
     session.call("drop_host")
     session.call("watch_first_asks", without_hook=without_hook)
@@ -33,7 +33,7 @@ def test_reads_begin_before_the_scheduler_first_asks(engines: Engines, stream: i
     pages = queued.whole_blocks // BLOCK_TOKENS
     assert session.check_one(queued).cached == 0
     busy = [Prompt.of(300, stream + n, max_tokens=8) for n in (1, 2)]
-    # Both are in the queue before the engine's first step, so the first ask finds the second's read begun.
+    # Both are in the queue before the engine's first step, so the second's read has begun by the first ask.
     assert read_at_first_asks(session, busy[0], queued) == [pages, pages]
     assert session.metric(PREFETCHED) == pages
     assert session.metric(DISK_HITS) == pages, "what was prefetched is the disk's"

@@ -1,4 +1,4 @@
-"""Engines that are refused at their start: each would crash, answer wrongly, or never be served."""
+"""Engines that flexkv refuses at their start: each would crash, answer wrongly, or never be served."""
 
 from __future__ import annotations
 
@@ -84,14 +84,15 @@ def test_the_built_in_class_in_a_multi_connector_is_refused(engines: Engines) ->
 
 
 RANK_MEMORY = [Path("/dev/shm") / f"-tp:0-[0-1]-cpushm_{rank}" for rank in range(2)]
-"""Memory that vLLM's two CPU ranks share: under an external launcher its name is the same for every engine."""
+"""Memory that vLLM's two CPU ranks share: under an external launcher every engine uses the same name."""
 
 
 @contextmanager
 def names_free(paths: Sequence[Path]) -> Iterator[None]:
-    """Moves aside what another engine has under these names, and puts it back; a process that maps it notices nothing.
+    """Moves aside another engine's files with these names, and puts them back; a process that maps one is not
+    disturbed.
 
-    A rank that ends at its start leaves its memory behind. That is removed, and nothing that a process still maps.
+    A rank that ends during its start leaves its memory behind. That is removed, unless a process still maps it.
     """
     aside = {path: path.with_name(f"{path.name}.{uuid4().hex}") for path in paths if path.exists()}
     for path, other in aside.items():
@@ -145,7 +146,7 @@ def no_leftovers() -> Iterator[None]:
 
 @pytest.mark.usefixtures("no_leftovers")
 def test_ranks_of_an_external_launcher_are_refused(model: Path, tmp_path: Path) -> None:
-    """Each in a process of its own, as torchrun starts them."""
+    """Each rank in its own process, as torchrun starts them."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -1,6 +1,5 @@
-"""A store that machines share behind the real engine: what one has computed serves the next one, which has nothing of
-its own. Values are damaged and forged, processes are killed; every answer is right, or, where forged, seen to be wrong.
-"""
+"""A store that machines share, behind the real engine: one engine's computation serves the next, which starts empty.
+Values are damaged and forged, processes are killed; every answer is right, or seen to be wrong for forged values."""
 
 from __future__ import annotations
 
@@ -49,10 +48,10 @@ WITHIN_S = 60.0
 STORE_CALL_S = 10.0
 CHILD_S = 280.0
 TOKENS, HALF = 581, 321
-"""Of a prompt that is stored by parts; with its answer it makes no block more."""
+"""Lengths of a prompt that is stored in parts; its answer completes no further block."""
 
 TICK = Prompt.of(5, 7, max_tokens=1, extra={"kv_transfer_params": {"skip_save": True}})
-"""The engine tells its metrics, and looks after the tier, when it steps."""
+"""A prompt for one more step: in each step the engine reports its metrics and drives the tier."""
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +69,9 @@ def client(redis: RedisServer) -> Iterator[Store]:
 
 
 def settings(redis: RedisServer, **more: Any) -> dict[str, Any]:
-    """For machines whose cores are busy: what is asked here is what the store serves, not how soon."""
+    """Generous limits for busy machines: the tests check what the store serves, not how soon."""
     patient: dict[str, Any] = {"remote__probe_s": 10.0, "remote__wait_s": 30.0, "remote__get_s": 4.0}
-    # The model is tiny, and computes sooner than any store reads.
+    # The tiny model computes faster than any store reads.
     return {"remote__urls": redis.url, "disk__compute_if_faster": False} | patient | more
 
 
@@ -91,7 +90,7 @@ def until(session: EngineSession, done: Callable[[], bool], late: str) -> None:
 
 
 def wait_written(session: EngineSession) -> None:
-    """Until all that is stored is in the store."""
+    """Waits until all pending values are in the store."""
     session.settle()
 
     def is_still() -> bool:
@@ -105,13 +104,13 @@ def wait_written(session: EngineSession) -> None:
 
 
 def lose_host(session: EngineSession, seed: int = 1) -> None:
-    """Neither the engine nor host memory has anything any more."""
+    """Empties both the engine's cache and host memory."""
     session.forget(seed)
     assert session.call("drop_host")["left"] == 0
 
 
 class Grown:
-    """How much series of an engine have grown since."""
+    """How much some series of an engine have grown."""
 
     def __init__(self, session: EngineSession, *names: str) -> None:
         self._session, self._names = session, names
@@ -126,7 +125,7 @@ class Grown:
 
 
 def names_in(redis: RedisServer) -> set[str]:
-    """Of all values."""
+    """Names of all values."""
     with (
         socket.create_connection(("127.0.0.1", redis.port), STORE_CALL_S) as other,
         other.makefile("rb") as said,
@@ -152,7 +151,7 @@ def write(client: Store, name: str, value: np.ndarray) -> None:
 
 
 def forge(form: ValueFormat, client: Store, name: str, other: str) -> None:
-    """Whoever can write to the store can: the value of another page, sealed under this name."""
+    """Writes another page's value, sealed under this name, as anybody with write access to the store can."""
     value = read(client, other, form.value_bytes)
     slot, trailer = np.zeros(4 * form.value_bytes, np.uint8), np.zeros(form.trailer_bytes, np.uint8)
     first = 0
@@ -168,7 +167,7 @@ def forge(form: ValueFormat, client: Store, name: str, other: str) -> None:
 def test_what_an_engine_computed_serves_the_next_one(
     engines: Engines, redis: RedisServer, client: Store, stream: int
 ) -> None:
-    """One test, because engines start slowly: the second one also meets a damaged value, and one that was forged."""
+    """One test, because engines start slowly: the second engine also meets a damaged value, and a forged one."""
     prompt, other = Prompt.of(TOKENS, stream), Prompt.of(500, stream + 1)
     pages = prompt.whole_blocks // BLOCK_TOKENS
     assert redis.ask("FLUSHALL") == b"+OK\r\n"
@@ -197,7 +196,7 @@ def test_what_an_engine_computed_serves_the_next_one(
     assert session.check_one(prompt).cached == prompt.whole_blocks
     assert grown.by() == (pages, pages, pages, 0)
 
-    # One bit of one value: one page missed, which is computed again with what follows, and written again.
+    # One flipped bit in one value: one page is missed, then recomputed with those after it, and written again.
     form = value_format(session)
     value = read(client, page_10, form.value_bytes)
     damaged = value.copy()
@@ -213,7 +212,7 @@ def test_what_an_engine_computed_serves_the_next_one(
     )
     lose_host(session)
 
-    # A wrong value with a digest that is right: nobody can tell, but the answer does. The control.
+    # A wrong value with a valid digest: nothing detects it, but the answer shows it. The control.
     forge(form, client, page_10, min(half))
     [answer] = session.ask(prompt)
     assert answer.cached == prompt.whole_blocks
@@ -301,7 +300,7 @@ def test_a_reset_with_gets_under_way_takes_nothing_from_the_store(
     right(session, prompts, reply)
     session.settle()
     lose_host(session)
-    # Nothing names the new weights: what is in the store is of the old ones.
+    # No key names the new weights: all values in the store belong to the old ones.
     assert [answer.cached for answer in session.check(*prompts)] == [0, 0]
     session.forget()
     assert session.check_one(prompts[0]).cached == prompts[0].whole_blocks
@@ -313,7 +312,8 @@ def test_a_reset_with_gets_under_way_takes_nothing_from_the_store(
 def test_a_disk_has_the_beginning_and_the_store_the_rest(
     engines: Engines, redis: RedisServer, tmp_path: Path, stream: int
 ) -> None:
-    """The first engine is another tenant's, and finds nothing in the store: the control of all that are served."""
+    """The first engine belongs to another tenant, and finds nothing in the store: the control for all that are
+    served."""
     prompt = Prompt.of(TOKENS, stream)
     on_disk = {"disk__folders": str(tmp_path / "disk"), "disk__bytes_per_folder": SLAB_BYTES}
     others = settings(redis, remote__tenant="another", **on_disk)
@@ -377,7 +377,7 @@ def test_a_tail_comes_from_the_store(engines: Engines, redis: RedisServer, strea
 def test_two_ranks_read_what_two_ranks_have_written(
     engines: Engines, redis: RedisServer, stream: int
 ) -> None:
-    """As deployed: the scheduler in a process of its own, whose child reads into memory that both ranks share."""
+    """As deployed: the scheduler in its own process, whose child reads into memory that both ranks share."""
     assert redis.ask("FLUSHALL") == b"+OK\r\n"
     prompt = Prompt.of(TOKENS, stream)
     pages = prompt.whole_blocks // BLOCK_TOKENS

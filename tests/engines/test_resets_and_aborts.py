@@ -1,4 +1,4 @@
-"""What ends early: caches that are reset and requests that are aborted while something is under way."""
+"""Early ends: resets of caches and aborts of requests while copies are under way."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def test_a_connector_reset_forgets_everything(engines: Engines, stream: int) -> 
 def test_a_request_preempted_and_resumed_in_one_step_loads_what_is_stored(
     engines: Engines, stream: int, steps: int
 ) -> None:
-    """A reset of the engine's own cache with running requests: the next step looks them up again, and finds them."""
+    """A reset of the engine's own cache preempts running requests: the next step looks them up again, and finds
+    them."""
     session = engines.get(connector())
     prompts = [Prompt.of(500 + 20 * n, stream + n, max_tokens=8) for n in range(3)]
     session.check(*prompts)
@@ -58,7 +59,7 @@ SLOW_STORES = {"FAULT_RULES": json.dumps([{"action": "delay", "kind": "store", "
 
 
 def reset_during_stores(session: EngineSession, stream: int, steps: int, **how: Any) -> list[Prompt]:
-    """Resets while the prompts' blocks are being stored; all have been asked for when this returns."""
+    """Resets while the prompts' blocks are being stored; when this returns, all prompts have been answered."""
     prompts = [Prompt.of(500 + 20 * n, stream + n, max_tokens=8) for n in range(3)]
     reply = session.call(
         "reset_while_running",
@@ -91,7 +92,7 @@ def retrained(engines: Engines) -> Reference:
 
 
 def test_new_weights_with_stores_in_flight(engines: Engines, stream: int, retrained: Reference) -> None:
-    """Nothing that the old weights computed is served, also what was still on its way when they went."""
+    """No block computed with the old weights is served, even if its store was under way at the change."""
     engines.close()
     session = engines.get(connector(FAULTY), SLOW_STORES)
     old = Prompt.of(700, stream + 7)
@@ -155,7 +156,7 @@ def test_aborts_at_any_step_leave_nothing_behind(
 
 
 def not_loaded(session: EngineSession) -> tuple[float, float]:
-    """Pages of loads that failed, and those that were called off."""
+    """Pages of failed loads, and pages of cancelled loads."""
     session.settle()
     failed = session.metric("vllm:flexkv_failed_pages_total")
     return failed, session.metric("vllm:flexkv_cancelled_pages_total{direction=load}")

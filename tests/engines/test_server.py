@@ -1,4 +1,4 @@
-"""A real API server: told to stop it leaves what host memory had on disk, told to reset it forgets both."""
+"""A real API server: SIGTERM keeps host memory's pages on disk, a reset drops both."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RESET_DEADLINE_S = 60.0
 
 @pytest.fixture
 def serve(model: Path, tmp_path: Path) -> Callable[[], HttpServer]:
-    """Starts a server over one disk folder, which is written to only when host memory evicts, or at an orderly end."""
+    """Starts a server over one disk folder, which is written only when host memory evicts, or at an orderly end."""
     started = 0
 
     def serve_() -> HttpServer:
@@ -54,7 +54,7 @@ def serve(model: Path, tmp_path: Path) -> Callable[[], HttpServer]:
 
 
 def check_series_before_the_first_request(server: HttpServer) -> None:
-    """A rate over a counter that appears with its first increment misses that increment."""
+    """If a counter appears only with its first increment, a rate over it misses that increment."""
     for metric in METRICS.values():
         name = f"vllm:{metric.name}" + ("_count" if metric.kind is MetricKind.HISTOGRAM else "")
         names = [label for label, _ in metric.labels]
@@ -67,14 +67,14 @@ def check_series_before_the_first_request(server: HttpServer) -> None:
 
 
 def reset(server: HttpServer, path: str) -> None:
-    """As the docs say: a reset that fails, because a copy is under way, is tried again."""
+    """As the docs say: a reset that fails because a copy is under way is tried again."""
     ends_s = time.monotonic() + RESET_DEADLINE_S
     while not server.post(path)["success"]:
         assert time.monotonic() < ends_s, server.log_tail()
 
 
 def hits_after(server: HttpServer, path: str, ids: list[int], expected: list[int]) -> float:
-    """Tokens that flexkv serves of a prompt after a route was called; the answer must be right."""
+    """Tokens that flexkv serves of a prompt after a call of a route; the answer must be right."""
     before = server.metric(HITS)
     if "reset" in path:
         reset(server, path)

@@ -92,7 +92,8 @@ def test_what_the_docs_say_is_left_after_a_call(
 
 
 def test_an_engine_in_processes_of_its_own_steps_until_nothing_moves(engines: Engines, stream: int) -> None:
-    """Its workers are out of the scheduler's reach: were a copy left at the reset, vLLM's sleep would raise."""
+    """The test cannot reach the workers from the scheduler: if a copy were left at the reset, vLLM's sleep would
+    raise."""
     session = engines.get(connector(SLEEPY), SLOW | SEPARATE_CORE)
     prompts = [Prompt.of(500 + 20 * n, stream + n, max_tokens=8) for n in range(3)]
     session.check(*prompts)

@@ -1,4 +1,4 @@
-"""An engine's pool that is little larger than one prompt: what fits host memory is stored whole."""
+"""An engine's pool that is little larger than one prompt: a prompt that fits host memory is stored whole."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .session import BLOCK_TOKENS, EngineSession, Prompt
 
 PAGES = 34
 POOL_BLOCKS = int(1.2 * PAGES) + 2
-"""1.2 times the prompt's, the block of its answer, and the null block."""
+"""1.2 times the prompt's blocks, the block of its answer, and the null block."""
 OTHERS = 7
 PAGE_BYTES = BLOCK_TOKENS * PRESETS["tiny"].kv_bytes_per_token
 ENGINE: dict[str, Any] = {
@@ -36,7 +36,7 @@ def small(stream: int) -> list[Prompt]:
 
 
 def start(engines: Engines, **settings: Any) -> EngineSession:
-    """An engine whose host memory has room for a large prompt, or two, and little more."""
+    """An engine whose host memory has room for one or two large prompts, and little more."""
     return engines.get(connector(host__bytes=(2 * PAGES + 8) * PAGE_BYTES, **settings), **ENGINE)
 
 
@@ -46,7 +46,7 @@ def check_stored_whole(session: EngineSession, prompt: Prompt) -> None:
 
 
 def test_a_prompt_is_stored_whole(engines: Engines, stream: int) -> None:
-    """Alone and beside others; places for a few pages in flight, so that most are stored after its end."""
+    """Alone and beside others, with few pages in flight, so that most pages are stored after the prompt's end."""
     session = start(engines, store__inflight_pages=FEW_IN_FLIGHT)
     alone, beside = large(stream), large(stream + 100)
     session.check_one(alone)
@@ -58,7 +58,8 @@ def test_a_prompt_is_stored_whole(engines: Engines, stream: int) -> None:
 
 
 def test_what_the_next_prompt_needs_is_not_waited_for(engines: Engines, stream: int) -> None:
-    """Large prompts in a row take each other's blocks; each answer is right, and what was not stored is counted."""
+    """Large prompts in a row take each other's blocks; each answer is right, and pages that were not stored are
+    counted."""
     session = start(engines, store__inflight_pages=FEW_IN_FLIGHT)
     before = session.metric(DROPPED)
     prompts = [large(stream + 100 * n) for n in range(3)]
@@ -86,8 +87,8 @@ def test_an_aborted_request_and_a_reset_leave_nothing_held(engines: Engines, str
 
 
 def test_lazy_stores_lose_nothing(engines: Engines, stream: int) -> None:
-    """Large prompts at once, each of which is handed the blocks of the one before: every page is in the engine's own
-    prefix cache, or stored."""
+    """Large prompts run at once, and each gets the blocks of the one before: every page is in the engine's own prefix
+    cache, or stored."""
     session = engines.get(
         connector(host__bytes=4 * PAGES * PAGE_BYTES, store__mode="lazy"),
         max_num_batched_tokens=2048,

@@ -1,4 +1,4 @@
-"""An engine that traces: flexkv's ops arrive at the collector that the engine was given, with the engine's requests."""
+"""An engine that traces: spans of flexkv's ops reach the engine's collector, with the ids of the engine's requests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Spans = dict[str, list[dict[str, str | int]]]
 
 
 class Collector(ThreadingHTTPServer):
-    """Takes spans as OTLP over HTTP."""
+    """Receives spans as OTLP over HTTP."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Export)
@@ -101,5 +101,5 @@ def test_ops_are_spans_beside_the_engines_own(
         (load,) = arrived(collector, "flexkv load from host memory")
         assert (load["flexkv.pages"], load["flexkv.failed_pages"]) == (pages, 0)
         own = [str(span["gen_ai.request.id"]) for span in arrived(collector, "llm_request", count=2)]
-        # Within the engine a request has the frontend's name and a suffix.
+        # Within the engine a request's name is the frontend's with a suffix.
         assert any(str(load["gen_ai.request.id"]).startswith(name) for name in own), (load, own)

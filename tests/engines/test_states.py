@@ -1,6 +1,6 @@
-"""A real model with recurrent states: a Qwen3-Next with three layers of states to one of attention, which vLLM serves
-as four KV groups. A hit needs all pages of the attention and, of each other group, the one state at its end; there is
-one where a step of the engine has ended with a block."""
+"""A real model with recurrent states: a Qwen3-Next with three layers of states per layer of attention, which vLLM
+serves as four KV groups. A hit needs all pages of the attention and, from each other group, the state at its end. A
+state is kept where a step of the engine ended at a block boundary."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GROUPS = STATE_LAYERS + 1
 BLOCK_TOKENS = 288
 """vLLM makes a block of attention as large as a state."""
 PART_TOKENS, PART_BLOCKS = 640, 2
-"""That vLLM computes of a prompt in a step at most, and blocks with which such a part ends."""
+"""The most that vLLM computes of a prompt in one step: in tokens, and in whole blocks."""
 ENGINE: dict[str, Any] = {
     "dtype": "bfloat16",
     "num_gpu_blocks_override": 64,
@@ -34,7 +34,7 @@ DAMAGED_LOADS = [
     *({"action": "corrupt", "kind": "load", "nth_op": GROUPS * g + g} for g in range(GROUPS)),
     {"action": "delay", "kind": "store", "delay_s": 0.01},
 ]
-"""Of each group in turn; and stores that are under way for a while."""
+"""Damages each group in turn, and keeps stores under way for a while."""
 LATE = FAULTY | {"kv_connector": "LateConnector"}
 TALKATIVE = FAULTY | {"kv_connector": "TalkativeConnector"}
 CHECKPOINT = {"store__checkpoint_tokens": PART_BLOCKS * BLOCK_TOKENS}
@@ -49,26 +49,26 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Alone:
-    """An engine with vLLM's own prefix cache and nothing else: what every answer must be, token for token.
+    """An engine with vLLM's own prefix cache and nothing else, whose answers must be matched token for token.
 
-    In bfloat16 a state depends in its last bits on the parts in which a prompt was computed, and an answer may on a
-    state's last bits. So a hit is compared with a hit of the same length of vLLM's own.
+    In bfloat16 the last bits of a state depend on the parts in which a prompt was computed, and an answer may depend on
+    these bits. So a hit is compared with a hit of the same length in vLLM's own cache.
     """
 
     def __init__(self, process: EngineProcess) -> None:
         self._session = EngineSession(process, Reference(process))
 
     def answer(self, prompt: Prompt, *before: Prompt) -> Answer:
-        """To a prompt after others, of which everything is still cached."""
+        """The answer to a prompt after others, which are all still cached."""
         self._session.forget()
         *_, answer = [self._session.ask(one)[0] for one in (*before, prompt)]
         return answer
 
     def check(self, session: EngineSession, prompt: Prompt, *before: Prompt) -> int:
-        """Asks `session`; the length of its hit.
+        """Asks `session`, compares the answers, and returns the length of the hit.
 
         Args:
-            before: prompts whose hit it has; by default the beginning of the same prompt.
+            before: earlier prompts for the reference to hit; by default the hit part of the same prompt.
         """
         [ours] = session.ask(prompt)
         if not before and ours.cached:
@@ -126,7 +126,8 @@ def test_a_hit_equals_cold(states: Any, alone: Alone, stream: int) -> None:
     session.forget()
     [hit] = session.ask(prompt)
     assert (hit.tokens, hit.cached) == (cold.tokens, whole(prompt))
-    # The last state lies within the prompt, also for its next turn and for those who go another way after it.
+    # The last state lies within the prompt. It also serves the prompt's next turn, and prompts that branch off after
+    # it.
     session.forget(seed=2)
     turn = prompt.then((*cold.tokens, *Prompt.of(400, stream + 1).ids))
     assert alone.check(session, turn, prompt) == whole(prompt)
@@ -162,7 +163,7 @@ def test_a_state_within_a_prompt_serves_those_who_share_its_beginning(
 def test_states_that_end_within_blocks_are_not_taken_for_others(
     states: Any, alone: Alone, stream: int
 ) -> None:
-    """With hashes of less than a block vLLM keeps states of other lengths too, and says which block has which."""
+    """With hashes of less than a block vLLM also keeps states of other lengths, and names the block of each."""
     session = states(engine={"prefix_match_unit": 32})
     prompt = Prompt.of(1000, stream)
     [cold] = session.ask(prompt)
@@ -175,10 +176,9 @@ def test_states_that_end_within_blocks_are_not_taken_for_others(
 
 
 def test_control_every_group_is_needed(states: Any, alone: Alone, stream: int) -> None:
-    """Of each load another group's pages are damaged on their way to the engine, and nobody looks: the answers are
-    others."""
+    """Another group's pages are damaged in each load, and no digest is checked: the answers differ."""
     session = states(DAMAGED_LOADS)
-    # A state forgets, so the answer follows it soon.
+    # A state forgets, so the answer must come soon after it.
     prompt = Prompt.of(2 * BLOCK_TOKENS + 3, stream)
     [cold] = session.ask(prompt)
     for group in range(GROUPS):
@@ -205,8 +205,8 @@ def test_a_reset_forgets_states(states: Any, alone: Alone, stream: int) -> None:
 def test_a_page_of_a_group_fails_and_the_next_shorter_boundary_serves(
     states: Any, alone: Alone, stream: int
 ) -> None:
-    """A state is needed for its own boundary alone, the first page of the attention for every hit."""
-    failing = (GROUPS - 1, 3 * GROUPS)  # after a load that fails, the next for less, and a whole one
+    """A state is needed for its own boundary alone, the attention's first page for every hit."""
+    failing = (GROUPS - 1, 3 * GROUPS)  # after a failing load come a shorter one, and a whole one
     rules = [{"action": "fail", "kind": "load", "nth_op": op, "page": 0} for op in failing]
     session = states(rules, **CHECKPOINT)
     for number, served in enumerate((PART_BLOCKS * BLOCK_TOKENS, 0)):

@@ -1,4 +1,4 @@
-"""What is stored, and through which of vLLM's doors."""
+"""What is stored, and through which of vLLM's interfaces."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_without_the_engines_prefix_caching_lazy_stores_are_eager(engines: Engin
 
 
 def test_lazy_stores_what_the_engine_evicts(engines: Engines, stream: int) -> None:
-    # Lazy stores look two steps ahead: with short steps, the pool's unused blocks come first.
+    # Lazy stores look two steps ahead: with short steps, the pool's unused blocks are handed out first.
     session = engines.get(
         connector(store__mode="lazy"),
         num_gpu_blocks_override=41,
@@ -61,13 +61,13 @@ def test_the_built_in_connector_serves_the_same_core(engines: Engines, stream: i
     session = engines.get(connector(BUILT_IN))
     prompt = Prompt.of(700, stream, max_tokens=40)
     answer = session.check_one(prompt)
-    # No step follows the last one: what is stored was stored within it, before its blocks are spoiled.
+    # No step follows the last one: its stores were made within it, before its blocks are spoiled.
     assert session.call("reset")["done"]
     spoiled = session.call("scribble")
     assert spoiled["blocks"] == spoiled["free"]
     assert session.check_one(prompt).cached == prompt.whole_blocks
     session.forget()
-    # Its reduced mode stores prompt blocks only.
+    # The reduced mode stores prompt blocks only.
     assert session.check_one(prompt.then(answer.tokens)).cached == 700 // BLOCK_TOKENS * BLOCK_TOKENS
     warnings = session.process.log.read_text()
     assert "reset" in warnings
@@ -87,7 +87,7 @@ def test_a_prefix_of_three_tokens_is_served(engines: Engines, stream: int) -> No
     session.forget()
     assert session.check_one(longer).cached == 3
     session.settle()
-    # Gauges are reported by steps: one more, that stores nothing.
+    # Steps report gauges: one more step that stores nothing.
     session.check_one(
         Prompt.of(5, stream + 1, max_tokens=2, extra={"kv_transfer_params": {"skip_save": True}})
     )

@@ -1,6 +1,6 @@
 """Several `vllm.LLM` in one process with VLLM_ENABLE_V1_MULTIPROCESSING=0, where vLLM keeps one worker's connector.
 
-One after the other they work. A second one beside a live one is refused at its start, and the first goes on.
+Engines work one after the other. A second one beside a live one is refused at its start, and the first goes on.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ def arguments(model: Path, kv_transfer_config: Mapping[str, Any] | None) -> dict
 
 
 def make(session: EngineSession, name: str, engine: Mapping[str, Any]) -> str:
-    """The error of an engine that does not start; empty where it did."""
+    """The error of an engine that does not start; empty if it did."""
     reply = session.call("make_other", name=name, engine=dict(engine), deadline_s=START_DEADLINE_S)
     return str(reply["refused"])
 
 
 def check(session: EngineSession, name: str, *prompts: Prompt) -> int:
-    """Tokens that the engine did not compute; its output is the reference's."""
+    """Tokens that the engine did not compute; its output must be the reference's."""
     reply = session.call("ask_other", name=name, requests=[prompt.wire() for prompt in prompts])
     answers = [Answer.of(result) for result in reply["requests"]]
     for prompt, answer in zip(prompts, answers, strict=True):
@@ -79,7 +79,7 @@ def test_a_second_engine_is_refused_and_one_after_the_other_works(
 def test_an_engine_beside_one_with_another_connector_is_refused(
     engines: Engines, model: Path, stream: int, tmp_path: Path
 ) -> None:
-    """vLLM would hand its loads and stores to a connector that knows nothing of them."""
+    """vLLM would pass its loads and stores to a connector that does not know them."""
     example = {
         "kv_connector": "ExampleConnector",
         "kv_role": "kv_both",

@@ -1,5 +1,5 @@
-"""Real models whose layers differ: the last of a Gemma 3n attend to the KV of earlier ones, and vLLM calls the hooks of
-all of them; a Gemma 4 has heads of two sizes. Here vLLM keeps all layers in one KV group."""
+"""Real models whose layers differ: a Gemma 3n's last layers attend to the KV of earlier ones, and vLLM calls the hooks
+of all of them; a Gemma 4 has heads of two sizes. Here vLLM keeps all layers in one KV group."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .transformers_models import (
 
 DAMAGED_STORE = [{"action": "corrupt", "kind": "store", "nth_op": 0}]
 TOKEN_BYTES_OF_ONE = KV_HEADS * 2 * 4
-"""Of K and V in float32, for each element of a head in each layer."""
+"""Bytes of K and V in float32, per element of a head in each layer."""
 MOVED, STORE = "vllm:flexkv_moved", "{direction=store}"
 ASYNC: dict[str, str] = {}
 LAYERWISE = {"load__mode": "layerwise", "store__mode": "layerwise"}
@@ -35,7 +35,7 @@ LAYERWISE = {"load__mode": "layerwise", "store__mode": "layerwise"}
 
 @dataclass(frozen=True)
 class Model:
-    """One family; `heads` are the sizes of the heads of all layers that have KV, together."""
+    """One family; `heads` are the head sizes of all layers that have KV, together."""
 
     write: Callable[[Path], Path]
     heads: int
@@ -58,7 +58,7 @@ CASES = {
 
 @dataclass(frozen=True)
 class Family:
-    """A model that was written, and an engine without a connector that answers with it."""
+    """A written model, and an engine without a connector that answers with it."""
 
     model: Model
     folder: Path
@@ -68,7 +68,7 @@ class Family:
 @pytest.fixture(scope="module")
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Family]:
     folder = request.param.write(tmp_path_factory.mktemp("family") / "model")
-    # Without a connector vLLM gives sliding layers blocks of their own.
+    # Without a connector vLLM gives sliding layers their own blocks.
     log = folder.parent / "engine.log"
     with engine_alone(folder, log, num_gpu_blocks_override=4 * POOL_BLOCKS) as alone:
         yield Family(request.param, folder, alone)
@@ -78,7 +78,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def test_layers_that_differ_are_stored_once_and_served(
     engines: Engines, family: Family, settings: dict[str, Any], stream: int
 ) -> None:
-    """The engine's first store is damaged on its way: nobody can tell but by the output."""
+    """The engine's first store is damaged in transit: only the output shows it."""
     ours = engines.another(
         connector(FAULTY, **settings),
         {"FAULT_RULES": json.dumps(DAMAGED_STORE)},

@@ -1,4 +1,4 @@
-"""What the connector tells the engine's scheduler: of work that is left, and of blocks that came and went."""
+"""The connector's reports to the engine's scheduler: the work that is left, and blocks that were added and removed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_a_store_in_flight_is_work_and_holds_no_block(session: EngineSession, st
     session.check_one(prompt)
     assert [rank["stalled"] for rank in session.call("faults")["ranks"]] == [1]
     in_flight = session.call("connector_says")
-    # A cache may lose a store, so preempted output counts; and no block waits for the copy to be free.
+    # A cache may lose a store, so preempted output counts; and no block has to wait for the copy.
     assert in_flight == {
         "requires_kv_delivery": False,
         "pending_block_frees": False,

@@ -1,5 +1,5 @@
-"""Writes small models of families that Hugging Face transformers knows, with random weights; float32, the same numbers
-every time."""
+"""Writes small models of families that Hugging Face transformers knows, with random float32 weights, the same on each
+run."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ WINDOW = 128
 STATE_LAYERS, STATE_HEAD = 3, 128
 IMAGE_EDGE, PATCH, SCALE = 112, 14, 2
 IMAGE_TOKENS = (IMAGE_EDGE // PATCH // SCALE) ** 2
-"""Tokens of an image, without the three that stand around them."""
+"""Tokens of an image, without the three around them."""
 IMAGE_TOKEN = "<image>"
 IMAGE_WEIGHT_STD = 0.3
 CHUNK = 256
-"""Tokens of a chunk, within which a layer of chunked attention sees."""
+"""Tokens of a chunk; a layer of chunked attention sees only the tokens of one chunk."""
 COMMON: dict[str, Any] = {
     "vocab_size": PRESETS["tiny"].vocabulary,
     "hidden_size": 128,
@@ -123,8 +123,8 @@ def write_llama_4(folder: Path) -> Path:
 
 
 def write_lfm_2(folder: Path) -> Path:
-    """An LFM2: three layers of four are short convolutions, whose state are their last inputs. vLLM reads names of the
-    published models beside those of transformers."""
+    """An LFM2: three layers of four are short convolutions, whose states are their last inputs. vLLM also needs the
+    names of the published models, besides those of transformers."""
     from transformers import Lfm2Config, Lfm2ForCausalLM
 
     config = Lfm2Config(
@@ -155,8 +155,8 @@ def write_llama_with_one_kv_head(folder: Path) -> Path:
 
 
 def write_qwen_3_next(folder: Path) -> Path:
-    """A Qwen3-Next: three layers of four keep a recurrent state instead of K and V. In bfloat16, and with heads of 128,
-    because vLLM's kernels for a CPU have no others."""
+    """A Qwen3-Next: three layers of four keep a recurrent state instead of K and V. It uses bfloat16 and heads of 128,
+    because vLLM's kernels for CPUs support nothing else."""
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
     config = Qwen3NextConfig(
@@ -187,8 +187,8 @@ def write_hrm_text(folder: Path) -> Path:
 
 
 def write_idefics_3(folder: Path) -> Path:
-    """An Idefics 3, which takes images: of those that vLLM runs on a CPU, one whose processor needs neither torchvision
-    nor anything of a hub. An image stands in the prompt as one part, whatever its size."""
+    """An Idefics 3, which takes images: among the image models that vLLM runs on a CPU, its processor needs neither
+    torchvision nor any file from a hub. An image is one part of the prompt, whatever its size."""
     from transformers import (
         Idefics3Config,
         Idefics3ForConditionalGeneration,
@@ -233,7 +233,7 @@ def write_idefics_3(folder: Path) -> Path:
         scale_factor=SCALE,
         tie_word_embeddings=False,
     )
-    # Drawn wide, so that an image decides the answer.
+    # A wide distribution, so that an image decides the answer.
     return _write_weights(Idefics3ForConditionalGeneration, config, folder, IMAGE_WEIGHT_STD)
 
 
@@ -248,7 +248,7 @@ def _write_weights(kind: Any, config: Any, folder: Path, std: float) -> Path:
 
     generator = torch.Generator().manual_seed(0)
     with torch.random.fork_rng(), torch.no_grad():
-        # What has one dimension stays as the model makes it.
+        # Tensors of one dimension stay as the model initialises them.
         torch.manual_seed(0)
         model = kind(config)
         for weight in model.parameters():

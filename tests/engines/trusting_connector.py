@@ -1,4 +1,4 @@
-"""A connector that takes every name of an image for its content, as flexkv's own does not: for a control."""
+"""A connector that identifies an image by its name, which flexkv's own does not do: for a control."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flexkv.adapters.vllm.input_names import InputNames
 
 
 class TrustingConnector(FlexKVConnector):
-    """Its process is the engine's own, so nobody else loses what is replaced here."""
+    """Runs in the engine's own process, so that the replaced functions affect nobody else."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         InputNames.first_of_run = lambda self, request: None  # type: ignore[method-assign]

@@ -13,7 +13,7 @@ DAMAGED_STORE = [{"action": "corrupt", "kind": "store", "nth_op": 0}]
 
 
 def start_two_ranks(engines: Engines, **engine: Any) -> EngineSession:
-    """Beside an engine alone. The first store is damaged on its way."""
+    """Also starts an engine without a connector to compare with. The first store is damaged in transit."""
     alone = engines.another(None, **engine)
     environment = {**TWO_RANKS, "FAULT_RULES": json.dumps(DAMAGED_STORE)}
     ours = engines.another(connector(FAULTY), environment, tensor_parallel_size=2, **engine)
@@ -21,17 +21,17 @@ def start_two_ranks(engines: Engines, **engine: Any) -> EngineSession:
 
 
 def check_stored_once(session: EngineSession, stream: int, block_tokens: int, token_bytes: int) -> Prompt:
-    """Pages are stored once for both ranks, and both are served; a prompt that is stored.
+    """Checks that pages are stored once for both ranks and serve both. Returns a stored prompt.
 
     Args:
-        token_bytes: of one token, for both ranks together.
+        token_bytes: bytes per token, for both ranks together.
     """
 
     def served(prompt: Prompt) -> int:
         # The engine computes at least the last token itself.
         return (len(prompt.ids) - 1) // block_tokens * block_tokens
 
-    # Comes first: the engine's first store. Without digests nobody can tell, so a wrong byte shows in the output.
+    # Comes first, because the engine's first store is damaged. Without digests only the output shows a wrong byte.
     damaged = Prompt.of(300, stream + 1)
     session.check_one(damaged)
     session.forget()
