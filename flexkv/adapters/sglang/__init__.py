@@ -1,7 +1,7 @@
 """flexkv for SGLang: an external linker (`FlexKVLinker`) and a HiCache storage class (`FlexKVHiCache`).
 
-Names are found on first use: the entry point that SGLang loads in each of its processes must not import the engine's
-memory pools there.
+The classes are imported on first use: SGLang loads the entry point of this package in each of its processes, and that
+must not import the engine's memory pools.
 """
 
 from __future__ import annotations

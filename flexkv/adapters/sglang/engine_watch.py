@@ -1,8 +1,8 @@
-"""What SGLang's scheduler does without a call to its caches: it changes weights, releases KV memory, queues requests.
-And what a request is to be called whose tokens do not say what it computes.
+"""Watches what SGLang's scheduler does without a call to its caches: it changes weights, releases KV memory and queues
+requests. Also gives a key of their own to requests whose tokens do not say all that they compute.
 
-SGLang tells its caches of a flush, which alone says nothing about the weights, and which comes after the memory of the
-pool was released. Its own registry of hooks reaches both.
+SGLang calls its caches for a flush, but a flush alone says nothing about the weights, and comes after the pool's memory
+was released. SGLang's own registry of hooks reaches both events.
 """
 
 from __future__ import annotations
@@ -16,38 +16,38 @@ from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWei
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 WEIGHTS_METHOD = "_observe_weight_load"
-"""What every update of weights in place goes through before the first byte changes: disk, tensors, IPC, distributed."""
+"""Every update of weights in place (from disk, tensors, IPC, distributed) calls this before the first byte changes."""
 
 MEMORY_METHOD = "release_memory_occupation"
-"""Unmaps the pool of an engine without requests, whose last stores may still be under way."""
+"""Unmaps the pool of an idle engine, whose last stores may still be under way."""
 
 
 QUEUE_METHOD = "_prefetch_kvcache"
-"""Called for each request that enters the scheduler's queue, with HiCache or without."""
+"""The scheduler calls this for each request that enters its queue, with or without HiCache."""
 
 ENTRY_METHOD = "_add_request_to_queue"
-"""Called for each request before it enters a queue, whichever, and before anything is looked up of it."""
+"""The scheduler calls this for each request before it enters any queue, and before any of it is looked up."""
 
 RUN_INPUTS = f"flexkv-inputs-{os.urandom(16).hex()}"
-"""Stands in the extra key of this run's requests with images or other inputs."""
+"""Is put into the extra key of this run's requests with images or other inputs."""
 
 OWN_EMBEDDINGS = f"flexkv-embeddings-{os.urandom(16).hex()}-"
-"""Stands in the extra key of a request that brings embeddings, before random digits of that request alone. No client
-can know it, and so pass for a request that has them already."""
+"""Is put into the extra key of a request that brings embeddings, followed by random digits for that request alone. No
+client can know it, so no client's own extra key can pass for one that has it already."""
 
 
 class Watching(Protocol):
-    """What wants to know of new weights."""
+    """An object that must learn of new weights."""
 
     def new_weights(self) -> None:
-        """The weights are about to change; called by the engine's scheduler thread."""
+        """Called by the engine's scheduler thread when the weights are about to change."""
 
 
 class HoldsPool(Protocol):
-    """What copies from and to the engine's pool."""
+    """An object that copies from and to the engine's pool."""
 
     def end_copies(self) -> None:
-        """The pool's memory is about to be released; called by the engine's scheduler thread.
+        """Called by the engine's scheduler thread when the pool's memory is about to be released.
 
         Raises:
             ClosedError: a copy did not end.
@@ -55,10 +55,10 @@ class HoldsPool(Protocol):
 
 
 class Prefetches(Protocol):
-    """What reads pages of a request before the scheduler asks for them."""
+    """An object that reads a request's pages before the scheduler looks them up."""
 
     def prefetch(self, tree_cache: Any, request: Any) -> None:
-        """The request enters the queue; called by the engine's scheduler thread."""
+        """Called by the engine's scheduler thread when the request enters the queue."""
 
 
 _watching: WeakSet[Watching] = WeakSet()
@@ -68,29 +68,32 @@ _hooked: set[tuple[str, Callable[..., None]]] = set()
 
 
 def watch_weights(watching: Watching) -> bool:
-    """Tells `watching` of every update of weights in this process.
+    """Calls `watching.new_weights` before every update of weights in this process.
 
-    False where this SGLang has no such place: then every flush has to count as new weights.
+    Returns:
+        False where this SGLang has no such method: every flush then has to count as new weights.
     """
     _watching.add(watching)
     return _hook(SchedulerWeightUpdaterManager, WEIGHTS_METHOD, _tell_of_weights)
 
 
 def watch_memory(holding: HoldsPool) -> bool:
-    """Tells `holding` before the memory of this process's pool is released.
+    """Calls `holding.end_copies` before the memory of this process's pool is released.
 
-    False where this SGLang has no such place.
+    Returns:
+        False where this SGLang has no such method.
     """
     _holding.add(holding)
     return _hook(SchedulerWeightUpdaterManager, MEMORY_METHOD, _tell_of_release)
 
 
 def watch_queue(prefetches: Prefetches) -> bool:
-    """Tells `prefetches` of every request that enters this process's queue.
+    """Calls `prefetches.prefetch` for every request that enters this process's queue.
 
-    False where this SGLang has no such place.
+    Returns:
+        False where this SGLang has no such method.
     """
-    # Here, because a cache may be made where no scheduler is imported.
+    # Imported here, because a cache may be made in a process that imports no scheduler.
     from sglang.srt.managers.scheduler import Scheduler
 
     _prefetching.add(prefetches)
@@ -98,14 +101,16 @@ def watch_queue(prefetches: Prefetches) -> bool:
 
 
 def watch_inputs() -> bool:
-    """Gives every request with images or other inputs, from now on, an extra key that no other run's have.
+    """Gives every request with images or other inputs, from now on, an extra key that no other run has.
 
-    SGLang puts an image among the tokens as numbers that are made of 64 bits of its digest, or of what a client says:
-    too few to tell one image from all others for good. The extra key is in SGLang's page hashes, so that the pages of
-    such a request are found in this run alone. Its tree keeps such requests apart from those of text for the same
-    reason. A request that brings embeddings has tokens that say nothing, and a key of its own.
+    SGLang represents an image among the tokens by numbers made of 64 bits of its digest, or of a client's own value.
+    That is too little to tell one image from all others for good. The extra key enters SGLang's page hashes, so the
+    pages of such a request are found in this run alone; SGLang's tree also keeps such requests apart from text because
+    of it. The tokens of a request that brings embeddings say nothing, so it gets an extra key that no other request
+    has.
 
-    False where this SGLang has no such place.
+    Returns:
+        False where this SGLang has no such method.
     """
     from sglang.srt.managers.scheduler import Scheduler
 
@@ -136,7 +141,7 @@ def _tell_of_release(*_arguments: object, **_named: object) -> None:
 
 
 def name_inputs(request: Any) -> None:
-    """Changes the request's extra key where its tokens do not say all that it computes. Twice is as once."""
+    """Changes the request's extra key where its tokens do not say all that it computes. Idempotent."""
     if getattr(request, "multimodal_inputs", None) is not None:
         _add_to_extra_key(request, RUN_INPUTS, RUN_INPUTS)
     brought = ("input_embeds", "positional_embed_overrides")
@@ -155,7 +160,7 @@ def _name_request(_scheduler: Any, request: Any, *_arguments: object, **_named: 
 
 
 def _tell_of_request(scheduler: Any, request: Any, *_arguments: object, **_named: object) -> None:
-    # This may come before the request enters its queue, and looks it up.
+    # This hook may run before that of ENTRY_METHOD, and a prefetch looks the request up.
     name_inputs(request)
     for prefetches in list(_prefetching):
         prefetches.prefetch(scheduler.tree_cache, request)

@@ -1,7 +1,7 @@
 """flexkv as HiCache's storage: SGLang keeps its host tier, and pages beyond it go to flexkv's host memory and disks.
 
-`--hicache-storage-backend dynamic` with this class and `"interface_v1": 1`. Pages move between SGLang's host pool and
-flexkv's slots by its lanes, each byte once.
+Start SGLang with `--hicache-storage-backend dynamic`, this class and `"interface_v1": 1`. flexkv's lanes copy pages
+between SGLang's host pool and flexkv's slots, each byte once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from flexkv.unit.build import share_of_node
 logger = get_logger(__name__)
 
 OWN_SETTINGS = frozenset({"backend_name", "module_path", "class_name", "interface_v1"})
-"""Entries of the extra config that are SGLang's; all others are flexkv's."""
+"""Entries of the extra config that are for SGLang; all others are settings of flexkv."""
 
 
 class FlexKVHiCache(HiCacheStorage):
@@ -55,12 +55,12 @@ class FlexKVHiCache(HiCacheStorage):
 
     @log_refusal(logger)
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Takes SGLang's host pool. The same pool once more changes nothing.
+        """Takes SGLang's host pool. Registering the same pool again changes nothing.
 
         Raises:
-            GeometryError: its layout is not one that can be moved piece by piece.
-            ContractError: another pool than the one that is registered. Its pages would be read and written in the
-                first one's memory. Or this SGLang does not say when weights change.
+            GeometryError: the pool's layout is not one that can be moved piece by piece.
+            ContractError: another pool is registered already, so this one's pages would be read and written in the
+                other's memory; or this SGLang does not say when weights change.
         """
         if self._batches is not None:
             registered = self.mem_pool_host
@@ -70,7 +70,7 @@ class FlexKVHiCache(HiCacheStorage):
                 f"a second host pool, {type(mem_pool_host).__name__} of {mem_pool_host.size} tokens, beside "
                 f"{type(registered).__name__} of {registered.size}: a storage has one; make another storage"
             )
-        # Before memory and folders are taken: what is refused must hold none of them.
+        # Checked before memory and folders are taken, because a storage that is refused must hold neither.
         if not watch_weights(self):
             raise ContractError(
                 "this SGLang does not say when weights change, and HiCache keeps its storage over a flush"
@@ -90,7 +90,7 @@ class FlexKVHiCache(HiCacheStorage):
             pool.page_size,
             owner,
             stream_of=_no_stream,
-            fails_requests=False,  # each page is answered by itself
+            fails_requests=False,  # a load answers for each page by itself
             prompt_limit=prompt_limit(server_args),
         )
         try:
@@ -101,10 +101,10 @@ class FlexKVHiCache(HiCacheStorage):
 
     @log_refusal(logger)
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """The pool of keys and values comes by `register_mem_pool_host`; any other would be left out.
+        """Refuses any pool other than that of keys and values, which comes by `register_mem_pool_host`.
 
         Raises:
-            GeometryError: a pool beside keys and values.
+            GeometryError: the pool holds something other than keys and values, which would not be stored.
         """
         if host_pool is not getattr(self, "mem_pool_host", None) and str(host_pool_name) != "kv":
             raise GeometryError(
@@ -121,7 +121,7 @@ class FlexKVHiCache(HiCacheStorage):
     # --- what SGLang asks ---
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
-        """Pages from the first on that can be had; what is on disk is promoted for that."""
+        """Number of leading pages that can be loaded; pages on disk are promoted for that."""
         return self._ready.exists(keys)
 
     def exists(self, key: str) -> bool:
@@ -130,10 +130,11 @@ class FlexKVHiCache(HiCacheStorage):
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        """Fills the pages of SGLang's host pool. False from the first page on that is not there.
+        """Fills pages of SGLang's host pool; returns True for each page that was filled. Pages behind the first one
+        that is not stored are not filled.
 
         Raises:
-            ClosedError: see `RankCache.finish`; SGLang uses or frees the pages when the call returns.
+            ClosedError: see `RankCache.finish`. SGLang uses or frees the pages once the call has returned.
         """
         batches = self._ready
         blocks = pages_of(host_indices, batches.cache.page_tokens)
@@ -142,26 +143,27 @@ class FlexKVHiCache(HiCacheStorage):
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        """Stores pages of SGLang's host pool. False for those that found no room; True for what was there already.
+        """Stores pages of SGLang's host pool. Returns True for each page that is stored, now or before. If any page
+        found no room, only pages stored by this call are True.
 
         Raises:
-            ClosedError: as `batch_get_v1`.
+            ClosedError: as for `batch_get_v1`.
         """
         batches = self._ready
         blocks = pages_of(host_indices, batches.cache.page_tokens)
         return [bool(page) for page in batches.store(keys, blocks)]
 
     def clear(self) -> None:
-        """Everything stored becomes a miss."""
+        """Makes everything stored a miss."""
         self._ready.clear()
 
     def close(self) -> None:
-        """Writes what waits and gives the memory back."""
+        """Writes the pages that wait for the disk, and frees the memory."""
         if self._batches is not None:
             self._batches.close()
 
     def new_weights(self) -> None:
-        """The weights are about to change: nothing stored so far is a hit again."""
+        """Called when the weights are about to change: makes everything stored so far a miss for good."""
         if self._batches is not None:
             self._batches.new_weights()
 

@@ -1,4 +1,4 @@
-"""Whose pages a rank's cache holds: the namespace of its keys, and the name of its folder on disk."""
+"""Names the owner of a rank's pages: the namespace of its keys, and its folder on disk."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from flexkv.weights.files import NAMED, WeightsContent, process_start_ns
 logger = get_logger(__name__)
 
 NO_COMMIT = "default"
-"""Revision of weights beside the model's that are no place on this machine: no argument says which commit of the hub is
+"""Revision of weights besides the model's that are not on this machine: no argument says which commit of the hub is
 meant, so nothing names them for good."""
 
 RUN_NAME_BYTES = 16
@@ -48,11 +48,11 @@ RUN_NAME_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One rank among all that hold KV. Every rank has a cache of its own.
+    """One rank's place among all that hold KV. Every rank has a cache of its own.
 
     Attributes:
-        units_on_node: caches that share this node's memory and disks: one a rank of every data-parallel replica.
-        is_whole: its pages hold all heads and layers.
+        units_on_node: caches that share this node's memory and disks: one per rank of every data-parallel replica.
+        is_whole: the rank's pages hold all heads and layers.
     """
 
     name: str
@@ -71,11 +71,11 @@ class Place:
 def owner_of(
     server_args: Any, pool: PoolView, place: Place, config: FlexKVConfig, kv_dtype: str
 ) -> UnitOwner:
-    """Everything that must be equal before two blocks' KV may be exchanged, as a namespace. From this call on requests
-    with images or embeddings have extra keys of their own (`watch_inputs`).
+    """The owner of this rank's pages. Its namespace is made of everything that must be equal before one engine may use
+    another's KV. From this call on, requests with images or embeddings get extra keys of their own (`watch_inputs`).
 
     Raises:
-        ConfigError: nothing identifies the weights, or those of an adapter.
+        ConfigError: nothing identifies the weights of the model or of an adapter.
     """
     model = ModelConfig.from_server_args(server_args)
     are_inputs_named = watch_inputs()
@@ -111,7 +111,7 @@ def _fields(
         "kv_dtype": kv_dtype,
         "layers": pool.layers,
         "page_tokens": pool.page_size,
-        # Heads and layers are split over ranks: another split has other bytes under the same keys.
+        # Heads and layers are split over ranks: with another split, the same tokens have other bytes per page.
         "place": place.name.partition(".")[2],
         # With EAGLE the engine hashes pairs of tokens.
         "speculative": str(server_args.speculative_algorithm),
@@ -128,16 +128,17 @@ def _fields(
 
 
 def _architecture(model: ModelConfig) -> Any:
-    """The model's configuration as SGLang has it, overrides and all; whole for a model that takes images."""
+    """The model's configuration as SGLang has it, with overrides: the text model's or, for a model that takes images,
+    the whole."""
     whole = model.hf_config if model.is_multimodal else model.hf_text_config
     return plain_config(whole.to_dict())
 
 
 def _files(server_args: Any, model: ModelConfig, named: bool) -> dict[str, Any]:
-    """What files beside the weights decide, by what they are read for; nothing where none counts.
+    """The content of files beside the weights that decides KV, by purpose; empty where no such file counts.
 
     Args:
-        named: the user names the weights, and no commit is in the key for them.
+        named: the user names the weights, so the key has no commit for them.
     """
     path, revision, found = str(model.model_path), resolved_commit(model) or model.revision, {}
     if model.quantization is not None:
@@ -152,7 +153,7 @@ def _files(server_args: Any, model: ModelConfig, named: bool) -> dict[str, Any]:
 
 
 def prompt_limit(server_args: Any) -> PromptLimit:
-    """The longest prompt that the engine takes."""
+    """The longest prompt that the engine accepts."""
     return PromptLimit(int(ModelConfig.from_server_args(server_args).context_len), "context_length")
 
 
@@ -161,7 +162,7 @@ def _shared_model(
 ) -> SharedModel:
     """
     Raises:
-        ConfigError: this engine cannot take part in the common key scheme; says why.
+        ConfigError: this engine cannot take part in the common key scheme; the message says why.
     """
     if server_args.speculative_algorithm is not None:
         raise draft_refusal(str(server_args.speculative_algorithm))
@@ -173,7 +174,7 @@ def _shared_model(
             "pages by; use keys.scheme=engine with models that take images"
         )
     apart = {
-        # A rank's pages hold its heads and layers alone.
+        # A rank's pages hold only its own heads and layers.
         "part": None if place.is_whole else place.name.partition(".")[2],
         "adapters": _adapters() or None,
         "random_weights": server_args.random_seed if str(server_args.load_format) == "dummy" else None,
@@ -197,7 +198,7 @@ def _shared_model(
 
 
 def _kernels(server_args: Any) -> str:
-    """The mode whose kernels give other bits than the usual ones: no other engine has them. Empty for the usual."""
+    """The mode whose kernels give other bits than the usual ones, which no other engine has; empty for the usual."""
     if target := server_args.rl_on_policy_target:
         return f"sglang, as {target}"
     return "sglang, deterministic" if server_args.enable_deterministic_inference else ""
@@ -208,8 +209,8 @@ def _weights_of(model: ModelConfig) -> str:
 
 
 def _content_of(server_args: Any, model: ModelConfig, config: FlexKVConfig) -> WeightsContent:
-    """What of the weights the namespace names by samples alone. A draft model's are not among them: its KV lies in
-    pools of its own, which no page holds."""
+    """The weights that the namespace names by samples alone. A draft model's weights are not among them, because no
+    page holds its KV, which lies in pools of its own."""
     named = config.identity.model or str(server_args.load_format) == "dummy"
     content = NAMED if named else weights_content(model.model_path, model.revision, resolved_commit(model))
     for path in _other_paths(server_args).values():
@@ -218,26 +219,26 @@ def _content_of(server_args: Any, model: ModelConfig, config: FlexKVConfig) -> W
 
 
 def _other_paths(server_args: Any) -> dict[str, str]:
-    """Where weights beside the model's lie, by the argument that says it."""
+    """The paths of weights besides the model's, by the argument that gives each."""
     said = {name: getattr(server_args, name, None) for name in OTHER_WEIGHTS}
     return {name: str(path) for name, path in said.items() if path}
 
 
 def _other_weights(server_args: Any) -> dict[str, str]:
-    """What names the weights beside the model's, by argument.
+    """The names of the weights besides the model's, by argument.
 
     Raises:
-        ConfigError: there are none that we know.
+        ConfigError: a path holds no weights of a known format, or nothing says which commit of the hub is meant.
     """
     paths = _other_paths(server_args)
     return {name: weights_identity(path, None, NO_COMMIT) for name, path in paths.items()}
 
 
 def _adapters() -> dict[str, str]:
-    """Of each adapter that the engine was started with, by name and path, its content.
+    """The content of each adapter that the engine was started with, by name and path.
 
-    A page's hash names such an adapter by name and path alone, and a linker sees nothing but hashes. One that is loaded
-    while the engine runs has a random number in its pages' hashes, so that no other run finds them.
+    A page's hash names such an adapter by name and path alone, and a linker sees only hashes. For an adapter that is
+    loaded while the engine runs, SGLang puts a random number into its pages' hashes, so no other run finds them.
     """
     return {
         f"{adapter.lora_name}={adapter.lora_path}": content_before(
@@ -248,7 +249,8 @@ def _adapters() -> dict[str, str]:
 
 
 def _adapter_folder(path: str) -> Path:
-    """Where the adapter's files lie: SGLang takes what is no folder for a hub name, and has downloaded it by now."""
+    """The folder with the adapter's files: SGLang takes a path that is no folder for a hub name, and has downloaded it
+    by now."""
     folder = Path(path)
     if folder.is_dir():
         return folder

@@ -1,7 +1,7 @@
 """Every argument of SGLang: those that decide the KV of a page, and those that must not change a key.
 
-A test goes through the arguments of the installed SGLang: one that stands in neither list fails it. `docs/identity.md`
-is made from this table.
+A test goes through the arguments of the installed SGLang, and fails for one that the table does not have.
+`docs/identity.md` is made from this table.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 OTHER_WEIGHTS = ("kt_weight_path", "modelopt_checkpoint_restore_path", "uno_lora_path")
-"""Arguments that name weights beside the model's. A draft's LoRA counts too: such drafts have no pages of their own."""
+"""Arguments for weights besides the model's. A draft's LoRA counts too: such drafts have no pages of their own."""
 
 ARGUMENTS = FieldTable(
     "ServerArgs",

@@ -1,4 +1,4 @@
-"""flexkv as SGLang's external linker: pages go straight between the device pool and the host tier."""
+"""flexkv as SGLang's external linker: copies pages directly between the device pool and the host tier."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ logger = get_logger(__name__)
 
 
 class FlexKVLinker(UnifiedCacheLinker):
-    """One rank. All methods are called by SGLang's scheduler thread.
+    """One rank's linker. SGLang's scheduler thread calls all methods.
 
-    Ranks answer alike by construction: `load` and `offload` never refuse, completions come in the order of the
-    offloads, and what a rank has room for shows only in a completion's verdict, which SGLang reduces over its ranks.
+    Ranks answer alike by construction: `load` and `offload` never refuse, and offloads complete in the order in which
+    they began. Whether a rank had room shows only in a completion's result, which SGLang reduces over its ranks.
 
     Args:
         components: parts of the engine's tree; only full attention can be stored.
         extra_config: settings of flexkv, as dotted keys or nested (`linker_extra_config`).
-        forward_stream: on which the engine's forwards write the pool; None on a CPU.
+        forward_stream: the stream on which the engine's forwards write the pool; None on a CPU.
 
     Raises:
-        GeometryError: a pool, draft pool or tree component that flexkv does not store.
+        GeometryError: the engine has a pool, draft pool or tree component that flexkv does not store.
         ConfigError: a setting is wrong, or nothing identifies the weights.
     """
 
@@ -104,20 +104,21 @@ class FlexKVLinker(UnifiedCacheLinker):
                 "release_memory_occupation, or a store that is under way reads memory that is gone"
             )
 
-        # By the settings alone: SGLang reduces a lookup over its ranks, so all of them prefetch or none does.
+        # Decided by the settings alone: SGLang reduces a lookup over its ranks, so all ranks must prefetch, or none.
         if config.disk.folders and config.disk.prefetch_requests and not watch_queue(self):
             logger.warning(
                 "this SGLang does not say when a request enters its queue: reads from disk begin with its lookup"
             )
 
     def make_mover(self) -> Any:
-        """The mover of host lanes; None takes the transfer engine's own. For subclasses that decorate it."""
+        """The mover of host lanes; None takes the transfer engine's own. Subclasses override it to decorate one."""
         return None
 
     # --- lookups ---
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
-        """Every prefix of the pages found can be restored: blocks stand alone in the index."""
+        """Returns the lengths of all prefixes that can be restored: every prefix of the pages found can, because each
+        page has an index entry of its own."""
         hashes = _only(transfers).keys
         if self._prefetching:
             self._cache.prefetch(rid, self._cache.keys(hashes))
@@ -127,9 +128,9 @@ class FlexKVLinker(UnifiedCacheLinker):
         return list(range(1, pages + 1))
 
     def prefetch(self, tree_cache: Any, request: Any) -> None:
-        """A request enters the engine's queue: reads of what is on disk begin, and nothing is promised.
+        """Called when a request enters the engine's queue: starts reading its pages on disk, and promises nothing.
 
-        The engine's own lookup finds the hashes of the pages that its tree does not have.
+        The engine's own lookup runs here, because it computes the hashes of the pages that the engine's tree lacks.
         """
         self._prefetching = True
         try:
@@ -140,7 +141,7 @@ class FlexKVLinker(UnifiedCacheLinker):
     # --- loads ---
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
-        """Never refuses: a promise that was lost meanwhile fails the load, alike for the other ranks."""
+        """Never refuses. If the promised pages are gone, the load fails later, for all ranks alike."""
         transfer = _only(transfers)
         blocks = pages_of(transfer.device_indices, self._page_size)
         self._queued[rid] = QueuedLoad(self._cache.keys(transfer.keys), blocks)
@@ -164,14 +165,14 @@ class FlexKVLinker(UnifiedCacheLinker):
     # --- offloads ---
 
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
-        """Never refuses: what finds no room completes without being stored."""
+        """Never refuses: an offload without room completes as not stored."""
         transfer = _only(transfers)
         blocks = pages_of(transfer.device_indices, self._page_size)
         self._offloads.add(self._cache.keys(transfer.keys), blocks, self._writer_stream())
         return True
 
     def num_completed_offloads(self) -> int:
-        """Called once a step of the scheduler, idle ones too, so the cache does its own work here."""
+        """Also does the cache's own work, because the scheduler calls this in every step, idle ones too."""
         self._cache.poll()
         self._loads.log_left_out()
         return self._offloads.completed()
@@ -182,18 +183,19 @@ class FlexKVLinker(UnifiedCacheLinker):
     # --- life ---
 
     def new_weights(self) -> None:
-        """The weights are about to change: nothing stored so far is a hit again."""
+        """Called when the weights are about to change: makes everything stored so far a miss for good."""
         logger.info("new weights: everything stored is forgotten")
         self._cache.new_weights()
 
     def reset(self) -> None:
-        """The engine empties its tree. Nothing moves any more when this returns; what is stored stays."""
+        """Called when the engine empties its tree. No copy is under way when this returns. Stored pages stay, unless
+        this SGLang does not say when weights change."""
         self._settle()
         if not self._hears_of_weights:
             self._cache.new_weights()
 
     def end_copies(self) -> None:
-        """The pool's memory is about to be released.
+        """Waits for all copies, because the pool's memory is about to be released.
 
         Raises:
             ClosedError: a copy did not end.
@@ -218,8 +220,7 @@ class FlexKVLinker(UnifiedCacheLinker):
     def _wait_for_copies(self, failure: str) -> None:
         """
         Raises:
-            ClosedError: with the words of `failure`, when a copy does not end in twice the time after which it
-                counts as stuck.
+            ClosedError: a copy did not end within twice `transfer.stuck_s`; `failure` is the error's text.
         """
         if not self._cache.quiesce(2 * self._cache.config.transfer.stuck_s):
             raise ClosedError(failure)
@@ -227,11 +228,11 @@ class FlexKVLinker(UnifiedCacheLinker):
     # --- streams ---
 
     def _stream(self) -> int | None:
-        """The stream that this thread gives the engine's work to."""
+        """The stream that this thread enqueues the engine's work on; None for plain memory."""
         return _current_stream(self._cache.lanes.device) if self._on_device else None
 
     def _writer_stream(self) -> int | None:
-        """The stream whose work writes the pool's pages: stores read after it, loads overwrite after it."""
+        """The stream whose work writes the pool's pages: stores and loads start after that work."""
         if not self._on_device:
             return None
         return stream_address(self.forward_stream) if self.forward_stream is not None else self._stream()
@@ -249,7 +250,7 @@ def _check(params: Any, components: Collection[ComponentType]) -> None:
 
 
 def _only(transfers: list[PoolTransfer]) -> PoolTransfer:
-    """The one pool's transfer."""
+    """The transfer of the only pool."""
     [transfer] = transfers
     assert transfer.name == PoolName.KV, f"a transfer of pool {transfer.name}, which was never offered"
     return transfer

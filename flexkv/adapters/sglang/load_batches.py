@@ -1,4 +1,4 @@
-"""Loads of one forward batch, layer by layer: what SGLang's KV pools wait for before they read a layer."""
+"""Loads of a forward batch, layer by layer: SGLang's KV pools wait for each layer before they read it."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from flexkv.transfer.graph import BlockIds, OpId
 logger = get_logger(__name__)
 
 NO_BATCH = -1
-"""What SGLang takes for "this forward waits for no load"."""
+"""The batch number that tells SGLang that a forward waits for no load."""
 
 REQUEUE_S = 0.001
-"""How often a load is offered again while the lane's queue is full."""
+"""Seconds between two tries to submit a load while the lane's queue is full."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueuedLoad:
-    """A promise that the engine took: `blocks[i]` is to hold the page of `keys[i]`."""
+    """A promise that the engine took up: `blocks[i]` is to hold the page of `keys[i]`."""
 
     keys: Keys
     blocks: BlockIds
@@ -36,12 +36,13 @@ class LoadBatch:
     """The loads that one forward reads.
 
     Attributes:
-        ends_s: when a layer that has not come is given up, on the monotonic clock.
-        tickets: of each submitted op whose result was not taken. The lanes forget graphs that ended long ago.
-        pages: that it loads.
-        failed: of those, as far as their ops say.
-        layers: that are in place.
-        lost: why not everything arrives; empty while all may.
+        ends_s: when a layer that is not in place is given up (`time.monotonic`).
+        pages: number of pages that the batch loads.
+        tickets: ticket of each submitted op whose result was not taken. Others are removed, because the lanes forget
+            graphs that ended long ago.
+        failed: number of those pages that are known to have failed.
+        layers: number of layers in place, from the first on.
+        lost: why the batch is incomplete; empty while all of it may arrive.
     """
 
     requests: tuple[str, ...]
@@ -60,17 +61,19 @@ class LoadBatch:
 
 
 class LoadBatches:
-    """Batches under way. It is the `layer_done_counter` of SGLang's pools: `set_consumer`, then `wait_until` a layer.
+    """Batches under way. This is the `layer_done_counter` of SGLang's pools, which call `set_consumer` and then
+    `wait_until` for each layer.
 
-    A layer that fails does not raise into the forward that waits for it: the forward runs on what its slots hold, and
-    `finish` says so before its output is used.
+    A layer that fails raises nothing in the forward that waits for it: the forward runs with whatever its slots hold,
+    and `finish` returns False before the forward's output is used.
 
     Args:
-        current_stream: the stream that the caller gives the engine's work to; None where the pool is plain memory.
+        current_stream: returns the stream that the caller enqueues the engine's work on; None where the pool is plain
+            memory.
 
     Attributes:
-        num_layers: of the pool.
-        consumer_index: of the batch whose forward runs; NO_BATCH for none.
+        num_layers: layers of the pool.
+        consumer_index: number of the batch whose forward runs; NO_BATCH for none.
     """
 
     def __init__(self, cache: RankCache, num_layers: int, current_stream: Callable[[], int | None]) -> None:
@@ -85,11 +88,12 @@ class LoadBatches:
     # --- the engine's side: called by its pools ---
 
     def set_consumer(self, index: int) -> None:
-        """The forward that follows reads batch `index`."""
+        """Sets the batch that the next forward reads."""
         self.consumer_index = index
 
     def wait_until(self, layer: int) -> None:
-        """Returns when this layer of the batch is in place (on a device: when what follows starts after it)."""
+        """Returns once this layer of the batch is in place, or is lost. On a device, it returns once work enqueued from
+        now on starts after the layer's copies."""
         batch = self._batches.get(self.consumer_index)
         if batch is None or layer < batch.layers or batch.lost:
             return
@@ -104,13 +108,13 @@ class LoadBatches:
     # --- the linker's side ---
 
     def start(self, queued: dict[str, QueuedLoad], stream: int | None) -> int:
-        """Starts the loads of a forward together; the number of their batch."""
+        """Starts the loads of a forward together; returns the number of their batch."""
         ends_s = time.monotonic() + self._cache.config.load.deadline_s
         batch = LoadBatch(tuple(queued), ends_s, sum(len(load.blocks) for load in queued.values()))
         index, self._next = self._next, self._next + 1
         self._batches[index] = batch
-        # What was to be loaded from disk comes up to host memory where that has failed for others meanwhile. The engine
-        # stands still for it, so all of them wait together.
+        # If direct loads have failed for others meanwhile, promised pages on disk are read into host memory first. The
+        # engine stands still during that, so all requests of the batch share one wait.
         wait_s = self._cache.config.load.lookup_wait_s if self._cache.loads_from_disk else 0.0
         waits_until_s = time.monotonic() + wait_s
         for request_id, load in queued.items():
@@ -122,7 +126,7 @@ class LoadBatches:
         self, batch: LoadBatch, request_id: str, load: QueuedLoad, wait_s: float, stream: int | None
     ) -> None:
         manager = self._cache.manager
-        # Again, because the lease may be gone, or be of a later lookup that the engine did not act upon.
+        # Looked up again, because the lease may be gone, or of a later lookup that the engine did not act upon.
         if self._cache.match(request_id, load.keys, wait_s) < len(load.blocks):
             manager.release(request_id)
             batch.lost = "what was promised is not there any more"
@@ -133,7 +137,7 @@ class LoadBatches:
             return
         graph = graph.layerwise()
         while (ticket := self._cache.submit(graph, batch.ended, stream)) is None:
-            # More requests in one batch than the queue has entries: the first of them will have ended soon.
+            # The batch has more requests than the queue has entries. The first of them will end soon.
             if time.monotonic() > batch.ends_s:
                 self._cache.drop(graph, "the queue was full until load.deadline_s")
                 return
@@ -143,7 +147,7 @@ class LoadBatches:
         self._cache.counters.add("flexkv_hit_tokens_total", len(load.blocks) * self._cache.page_tokens)
 
     def finish(self, index: int) -> bool:
-        """Waits until nothing of the batch is written any more; whether every page arrived.
+        """Waits until no copy of the batch is under way; returns whether every page arrived in time.
 
         Raises:
             ClosedError: a copy neither ended nor could be recalled: its pages may be written at any time, so the engine
@@ -161,21 +165,21 @@ class LoadBatches:
         cache.take_results()
         del self._batches[index]
         for request_id in batch.requests:
-            # The engine ends all requests of a batch that failed, and says so to nobody.
+            # The engine ends all requests of a batch that failed, without a call to its caches.
             cache.manager.end_request(request_id)
         if batch.lost:
             name = f"of {len(batch.requests)} request(s), which the engine ends"
-            # Where no op lost a page, a layer came after the forward had read it, in all of them.
+            # Where no op lost a page, a layer arrived after the forward had read it, so all pages count.
             failed = batch.failed or batch.pages
             self._failed.warn("load of a forward", name, failed, batch.pages, batch.lost)
         return not batch.lost
 
     def log_left_out(self) -> None:
-        """Logs how many failures of the last minute have had no line, where the minute is over."""
+        """Once the current minute is over, logs how many of its failures got no log line."""
         self._failed.flush()
 
     def reset(self) -> None:
-        """Ends all batches; nothing of them is written any more when it returns."""
+        """Ends all batches; no copy of them is under way when this returns."""
         for index in list(self._batches):
             self.finish(index)
         self._failed.flush(at_end=True)

@@ -1,4 +1,4 @@
-"""How many ranks of an engine share a node's memory and disks: each has a cache of its own."""
+"""Counts the ranks of an engine that share a node's memory and disks: each rank has a cache of its own."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class Widths(Protocol):
-    """SGLang's widths. Attention data parallelism splits `tp_size` and is no width of its own."""
+    """SGLang's parallel widths. Attention data parallelism splits `tp_size` and is not a width of its own."""
 
     @property
     def dp_size(self) -> int: ...
@@ -19,8 +19,8 @@ class Widths(Protocol):
 
 
 def units_on_node(widths: Widths) -> int:
-    """Ranks on each node. Every data-parallel replica lies on all nodes: pipeline stages are dealt to nodes first,
-    then, where there are more nodes than stages, the tensor-parallel ranks of a stage."""
+    """Ranks on each node. SGLang spreads every data-parallel replica over all nodes: it first divides pipeline stages
+    among the nodes and then, where there are more nodes than stages, the tensor-parallel ranks of each stage."""
     stages = max(widths.pp_size // widths.nnodes, 1)
     nodes_of_a_stage = max(widths.nnodes // widths.pp_size, 1)
     return widths.dp_size * stages * (widths.tp_size // nodes_of_a_stage)

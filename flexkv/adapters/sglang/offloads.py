@@ -1,4 +1,4 @@
-"""Offloads in the order in which the engine gave them, which is the order in which their ends are reported to it."""
+"""Offloads in the order in which the engine began them; their completions are reported in the same order."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from flexkv.transfer.graph import BlockIds, OpId, TransferGraph
 
 @dataclass(slots=True)
 class Offload:
-    """One tree node on its way to the host tier, to disk, or a part of it to either.
+    """The store of one tree node, to the host tier, to disk, or partly to each.
 
     Attributes:
-        stored: every page of it is stored, as far as is known.
-        under_way: its ops that have not ended; None until they are known.
-        ended_ops: those that have.
+        stored: every page of the node is stored, as far as is known.
+        under_way: ops that have not ended; None until the ops are known.
+        ended_ops: ops that have ended.
     """
 
     request_id: str
@@ -29,11 +29,11 @@ class Offload:
 
     @property
     def done(self) -> bool:
-        """Whether nothing of it moves any more."""
+        """Whether all its copies have ended."""
         return self.under_way is not None and not self.under_way
 
     def began(self, graph: TransferGraph | None) -> None:
-        """These are its ops. Some may have ended already: what found no room does at once."""
+        """Takes the ops of the offload. Some may have ended already, such as those that a full queue refused."""
         self.under_way = {op.op_id for op in graph.ops} - self.ended_ops if graph is not None else set()
 
     def ended(self, done: Completion) -> None:
@@ -44,8 +44,8 @@ class Offload:
 
 
 class Offloads:
-    """First in, first out, because the engine reduces the number of completions over its ranks: a rank that completed
-    another offload first would publish the wrong node."""
+    """A first-in, first-out queue of offloads. The order matters because the engine reduces the number of completions
+    over its ranks: a rank that completed another offload first would publish the wrong node."""
 
     def __init__(self, cache: RankCache) -> None:
         self._cache = cache
@@ -53,7 +53,7 @@ class Offloads:
         self._numbers = count(1)
 
     def add(self, keys: Keys, blocks: BlockIds, stream: int | None) -> None:
-        """Takes a node's pages. What finds no room is not stored, and the offload completes saying so."""
+        """Starts to store a node's pages. If a page finds no room, the offload completes as not stored."""
         offload = Offload(f"offload {next(self._numbers)}")
         self._queue.append(offload)
         plan = self._cache.store(offload.request_id, keys, blocks, offload.ended, stream)
@@ -62,7 +62,7 @@ class Offloads:
             offload.stored = False
 
     def completed(self) -> int:
-        """How many from the oldest on have ended."""
+        """Number of offloads that have ended, from the oldest on without a gap."""
         ended = 0
         for offload in self._queue:
             if not offload.done:
@@ -71,12 +71,12 @@ class Offloads:
         return ended
 
     def pop(self) -> bool:
-        """Takes the oldest; whether all of it is stored."""
+        """Removes the oldest offload; returns whether all its pages are stored."""
         offload = self._queue.popleft()
         self._cache.manager.release(offload.request_id)
         return offload.stored
 
     def reset(self) -> None:
-        """Forgets all of them. Nothing of them may move any more."""
+        """Removes all offloads. None of their copies may be under way."""
         while self._queue:
             self.pop()

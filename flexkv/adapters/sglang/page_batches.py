@@ -1,4 +1,4 @@
-"""One rank's cache behind calls that come from several threads at once, each for a batch of pages."""
+"""One rank's cache for calls from several threads at once, each for a batch of pages."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from flexkv.transfer.graph import BlockIds
 logger = get_logger(__name__)
 
 POLL_S = 0.005
-"""How often the disks are looked after while they have something to do."""
+"""Seconds between two polls while the disks have work."""
 
 
 class PageBatches:
-    """A lock puts the calls in order. A lookup that waits for its disk holds none of the others up: it gives the lock
-    away between two looks.
+    """Serialises the calls with a lock. A lookup that waits for its disk does not hold up the others, because it
+    releases the lock between two polls.
 
     Args:
-        wait_s: how long a lookup waits for pages on disk.
+        wait_s: seconds that a lookup waits for pages on disk.
 
     Attributes:
-        lock: is held while `cache` is used.
+        lock: held while `cache` is used.
     """
 
     def __init__(self, cache: RankCache, wait_s: float) -> None:
@@ -44,10 +44,10 @@ class PageBatches:
         NamedThread("flexkv-hicache", self._write_to_disk).start()
 
     def exists(self, hashes: Sequence[str]) -> int:
-        """Pages from the first on that can be had; what is on disk is promoted for that.
+        """Number of leading pages that can be loaded; pages on disk are promoted for that.
 
         Raises:
-            ClosedError: it was closed before.
+            ClosedError: `close` was called before.
         """
         with self.lock:
             request, cache = self._request(), self._open
@@ -56,10 +56,10 @@ class PageBatches:
             return pages
 
     def load(self, hashes: Sequence[str], blocks: BlockIds) -> NDArray[np.bool_]:
-        """Fills engine pages; which of them hold what was asked for, bool [pages].
+        """Fills engine pages; returns for each whether it was filled, bool [pages].
 
         Raises:
-            ClosedError: see `RankCache.finish`; or it was closed before.
+            ClosedError: see `RankCache.finish`; or `close` was called before.
         """
         with self.lock:
             request, cache = self._request(), self._open
@@ -76,10 +76,11 @@ class PageBatches:
             return arrived
 
     def store(self, hashes: Sequence[str], blocks: BlockIds) -> NDArray[np.bool_]:
-        """Stores engine pages; False for those that found no room, True for what was there already, bool [pages].
+        """Stores engine pages; returns for each whether it is stored, now or before, bool [pages]. If any page found no
+        room, only pages stored by this call are True.
 
         Raises:
-            ClosedError: as of `load`.
+            ClosedError: as for `load`.
         """
         with self.lock:
             request, cache = self._request(), self._open
@@ -87,7 +88,8 @@ class PageBatches:
             plan = cache.store(request, cache.keys(hashes), blocks, ended.append, None)
             stored = np.ones(len(hashes), np.bool_)
             if plan.dropped:
-                # Which of the others were dropped and which known the plan does not say: none of them is claimed.
+                # The plan does not say which of the other pages were dropped and which were stored before, so none of
+                # them counts as stored.
                 stored[:] = False
                 stored[plan.stored] = True
             if plan.graph is not None:
@@ -98,18 +100,18 @@ class PageBatches:
             return stored
 
     def clear(self) -> None:
-        """Everything stored becomes a miss."""
+        """Makes everything stored a miss."""
         with self.lock:
             self._open.manager.reset()
 
     def new_weights(self) -> None:
-        """The weights are about to change: nothing stored so far is a hit again."""
+        """Called when the weights are about to change: makes everything stored so far a miss for good."""
         with self.lock:
             if not self._closed:
                 self.cache.new_weights()
 
     def close(self) -> None:
-        """Writes what waits and gives the memory back. Idempotent."""
+        """Writes the pages that wait for the disk, and frees the memory. Idempotent."""
         with self.lock:
             if not self._closed:
                 self.cache.close()
@@ -137,7 +139,7 @@ class PageBatches:
             raise ClosedError("the storage was closed while a lookup waited for its disk")
 
     def _write_to_disk(self) -> None:
-        """A thread: gives the disks what was stored, also when nothing more is asked. Ends with `close`."""
+        """A thread's loop: drives writes to disk after a store, even if no further call comes. Ends with `close`."""
         while True:
             self._stored.wait()
             self._stored.clear()
@@ -155,5 +157,5 @@ class PageBatches:
 
 
 def _failed(blocks: BlockIds, ended: Sequence[Completion]) -> NDArray[np.bool_]:
-    """Which of the blocks an op has named as failed."""
+    """For each block, whether an op named it as failed, bool [blocks]."""
     return np.isin(blocks, np.concatenate([done.failed_blocks for done in ended]))

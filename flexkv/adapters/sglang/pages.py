@@ -1,6 +1,6 @@
-"""SGLang's pages: which of the pool an allocation fills, and the index keys of their hashes.
+"""SGLang's pages: which pages of the pool an allocation fills, and the index keys made of their hashes.
 
-SGLang's page hashes are chained SHA-256 over tokens, seeded with extra key, salt and LoRA.
+SGLang's page hashes are chained SHA-256 over tokens, seeded with the extra key, salt and LoRA.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from flexkv.facts.keys import Keys
 from flexkv.transfer.graph import BlockIds
 
 HASH_BYTES = 32
-"""Of one page: SHA-256."""
+"""Bytes of one page's hash, SHA-256."""
 
 GROUP = 0
 """The one KV group of a model that this adapter accepts."""
@@ -27,10 +27,10 @@ def page_keys(namespace: bytes, hashes: Sequence[str]) -> Keys:
 
     Args:
         namespace: 32 bytes.
-        hashes: of each page, 64 hexadecimal digits, as SGLang names pages.
+        hashes: the hash by which SGLang names each page, 64 hexadecimal digits.
 
     Raises:
-        KeySchemeError: a hash is of another form.
+        KeySchemeError: a hash has another form.
     """
     try:
         joined = bytes.fromhex("".join(hashes))
@@ -45,13 +45,13 @@ def page_keys(namespace: bytes, hashes: Sequence[str]) -> Keys:
 
 
 def pages_of(slots: Any, page_size: int) -> BlockIds:
-    """The pages that token slots fill, in order, int32 [slots / page_size].
+    """The pages that token slots fill, in order, int32 [tokens / page_size].
 
     Args:
-        slots: integer tensor [tokens] on any device: whole pages, each with its slots in a row.
+        slots: integer tensor [tokens] on any device: the slots of whole pages, those of each page consecutive.
 
     Raises:
-        GeometryError: the slots are no whole pages.
+        GeometryError: the slots do not fill whole pages in order.
     """
     table = np.asarray(slots.cpu(), np.int64)
     if len(table) % page_size:

@@ -1,4 +1,4 @@
-"""SGLang's plugin entry point (group `sglang.srt.plugins`): flexkv as the dynamic linker when no other is named.
+"""SGLang's plugin entry point (group `sglang.srt.plugins`): makes flexkv the dynamic linker if no other is named.
 
 SGLang calls `activate` in each of its processes before it resolves its arguments. With flexkv installed,
 `--enable-unified-cache-external-linker --unified-cache-external-linker-backend dynamic` is enough; settings then come
@@ -10,21 +10,21 @@ from __future__ import annotations
 from typing import Any
 
 LINKER = {"linker": "FlexKVLinker", "linker_module_path": "flexkv.adapters.sglang"}
-"""What `--unified-cache-external-linker-config` would have said."""
+"""The value that `--unified-cache-external-linker-config` would need."""
 
 TARGET = "sglang.srt.arg_groups.hicache_hook.handle_hicache"
-"""Resolves and checks the linker's arguments."""
+"""SGLang's function that resolves and checks the linker's arguments."""
 
 
 def activate() -> None:
-    """Registers the hook. SGLang logs what fails here and goes on without it."""
+    """Registers the hook. If this fails, SGLang logs the error and goes on without the hook."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(TARGET, name_linker, HookType.BEFORE)
 
 
 def name_linker(server_args: Any) -> None:
-    """Names flexkv as the linker where the dynamic backend was chosen and no linker configured."""
+    """Makes flexkv the linker where the user chose the dynamic backend and configured no linker."""
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
     asked = resolving_view(server_args)

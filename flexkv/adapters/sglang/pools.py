@@ -1,4 +1,4 @@
-"""SGLang's KV pools as views, and which of them are refused: a device's pool, and HiCache's pool in host memory."""
+"""Views of SGLang's KV pools, on a device and in HiCache's host memory; refuses pools that flexkv does not store."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HOST_LAYOUTS = {
     "page_first_direct": "sglang-host-page-first-direct",
     "page_head": "sglang-host-page-head",
 }
-"""Layouts of host pools, and who can read a page of each: an interior of SGLang's own."""
+"""Layout of a host pool -> name of the interior of its pages, which only SGLang can read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +28,11 @@ class PoolView:
     """One rank's pool.
 
     Attributes:
-        view: `KvView`; block numbers are SGLang's pages, page 0 is never touched.
-        tensors: whose memory the view names.
-        pages: of the pool, page 0 included.
-        layers: of the pool; layer `i` of the view is the pool's i-th.
-        heads: of K and V on this rank; 0 where they are not rows of one size.
+        view: `KvView` of the pool; block numbers are SGLang's page numbers, and page 0 is never touched.
+        tensors: the tensors that hold the pool's memory.
+        pages: number of pages, page 0 included.
+        layers: number of layers; layer `i` of the view is the pool's i-th.
+        heads: number of heads of K and V on this rank; 0 where K and V are not rows of one size.
     """
 
     view: Any
@@ -45,13 +45,14 @@ class PoolView:
 
 
 def view_of(pool: Any, page_size: int) -> PoolView:
-    """The view of a plain multi-head or latent (MLA) pool; fp8 pools hold uint8 and are views like any other.
+    """The view of a plain multi-head or latent (MLA) pool. An fp8 pool holds uint8, and needs no special treatment.
 
     Raises:
-        GeometryError: another kind of pool, another order of its bytes, or scales beside them; says which.
+        GeometryError: the pool is of another kind, orders its bytes in another way, or has scales beside them; the
+            message says which.
     """
     kind = type(pool)
-    # Subclasses keep their bytes in another order, or more than these buffers: exactly these two are known.
+    # Subclasses order their bytes in another way, or have further buffers, so only these two classes are accepted.
     if kind is MHATokenToKVPool:
         if pool.kv_cache_layout != "nhd":
             raise GeometryError(
@@ -79,10 +80,10 @@ def view_of(pool: Any, page_size: int) -> PoolView:
 
 
 def view_of_host_pool(pool: Any) -> PoolView:
-    """The view of a host pool: its pieces of a page lie where `get_page_buffer_meta` says, at one distance each.
+    """The view of a host pool: `get_page_buffer_meta` gives the pieces of a page, each at a constant stride.
 
     Raises:
-        GeometryError: another layout, or pages that do not lie at equal distances.
+        GeometryError: the pool has another layout, fewer than 2 pages, or pages that do not lie at equal distances.
     """
     if pool.layout not in HOST_LAYOUTS:
         raise GeometryError(

@@ -1,4 +1,4 @@
-"""One rank's cache: host unit, lanes and keys, driven by one thread. Knows nothing of SGLang's classes."""
+"""One rank's cache: host unit, lanes and keys, driven by one thread. Independent of SGLang's classes."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from flexkv.unit.capacity import PromptLimit
 logger = get_logger(__name__)
 
 READ_LOOK_S = 0.0005
-"""How often a lookup that waits for its disk reads looks whether they have ended."""
+"""Seconds between two polls of a lookup that waits for its disk reads."""
 
 QUIESCE_LOOK_S = 0.001
 
 Watcher = Callable[[Completion], None]
 
 Pause = Callable[[float], None]
-"""Lets so many seconds pass."""
+"""Waits for a number of seconds."""
 
 
 class RankCache:
@@ -44,12 +44,12 @@ class RankCache:
 
     Args:
         view: `KvView` of the pool that pages are loaded to and stored from.
-        tensors: that hold the pool's memory.
-        pages: that the pool has.
-        owner: whose pages they are; its namespace is the keys'.
+        tensors: the tensors that hold the pool's memory.
+        pages: number of pages of the pool.
+        owner: the owner of the pages; its namespace is that of the keys.
         stream_of: see `open_lanes`.
         mover: see `open_lanes`.
-        heads: of K and V; 0 where a page is not made of heads.
+        heads: number of heads of K and V; 0 where a page is not made of heads.
         fails_requests: see `CacheRole`.
         prompt_limit: see `build_unit`.
 
@@ -126,11 +126,11 @@ class RankCache:
         return page_keys(self._namespace, hashes)
 
     def match(self, request_id: str, keys: Keys, wait_s: float, pause: Pause = time.sleep) -> int:
-        """Pages from the first on that are in host memory and verified, and where `loads_from_disk` also those on disk;
-        they are leased for `request_id`.
+        """Leases for `request_id` the leading pages that can be loaded, and returns their number: pages that are
+        verified in host memory and, where `loads_from_disk`, pages on disk.
 
-        What is on disk is read first, for up to `wait_s` seconds: SGLang cannot be asked to come back. Between
-        two looks at the disk `pause` is called; meanwhile others may use this cache. What it raises ends the lookup.
+        Other pages on disk are read first, for up to `wait_s` seconds, because SGLang cannot be asked to come back.
+        Between two polls `pause` is called; other callers may use this cache meanwhile. If it raises, the lookup ends.
         """
         ends_s = time.monotonic() + wait_s
         while True:
@@ -143,14 +143,14 @@ class RankCache:
                 self._pause(request_id, pause)
                 self.poll()
         if not match.blocks:
-            # Nothing is leased, and nobody will say when the request ends.
+            # Nothing is leased, and no call will follow when the request ends.
             self.manager.release(request_id)
         return match.blocks
 
     def prefetch(self, request_id: str, keys: Keys) -> None:
-        """Begins to read what is on disk, before `match` asks for it.
+        """Starts reading the request's pages on disk before `match` needs them.
 
-        What is read for a request that never asks is kept from eviction for twice `disk.wait_s` at most.
+        If no `match` follows, the pages are kept from eviction for twice `disk.wait_s` at most.
         """
         self.poll()
         if self.manager.prefetch(request_id, [keys]):
@@ -166,9 +166,10 @@ class RankCache:
     # --- transfers ---
 
     def submit(self, graph: TransferGraph, watcher: Watcher, stream: int | None = None) -> Ticket | None:
-        """Starts what the manager planned; `watcher` is called for each op once. None: the lane's queue is full.
+        """Submits a graph that the manager planned; `watcher` is called once for each op.
 
-        A graph that found the queue full stays planned: submit it again, or `drop` it.
+        Returns:
+            None if the lane's queue is full. The graph stays planned: submit it again, or `drop` it.
         """
         for op in graph.ops:
             self._watchers[op.op_id] = watcher
@@ -180,14 +181,15 @@ class RankCache:
         return ticket
 
     def drop(self, graph: TransferGraph, reason: str, loss: PageLoss | None = None) -> None:
-        """Ends ops that were planned and not submitted; `loss`: what their pages are counted by, else as cancelled."""
+        """Ends ops that were planned but not submitted. Their pages are counted by `loss`; None counts as cancelled."""
         for op in graph.ops:
             self._end(OpResult.cancelled(op.op_id, op.pages, reason, loss))
 
     def store(
         self, request_id: str, keys: Keys, blocks: BlockIds, watcher: Watcher, stream: int | None
     ) -> StorePlan:
-        """Stores what is not stored yet, as far as there is room. Where the plan has a graph, the watcher is called."""
+        """Stores pages that are not stored yet, as far as there is room. If the plan has a graph, `watcher` is called
+        once for each of its ops."""
         plan = self.manager.begin_store(request_id, GROUP, keys, blocks, 0)
         PageLoss.NO_SLOT.count(self.counters, plan.dropped)
         if plan.graph is not None and self.submit(plan.graph, watcher, stream) is None:
@@ -195,9 +197,9 @@ class RankCache:
         return plan
 
     def finish(self, graph: TransferGraph) -> None:
-        """Waits until nothing of the graph moves any more; its watchers have been called for every op then.
+        """Waits until no copy of the graph is under way; its watcher has been called for every op when this returns.
 
-        Past `load.deadline_s` the pages that no lane has taken are dropped, and count as failed.
+        After `load.deadline_s` the pages that no lane has taken are dropped, and count as failed.
 
         Raises:
             ClosedError: a copy neither ended nor could be recalled: its pages may be read or written at any time.
@@ -216,7 +218,8 @@ class RankCache:
                     self._end(result)
 
     def poll(self) -> None:
-        """`take_results`, and gives disks and leases what they need. Costs a few microseconds; never waits."""
+        """Takes results, drives the disks and the pool's growth, and ends expired leases. Costs a few microseconds;
+        never waits."""
         self.take_results()
         self._unit.poll()
         self._unit.grow()
@@ -225,12 +228,12 @@ class RankCache:
 
     @property
     def loads_from_disk(self) -> bool:
-        """Whether pages may be promised that lie on disk: see `disk.gds_may_fail_requests`."""
+        """Whether pages on disk may be promised: see `disk.gds_may_fail_requests`."""
         return self._unit.slabs is not None
 
     @property
     def disk_busy(self) -> bool:
-        """Whether the disks have something to do, which `poll` gives them."""
+        """Whether the disks have work, which goes on only while `poll` is called."""
         return self._unit.busy
 
     def _end(self, result: OpResult) -> None:
@@ -250,7 +253,7 @@ class RankCache:
     # --- life ---
 
     def quiesce(self, deadline_s: float) -> bool:
-        """Whether everything that moves has ended within `deadline_s` seconds."""
+        """Waits for all copies; returns whether they ended within `deadline_s` seconds."""
         ends_s = time.monotonic() + deadline_s
         self.take_results()
         while self._watchers:
@@ -261,16 +264,17 @@ class RankCache:
         return True
 
     def new_weights(self) -> None:
-        """Nothing stored before is a hit any more, and nothing stored from now on is for any other run.
+        """Makes everything stored before a miss, and keeps what is stored from now on apart from all other runs.
 
-        A namespace is made of the weights that the engine was started with; what it has now has no name.
+        The namespace was made of the weights that the engine was started with; nothing names its weights now.
         """
         self.manager.reset()
         self._namespace = namespace_digest({"before": self._namespace, "run": os.urandom(16)})
         self.counters.add("flexkv_resets_total")
 
     def close(self) -> None:
-        """Ends the lanes, writes to disk what waits, and gives the memory back; bounded by `transfer.close_s`."""
+        """Closes the lanes, writes the pages that wait for the disk, and frees the memory. Waits up to
+        `transfer.close_s` for copies, and as long again for the lanes."""
         self.quiesce(self.config.transfer.close_s)
         self.lanes.close(self.config.transfer.close_s)
         self.take_results()
