@@ -1,4 +1,4 @@
-"""An engine with flexkv in it, and what every way in has to show: the same questions, whatever holds the pages."""
+"""An engine with flexkv in it, and what every integration has to show: the same prompts, whatever holds the pages."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Asked(ABC):
 
     @abstractmethod
     def forget(self) -> None:
-        """Waits for what is being stored, empties the engine's own caches, and spoils what held them."""
+        """Waits for stores under way, empties the engine's own caches, and spoils their memory."""
 
     @abstractmethod
     def served(self, answer: dict[str, Any]) -> int:
-        """Tokens of an answer's prompt that came from beyond the device."""
+        """Tokens of an answer's prompt that did not come from the device's own cache."""
 
     def ask(self, *names: str, **more: Any) -> list[dict[str, Any]]:
         answers: list[dict[str, Any]] = self.engine.call(
@@ -47,7 +47,7 @@ class Asked(ABC):
     # --- what it has to show ---
 
     def serves_after_a_flush(self, judge: Judge, name: str = "a") -> None:
-        """A prompt that it has never seen is computed, and then served whole."""
+        """A prompt that the engine has never seen is computed, and then served whole."""
         cold = self.ask_one(name)
         judge(name, cold)
         assert cold["cached"] == 0, cold
@@ -57,7 +57,7 @@ class Asked(ABC):
         assert answer["cached"] == whole(name), answer
 
     def keeps_tenants_apart(self, judge: Judge) -> None:
-        """Each computes first, and is served then."""
+        """Each tenant's first request is computed, and its second one is served."""
         self.ask_one("a")
         self.forget()
         for who in TENANTS:
@@ -71,7 +71,7 @@ class Asked(ABC):
             assert self.served(answer) == whole("a"), (who, answer)
 
     def serves_what_was_evicted(self, judge: Judge) -> None:
-        """Its own caches are filled with other prompts."""
+        """The engine's own caches are filled with other prompts."""
         judge("b", self.ask_one("b"))
         for name in FILLERS:
             judge(name, self.ask_one(name))
@@ -91,7 +91,7 @@ class Asked(ABC):
         assert sum(self.served(answer) for answer in answers) > 0
 
     def outlives_an_abort(self, judge: Judge) -> None:
-        """One request is aborted among its tokens, and one before it has any."""
+        """One request is aborted while it produces tokens, and one before its first token."""
         both = ("aborted", "a")
         for name in both:
             judge(name, self.ask_one(name))
@@ -108,7 +108,7 @@ class Asked(ABC):
 
 
 def seen_to_be_damaged(judge: Judge, name: str, answer: dict[str, Any]) -> None:
-    """The control: were the stored bytes wrong, the judge would say so."""
+    """The control: if the stored bytes were wrong, the judge would notice."""
     assert answer["cached"] > 0
     with pytest.raises(
         AssertionError, match=f"(tokens|log probabilities) of the answer to {name!r} are others"

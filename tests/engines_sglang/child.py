@@ -1,4 +1,4 @@
-"""Python of SGLang's environment, run without an engine. What it says are lines of JSON."""
+"""Runs Python in SGLang's environment without an engine. Its output is lines of JSON."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from build_support.sglang_environment import FOLDER
 from demo.sglang_process import ENVIRONMENT, ROOT
 
 DEADLINE_S = 900.0
-"""Torch and SGLang are imported: a quarter of a minute on two idle cores, minutes where others use them."""
+"""Importing torch and SGLang takes 15 s on two idle cores, minutes if other processes use them."""
 
 
 def run_child(*arguments: str) -> list[dict[str, Any]]:
-    """Runs `python ARGUMENTS` at the root of the repository; the objects it printed, each on a line.
+    """Runs `python ARGUMENTS` at the root of the repository. Returns the objects it printed, one per line.
 
     Raises:
-        AssertionError: it failed; with the end of what it said.
+        AssertionError: the program failed; the error has the end of its output.
     """
     environ = {**os.environ, **ENVIRONMENT}
     environ.pop("PYTHONPATH", None)

@@ -25,7 +25,7 @@ PROMPTS = {
     "late": prompt_tokens(600, 7),
     **{f"filler {number}": prompt_tokens(700, 100 + number) for number in range(4)},
 }
-"""Every prompt of these tests, because the engine without flexkv is asked for all of them at once and then ended."""
+"""Every prompt of these tests: the engine without flexkv answers them all at once and is then ended."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -37,13 +37,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 SPAWNED = ("test_linker", "test_hicache")
-"""Files whose engines, but for the judge, start their processes as deployed. Others fork them from one that has
-imported SGLang."""
+"""Files whose engines, except the judge, start their processes as deployed. Other engines fork them from a process that
+has imported SGLang."""
 
 
 @contextmanager
 def starting_by(method: str) -> Iterator[None]:
-    """SGLang engines that start meanwhile start their processes so."""
+    """SGLang engines that start within the block use this start method."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SglangProcess, "start_method", method)
         yield
@@ -71,12 +71,12 @@ def disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 Parts = dict[str, dict[str, dict[str, Any]]]
-"""What each part found in each of its cases."""
+"""The results of each part, by case."""
 
 
 @pytest.fixture(scope="session")
 def parts() -> Parts:
-    """What needs SGLang's classes and no engine, run in one process."""
+    """Results of the parts that need SGLang's classes and no engine, all run in one process."""
     found: Parts = {}
     for line in run_child("-m", "tests.engines_sglang.parts_child"):
         found.setdefault(line.pop("part"), {})[line.pop("case")] = line
@@ -84,11 +84,11 @@ def parts() -> Parts:
 
 
 Judge = Callable[[str, dict[str, Any]], None]
-"""Holds the answer to a prompt of this name to the one without flexkv: every token and every log probability."""
+"""Compares the answer to the prompt of this name with the one without flexkv: every token and every log probability."""
 
 
 def judge_of(expected: Mapping[str, dict[str, Any]]) -> Judge:
-    """Holds answers to these, by the names of their prompts."""
+    """A judge that compares with these answers, by the names of their prompts."""
 
     def judge_one(name: str, answer: dict[str, Any]) -> None:
         assert answer["finish"] == "length", answer
@@ -107,7 +107,7 @@ def judge_by(
     arguments: Mapping[str, Any] | None = None,
     **environment: str,
 ) -> Judge:
-    """Asks an engine without flexkv and without a cache of its own, and ends it."""
+    """Runs an engine without flexkv and without a cache of its own, and judges by its answers."""
     given = {"disable_radix_cache": True, **(arguments or {})}
     with starting_by("fork"), SglangProcess(model, log, given, **environment) as engine:
         return judge_of({name: engine.call("generate", requests=[request(name)])[0] for name in names})
@@ -119,4 +119,4 @@ def judge(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Judge:
 
 
 LOGPROB_TOLERANCE = 1e-4
-"""float32: a prefill of fewer rows may add the same products in another order."""
+"""In float32: a prefill of fewer rows may add the same products in another order."""

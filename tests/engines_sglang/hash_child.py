@@ -1,4 +1,4 @@
-"""Whose pages SGLang's own page hashes keep apart: requests as its scheduler makes them, in one cache of flexkv's."""
+"""Which requests SGLang's own page hashes keep apart: requests as its scheduler makes them, in one flexkv cache."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WHO: dict[str, dict[str, Any]] = {
 
 
 def page_hashes(tokens: list[int], **who: Any) -> list[str]:
-    """Of a request's pages, made as SGLang's tree makes them: from the request's own namespace."""
+    """Hashes of a request's pages, made as SGLang's tree makes them: from the request's own namespace."""
     request = Req("r", "", array("q", tokens), SamplingParams(max_new_tokens=1), **who)
     key = RadixKey(array("q", tokens), extra_key=request.extra_key, cache_salt=request.cache_salt)
     return list(get_storage_hash_str(key, None, page_size=PAGE_TOKENS))

@@ -1,4 +1,4 @@
-"""HiCache's host pools in each layout, as SGLang builds them, stored and loaded by flexkv's storage class."""
+"""HiCache's host pools in each layout, built by SGLang, stored and loaded by flexkv's storage class."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from flexkv.facts.ranks import UnitOwner
 from tests.engines_sglang.pool_child import PAGE_TOKENS, hashes_of, make_pool
 
 LATENT_LAYOUTS = ("layer_first", "page_first", "page_first_direct")
-"""Those that SGLang gives a latent; `page_head` splits heads, of which a latent has none."""
+"""Layouts that SGLang offers for a latent; `page_head` splits heads, which a latent does not have."""
 POOLS = [(name, layout) for name in ("mha fp16", "mha fp8") for layout in HOST_LAYOUTS] + [
     (name, layout) for name in ("mla bf16", "mla fp8") for layout in LATENT_LAYOUTS
 ]
@@ -42,7 +42,7 @@ def build_host_pool(name: str, layout: str) -> Any:
 
 
 def make_storage(pool: Any, number: int | None = None, **settings: Any) -> hicache.FlexKVHiCache:
-    """The storage class over a host pool; each has a namespace of its own, unless it is given the `number` of one."""
+    """The storage class over a host pool; each storage gets its own namespace, or the one with this `number`."""
     number = next(numbers) if number is None else number
     place = Place("dp0.pp0of1.tp0of1", 1, True)
     vars(hicache).update(
@@ -73,7 +73,7 @@ def slots(*pages: int) -> torch.Tensor:
 
 
 def by_page(pool: Any) -> torch.Tensor:
-    """A page's bytes by the layout's axes, not by the addresses that are tested; uint8 [pages, bytes]."""
+    """Each page's bytes, by the layout's axes rather than by the addresses under test; uint8 [pages, bytes]."""
     body = pool.kv_buffer.view(torch.uint8)
     if isinstance(pool, MLATokenToKVPoolHost):
         body = body.unsqueeze(0)  # where others have K and V
@@ -87,7 +87,7 @@ def by_page(pool: Any) -> torch.Tensor:
 
 
 def round_trip(pool: Any) -> dict[str, Any]:
-    """Pages 2 and 5 are stored, everything is spoiled, and they come back as pages 7 and 3."""
+    """Stores pages 2 and 5, spoils everything, and loads them back as pages 7 and 3."""
     storage = make_storage(pool)
     try:
         noise = torch.randint(0, 256, pool.kv_buffer.view(torch.uint8).shape, dtype=torch.uint8)
@@ -109,7 +109,7 @@ def round_trip(pool: Any) -> dict[str, Any]:
             "loaded": loaded,
             "same": all(torch.equal(after[page], before[source]) for page, source in targets.items()),
             "others untouched": all(torch.equal(after[page], spoiled) for page in others),
-            # The control: of a page in another place the same look says no.
+            # The control: the same comparison tells two pages apart.
             "seen to differ": not torch.equal(after[7], before[5]),
         }
     finally:
@@ -127,7 +127,7 @@ def refusal(pool: Any, **changed: Any) -> str:
 
 
 def registered_again() -> dict[str, Any]:
-    """The same pool once more, then another of the same shape; what was stored before both."""
+    """Registers the same pool once more, then another of the same shape; finds what was stored before both."""
     pool, other = (build_host_pool("mha fp16", "page_first") for _ in range(2))
     storage = make_storage(pool)
     try:
@@ -152,8 +152,8 @@ def registered_again() -> dict[str, Any]:
 
 
 def held_by_a_refused_storage() -> dict[str, Any]:
-    """What is left of a storage whose SGLang does not say when weights change, and of one whose thread cannot start;
-    then of one that works."""
+    """What a storage leaves behind if its SGLang does not announce new weights, and one whose thread cannot start; then
+    a storage that works."""
     pool = build_host_pool("mha fp16", "page_first")
     number = next(numbers)
     found: dict[str, Any] = {}
@@ -162,7 +162,7 @@ def held_by_a_refused_storage() -> dict[str, Any]:
     def cannot_start(*_: object) -> Any:
         raise RuntimeError("can't start new thread")
 
-    before = set(threading.enumerate())  # of storages that other cases have not closed
+    before = set(threading.enumerate())  # threads of storages that other cases have not closed
     with tempfile.TemporaryDirectory() as folder:
         settings = {"disk.folders": folder, "disk.bytes_per_folder": 4 << 20}
         for name, value in (("watch_weights", lambda _: False), ("PageBatches", cannot_start)):
@@ -171,7 +171,7 @@ def held_by_a_refused_storage() -> dict[str, Any]:
             try:
                 make_storage(pool, number, **settings)
             except (ContractError, RuntimeError) as error:
-                kept.append(error)  # and with it whatever its storage holds
+                kept.append(error)  # the error's traceback keeps the storage alive, and all that it holds
             setattr(hicache, name, original)
             left = set(threading.enumerate()) - before
             found[name] = [thread.name for thread in left if "hicache" in thread.name]

@@ -1,4 +1,4 @@
-"""Which of SGLang's arguments change the namespace of its keys, by its own classes of arguments and models."""
+"""Which of SGLang's arguments change the namespace of its keys, by SGLang's own classes of arguments and models."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def another(value: Any) -> Any:
 
 
 def wrong_fields(table: FieldTable, arguments: Any, model: Any) -> dict[str, list[str]]:
-    """Taken arguments that change no key, and left-out ones that change one."""
+    """Arguments that count and change no key, and arguments left out that change one."""
     usual = namespace(arguments, model)
 
     def changes(name: str) -> bool:
@@ -145,7 +145,7 @@ def _keys(place: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _weights(place: Path, arguments: Any, model: Any) -> dict[str, Any]:
-    """Whether the content decides, for each argument that names a file or weights and keeps its path."""
+    """For each argument that names a file or weights and keeps its path: whether the content decides."""
     named, settings = load_config({"identity.model": "mine"}, {}), load_config({}, {})
     apart, same, read = [], [], []
     for name in OTHER_WEIGHTS:
@@ -176,7 +176,7 @@ def _weights(place: Path, arguments: Any, model: Any) -> dict[str, Any]:
 
 
 def _loader(arguments: Any, model: Any) -> dict[str, Any]:
-    """Formats of loaders, and what tunes their speed."""
+    """Formats of loaders, and options that tune their speed."""
     usual = namespace(arguments, model)
 
     def is_usual(**given: Any) -> bool:
@@ -198,7 +198,7 @@ def _with(arguments: Any, **values: Any) -> Any:
 
 
 def _vision(place: Path) -> dict[str, Any]:
-    """A model that takes images, with two configurations of its vision part, and the same without images."""
+    """A model that takes images, with two configurations of its vision part, and the same model without images."""
     keys, kinds = [], []
     for layer in (-2, -1):
         folder = write_model(place / f"vision{layer}", LLAVA | {"vision_feature_layer": layer})

@@ -1,4 +1,4 @@
-"""What SGLang's scheduler calls requests with images and embeddings once flexkv watches its queue."""
+"""How SGLang's scheduler names requests with images and embeddings once flexkv watches its queue."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ TEXT = list(range(3, 3 + 2 * PAGE_TOKENS))
 
 
 def image(content: int) -> MultimodalDataItem:
-    """One whose features have this digest, as SGLang keeps it."""
+    """An image whose features have this digest, as SGLang stores it."""
     item = MultimodalDataItem(modality=Modality.IMAGE)
     item.set_hash(content)
     return item
 
 
 def request(items: list[MultimodalDataItem], **who: Any) -> Req:
-    """Two pages of text, and one of each image."""
+    """A request with two pages of text and one page per image."""
     tokens = array("q", TEXT)
     for item in items:
         tokens.extend(item.padding_sequence(PAGE_TOKENS))
@@ -38,8 +38,8 @@ def request(items: list[MultimodalDataItem], **who: Any) -> Req:
 
 
 def enter(made: Req, times: int = 1) -> list[str]:
-    """The request enters the scheduler's queue; hashes of its pages, made as its tree makes them."""
-    # It turns the request away, after what comes first in any case.
+    """Adds the request to the scheduler's queue. Returns the hashes of its pages, made as its tree makes them."""
+    # This scheduler rejects the request, after the steps that come first in any case.
     scheduler = SimpleNamespace(
         _set_or_validate_priority=lambda req: False, _release_aborted_request=lambda req: None
     )
@@ -54,7 +54,7 @@ def shared(one: list[str], other: list[str]) -> int:
 
 
 def cases() -> Iterator[tuple[str, dict[str, Any]]]:
-    # What is given to one image is all that tells it from another: these two are others that look alike.
+    # Only the names given to images tell them apart: these two are different images with equal digests.
     one, alike = [image(7)], [image(7)]
     before = enter(request(one))
     yield "control: without the watch", {"shared": shared(before, enter(request(alike)))}
@@ -85,7 +85,7 @@ def cases() -> Iterator[tuple[str, dict[str, Any]]]:
             setattr(made, name, [[1.0]])
             brought.append(enter(made, times=2)[0])
     yield "embeddings", {"apart": len({text[0], *brought})}
-    # HiCache, the linker and everything else look a request up only after it was named.
+    # HiCache, the linker and everything else look up a request only after it was named.
     looked = request(one)
     engine_watch._tell_of_request(SimpleNamespace(tree_cache=None), looked)
     yield "prefetched", {"named": run in (looked.extra_key or "")}

@@ -1,4 +1,5 @@
-"""flexkv's linker over SGLang's own pool, transfers and wrapper, call by call: what no engine does on demand."""
+"""flexkv's linker over SGLang's own pool, transfers and wrapper, call by call: for cases that no engine shows on
+demand."""
 
 from __future__ import annotations
 
@@ -54,14 +55,14 @@ def make_linker(kind: type[FlexKVLinker], pool: Any, stream: Any = None, **setti
 
 
 def transfers(names: str, *pages: int) -> list[PoolTransfer]:
-    """Of pages that are called by letters; without page numbers, as for a lookup."""
+    """A transfer of pages that are named by letters; without page numbers, as for a lookup."""
     slots = [torch.arange(number * PAGE_TOKENS, (number + 1) * PAGE_TOKENS) for number in pages]
     indices = torch.cat(slots) if slots else None
     return [PoolTransfer(name=PoolName.KV, keys=hashes_of(*names), device_indices=indices)]
 
 
 def spoil(pool: Any) -> list[bytes]:
-    """Overwrites the pool; a page of it."""
+    """Overwrites the pool. Returns the content of a page."""
     for tensor in tensors_of(pool):
         tensor.view(torch.uint8).fill_(NOISE_BYTE)
     return page(pool, 1)
@@ -73,7 +74,7 @@ def fill(pool: Any) -> None:
 
 
 def offload(linker: FlexKVLinker, names: str, *pages: int) -> list[bool]:
-    """Offloads pages and waits; whether it was taken, and whether it is stored."""
+    """Offloads pages and waits. Returns whether the offload was accepted, and whether it was stored."""
     taken = linker.offload(transfers(names, *pages))
     assert linker._cache.quiesce(DONE_S)
     assert linker.num_completed_offloads() == 1
@@ -81,7 +82,7 @@ def offload(linker: FlexKVLinker, names: str, *pages: int) -> list[bool]:
 
 
 def run_loads(linker: FlexKVLinker) -> bool:
-    """Starts what is queued, waits for each layer, and whether all of it landed."""
+    """Starts the queued loads and waits for each layer. Returns whether everything landed."""
     index = linker.start_layer_wise_loading()
     linker.layer_done_counter.set_consumer(index)
     for layer in range(linker.layer_done_counter.num_layers):
@@ -90,7 +91,7 @@ def run_loads(linker: FlexKVLinker) -> bool:
 
 
 def cancelled() -> dict[str, Any]:
-    """Of two queued loads SGLang's wrapper cancels one, as for a request that is aborted before its batch starts."""
+    """SGLang's wrapper cancels one of two queued loads, as for a request that is aborted before its batch starts."""
     pool = make_pool("mha fp16")
     linker = make_linker(FlexKVLinker, pool)
     fill(pool)
@@ -127,7 +128,7 @@ def cancelled() -> dict[str, Any]:
     linker.load("alone", transfers("ab", 8, 4))
     linker.cancel_queued_load("alone")
     found["batch of none"] = linker.start_layer_wise_loading()
-    # The control: not cancelled, it is written.
+    # The control: a load that is not cancelled writes these pages.
     linker.lookup("control", transfers("ab"))
     linker.load("control", transfers("ab", 8, 4))
     found["control"] = run_loads(linker) and [page(pool, 8), page(pool, 4)] == before
@@ -137,7 +138,8 @@ def cancelled() -> dict[str, Any]:
 
 
 def never_refused() -> dict[str, Any]:
-    """What this rank lacks is said by a completion alone: a refusal would part it from the other ranks."""
+    """A rank reports a lack of room or pages only in the completion: a refusal would make it differ from the other
+    ranks."""
     pool = make_pool("mha fp16")
     fill(pool)
     linker = make_linker(FlexKVLinker, pool, **{"host.bytes": 64 << 10, "host.extent_bytes": 2 << 20})
@@ -152,7 +154,7 @@ def never_refused() -> dict[str, Any]:
 
 
 def reset() -> dict[str, Any]:
-    """A flush with a load queued and an offload under way."""
+    """A flush while a load is queued and an offload is under way."""
     pool = make_pool("mha fp16")
     linker = make_linker(FlexKVLinker, pool)
     fill(pool)
@@ -172,7 +174,7 @@ def reset() -> dict[str, Any]:
 
 
 class Stalling(FlexKVLinker):
-    """Its copies from the pool wait until `mover.release()`."""
+    """A linker whose copies from the pool wait until `mover.release()`."""
 
     def make_mover(self) -> Any:
         stall = testing_ext.FaultRule(2, kind=int(OpKind.D2H))
@@ -216,7 +218,7 @@ def released(hooked: bool, ends: bool = True) -> dict[str, Any]:
 
 
 class Stream:
-    """A stream of a device: its work is done when something waits for it."""
+    """A stand-in for a device's stream: its work runs when something waits for it."""
 
     def __init__(self, number: int) -> None:
         self.cuda_stream = number
@@ -231,7 +233,8 @@ class Stream:
 
 
 class EagerLanes:
-    """Lanes whose copies run as early as their fence allows: at once, but for work of the stream that they follow."""
+    """Lanes whose copies run as early as their fence allows: at once, except that they wait for the stream they
+    follow."""
 
     def __init__(self, lanes: Any, *streams: Stream) -> None:
         self._lanes = lanes
@@ -254,18 +257,18 @@ class EagerLanes:
 
 
 class Forgetful(FlexKVLinker):
-    """The control: it does not ask for the forward's stream."""
+    """The control: ignores the forward's stream."""
 
     def _writer_stream(self) -> int | None:
         return self._stream()
 
 
 def fenced(kind: type[FlexKVLinker], with_forward_stream: bool = True) -> dict[str, Any]:
-    """A forward that was enqueued and has not run: a store must see what it writes, a load must not be seen by it."""
+    """A forward is enqueued and has not run: a store must copy what it writes, and it must not see a load's bytes."""
     pool = make_pool("mha fp16")
     current, forward = Stream(5), Stream(7)
     linker = make_linker(kind, pool, forward if with_forward_stream else None)
-    # On a device, as far as the linker knows.
+    # The linker believes that it is on a device.
     linker._on_device = True
     vars(linker_module).update(_current_stream=lambda device: current.cuda_stream)
     lanes = linker._cache.lanes = EagerLanes(linker._cache.lanes, current, forward)  # type: ignore[assignment]
@@ -319,7 +322,7 @@ def refused_late() -> dict[str, Any]:
         try:
             make_linker(FlexKVLinker, pool, **settings)
         except RuntimeError as error:
-            kept = error  # and with it whatever its linker holds
+            kept = error  # the error's traceback keeps the linker alive, and all that it holds
             found["refused"] = str(kept)
         vars(linker_module)["watch_memory"] = original
         linker = make_linker(FlexKVLinker, pool, **settings)

@@ -1,4 +1,4 @@
-"""The Prometheus page of a running SGLang engine, and what flexkv has on it."""
+"""The Prometheus page of a running SGLang engine, and flexkv's series on it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from demo.sglang_process import SglangProcess
 from flexkv.observe import METRICS, MetricKind
 
 BEHIND_DEADLINE_S = 60.0
-"""The page is half a second behind, and more where all cores are busy."""
+"""The page lags by half a second, and by more if all cores are busy."""
 QUIET_S = 3.0
-"""A page that has not changed for so long shows all that was counted; reports are half a second apart."""
+"""A page that has not changed for so long is complete; reports are half a second apart."""
 
 Series = tuple[str, frozenset[tuple[str, str]]]
 """Name without the engine's prefix, and labels."""
@@ -25,7 +25,7 @@ def series(name: str, **labels: str) -> Series:
 
 
 def flexkv_series(engine: SglangProcess) -> Page:
-    """What flexkv has on the page, by name and labels; of histograms the counts."""
+    """flexkv's series on the page, by name and labels; for histograms, their counts."""
     families = text_string_to_metric_families(engine.call("metrics_page"))
     prefix = "sglang:"
     return {
@@ -37,7 +37,7 @@ def flexkv_series(engine: SglangProcess) -> Page:
 
 
 def all_series(unit: str) -> set[Series]:
-    """Every series of the table that a unit has."""
+    """Every series of the table that a unit exports."""
     return {
         series(
             metric.name + ("_count" if metric.kind is MetricKind.HISTOGRAM else ""),
@@ -50,7 +50,7 @@ def all_series(unit: str) -> set[Series]:
 
 
 def settled(engine: SglangProcess) -> Page:
-    """The page of an idle engine, once it shows all that was counted: it is behind, and more so on a busy machine."""
+    """The page of an idle engine, once it is complete: the page lags, and more so on a busy machine."""
     ends_s = time.monotonic() + BEHIND_DEADLINE_S
     page, since_s = flexkv_series(engine), time.monotonic()
     while time.monotonic() - since_s < QUIET_S:
@@ -62,7 +62,7 @@ def settled(engine: SglangProcess) -> Page:
 
 
 def grown(engine: SglangProcess, before: Page, name: Series) -> Page:
-    """How much each series is above `before`, once the one of this name is and the page shows all."""
+    """By how much each series exceeds `before`, once the series of this name does and the page is complete."""
     ends_s = time.monotonic() + BEHIND_DEADLINE_S
     while flexkv_series(engine)[name] == before[name]:
         assert time.monotonic() < ends_s, f"{name} is still {before[name]:g}"

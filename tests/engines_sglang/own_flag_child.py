@@ -1,5 +1,5 @@
-"""What SGLang's own connector to the other package named flexkv meets in this one, and how SGLang's parser of arguments
-takes the file that this one prints for it."""
+"""How SGLang's own connector, which is for the other package named flexkv, fails with this one, and how SGLang's
+argument parser reads the sample file that this package prints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 from flexkv.config.samples import sample_text
 
 CONNECTOR = "sglang.srt.mem_cache.storage.flexkv.flexkv_connector"
-"""What `--enable-flexkv` imports in the scheduler's process."""
+"""The module that `--enable-flexkv` imports in the scheduler's process."""
 
 
 def cases() -> Iterator[tuple[str, dict[str, Any]]]:
@@ -28,7 +28,7 @@ def cases() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _arguments_of_sample() -> dict[str, Any]:
-    """As `sglang serve --config` reads them."""
+    """The sample's arguments as `sglang serve --config` reads them."""
     from sglang.srt.server_args import ServerArgs
     from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
 

@@ -1,6 +1,7 @@
-"""Runs, in one process of SGLang's environment, what needs its classes and no engine. Prints a line of JSON a case.
+"""Runs the parts that need SGLang's classes and no engine, in one process of SGLang's environment. Prints a line of
+JSON per case.
 
-python -m tests.engines_sglang.parts_child
+    python -m tests.engines_sglang.parts_child
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ PARTS = (
     "identity_child",
     "input_child",
 )
-"""Modules with `cases()`, which yields a name and what was found. SGLang is imported once for all of them."""
+"""Modules with `cases()`, which yields the name and the results of each case. SGLang is imported once for all of
+them."""
 
 
 def main() -> None:
@@ -27,7 +29,7 @@ def main() -> None:
             for name, found in import_module(f"tests.engines_sglang.{part}").cases():
                 print(json.dumps({"part": part, "case": name, **found}), flush=True)
         except Exception:
-            # The tests of the other parts are still of use.
+            # The tests of the other parts still need their results.
             print(json.dumps({"part": part, "case": "error", "error": traceback.format_exc()}), flush=True)
 
 

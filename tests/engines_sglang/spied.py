@@ -1,4 +1,4 @@
-"""An engine with the spying linker, and what that wrote down."""
+"""An engine with the spying linker, and the linker's notes."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Spied(Asked):
     """Starts the engine.
 
     Args:
-        folder: is made; holds the log and the notes.
-        disk: of the disk tier; None for none.
-        arguments: more of the engine's.
-        settings: flexkv's, dotted keys with `__` for the dot.
+        folder: created for the log and the notes.
+        disk: folder of the disk tier; None for no disk tier.
+        arguments: additional engine arguments.
+        settings: flexkv's settings, dotted keys with `__` for the dot.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Spied(Asked):
         folder.mkdir()
         ours: dict[str, Any] = {"host__bytes": HOST_BYTES}
         if disk is not None:
-            # Pages from disk have to come up on a machine where all cores are busy.
+            # Pages from disk have to arrive even if all cores of the machine are busy.
             ours |= {
                 "disk__folders": str(disk),
                 "disk__bytes_per_folder": DISK_BYTES,
@@ -59,7 +59,7 @@ class Spied(Asked):
         return int(answer["host"])
 
     def forget(self) -> None:
-        """Waits for what is being stored, empties the engine's own cache and spoils its pool."""
+        """Waits for stores under way, empties the engine's own cache and spoils its pool."""
         self.settle()
         assert self.engine.call("flush")
 
@@ -71,7 +71,7 @@ class Spied(Asked):
             time.sleep(0.05)
 
     def order(self, what: str, content: str = "") -> None:
-        """Leaves an order for the linker; it takes it away when it obeys."""
+        """Leaves an order for the linker, which removes it when it obeys."""
         (self.folder / what).write_text(content)
 
     def notes(self, what: str, rank: int = 0) -> list[dict[str, Any]]:
@@ -82,15 +82,15 @@ class Spied(Asked):
         return set(self.notes(what)[-1]["pages"])
 
     def stored_pages(self) -> set[int]:
-        """Pages of the engine's pool that were offloaded so far."""
+        """Pages of the engine's pool that have been offloaded so far."""
         return {page for note in self.notes("offload") for page in note["pages"]}
 
     def loads_to_other_pages(self, judge: Judge, name: str = "a") -> None:
-        """A prompt is computed and stored; after a flush it is loaded to pages that it never had."""
+        """A prompt is computed and stored; after a flush it is loaded to pages that it did not have before."""
         judge(name, self.ask_one(name))
         stored = self.stored_pages()
         self.forget()
-        # Takes the first pages of the emptied pool, so that those that were stored come back elsewhere.
+        # Takes the first pages of the emptied pool, so that the stored pages come back elsewhere.
         judge("b", self.ask_one("b"))
         answer = self.ask_one(name)
         judge(name, answer)

@@ -1,7 +1,7 @@
-"""flexkv's HiCache storage that spoils and damages on order. Lives in the engine's scheduler process.
+"""flexkv's HiCache storage that spoils and damages on order. Runs in the engine's scheduler process.
 
-A file `spoil-R` in the folder SPY_FOLDER names makes rank R's next lookup overwrite SGLang's host tier first, which
-must be empty then; a file `corrupt-R` makes it damage what flexkv stores.
+Orders are files in the folder named by SPY_FOLDER. `spoil-R` makes rank R's next lookup overwrite SGLang's host tier
+first, which must be empty then; `corrupt-R` makes it damage flexkv's stored pages.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.engines_sglang.spying_linker import FOLDER, NOISE_BYTE, damage
 
 
 class SpyingHiCache(FlexKVHiCache):
-    """As a user's storage class, but for the orders."""
+    """The storage class that users have, plus the orders."""
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         with self._ready.lock:

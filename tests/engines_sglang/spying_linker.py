@@ -1,6 +1,6 @@
-"""flexkv's linker with its eyes open: spoils the engine's pool at every flush, and writes down which pages moved.
+"""flexkv's linker that spoils the engine's pool at every flush, and writes down which pages moved.
 
-Lives in the engine's scheduler processes. What it does is told by files in the folder SPY_FOLDER names.
+Runs in the engine's scheduler processes. Files in the folder named by SPY_FOLDER give it orders.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from flexkv.adapters.sglang.rank_cache import RankCache
 
 FOLDER = "SPY_FOLDER"
 NOISE_BYTE = 0x41
-"""What a spoiled pool holds: 12.08 in float32, 2.25 in fp8, far from a key or value of the model."""
+"""The byte that fills a spoiled pool: 12.08 in float32, 2.25 in fp8, far from a key or value of the model."""
 
 
 class SpyingLinker(FlexKVLinker):
     """Notes of rank R are lines of JSON in `notes-R`.
 
-    A file `corrupt-R` makes that rank's next reset damage what is stored, a file `die-R` that holds `load` or `offload`
-    kills its process when it has started the next one. While there is a file `no-prefetch-R`, nothing is prefetched.
+    A file `corrupt-R` makes that rank's next reset damage its stored pages. A file `die-R` with the word `load` or
+    `offload` kills its process when it has started the next one. While there is a file `no-prefetch-R`, nothing is
+    prefetched.
     """
 
     def __init__(self, server_args: Any, params: Any, **named: Any) -> None:
@@ -40,7 +41,7 @@ class SpyingLinker(FlexKVLinker):
         self._note("start", cached=self._cache.manager.cached_blocks())
 
     def lookup(self, rid: str, transfers: list[Any]) -> list[int]:
-        # Of this request alone where the engine is asked for one at a time.
+        # The count belongs to this request alone if the engine gets one request at a time.
         begun = sum(tier.counts.prefetched for tier in self._cache.manager.tiers)
         found = super().lookup(rid, transfers)
         if not self._prefetching:
@@ -102,7 +103,7 @@ class SpyingLinker(FlexKVLinker):
 
 
 def damage(cache: RankCache) -> int:
-    """Turns round the bytes of every slot in host memory; how many it were."""
+    """Reverses the bytes of every slot in host memory. Returns the number of slots."""
     pool = cache._unit.pool
     for slot in range(pool.ready_slots):
         content = pool.slot(slot)

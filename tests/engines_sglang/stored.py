@@ -16,10 +16,10 @@ class Stored(Asked):
     """Starts the engine.
 
     Args:
-        folder: is made; holds the log and the orders to the spying storage.
-        disk: of flexkv.
-        arguments: more of the engine's.
-        settings: flexkv's, dotted keys with `__` for the dot.
+        folder: created for the log and the orders to the spying storage.
+        disk: folder of flexkv's disk tier.
+        arguments: additional engine arguments.
+        settings: flexkv's settings, dotted keys with `__` for the dot.
     """
 
     def __init__(
@@ -42,19 +42,20 @@ class Stored(Asked):
         return int(answer["cached"])
 
     def forget(self) -> None:
-        """Its tiers on the device and the host are emptied, the storage is not; the next lookup spoils the host's."""
+        """Empties its tiers on the device and on the host, but not the storage; the next lookup spoils the host
+        tier."""
         wait_until_durable(self.disk)
         assert self.engine.call("flush")
         for rank in range(self._ranks):
             self.order("spoil", rank)
 
     def order(self, what: str, rank: int = 0) -> None:
-        """Leaves an order for a rank's storage; it takes it away when it obeys."""
+        """Leaves an order for a rank's storage, which removes it when it obeys."""
         (self.folder / f"{what}-{rank}").touch()
 
 
 def hicache(disk: Path, **settings: Any) -> dict[str, Any]:
-    """Engine arguments; a prefetch is waited for, so that what is stored is served."""
+    """Engine arguments. The engine waits for prefetches, so that stored pages are served."""
     extra = {
         "backend_name": "flexkv",
         "module_path": "tests.engines_sglang.spying_hicache",
@@ -67,7 +68,7 @@ def hicache(disk: Path, **settings: Any) -> dict[str, Any]:
     } | {key.replace("__", "."): value for key, value in settings.items()}
     return {
         "enable_hierarchical_cache": True,
-        # SGLang's host tier holds 2,457 tokens: less than what the test of eviction asks.
+        # SGLang's host tier holds 2,457 tokens: fewer than the eviction test asks for.
         "hicache_ratio": 1.2,
         "hicache_mem_layout": "page_first_direct",
         "hicache_io_backend": "direct",

@@ -1,6 +1,6 @@
-"""What names the adapters of `--lora-paths`, with SGLang's own records of them.
+"""Names of the adapters of `--lora-paths`, with SGLang's own records of them.
 
-SGLang 0.5.23 runs no adapter on a CPU (its LoRA layers take pinned memory), so no engine is started here.
+SGLang 0.5.23 runs no adapter on a CPU (its LoRA layers need pinned memory), so no engine is started here.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ print(json.dumps({"number": number, "known": known, "changed": said}), flush=Tru
 
 
 def ask(folder: Path) -> dict[str, object]:
-    """What a process that starts now says: SGLang's number of the adapter, our name, and what of a later change."""
+    """The report of a process that starts now: SGLang's number of the adapter, flexkv's name, and the reaction to a
+    later change."""
     return run_child("-c", PROGRAM, str(folder))[-1]
 
 

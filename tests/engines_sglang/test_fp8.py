@@ -1,4 +1,4 @@
-"""KV in fp8, which the real SGLang engine keeps as bytes: loaded by both ways in, to other pages, and damaged."""
+"""KV in fp8, which the real SGLang engine keeps as bytes: loaded by both integrations, to other pages, and damaged."""
 
 from __future__ import annotations
 

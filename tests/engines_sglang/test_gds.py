@@ -1,5 +1,5 @@
-"""Pages between disk and the real SGLang engine's pool without a page of host memory: right answers, and a bad page
-ends its request by name."""
+"""Pages move between disk and the real SGLang engine's pool without a page of host memory: answers are right, and a bad
+page ends its request by name."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_stored_served_after_a_restart_and_a_bad_page_ends_its_request(
         failed = second.ask_one("a")
         assert failed["finish"] == "abort", failed
         assert second.notes("landed")[-1]["landed"] is False
-        # What was bad is forgotten: the next request for it is served what is whole, and computes the rest.
+        # The bad page is dropped: the next request is served the pages before it, and computes the rest.
         judge("a", second.ask_one("a"))
     log = (tmp_path / "second" / "engine.log").read_text()
     assert "disk miss (data)" in log

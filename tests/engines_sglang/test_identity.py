@@ -1,4 +1,4 @@
-"""What decides the KV of SGLang's pages is in their keys, by its own arguments, configurations and requests."""
+"""Keys of SGLang's pages contain all that affects KV, by its own arguments, configurations and requests."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ def test_the_whole_configuration_counts_where_the_model_takes_images(parts: Part
 
 
 def test_pages_of_an_image_are_found_in_their_run_alone(parts: Parts) -> None:
-    """SGLang names an image by 64 bits, which another can have: without us two that look alike share all pages."""
+    """SGLang names an image by 64 bits, which may collide: without flexkv two images with equal digests share all
+    pages."""
     assert parts["input_child"]["control: without the watch"]["shared"] == 3
     assert parts["input_child"]["images"] == {
         "watched": True,

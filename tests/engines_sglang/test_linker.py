@@ -78,7 +78,7 @@ def test_schedulers_killed_in_a_load_and_in_a_store_leave_a_folder_that_serves(
     spied.order("die-0", "load")
     with pytest.raises(RuntimeError, match="ended"):
         spied.ask("a", "b")
-    # No lock is in the way, and what was durable is there.
+    # No lock is in the way, and durable pages are still there.
     again = Spied(model, spied.folder.parent / "second", disk)
     with again.engine:
         assert again.notes("start")[0]["cached"] == 0, "host memory is empty at the start"
@@ -103,7 +103,7 @@ def test_schedulers_killed_in_a_load_and_in_a_store_leave_a_folder_that_serves(
             "the control: without the hook reads begin with the lookup"
         )
         judge("late", third.ask_one("late"))
-        # New weights, although they are the same: nothing from before may be served.
+        # New weights, although they are the same: no earlier page may be served.
         assert third.engine.call("update_weights", path=str(model))
         recomputed = third.ask_one("a")
         judge("a", recomputed)

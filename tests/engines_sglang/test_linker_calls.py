@@ -1,4 +1,4 @@
-"""The linker call by call, with SGLang's own transfers and wrapper, where no engine does the thing on demand."""
+"""The linker call by call, with SGLang's own transfers and wrapper, for cases that no engine shows on demand."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_flush_ends_what_is_queued_and_keeps_what_is_stored(parts: Parts) -> N
 
 
 def test_memory_is_released_after_the_copies_have_ended(parts: Parts) -> None:
-    """SGLang's own code releases it, and does not ask its caches whether they still copy."""
+    """SGLang's own code releases the memory, and does not ask its caches whether copies are under way."""
     assert parts["linker_child"]["released"] == {"moving": [0], "stored": [1]}
     assert parts["linker_child"]["released without the hook"]["moving"] == [1]
     hangs = parts["linker_child"]["released under a copy that hangs"]
@@ -54,7 +54,7 @@ def test_a_refused_linker_holds_no_folder(parts: Parts) -> None:
 
 
 def test_copies_come_after_the_stream_that_writes_the_pool(parts: Parts) -> None:
-    """Streams are stand-ins: their work waits until something asks for it, and copies run as early as they may."""
+    """The streams are stand-ins: their work runs when something waits for it, and copies run as early as they may."""
     for case in ("fenced", "fenced with one stream"):
         assert parts["linker_child"][case] == {
             "landed": True,
@@ -68,7 +68,7 @@ def test_copies_come_after_the_stream_that_writes_the_pool(parts: Parts) -> None
 
 
 def test_sglangs_page_hashes_keep_callers_apart(parts: Parts) -> None:
-    """Each finds nothing of those before it, and then its own: extra keys, salts, adapters, and all together."""
+    """Each finds no page of those before it, and then its own pages: extra keys, salts, adapters, and combinations."""
     served = parts["hash_child"]["served"]["pages"]
     assert len(served) == 10
     assert all(pages == [0, 2] for pages in served.values()), served

@@ -1,4 +1,4 @@
-"""One folder, two engines: pages that SGLang stored serve vLLM, and the other way round, in either's own encoding."""
+"""One folder, two engines: pages that SGLang stored serve vLLM, and the other way round, in the encoding of each."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ SETTINGS = {
     "host.bytes": 48 << 20,
     "keys.scheme": "common",
     "disk.bytes_per_folder": 64 << 20,
-    # What is asked here is what the disk serves, on a machine that may be busy.
+    # The test checks what the disk serves, on a machine that may be busy.
     "disk.compute_if_faster": False,
     "load.lookup_wait_s": 30.0,
 }
 
 
 class Sglang:
-    """A SGLang engine over the folder. No linker is named and no setting given: flexkv's entry point does the one, its
-    file and variables the other."""
+    """A SGLang engine over the folder. It gets neither a linker nor a setting: flexkv's entry point supplies the
+    linker, and flexkv's file and variables supply the settings."""
 
     def __init__(self, model: Path, log: Path, disk: Path) -> None:
         settings = log.with_suffix(".yaml")
@@ -58,7 +58,7 @@ class Sglang:
 
 
 class Vllm:
-    """A vLLM engine over the folder; without one it has no flexkv and no cache."""
+    """A vLLM engine over the folder; if the folder is None, it has no flexkv and no cache."""
 
     def __init__(self, model: Path, log: Path, disk: Path | None) -> None:
         arguments: dict[str, Any] = {
@@ -86,13 +86,13 @@ class Vllm:
 
 @contextmanager
 def over(disk: Path | None, engine: Sglang | Vllm, stores: bool = False) -> Iterator[Sglang | Vllm]:
-    """Ends the engine when what it stored is on disk; with `stores` that is something."""
+    """Ends the engine once its stores are on disk; with `stores`, waits until there is one."""
     try:
         before = slab_times(disk) if stores else {}
         yield engine
         ends_s = time.monotonic() + WRITTEN_DEADLINE_S
         while stores and slab_times(disk) == before:
-            # A folder at rest may only mean that the engine has not come to its stores yet.
+            # A quiet folder may only mean that the engine has not started its stores yet.
             assert time.monotonic() < ends_s, "nothing was written to disk"
             time.sleep(0.1)
         if disk is not None:
@@ -102,7 +102,7 @@ def over(disk: Path | None, engine: Sglang | Vllm, stores: bool = False) -> Iter
 
 
 def slab_times(disk: Path | None) -> dict[str, int]:
-    """When each slab was written last."""
+    """Time of the last write to each slab."""
     slabs = [] if disk is None else disk.rglob("*.slab")
     return {str(slab): slab.stat().st_mtime_ns for slab in slabs}
 
@@ -129,7 +129,7 @@ def test_each_engine_is_served_what_the_other_stored(model: Path, judge: Judge, 
         judge("b", answer)
         assert answer["cached"] == CACHED["b"]
 
-    # The control: were pages rewritten in a wrong order, the answer would be another one.
+    # The control: if pages were rewritten in a wrong order, the answer would differ.
     say_another_order(spoiled)
     with over(spoiled, Vllm(model, tmp_path / "vllm-spoiled.log", spoiled)) as vllm:
         answer = vllm.ask("a")
@@ -141,7 +141,7 @@ def test_each_engine_is_served_what_the_other_stored(model: Path, judge: Judge, 
 
 
 def say_another_order(disk: Path) -> None:
-    """The slab's header says heads outside tokens, where SGLang has tokens outside heads."""
+    """Makes the slab's header claim heads outside tokens, while SGLang has tokens outside heads."""
     [slab] = disk.rglob("*.slab")
     header = read_header(str(slab))
     raw = bytearray(slab.read_bytes()[: header.header_bytes])

@@ -1,4 +1,4 @@
-"""The entry point `sglang.srt.plugins`: SGLang's own loader finds it; flexkv is named where no linker is."""
+"""The entry point `sglang.srt.plugins`: SGLang's own loader finds it; it names flexkv if no linker is named."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ HOST_POOLS = [
 
 @pytest.mark.parametrize("name", HOST_POOLS)
 def test_pages_of_a_host_pool_come_back_byte_for_byte(parts: Parts, name: str) -> None:
-    """HiCache's, in each of its layouts; `page_head` splits heads, of which a latent has none."""
+    """HiCache's pools, in each of its layouts; `page_head` splits heads, which a latent does not have."""
     assert parts["host_pool_child"][name] == {
         "stored": [[True, True]] * 2,
         "found": 2,

@@ -1,4 +1,4 @@
-"""Mooncake Store behind flexkv as SGLang's linker: what one engine has stored serves the next one within its lookup."""
+"""Mooncake Store behind flexkv as SGLang's linker: one engine's stores serve the next engine within its lookup."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from tests.servers.namespace import Namespace, network_namespace
 
 UNIT = "dp0.pp0of1.tp0of1"
 WAIT_S = 30.0
-"""Patient: the machine may be busy."""
+"""Generous, because the machine may be busy."""
 WRITTEN_S = 60.0
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "SGLANG_HOST_IP": "127.0.0.1"}
-"""There is nothing else in the namespace."""
+"""The namespace has no other interface."""
 NAMES = ("a", "b")
 PAGES = sum(whole(name) for name in NAMES) // PAGE_TOKENS
 WRITTEN = series("flexkv_remote_pages_total", direction="write", unit=UNIT)
@@ -70,7 +70,7 @@ def started(namespace: Namespace, master: Master, model: Path, log: Path) -> Ite
         remote__probe_s=10.0,
         remote__wait_s=WAIT_S,
         load__lookup_wait_s=WAIT_S,
-        # The model is tiny, and computes sooner than any store reads.
+        # The tiny model computes faster than any store reads.
         disk__compute_if_faster=False,
     )
     with InNamespace(namespace, model, log, {**told, "enable_metrics": True}) as engine:
@@ -86,7 +86,7 @@ def test_an_engine_over_mooncake_serves_the_next_one(model: Path, tmp_path: Path
                 assert answer["cached"] == 0
             first.wait_written(PAGES)
         with started(namespace, master, model, tmp_path / "second.log") as second:
-            # The control: a user of another salt is served nothing.
+            # The control: a user with another salt is served nothing.
             assert second.ask_one("a", cache_salt="a tenant")["cached"] == 0
             for name in NAMES:
                 answer = second.ask_one(name)

@@ -1,4 +1,4 @@
-"""What SGLang's models must be to share pages with other engines; no engine is started here."""
+"""What SGLang's models must fulfil to share pages with other engines; no engine is started here."""
 
 from __future__ import annotations
 
@@ -53,5 +53,5 @@ def test_models_that_others_would_compute_differently_are_refused(tmp_path: Path
     assert "longrope" in said["long rope"]
     # A mode whose kernels give other bits has other keys.
     assert len({said["plain"], *said["kernels"]}) == 3
-    # A rank's pages hold its heads alone: those of another rank, or of a whole model, have other keys.
+    # A rank's pages hold its heads alone, so their keys differ from those of another rank and of a whole model.
     assert len({said["plain"], *said["ranks"]}) == 3

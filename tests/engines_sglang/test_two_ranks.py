@@ -1,4 +1,4 @@
-"""Two tensor-parallel ranks of the real SGLang engine, each with a manager of its own: both must do the same, whatever
+"""Two tensor-parallel ranks of the real SGLang engine, each with its own manager: both must do the same, whatever
 happens on one of them."""
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from tests.engines_sglang.stored import Stored
 
 TWO_RANKS = {"tp_size": 2}
 ONE_CPU_EACH = {"SGLANG_CPU_OMP_THREADS_BIND": "0|0"}
-"""SGLang wants to be told a rank's CPUs where there are more ranks than memory nodes; without its kernels for CPUs it
-binds nothing."""
+"""SGLang needs the CPUs of each rank if there are more ranks than memory nodes; without its kernels for CPUs it binds
+none."""
 NAMES = ("a", "b", "aborted")
 ALIKE = ("lookup", "load", "landed", "offload", "stored")
 
 
 @pytest.fixture(scope="module")
 def judge_two(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Judge:
-    """Holds answers to those of two ranks without flexkv and without a cache of their own."""
+    """Compares answers with those of two ranks without flexkv and without a cache of their own."""
     log = tmp_path_factory.mktemp("two-ranks-alone") / "engine.log"
     return judge_by(model, log, NAMES, TWO_RANKS, **ONE_CPU_EACH)
 
@@ -37,7 +37,7 @@ def spied(model: Path, disk: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def assert_alike(spied: Spied, *whats: str) -> None:
-    """Both ranks found, loaded and stored the same, in the same order and with the same result."""
+    """Both ranks found, loaded and stored the same pages, in the same order and with the same result."""
     for what in whats:
         assert spied.notes(what, rank=0) == spied.notes(what, rank=1), what
         assert spied.notes(what), f"nothing of {what} to compare"
@@ -56,7 +56,7 @@ def test_a_page_that_is_damaged_on_one_rank_fails_the_load_on_both(spied: Spied,
     assert failed["finish"] == "abort", failed
     landed = [spied.notes("landed", rank)[-1]["landed"] for rank in (0, 1)]
     assert landed == [True, False], "the other rank's page was whole"
-    # What is gone on one rank is brought up or computed again on both, stored, and served.
+    # A page that is lost on one rank is fetched or computed again on both, stored, and served.
     judge_two("a", spied.ask_one("a"))
     spied.forget()
     served = spied.ask_one("a")

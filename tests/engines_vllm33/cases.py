@@ -1,6 +1,6 @@
-"""What one engine does in a test: each case starts it in this process, and returns what it answered.
+"""What one engine does in a test: each case starts it in this process, and returns its answers.
 
-`transfer` is vLLM's `kv_transfer_config`, None for the same without flexkv. Every case returns a `Phases` as "phases".
+`transfer` is vLLM's `kv_transfer_config`, None to run without flexkv. Every case returns a `Phases` as "phases".
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def case(function: Case) -> Case:
 
 
 class Phases:
-    """Answers by the name of what was asked for, as JSON takes them."""
+    """Answers by the name of their phase, ready for JSON."""
 
     def __init__(self) -> None:
         self.found: dict[str, Any] = {}
@@ -42,7 +42,7 @@ class Phases:
 
 @case
 def served(model: str, transfer: Transfer = None, **engine: Any) -> Found:
-    """Computed, from vLLM's own prefix cache, from flexkv one by one, and from flexkv all at once."""
+    """Computed, served by vLLM's own prefix cache, by flexkv one by one, and by flexkv all at once."""
     lab, phases = Engine(model, transfer, **engine), Phases()
     phases.add("cold", lab.run_each(PROMPTS))
     lab.drain()
@@ -59,7 +59,7 @@ def served(model: str, transfer: Transfer = None, **engine: Any) -> Found:
 
 @case
 def crowd(model: str, transfer: Transfer = None, **engine: Any) -> Found:
-    """Ten requests at once, longer than a step's budget, whose first 200 tokens are the same."""
+    """Ten requests at once, longer than a step's budget, with the same first 200 tokens."""
     lab, phases = Engine(model, transfer, **engine), Phases()
     shared = prompt_tokens(200, 4)
     prompts = [shared + prompt_tokens(40 + 37 * number, 10 + number) for number in range(10)]
@@ -76,7 +76,7 @@ def crowd(model: str, transfer: Transfer = None, **engine: Any) -> Found:
 
 @case
 def evicted(model: str, transfer: Transfer = None, **engine: Any) -> Found:
-    """Nothing is forgotten: a pool for less than two prompts pushes the others out."""
+    """Nothing is dropped on purpose: a pool for fewer than two prompts evicts the others."""
     small = {"num_gpu_blocks_override": 56, "max_model_len": 512, "max_num_batched_tokens": 256}
     lab, phases = Engine(model, transfer, **(small | engine)), Phases()
     prompts = [prompt_tokens(200 + number, 30 + number) for number in range(8)]
@@ -90,7 +90,8 @@ def evicted(model: str, transfer: Transfer = None, **engine: Any) -> Found:
 
 @case
 def aborted(model: str, transfer: Transfer = None, **engine: Any) -> Found:
-    """A request that flexkv serves is aborted before its first step and after one, two and three; then comes again."""
+    """A request that flexkv serves is aborted before its first step and after one, two and three; then it is sent
+    again."""
     lab, phases = Engine(model, transfer, **engine), Phases()
     phases.add("cold", lab.run([LONG]))
     states = []
@@ -99,7 +100,7 @@ def aborted(model: str, transfer: Transfer = None, **engine: Any) -> Found:
         name = lab.add(LONG, 6)
         for _ in range(steps):
             lab.step()
-        # The core adds characters of its own to a request's name.
+        # The core appends characters of its own to a request's name.
         left = [request for key, request in lab.scheduler.requests.items() if key.startswith(name)]
         states.append(left[0].status.name if left else "")
         lab.abort(name)
@@ -115,7 +116,7 @@ def aborted(model: str, transfer: Transfer = None, **engine: Any) -> Found:
 
 @case
 def preempted(model: str, transfer: Transfer = None, **engine: Any) -> Found:
-    """Five requests grow beyond a pool that takes three of them."""
+    """Five requests outgrow a pool that has room for three of them."""
     small = {"num_gpu_blocks_override": 32, "max_model_len": 256}
     lab, phases = Engine(model, transfer, **(small | engine)), Phases()
     prompts = [prompt_tokens(120 + 5 * number, 50 + number) for number in range(5)]
@@ -138,7 +139,7 @@ SLEEPS: dict[str, tuple[int, list[Tags]]] = {
 
 @case
 def asleep(model: str, transfer: Transfer = None, **engine: Any) -> Found:
-    """Sleeps and wakes with stores just ordered; the memory comes back with other content."""
+    """Sleeps and wakes right after stores were ordered; the memory comes back with other content."""
     from vllm.device_allocator.cumem import CuMemAllocator
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
@@ -158,7 +159,7 @@ def asleep(model: str, transfer: Transfer = None, **engine: Any) -> Found:
         for tags in wakes:
             lab.llm.wake_up(tags)
         asked[name] = list(allocator.asked)
-        # The reset that comes before a sleep took flexkv's pages too.
+        # The reset that comes before a sleep dropped flexkv's pages too.
         phases.add(f"{name}: computed", lab.run([LONG]))
         lab.forget()
         phases.add(f"{name}: hit", lab.run([LONG]))
@@ -182,7 +183,7 @@ def _record(target: Any, calls: list[str], *names: str) -> None:
 
 @case
 def turns(model: str, transfer: Transfer = None, **engine: Any) -> Found:
-    """Two turns of conversations: what was generated, drafted or not, is stored and served."""
+    """Two turns of conversations: generated tokens, drafted or not, are stored and served."""
     lab, phases = Engine(model, transfer, **engine), Phases()
     prompts = [prompt_tokens(30, 60) * 5, prompt_tokens(20, 61) * 9, SHORT]
     first = lab.run(prompts, 40)
@@ -199,8 +200,8 @@ def turns(model: str, transfer: Transfer = None, **engine: Any) -> Found:
 
 @case
 def deferred(model: str, transfer: Transfer = None, **engine: Any) -> Found:
-    """The connector hears of an allocation when the output of the step is taken. vLLM 0.33 does so for HiSparse alone;
-    here its switches are set by hand."""
+    """The connector learns of an allocation when the output of the step is taken. vLLM 0.33 does so for HiSparse alone;
+    here the test sets its switches."""
     lab, phases = Engine(model, transfer, **engine), Phases()
     lab.scheduler.defer_block_free = lab.scheduler.defer_async_loads = True
     phases.add("cold", lab.run([LONG]))
@@ -232,7 +233,7 @@ def deferred(model: str, transfer: Transfer = None, **engine: Any) -> Found:
 
 @case
 def apart(model: str, transfer: Transfer = None, **engine: Any) -> Found:
-    """Scheduler and worker in a process of their own, as vLLM starts them by default."""
+    """Scheduler and worker in their own processes, as vLLM starts them by default."""
     lab, phases = Engine(model, transfer, **engine), Phases()
     phases.add("cold", lab.run_each(PROMPTS))
     for phase in ("hit", "together"):
@@ -257,7 +258,7 @@ def from_disk(model: str, transfer: Transfer = None, **engine: Any) -> Found:
 
 @case
 def failed(model: str, transfer: Transfer = None, **engine: Any) -> Found:
-    """Loads fail; then the same is asked again, of what was stored meanwhile too."""
+    """Loads fail; then the same prompts are sent again, including those stored meanwhile."""
     lab, phases = Engine(model, transfer, **engine), Phases()
     phases.add("cold", lab.run_each([LONG[:170], LONG]))
     lab.forget()
@@ -272,7 +273,7 @@ def failed(model: str, transfer: Transfer = None, **engine: Any) -> Found:
 
 @case
 def names(model: str, transfer: Transfer = None) -> Found:
-    """No engine: names of vLLM that the adapter touches and this version lacks, and what it calls on a connector."""
+    """Without an engine: vLLM's names that the adapter touches and this version lacks, and its calls to a connector."""
     import vllm
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 

@@ -52,18 +52,18 @@ def flexkv(base: Mapping[str, Any] = FLEXKV, **settings: Any) -> dict[str, Any]:
 
 
 def environment(work: Path) -> dict[str, str]:
-    """What every process of an engine needs."""
+    """Environment variables that every process of an engine needs."""
     paths = (HERE / "startup", FOLDER / "beside", FOLDER / "site", ROOT)
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(map(str, paths)),
         "CUDA_VISIBLE_DEVICES": "0",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        # Kernels that no host has.
+        # Kernels that no host CPU has.
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "VLLM_CACHE_ROOT": str(work / "vllm"),
         "TRITON_CACHE_DIR": str(work / "triton"),
-        # The models are tiny, and nothing is to be got from a network.
+        # The models are tiny, and nothing can be fetched from a network.
         "OMP_NUM_THREADS": "1",
         "VLLM_HOST_IP": "127.0.0.1",
         "GLOO_SOCKET_IFNAME": "lo",
@@ -74,7 +74,7 @@ def environment(work: Path) -> dict[str, str]:
 
 
 class Cases:
-    """Runs cases, one after the other, and remembers those without flexkv."""
+    """Runs cases, one after the other, and remembers the results without flexkv."""
 
     def __init__(self, work: Path, model: Path) -> None:
         self.work, self.model = work, str(model)
@@ -98,9 +98,8 @@ class Cases:
         environment: Mapping[str, str] | None = None,
         **arguments: Any,
     ) -> Found:
-        """
-        Raises:
-            AssertionError: the case failed; with its words.
+        """Raises:
+        AssertionError: the case failed; with its message.
         """
         self._count += 1
         log = self.work / f"{self._count}-{case}.log"
@@ -131,7 +130,7 @@ class Cases:
         try:
             self._server.wait(10.0)
         except subprocess.TimeoutExpired:
-            # Its session is ours: nothing else is in that group.
+            # The server has its own session: nothing else is in that group.
             os.killpg(self._server.pid, 9)
             self._server.wait()
 
@@ -172,7 +171,7 @@ def cached(found: Found, phase: str) -> list[int]:
 
 
 def assert_same_tokens(found: Found, alone: Found) -> None:
-    """In every phase, each answer is the one without flexkv."""
+    """In every phase, each answer is the same as without flexkv."""
     assert found["phases"].keys() == alone["phases"].keys()
     for phase in found["phases"]:
         assert tokens(found, phase) == tokens(alone, phase), phase

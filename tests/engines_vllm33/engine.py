@@ -42,7 +42,7 @@ class Engine:
     """An engine whose core is in this process, unless VLLM_ENABLE_V1_MULTIPROCESSING is 1.
 
     Args:
-        arguments: of `vllm.LLM`, over `ARGUMENTS`.
+        arguments: arguments of `vllm.LLM`, which override `ARGUMENTS`.
     """
 
     def __init__(self, model: str, transfer: Mapping[str, Any] | None = None, **arguments: Any) -> None:
@@ -119,7 +119,7 @@ class Engine:
         )
 
     def forget(self) -> None:
-        """Drops vLLM's own prefix cache and overwrites the KV memory: what comes from it now was loaded."""
+        """Drops vLLM's own prefix cache and overwrites the KV memory: a later hit can only have been loaded."""
         self.drain()
         pool = self.scheduler.kv_cache_manager.block_pool
         assert pool.reset_prefix_cache(), f"{pool.get_num_free_blocks()} blocks are free: some are held"
@@ -127,7 +127,7 @@ class Engine:
             torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage()).fill_(SPOILT)
 
     def step_until_reset(self) -> None:
-        """Drops vLLM's own prefix cache, of a core in another process too, once no block is held."""
+        """Drops vLLM's own prefix cache once no block is held, also if the core is in another process."""
         ends_s = time.monotonic() + DEADLINE_S
         while not self.llm.reset_prefix_cache():
             assert time.monotonic() < ends_s, f"not within {DEADLINE_S:.0f} s: no block is held"
@@ -140,7 +140,7 @@ class Engine:
         return found
 
     def metrics(self) -> dict[str, float]:
-        """Sums over labels, of the names without `vllm:` and `_total`."""
+        """Sums over labels, by name without `vllm:` and `_total`."""
         from prometheus_client import REGISTRY
 
         sums: dict[str, float] = {}

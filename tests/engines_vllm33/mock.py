@@ -1,8 +1,8 @@
 """Importing this makes the CPU pass for a GPU in this process: torch, vLLM's compiled operators, its drivers.
 
-Nothing is changed on disk. vLLM's Python runs as it is but for what `mock_vllm.py` names. What cannot be seen so:
-streams and events (all work has ended when it was begun), CUDA graphs, real kernels and their numerics, device pointers
-(flexkv takes its CPU lane), and times.
+No file is changed. vLLM's Python runs unchanged except for what `mock_vllm.py` names. The mock cannot show: streams and
+events (all work ends as soon as it begins), CUDA graphs, real kernels and their numerics, device pointers (flexkv takes
+its CPU lane), and times.
 """
 
 from tests.engines_vllm33 import mock_cuda, mock_operators, mock_vllm

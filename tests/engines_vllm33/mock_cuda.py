@@ -1,4 +1,4 @@
-"""torch.cuda and torch.accelerator of one H100 with 8 GiB whose memory is the host's."""
+"""torch.cuda and torch.accelerator of one H100 with 8 GiB that are host memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from types import FunctionType
 from typing import Any
 
-# Before torch and Triton are imported: kernels run in Triton's interpreter, nothing is compiled.
+# Set before torch and Triton are imported: kernels run in Triton's interpreter, and nothing is compiled.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
@@ -24,7 +24,7 @@ CAPABILITY = (9, 0)
 
 
 class Event:
-    """Has happened as soon as it is recorded."""
+    """An event that has happened as soon as it is recorded."""
 
     def __init__(self, *_: Any, **options: Any) -> None:
         allowed = {"enable_timing", "blocking", "interprocess", "external", "device"}
@@ -46,7 +46,7 @@ class Event:
 
 
 class Stream:
-    """Has nothing to wait for."""
+    """A stream with no work to wait for."""
 
     device_index, device_type, stream_id, cuda_stream = 0, 1, 0, 0
 
@@ -99,7 +99,7 @@ STATISTICS = {
 
 
 def gpus() -> int:
-    """As many as CUDA_VISIBLE_DEVICES names."""
+    """The number of GPUs that CUDA_VISIBLE_DEVICES names."""
     return len(os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(","))
 
 
@@ -165,7 +165,7 @@ def replace_torch() -> None:
 
 
 def _of_its_own(name: str, value: Any) -> Any:
-    """Dynamo keeps a table of torch's functions and wants no function in it twice."""
+    """A copy of the function: Dynamo keeps a table of torch's functions and wants no function in it twice."""
     if not isinstance(value, FunctionType):
         return value
     return FunctionType(value.__code__, value.__globals__, name, value.__defaults__, value.__closure__)
@@ -180,7 +180,7 @@ def _on_host(argument: Any) -> Any:
 
 
 class HostMemory(TorchFunctionMode):  # type: ignore[misc]
-    """Who asks for a GPU's memory, or for pinned memory, gets the host's."""
+    """Allocations of a GPU's memory, or of pinned memory, get host memory."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = {name: _on_host(value) for name, value in (kwargs or {}).items() if name != "pin_memory"}
@@ -195,14 +195,14 @@ class HostMemory(TorchFunctionMode):  # type: ignore[misc]
 
 
 class SaysCuda(TorchFunctionMode):  # type: ignore[misc]
-    """Every tensor says that it is on a GPU."""
+    """Every tensor claims to be on a GPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return True if func == torch.Tensor.is_cuda.__get__ else func(*args, **(kwargs or {}))
 
 
 def within(mode: type[TorchFunctionMode], function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, run in a mode of its own."""
+    """The function, run within such a mode."""
 
     def run(*args: Any, **named: Any) -> Any:
         with mode():
@@ -212,6 +212,6 @@ def within(mode: type[TorchFunctionMode], function: Callable[..., Any]) -> Calla
 
 
 def _enter(mode: type[TorchFunctionMode]) -> None:
-    """Modes are a thread's own: this thread enters it for good, and every thread that starts later does."""
+    """Modes belong to a thread: this thread enters it for good, and so does every thread that starts later."""
     mode().__enter__()
     threading.Thread.run = within(mode, threading.Thread.run)  # type: ignore[method-assign]

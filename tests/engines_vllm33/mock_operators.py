@@ -1,4 +1,4 @@
-"""What vLLM's compiled libraries do for a dense Llama, in torch on host tensors."""
+"""The operators of vLLM's compiled libraries that a dense Llama needs, in torch on host tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 SUPPORTED = "bool"
-"""Operators that say whether a GPU has something: none has."""
+"""Operators that report a GPU's features: it has none."""
 
 ONLY_NAMED = (
     "static_scaled_fp8_quant",
@@ -29,7 +29,7 @@ ONLY_NAMED = (
     "silu_and_mul_nvfp4_quant",
     "fused_qk_norm_rope",
 )
-"""vLLM's compiler passes take them from `torch.ops._C` at import; none is called here."""
+"""vLLM's compiler passes look them up in `torch.ops._C` at import; none is called here."""
 
 
 def rms_norm(result: Tensor, input: Tensor, weight: Tensor | None, epsilon: float) -> None:
@@ -97,7 +97,7 @@ def reshape_and_cache_flash(
     k_scale: Tensor,
     v_scale: Tensor,
 ) -> None:
-    """Caches are [blocks, tokens of a block, heads, head] with any strides; the slot of a padded token is -1."""
+    """Caches are [blocks, tokens per block, heads, head] with any strides; the slot of a padded token is -1."""
     block_tokens = key_cache.shape[1]
     real = (slot_mapping >= 0).nonzero().flatten()
     slots = slot_mapping[real].long()
@@ -187,7 +187,7 @@ def flash_attn_varlen_func(
     window_size: Any = None,
     **_: Any,
 ) -> Tensor:
-    """FlashAttention over paged keys and values, causal or within a window: each request computed alone."""
+    """FlashAttention over paged keys and values, causal or within a window: computes each request separately."""
     assert block_table is not None, "only paged attention"
     assert seqused_k is not None
     out = torch.empty_like(q) if out is None else out
@@ -208,7 +208,7 @@ def flash_attn_varlen_func(
         hidden = distance < 0 if causal else torch.zeros_like(distance, dtype=torch.bool)
         if window_size is not None and window_size[0] >= 0:
             hidden |= distance > window_size[0]
-            # What no token sees may be any bytes, NaN too, which a weight of 0 would not take away.
+            # A value that no token sees may have any bytes, even NaN, and NaN times a weight of 0 is NaN.
             values = values.masked_fill(hidden.all(dim=0)[:, None, None], 0.0)
         scores = torch.einsum("qhd,khd->hqk", q[start:end].float(), keys) * scale
         weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)

@@ -1,4 +1,5 @@
-"""What is replaced in vLLM 0.33 itself: compiled modules, drivers, and what Triton's interpreter cannot run."""
+"""Replacements in vLLM 0.33 itself: for compiled modules, for drivers, and for code that Triton's interpreter cannot
+run."""
 
 from __future__ import annotations
 
@@ -20,11 +21,11 @@ SPOILT = 0x7F
 
 
 class CuMemAllocator:
-    """Unmaps nothing: a sleep overwrites the memory that it would take away.
+    """Unmaps nothing: a sleep overwrites the memory that it would unmap.
 
     Attributes:
-        kv_caches: what a sleep overwrites.
-        asked: of it, in order.
+        kv_caches: the memory that a sleep overwrites.
+        asked: calls, in order.
     """
 
     instance: CuMemAllocator | None = None
@@ -115,7 +116,7 @@ def replace_now() -> None:
 
 
 def _sampler(module: Any) -> None:
-    """The kernel's `tl.range` is a plain int in the interpreter; vLLM's own form in PyTorch does the same."""
+    """The kernel's `tl.range` is a plain int in the interpreter; vLLM's own PyTorch version does the same."""
 
     def apply(logits: Any, k: Any, p: Any, *_: Any, **__: Any) -> Any:
         return logits if k is None and p is None else module.apply_top_k_top_p_pytorch(logits, k, p)
@@ -124,12 +125,12 @@ def _sampler(module: Any) -> None:
 
 
 def _warmup(module: Any) -> None:
-    """It would import the kernels of every model."""
+    """The original would import the kernels of every model."""
     module.kernel_warmup = does_nothing
 
 
 def _offloading(module: Any) -> None:
-    """Asserts that its tensors are on a GPU."""
+    """The original asserts that its tensors are on a GPU."""
     for name, kind in vars(module).items():
         if name.endswith(("Handler", "Handlers")) and getattr(kind, "__module__", "") == module.__name__:
             kind.__init__ = within(SaysCuda, kind.__init__)
@@ -140,7 +141,7 @@ LATER: dict[str, Callable[[Any], None]] = {
     "vllm.model_executor.warmup.kernel_warmup": _warmup,
     "vllm.v1.kv_offload.cpu.gpu_worker": _offloading,
 }
-"""Modules that are too early to be imported here, and what is done to each once it has been."""
+"""Modules that cannot be imported this early, and the patch that each gets after its import."""
 
 
 class _Finder(importlib.abc.MetaPathFinder):

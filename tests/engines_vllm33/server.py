@@ -1,4 +1,4 @@
-"""Imports vLLM 0.33 on the mocked CUDA once and forks a process for each case, which saves its imports.
+"""Imports vLLM 0.33 on the mocked CUDA once and forks a process per case, which saves its imports.
 
 python -m tests.engines_vllm33.server: orders are lines of JSON on stdin, answers lines on stdout.
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 
 def import_engine() -> None:
-    """What an engine imports as it starts."""
+    """Imports the modules that an engine's start imports."""
     import compressed_tensors  # type: ignore[import-untyped] # noqa: F401
     import vllm.entrypoints.llm
     import vllm.entrypoints.openai.models.protocol
@@ -43,7 +43,7 @@ def run_case(order: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_forked(order: dict[str, Any]) -> dict[str, Any]:
-    """Runs the case in a child, whose output goes to the order's log."""
+    """Runs the case in a child process, whose output goes to the order's log."""
     answer = Path(order["log"]).with_suffix(".json")
     child = os.fork()
     if child == 0:
@@ -53,7 +53,7 @@ def run_forked(order: dict[str, Any]) -> dict[str, Any]:
         os.environ.update(order["environment"])
         answer.write_text(json.dumps(run_case(order)))
         sys.stdout.flush()
-        # Threads of an engine without a GPU may wait for ever.
+        # An engine's threads may wait for ever without a GPU.
         os._exit(0)
     _, status = os.waitpid(child, 0)
     if not answer.exists():

@@ -1,4 +1,4 @@
-"""What lies around the engine: sleep, drafts, disks, other processes, other connectors, vLLM's own names."""
+"""The engine's surroundings: sleep, drafts, disks, other processes, other connectors, vLLM's own names."""
 
 from __future__ import annotations
 

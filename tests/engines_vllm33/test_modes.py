@@ -1,4 +1,4 @@
-"""Ways to load and store, and what makes requests wait, stop and come back."""
+"""Modes of loads and stores, and events that make requests wait, stop and come back."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_every_way_to_load_gives_the_same_tokens(cases: Cases, mode: str, schedu
 
 @pytest.mark.parametrize("mode", ["sync", "layerwise"])
 def test_loads_within_the_step_where_a_failed_one_ends_its_request(cases: Cases, mode: str) -> None:
-    """Model Runner V2 cannot take a running request back, so flexkv loads within the step only without recompute."""
+    """Model Runner V2 cannot take back a running request, so flexkv loads within the step only without recompute."""
     transfer = {**flexkv(load__mode=mode), "kv_load_failure_policy": "fail"}
     found = cases.run("served", transfer, **OFF)
     assert found["v2"]

@@ -1,8 +1,8 @@
-"""A process that uses a disk tier at random and says, before and after, what it did: for tests that end it.
+"""A process that uses a disk tier at random and reports, before and after, what it did: for tests that kill it.
 
 Arguments: `serve`, or folder (of the tier, or of folders `disk*` that the tier is striped over), marks file, seed,
-steps, the way that pages take (a name of WAYS), and `normal`, or one of two faults that the tests must find: `no-sync`
-leaves out the data's fdatasync, `index-first` makes the index durable, and says so, before the data.
+steps, the way in which pages reach the disks (a name of WAYS), and `normal`, or one of two faults that the tests must
+find: `no-sync` leaves out the data's fdatasync, `index-first` makes the index durable, and reports it, before the data.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ NUMBERS = 40
 SETTLE_S = 30.0
 GROUP = make_group(layers=2, run_bytes=4096, kv=1)
 SHARING = sharing_groups()
-"""Groups of one slab, two with images that are alike and one with smaller ones."""
+"""Groups that share one slab: two with images of the same form and one with smaller ones."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """How pages reach the disks. Each opening takes one of each.
+    """How pages reach the disks. Each opening chooses one value of each.
 
     Attributes:
-        ios: the disks' I/O.
-        sealed: whether ranks write stripes by themselves and the trailer follows.
-        groups: of the pages.
+        ios: kinds of I/O of the disks.
+        sealed: whether ranks write their own stripes and the trailer follows.
+        groups: groups of the pages.
     """
 
     ios: tuple[str, ...] = ("threads",)
@@ -58,7 +58,7 @@ WAYS = {
 
 
 def break_order(how: str) -> None:
-    """Builds one of the faults in."""
+    """Makes the process faulty."""
     if how == "no-sync":
         Journal._sync_data = lambda self, slabs: None  # type: ignore[method-assign]
     elif how == "index-first":
@@ -71,7 +71,7 @@ def break_order(how: str) -> None:
             late.clear()
             self._sync_data = late.update  # type: ignore[assignment,method-assign]
             write(self, batch)
-            sync(self, due)  # of the batch before: wide enough a gap for a cut to meet
+            sync(self, due)  # of the batch before: a gap wide enough for a cut to hit
 
         Journal._write = index_first  # type: ignore[method-assign]
     else:
@@ -79,7 +79,7 @@ def break_order(how: str) -> None:
 
 
 def pages_of(rows: IndexRows) -> dict[int, tuple[int, int, int]]:
-    """Of each place generation, block and group of its page."""
+    """Per place: generation, block and group of its page."""
     groups = np.zeros(len(rows), np.int32) if rows.groups is None else rows.groups
     numbers = [int.from_bytes(key.tobytes(), "big") for key in rows.keys]
     pages = zip(rows.generations.tolist(), numbers, groups.tolist(), strict=True)
@@ -87,12 +87,12 @@ def pages_of(rows: IndexRows) -> dict[int, tuple[int, int, int]]:
 
 
 def disks_of(folder: Path) -> list[Path]:
-    """What a tier is striped over: the folders `disk*` in `folder`, or itself."""
+    """The folders that a tier is striped over: `disk*` in `folder`, or itself."""
     return sorted(folder.glob("disk*")) or [folder]
 
 
 class Child:
-    """Keeps what a control plane would: which block lies where."""
+    """Keeps a control plane's state: which block lies where."""
 
     def __init__(self, folder: Path, marks: Path, seed: int, way: Way) -> None:
         self.folder, self.rng, self.way = folder, random.Random(seed), way
@@ -162,7 +162,7 @@ class Child:
         generations = np.array([generation for _, generation, _ in pages], np.uint64)
         layerwise = self.rng.random() < 0.5
         result = self.world.read([number for number, _, _ in pages], places, generations, layerwise, of=of)
-        # What an earlier life was overwriting when it ended may be a miss; what this one wrote may not.
+        # A page that an earlier life was overwriting when it ended may be a miss; one that this life wrote may not.
         missed = {int(generations[i]): places[i] for i in result.failed.tolist()}
         assert self.inherited >= missed.keys(), result.reason
         self.evict(list(missed.values()))
@@ -181,7 +181,7 @@ class Child:
         self.open()
 
     def pause(self) -> None:
-        """Lets the journal get ahead, or not, or until nothing waits for it: however fast the machine is."""
+        """Lets the journal get ahead, or not, or waits until it is empty, however fast the machine is."""
         if self.rng.random() < 0.5:
             return time.sleep(self.rng.random() * 0.05)
         ends_s = time.monotonic() + SETTLE_S

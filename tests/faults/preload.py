@@ -1,4 +1,4 @@
-"""Libraries that are preloaded under a process, to see or to change what it asks of the system."""
+"""Libraries that are preloaded into a process, to observe or to change its system calls."""
 
 from __future__ import annotations
 

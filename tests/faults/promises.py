@@ -1,4 +1,4 @@
-"""What a child's marks promise, and whether a disk tier that opens what it left keeps it."""
+"""What a child's marks promise, and whether a disk tier that opens the child's folder keeps it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tests.unit.storage.disk_world import BLOCK_TOKENS, DiskWorld, keys_of
 
 
 class Promises:
-    """Takes marks in order.
+    """Reads marks in order.
 
     Attributes:
         written: place -> (generation, number, group) of the last write that began.
         durable: place -> (generation, number, group) reported durable and not evicted since.
-        epoch: that the last finished reset started.
+        epoch: the epoch that the last finished reset started.
     """
 
     def __init__(self, marks: Iterable[str] = ()) -> None:
@@ -44,7 +44,7 @@ class Promises:
                 self.newest = max(self.newest, generation)
             elif word == "durable":
                 place, generation = values
-                # The news may come after the page was given up.
+                # The report may come after the page was evicted.
                 if generation > self._reset_at and generation not in self._evicted:
                     self.durable[place] = (generation, *self.pages[generation])
             elif word == "evict":
@@ -58,14 +58,14 @@ class Promises:
 
 
 def is_served(world: DiskWorld, place: int, page: tuple[int, int, int], of: int) -> bool:
-    """Whether the page is served as one of group `of`. Its bytes are not looked at, which are right for its own."""
+    """Whether the page is served as one of group `of`. Ignores its bytes, which are right for its own group."""
     generation, number, _ = page
     tags = make_tags(keys_of([number]), world.unit.epoch, np.array([generation], np.uint64), BLOCK_TOKENS)
     return not len(world.run(OpKind.DISK_READ, [0], [place], tags, of=of).failed)
 
 
 def broken_promises(promises: Promises, folder: Path, groups: Sequence[DiskGroup], slots: int) -> list[str]:
-    """Opens `folder` as the product does and reads every page as its group's; what is not as promised. Wrong bytes
+    """Opens `folder` as the product does and reads every page as its group's. Returns the broken promises; wrong bytes
     raise."""
     world = DiskWorld(
         disks_of(folder),
@@ -94,7 +94,7 @@ def broken_promises(promises: Promises, folder: Path, groups: Sequence[DiskGroup
             if other != page[2] and is_served(world, place, page, other)
         ]
         for place, page in promises.durable.items():
-            # What was evicted and written anew by nobody is there too: only an overwritten slot may be gone.
+            # An evicted page is still there if nothing was written over it: only an overwritten slot may be gone.
             if at.get(place) != page:
                 broken.append(f"durable page {page} at place {place} is not in the index: {at.get(place)}")
             elif page[1] in failed:

@@ -1,4 +1,4 @@
-"""Disks that hang while they are closed: all of them cost one deadline, not each its own."""
+"""Disks that hang while they are closed: together they cost one deadline, not one each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.unit.storage.disk_world import NO_HOLES
 ROOT = Path(__file__).resolve().parents[2]
 DISKS = 12
 STUCK_S = 3.0
-"""Long beside what a busy machine adds: with a deadline for each disk the close would take twelve times this."""
+"""Long compared with the delays of a busy machine: with a deadline per disk the close would take twelve times this."""
 CHILD_S = 120
 
 CHILD = f"""

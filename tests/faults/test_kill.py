@@ -1,4 +1,4 @@
-"""A process is killed over and over: its successors serve what was durable, and nothing wrong."""
+"""A process is killed over and over: its successors serve the durable pages, and nothing wrong."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from tests.soak import soak_rounds
 ROOT = Path(__file__).resolve().parents[2]
 KILLS = 100
 USES = ((1, "any"), (3, "any"), (1, "any groups"))
-"""Disks and way of each of the folders that are used at the same time; KILLS are those of all together."""
+"""Disks and way of each of the folders that are used at the same time; KILLS counts the kills of all of them."""
 FOLDERS = len(USES)
 CHECK_EVERY = 4
-"""Lives between two full checks by this process; each life begins with what the one before it left anyway."""
+"""Lives between two full checks by this process; in any case each life opens what the one before it left."""
 LIFE_S = 120.0
 
 
 class Lives:
-    """Processes that use one folder, one after the other; each ends by SIGKILL."""
+    """Processes that use one folder, one after the other; each is ended by SIGKILL."""
 
     def __init__(self, folder: Path, disks: int, way: str) -> None:
         self.way = way
@@ -56,7 +56,7 @@ class Lives:
             )
 
     def lines(self) -> list[str]:
-        """What was said; a line cut off by the kill was not."""
+        """The marks; a line that the kill cut off does not count."""
         text = self.said.read_text()
         return text[: text.rfind("\n") + 1].splitlines()
 
@@ -69,13 +69,13 @@ class Lives:
         assert server.stdout is not None
         server.stdin.write(f"{self.disk} {self.said} {seed} {self.way}\n")
         server.stdin.flush()
-        process = os.pidfd_open(int(server.stdout.readline()))  # a number alone could become another's
+        process = os.pidfd_open(int(server.stdout.readline()))  # an id alone could be reused
         deadline = time.monotonic() + LIFE_S
         ended: list[int] = []
         while len(self.lines()) < len(before) + marks and not ended and time.monotonic() < deadline:
             ended, _, _ = select.select([process], [], [], 0.002)
         time.sleep(0 if ended else then_s)
-        with contextlib.suppress(ProcessLookupError):  # it ended by itself: its exit code, below, tells
+        with contextlib.suppress(ProcessLookupError):  # it ended by itself: its exit code is checked below
             signal.pidfd_send_signal(process, signal.SIGKILL)
         os.close(process)
         assert int(server.stdout.readline()) == -signal.SIGKILL, self.errors.read_text()
@@ -102,7 +102,7 @@ def folders(tmp_path: Path) -> Iterator[list[Lives]]:
 
 
 def kill_over_and_over(lives: Lives, kills: int, first_seed: int) -> int:
-    """Pages that had been reported durable, summed over the checks, all of which found them."""
+    """Pages that had been reported durable, summed over the checks. Each check finds all of them."""
     rng = random.Random(first_seed)
     served = 0
     promises = Promises()
@@ -122,14 +122,14 @@ def kill_over_and_over(lives: Lives, kills: int, first_seed: int) -> int:
 def test_what_was_durable_is_served_after_every_kill(folders: list[Lives], soak_round: int) -> None:
     kills = KILLS // FOLDERS
     first = soak_round * KILLS
-    # Mostly the disk is waited for: folders do that at the same time.
+    # Most of the time goes to waiting for the disk, so folders run at the same time.
     with ThreadPoolExecutor(FOLDERS) as pool:
         served = list(
             pool.map(kill_over_and_over, folders, repeat(kills), (first + n * kills for n in range(FOLDERS)))
         )
     assert sum(served) > KILLS // CHECK_EVERY
     for lives in folders:
-        # No space leaks: one slab of the size it was given, and no file that nobody counts.
+        # No space leaks: one slab of the configured size, and no uncounted file.
         for disk in disks_of(lives.disk):
             (unit,) = unit_folders(disk)
             files = {"lock", "group0.slab", "group0.header", "index.sqlite", "epoch", "opens", "spare"}

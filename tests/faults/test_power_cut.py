@@ -1,4 +1,4 @@
-"""The power goes at any moment: what was reported durable is there, and nothing is wrong."""
+"""The power fails at any moment: pages reported durable are there, and nothing is wrong."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.soak import soak_rounds
 
 ROOT = Path(__file__).resolve().parents[2]
 IMAGES = 65
-"""Of a run. All runs of all variants make 650, of `make soak` 13,000."""
+"""Images per run. All runs of all variants make 650 images; under `make soak`, 13,000."""
 RUNS = 2
 STEPS = 100
 CONTROL_IMAGES = 150
@@ -46,7 +46,7 @@ def recorder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def memory_folder(tmp_path: Path) -> Iterator[Path]:
-    """A folder in memory where there is one: what a cut leaves is made from the log, not from this disk."""
+    """A folder in memory if possible: the state after a cut is made from the log, not from this disk."""
     shm = Path("/dev/shm")
     if not os.access(shm, os.W_OK):
         yield tmp_path
@@ -58,7 +58,7 @@ def memory_folder(tmp_path: Path) -> Iterator[Path]:
 
 
 def make_folders(folder: Path, disks: int) -> None:
-    """A folder to be used by a child, striped over so many disks."""
+    """Creates the folder for a child, striped over so many disks."""
     folder.mkdir(exist_ok=True)
     for number in range(disks if disks > 1 else 0):
         (folder / f"disk{number}").mkdir(exist_ok=True)
@@ -86,7 +86,7 @@ def record(recorder: Path, folder: Path, seed: int, way: str, disks: int, how: s
 
 
 def cut(log: WriteLog, folder: Path, images: int, seed: int, way: str, striped: int) -> tuple[int, list[str]]:
-    """Makes images and opens each; how many pages were promised in all, and what was not kept."""
+    """Makes images and opens each. Returns how many pages were promised in all, and the broken promises."""
     rng = random.Random(seed)
     disks, promises = Disks(log, rng), Promises()
     marks = iter([*log.marks, (1 << 62, "end")])
@@ -131,7 +131,7 @@ def test_the_cut_finds_a_wrong_order(
 ) -> None:
     broken: list[str] = []
     signs = ("durable page", "the index names")
-    # A cut has to fall between two syncs, which on some machine some run may never let it.
+    # A cut has to hit the gap between two syncs, and on some machine a run may never offer one.
     for seed in range(CONTROL_RUNS):
         log = record(recorder, memory_folder, seed, way, disks, how)
         broken += cut(log, memory_folder, CONTROL_IMAGES, seed, way, disks)[1]

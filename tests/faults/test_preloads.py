@@ -1,4 +1,4 @@
-"""A machine that says no where tests cannot make it: boundaries that a disk asks for, memory that is not there."""
+"""A preloaded library creates conditions that a test cannot: alignments that a disk requires, missing memory."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def alignment(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_disk_with_usual_boundaries_is_used(
     alignment: Path, tmp_path: Path, offset: int, memory: int
 ) -> None:
-    """0: its file system refuses direct I/O, or does not say."""
+    """0: the file system refuses direct I/O, or does not report its alignment."""
     said = run(
         ALIGNMENT, alignment, [tmp_path], DIO_PATH=".slab", DIO_OFFSET=str(offset), DIO_MEMORY=str(memory)
     )

@@ -1,4 +1,4 @@
-"""What is held against a tier that was killed finds a page that two groups are served."""
+"""The check of a killed tier finds a page that is served to two groups."""
 
 from __future__ import annotations
 

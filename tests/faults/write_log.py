@@ -1,8 +1,8 @@
 """What a process did to its files, and the disks that a power cut at any moment of it could leave.
 
-A sync covers the writes that ended before it began. What no sync has covered yet may be on the disk, missing, torn into
-512-byte sectors, and in any order. Names (creation, rename, deletion) are covered by a sync of their folder; those that
-are not yet may be missing from some point on, as in a file system with a journal.
+A sync covers the writes that ended before it began. A write that no sync has covered yet may be on the disk, missing,
+torn into 512-byte sectors, and in any order. A sync of a folder covers its names (creation, rename, deletion);
+uncovered names may be missing from some point on, as in a file system with a journal.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NEVER = 1 << 62
 
 @dataclass(slots=True)
 class Call:
-    """One call: when it began and ended, and from when on it is covered, as positions in the log."""
+    """One call: when it began and ended, and from when it is covered, as positions in the log."""
 
     kind: int
     file: int
@@ -37,8 +37,8 @@ class WriteLog:
     """The calls of one process, in order.
 
     Attributes:
-        length: positions of the log.
-        marks: (position, line) of what was written to the file named `marks`.
+        length: number of positions in the log.
+        marks: (position, line) of the lines written to the file named `marks`.
     """
 
     root: Path
@@ -89,7 +89,7 @@ def _cover(calls: list[Call]) -> None:
 
 
 class Disks:
-    """Images of the disks at cuts of one log; asked for ascending cuts, so that what is settled is applied once."""
+    """Images of the disks at cuts of one log; cuts must ascend, so that each settled write is applied once."""
 
     def __init__(self, log: WriteLog, rng: random.Random) -> None:
         self._root = str(log.root)

@@ -1,4 +1,4 @@
-"""What GPU tests need: a test that has one of these as its mark is skipped where that is not there, and says why."""
+"""Requirements of GPU tests: a test marked with one is skipped if it is not met, and says why."""
 
 from __future__ import annotations
 

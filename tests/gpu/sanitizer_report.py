@@ -1,4 +1,4 @@
-"""What compute-sanitizer has found: errors of memory, and driver calls that returned an error, by the library that made
+"""Findings of compute-sanitizer: memory errors, and driver calls that returned an error, by the library that made
 them."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ QUIET = (
     "Saved host backtrace",
     "RACECHECK SUMMARY",
 )
-"""Beginnings of lines that begin no finding."""
+"""Lines with these beginnings do not start a finding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +28,9 @@ class Finding:
     """One error.
 
     Attributes:
-        text: as it was printed.
-        call: the driver's function that returned an error; empty for errors of memory.
-        caller: file name of the library that called the driver; empty where the backtrace does not name it.
+        text: the text as printed.
+        call: the driver's function that returned an error; empty for memory errors.
+        caller: file name of the library that called the driver; empty if the backtrace does not name it.
     """
 
     text: str
@@ -39,16 +39,16 @@ class Finding:
 
     @property
     def is_cufiles_own(self) -> bool:
-        """cuFile tries calls that may fail, such as freeing what it has not allocated. An error of memory is never
+        """cuFile makes calls that may fail, such as freeing memory that it has not allocated. A memory error is never
         its own."""
         return bool(self.call) and self.caller.startswith(CUFILE)
 
 
 def findings(output: str) -> list[Finding]:
-    """The errors in what the tool has printed, its lines and the program's.
+    """The errors in the tool's output, which the program's is mixed with.
 
     Raises:
-        ValueError: the tool has printed no summary, or counts another number: then nothing is known.
+        ValueError: the output has no summary, or its count differs: the result is unknown.
     """
     found: list[list[str]] = []
     open_ = False

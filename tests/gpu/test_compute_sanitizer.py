@@ -1,9 +1,9 @@
 """NVIDIA's compute-sanitizer over the kernels: memory errors, and reads of memory nobody wrote. Controls must fail.
 
-Driver calls of libcufile that return an error are left out, by the frame that made them: its opening frees what it has
-not allocated. Errors of memory are never left out.
+Driver calls of libcufile that return an error are left out, by the frame that made them: its opening frees memory that
+it has not allocated. Memory errors are never left out.
 
-No kernel has shared memory, so racecheck, which looks at nothing else, has nothing to find.
+No kernel uses shared memory, the only thing that racecheck checks, so racecheck is not run.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ pytestmark = CUDA_BUILD
 
 ROOT = Path(__file__).resolve().parents[2]
 FOUND = 86
-"""Exit status that the tool is told to use for errors it found."""
+"""Exit status that the tool returns for errors it found."""
 PRINTED = 10_000
-"""Errors that the tool prints: all, so that each is looked at."""
+"""Errors that the tool prints: all of them, so that each is examined."""
 RUN_S = 220
-"""Below what a step of `benchmarks.gpu_results sanitize` may take."""
+"""Below the time limit of a step of `benchmarks.gpu_results sanitize`."""
 
 CHOSEN = [
     ("memcheck", "tests/gpu/test_gds_gpu.py", "every_byte and (42 or 77 or 107)"),
@@ -39,7 +39,7 @@ CHOSEN = [
     ("memcheck", "tests/gpu/test_rotation_gpu.py", "every_geometry or (turned_as and (0 or 7))"),
     ("initcheck", "tests/gpu/test_transfer_gpu.py", "every_byte and 1000 and not 80 and not 5"),
 ]
-"""Tool, file, which of its tests: each kernel in each mode with odd sizes; the tools slow kernels down many times."""
+"""Tool, file, selected tests: each kernel in each mode with odd sizes; the tools slow kernels down many times."""
 
 CONTROLS = {
     "memcheck": "__global__ void bad(int* p) { p[1 << 24] = 1; }",
@@ -48,7 +48,7 @@ CONTROLS = {
 
 
 def sanitizer() -> str:
-    """The tool beside the compiler, or on the PATH; skips where there is none."""
+    """The tool beside the compiler, or on the PATH; skips if there is none."""
     nvcc = find_nvcc()
     beside = Path(nvcc).with_name("compute-sanitizer") if nvcc else None
     tool = str(beside) if beside and beside.exists() else shutil.which("compute-sanitizer")
@@ -86,7 +86,7 @@ def test_kernels_are_clean(tool: str, file: str, chosen: str, tmp_path: Path) ->
     output = done.stdout + done.stderr
     ours = [finding.text for finding in findings(output) if not finding.is_cufiles_own]
     assert not ours, "\n\n".join(ours)[-20_000:]
-    # The tool's own status hides the program's where it left an error out.
+    # The tool's own status hides the program's if it left an error out.
     assert done.returncode in (0, FOUND), output[-20_000:]
     counts = outcomes(report)
     assert counts["passed"] > 0, output[-20_000:]

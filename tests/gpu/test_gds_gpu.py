@@ -1,4 +1,4 @@
-"""The same transfers with the pool and the staging in GPU memory: matrix, fences, and what the I/O says it is."""
+"""The same transfers with the pool and the staging in GPU memory: matrix, fences, and the I/O that is reported."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GPU = 0
 
 
 class GpuPool:
-    """A pool's tensors on the GPU, at the same alignment as their twins in host memory."""
+    """A pool's tensors on the GPU, with the same alignment as their twins in host memory."""
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
@@ -45,7 +45,7 @@ class GpuPool:
         )
 
     def fetch(self) -> None:
-        """Brings the GPU's bytes into the host twin, for comparison."""
+        """Copies the GPU's bytes into the host twin, for comparison."""
         torch.cuda.synchronize(GPU)
         for tensor, first, memory in zip(self.tensors, self.starts, self.pool.memory, strict=True):
             memory[:] = tensor[first : first + memory.size].cpu().numpy()
@@ -72,7 +72,7 @@ def test_every_byte_arrives_and_no_other_changes(seed: int, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("fenced", [True, False], ids=["fenced", "control"])
 def test_a_store_waits_for_the_forward_and_a_load_for_its_readers(tmp_path: Path, fenced: bool) -> None:
-    """The engine's stream is busy for long when the transfer is asked for: without fences both are wrong.
+    """The engine's stream is busy for long when the transfer is submitted: without fences both would be wrong.
 
     The controls name a stream without any work.
     """

@@ -85,7 +85,7 @@ def test_damage_is_found_in_the_pool_and_in_the_slots(
 def test_fences_hold_while_a_kernel_keeps_rewriting_the_blocks(
     tmp_path: Path, block_first: bool, fenced: bool
 ) -> None:
-    """Staged pages are fenced on a stream, those that go straight on the host: without either, bytes would be old.
+    """Staged pages are fenced on a stream, direct ones on the host: without either, bytes would be old.
 
     The controls name a stream without any work, and must see the old bytes.
     """
@@ -101,7 +101,7 @@ def test_fences_hold_while_a_kernel_keeps_rewriting_the_blocks(
         last = (turn + 15) % 256
         world.stream = fence
         world.store(blocks, blocks)
-        # A forward that reads, for long, what the load then overwrites.
+        # A slow forward reads the blocks that the load then overwrites.
         rank.by_block[:8].fill_(255 - last)
         torch.cuda.current_stream(GPU).synchronize()
         torch.cuda._sleep(200_000_000)

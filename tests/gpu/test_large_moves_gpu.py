@@ -1,4 +1,4 @@
-"""On a real GPU: runs that are long, pools beyond 4 GiB, digests, a pool of two processes, captures beside copies."""
+"""On a real GPU: long runs, pools beyond 4 GiB, digests, a pool shared by two processes, captures beside copies."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ CAPTURE_REFUSED = 900
 
 @pytest.fixture(autouse=True)
 def _needs_torch(torch: Any) -> None:
-    """The pools are torch's."""
+    """The pools need torch."""
 
 
 @pytest.mark.parametrize("kernel", [True, False], ids=["kernel", "copy engine"])
 @pytest.mark.parametrize("run_bytes", [65536 + 16, 192 << 10, (1 << 20) + 1])
 def test_long_runs_arrive_by_the_copy_engine(run_bytes: int, kernel: bool) -> None:
     paths = check_runs(DEVICE, run_bytes, kernel)
-    # Without batches the kernel takes longer runs too; with them none of these.
+    # Without batches the kernel takes longer runs too; with them it takes none of these.
     if "batch" in paths or not kernel:
         assert "kernel" not in paths
 
@@ -78,7 +78,7 @@ def test_short_runs_are_the_kernels_once_memory_is_pinned(mark: pytest.MarkDecor
 
 @contextmanager
 def copies_beside(torch: Any) -> Iterator[list[int]]:
-    """Stores and loads one after the other in a thread of their own, and pins a further pool; gives their count."""
+    """Stores and loads one after the other in a separate thread, and pins a further pool; yields their count."""
     world = MovesWorld(DEVICE, 4, 16384, 8, 8)
     for block in range(4):
         world.write(block)
@@ -95,7 +95,7 @@ def copies_beside(torch: Any) -> Iterator[list[int]]:
                 assert further.wait_ready(64, LONG_S)
                 further.close()
                 done[0] += 1
-        except BaseException as error:  # raised in the test's thread
+        except BaseException as error:  # the test's thread raises it
             failures.append(error)
 
     thread = threading.Thread(target=keep_copying)
@@ -120,14 +120,15 @@ def wait_for_turns(done: list[int], count: int) -> None:
 
 
 def test_graphs_are_captured_beside_copies_and_registration(torch: Any) -> None:
-    """In the strictest mode, in which a forbidden call of any thread that did not ask to be left out ends a capture."""
+    """In the strictest mode, in which a forbidden call ends a capture, whichever thread made it, unless the thread
+    opted out."""
     source = torch.arange(1 << 16, dtype=torch.float32, device=f"cuda:{DEVICE}")
     with copies_beside(torch) as done:
         for turn in range(CAPTURES):
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, capture_error_mode="global"):
                 answer = source * 2 + turn
-                wait_for_turns(done, done[0] + 2)  # a whole one lies inside the capture
+                wait_for_turns(done, done[0] + 2)  # one whole turn lies inside the capture
             graph.replay()
             torch.cuda.synchronize(DEVICE)
             assert torch.equal(answer, source * 2 + turn)
@@ -137,7 +138,7 @@ def test_graphs_are_captured_beside_copies_and_registration(torch: Any) -> None:
 
 @pytest.mark.parametrize("relaxed", [False, True], ids=["control", "relaxed"])
 def test_a_forbidden_call_would_have_ended_the_capture(torch: Any, relaxed: bool) -> None:
-    """What the test above rests on: an allocation in another thread is refused, unless that thread is relaxed."""
+    """The premise of the test above: an allocation in another thread is refused, unless that thread is relaxed."""
     driver = pytest.importorskip("cuda.bindings.driver", reason="the extra flexkv[gpu] is not installed")
     codes: list[int] = []
 

@@ -1,4 +1,4 @@
-"""The rotation's kernel on a GPU: the CPU's bits in every geometry, its place in a stream, and its bandwidth."""
+"""The rotation's kernel on a GPU: the CPU's bits in every geometry, its order in a stream, and its bandwidth."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def rotation_of(pairing: str, dtype: str, heads: int, head_dim: int, rotary_dim:
 
 
 def upload(torch: Any, array: NDArray[Any]) -> Any:
-    """Its bytes on the GPU."""
+    """A copy of the array's bytes on the GPU."""
     return torch.from_numpy(np.ascontiguousarray(array).reshape(-1).view(np.uint8).copy()).cuda()
 
 
@@ -49,7 +49,7 @@ def apply(
     target_places: RowPlaces,
     table: TurnTable,
 ) -> None:
-    """As the product does it: the tables are checked, taken to the device, and used there."""
+    """Rotates as the product does: checks the tables, copies them to the device, and uses them there."""
     rotation.check(keys, places, target, target_places, table)
     stream = device.current_stream()
     rotation.apply(keys, places.on(device), target, target_places.on(device), table.on(device), stream=stream)
@@ -58,7 +58,8 @@ def apply(
 @PAIRING
 @DTYPE
 def test_the_cpus_bits_in_every_geometry(torch: Any, device: Any, pairing: str, dtype: str) -> None:
-    """Every alignment, rows and heads in any place, rows that are zeroed, copied or turned; nothing else is touched."""
+    """Every alignment, rows and heads in any place, rows that are zeroed, copied or rotated; nothing else is
+    touched."""
     random = np.random.default_rng(5)
     for round_number in range(60):
         head_dim = int(random.integers(1, 80)) * 2
@@ -99,13 +100,13 @@ def test_error_against_float64_in_place(torch: Any, device: Any, pairing: str, d
     shaped = keys.cpu().numpy().view(encode(before, dtype).dtype).reshape(before.shape)
     found = decode(shaped, dtype)
     assert relative_error(found, turned(plain, rotation.spec, new, rotation.frequencies)) <= LIMITS[dtype]
-    # The control: the keys as they were.
+    # The control: the unrotated keys differ.
     assert relative_error(before, turned(plain, rotation.spec, new, rotation.frequencies)) > 0.1
 
 
 @pytest.mark.parametrize("same_stream", [True, False], ids=["its stream", "control"])
 def test_it_comes_after_what_its_stream_was_given(torch: Any, device: Any, same_stream: bool) -> None:
-    """Keys are written by a copy that waits; a rotation in another stream reads what was there before."""
+    """A copy that waits writes the keys; a rotation in another stream reads the bytes from before."""
     rotation = rotation_of("neox", "float32", 8, 128, 128)
     rows = 4096
     places = RowPlaces(np.arange(rows, dtype=np.int64) * rotation.row_bytes, rotation.row_bytes // 8)
@@ -155,7 +156,7 @@ def test_rows_places_and_tables_that_do_not_fit_are_refused(torch: Any, device: 
 def test_bandwidth(
     torch: Any, device: Any, dtype: str, record_property: Callable[[str, object], None]
 ) -> None:
-    """Printed beside a copy of the same bytes; nothing is asserted of a time."""
+    """Prints the bandwidth beside that of a copy of the same bytes; asserts nothing about time."""
     rotation = rotation_of("neox", dtype, 8, 128, 128)
     rows = BUFFER_BYTES // rotation.row_bytes
     places = RowPlaces(np.arange(rows, dtype=np.int64) * rotation.row_bytes, rotation.row_bytes // 8)

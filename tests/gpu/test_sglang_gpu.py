@@ -19,7 +19,7 @@ STORED_S = 30.0
 
 
 class GpuSglang(SglangProcess):
-    """Of the environment that the tests run in."""
+    """SGLang in the environment that the tests run in."""
 
     python = Path(sys.executable)
 
@@ -36,7 +36,7 @@ def test_loaded_tokens_are_those_that_were_computed(tmp_path: Path) -> None:
         computed = [engine.call("generate", requests=[one])[0] for one in asked]
         ends_s = time.monotonic() + STORED_S
         loaded: list[dict[str, int]] = []
-        # Stores end a little after the answers; what is not stored yet is computed again, and not loaded.
+        # Stores end a little after the answers; a page that is not stored yet is computed again, and not loaded.
         while not (loaded and all(answer["host"] for answer in loaded)):
             assert time.monotonic() < ends_s, "nothing was loaded"
             assert engine.call("flush")

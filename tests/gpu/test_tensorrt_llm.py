@@ -1,4 +1,4 @@
-"""The connector in the real TensorRT-LLM, where the package and a GPU are there: same tokens cold and loaded."""
+"""The connector in the real TensorRT-LLM, if the package and a GPU are there: same tokens cold and loaded."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def package() -> Any:
 
 
 def generate(package: Any, prompts: list[str], with_connector: bool) -> list[list[int]]:
-    """Tokens of each prompt, twice round: the engine's own pool does not hold all of them at once."""
+    """Tokens of each prompt, asked twice in turn: the engine's own pool does not hold all of them at once."""
     llmapi = package.llmapi
     cache = llmapi.KvCacheConfig(max_tokens=2048, enable_partial_reuse=False)
     more: dict[str, Any] = {}
@@ -39,7 +39,7 @@ def generate(package: Any, prompts: list[str], with_connector: bool) -> list[lis
     model = package.LLM(os.environ[MODEL_VARIABLE], kv_cache_config=cache, **more)
     greedy = package.SamplingParams(max_tokens=16, temperature=0.0)
     try:
-        # The first iterations let every rank join.
+        # All ranks join within the first iterations.
         for _ in range(3):
             model.generate("hello", greedy)
         return [

@@ -23,7 +23,7 @@ BLOCKS = 24
 
 
 class GpuWorld:
-    """A layer-first or block-first pool on one GPU, a host pool, and an engine between."""
+    """A layer-first or block-first pool on one GPU, a host pool, and an engine between them."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class GpuWorld:
         self.pool.pin(device)
         assert self.pool.wait_ready(BLOCKS, LONG_S)
         ends_s = time.monotonic() + LONG_S
-        while self.pool.pinned_slots < BLOCKS:  # before that nothing would be the kernel's
+        while self.pool.pinned_slots < BLOCKS:  # before that the kernel would copy nothing
             assert time.monotonic() < ends_s, f"{self.pool.pinned_slots} of {BLOCKS} slots are pinned"
             time.sleep(0.01)
         self.engine = TransferEngine(device=device, batch_copies=batch, copy_kernel=kernel)
@@ -66,7 +66,7 @@ class GpuWorld:
         layerwise: bool = False,
         stream: int | None = None,
     ) -> Any:
-        """`stream`: that it is fenced with; None: the engine's."""
+        """`stream`: the stream to fence with; None for the engine's."""
         priority = Priority.LOAD if kind is OpKind.H2D else Priority.STORE
         op = TransferOp(
             OpId(next(self.ids)),
@@ -148,12 +148,12 @@ def test_every_byte_arrives_and_no_other_is_touched(
         assert "batch" not in paths
 
 
-# A control hands in a stream that has nothing to do: each fence test must then see wrong bytes, else it shows nothing.
+# A control passes a stream without work: each fence test must then see wrong bytes, or it proves nothing.
 FENCED = pytest.mark.parametrize("fenced", [True, False], ids=["fenced", "control"])
 KERNEL = pytest.mark.parametrize("kernel", [False, True], ids=["copy engine", "kernel"])
 TURNS = 30
 SLEEP_CYCLES = 100_000_000
-"""Some 50 ms of a GPU at 2 GHz: a copy without a fence has long ended by then."""
+"""About 50 ms of a GPU at 2 GHz: a copy without a fence has ended long before that."""
 FENCE_BLOCKS = list(range(8))
 FENCE_SHAPE = {"layers": 8, "run_bytes": 16384}
 
@@ -170,14 +170,14 @@ def end(world: GpuWorld, ticket: Any) -> None:
 
 
 def fill(world: GpuWorld, value: int) -> None:
-    """All blocks, at once: nothing is under way afterwards."""
+    """Fills all blocks and waits, so that nothing is under way afterwards."""
     world.by_block[: len(FENCE_BLOCKS)].fill_(value)
     world.torch.cuda.current_stream(0).synchronize()
 
 
 def warm_up(world: GpuWorld) -> None:
-    """One store and one load, so that the first turn's copies do not begin later than the stream sleeps: kernels are
-    loaded, threads started, and torch's 32 streams made, which are with the first one that is asked for."""
+    """Makes one store and one load, so that the first turn's copies do not begin after the stream's sleep: this loads
+    kernels, starts threads, and creates torch's 32 streams, which come with the first one that is requested."""
     world.torch.cuda.Stream(0)
     world.torch.cuda._sleep(1)
     world.run(OpKind.D2H, FENCE_BLOCKS, FENCE_BLOCKS)
@@ -236,7 +236,7 @@ def test_a_forward_after_wait_layer_reads_what_the_load_brings(
     busy = torch.cuda.Stream(0)
     for turn in range(TURNS):
         fill(world, 8 + turn)
-        # The load stands behind this, so that its copies begin long after they are enqueued.
+        # The load is queued behind this, so that its copies begin long after they are enqueued.
         with torch.cuda.stream(busy):
             torch.cuda._sleep(SLEEP_CYCLES)
         ticket = world.submit(OpKind.H2D, FENCE_BLOCKS, FENCE_BLOCKS, stream=int(busy.cuda_stream))
@@ -257,7 +257,7 @@ def test_two_gpus_of_one_process_move_their_own_bytes(torch: Any) -> None:
     for world in worlds:
         torch.cuda.synchronize(world.device)
     blocks, targets = [0, 1, 2, 5], [9, 7, 6, 8]
-    # Both under way at once, asked for by one thread whose current device is neither's in particular.
+    # Both run at once, submitted by one thread whose current device belongs to neither in particular.
     for kind, places in ((OpKind.D2H, blocks), (OpKind.H2D, targets)):
         tickets = [world.submit(kind, places, blocks) for world in worlds]
         for world, ticket in zip(worlds, tickets, strict=True):

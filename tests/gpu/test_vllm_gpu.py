@@ -1,4 +1,5 @@
-"""The demo's conversation through the real vLLM on a GPU: every token as without flexkv, and hits where they belong."""
+"""The demo's conversation through the real vLLM on a GPU: the same tokens as without flexkv, and hits where
+expected."""
 
 from __future__ import annotations
 
@@ -23,5 +24,5 @@ def test_the_demo_finds_no_other_token(tmp_path: Path, mode: str) -> None:
         pytest.skip("this vLLM was not built for CUDA")
     command = [sys.executable, "-m", "demo", "--model", "tiny", "--load-mode", mode, "--out", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=RUN_S)
-    # It ends with 1 where a token differs or a hit is missing.
+    # The demo's exit code is 1 if a token differs or a hit is missing.
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]

@@ -1,6 +1,6 @@
 """Builds the C++ tests and runs them: `python -m tests.native.run [SANITIZER] [--case PATTERN]`.
 
-Without SANITIZER it is the usual variant. PATTERN is doctest's: `*` matches anything, and commas separate several.
+Without SANITIZER it builds the usual variant. PATTERN is doctest's: `*` matches anything, commas separate patterns.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main() -> None:
     program = build(Variant(None, asked.sanitizer) if asked.sanitizer else Variant.from_environment())
     command = [str(program)]
     if asked.case is not None:
-        # In this case doctest runs nothing, and reports success.
+        # Here doctest would run nothing, and report success.
         if count_cases(program, asked.case) == 0:
             fail(
                 f"--case {asked.case}: no test case has such a name ({program} --list-test-cases lists them)"

@@ -1,4 +1,4 @@
-"""The Python tests of the native core again, on an extension built with a sanitizer.
+"""Runs the Python tests of the native core again, on an extension built with a sanitizer.
 
 `python -m tests.sanitizers.run SANITIZER [--short]`
 """
@@ -35,7 +35,7 @@ FOLDERS = {
         "tests/unit/native_border/test_fuzz_threads.py",
     ),
 }
-"""What calls into the native core; torch and the engines stay out, they are not built for a sanitizer."""
+"""Tests that call into the native core. Torch and the engines stay out: they are not built with a sanitizer."""
 
 SHORT = {
     "address": ("tests/unit/native_border", "tests/unit/transfer/test_engine_submit.py"),
@@ -46,7 +46,7 @@ SHORT = {
     ),
 }
 """`--short`, the part that `make test` runs: every binding with wrong and with random arguments, and the engine's
-threads. What is behind the bindings runs in the native tests, under both sanitizers each time."""
+threads. The native tests cover the code behind the bindings, under both sanitizers each time."""
 
 
 def main() -> None:

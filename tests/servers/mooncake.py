@@ -19,7 +19,7 @@ from tests.servers.namespace import Namespace
 from tests.servers.stopping import stop_all_threads
 
 PORT = 50051
-"""Of the first master; the namespace has no other user. The next port is its metrics'."""
+"""The first master's port; the namespace has no other user. The next port serves its metrics."""
 START_S = 20.0
 """A master listens after 0.05 s on an idle machine."""
 SEGMENT_MIB = 256
@@ -35,7 +35,7 @@ sys.stdin.read()
 
 
 def binary(name: str) -> str:
-    """A program of the wheel."""
+    """Path of a program in the wheel."""
     spec = find_spec("mooncake")
     assert spec is not None, "mooncake-transfer-engine-non-cuda is not installed: make env-test"
     assert spec.origin is not None
@@ -46,7 +46,7 @@ class Server:
     """One process of the store, stopped by its pid.
 
     Attributes:
-        log: what it says.
+        log: file with its output.
     """
 
     def __init__(self, log: Path) -> None:
@@ -73,7 +73,7 @@ class Server:
         os.kill(self.pid, signal.SIGCONT)
 
     def kill(self) -> None:
-        """Idempotent."""
+        """Kills the process. Idempotent."""
         if self._process is None:
             return
         self._process.kill()
@@ -85,7 +85,7 @@ class Server:
 
 
 class Master(Server):
-    """Knows which owner has what. One that starts again has forgotten everything."""
+    """Knows which owner has which value. After a restart it knows nothing."""
 
     def __init__(self, namespace: Namespace, log: Path, port: int = PORT) -> None:
         super().__init__(log)
@@ -133,7 +133,7 @@ class Owner(Server):
 def mooncake(
     namespace: Namespace, folder: Path, mib: int = SEGMENT_MIB, port: int = PORT
 ) -> Iterator[tuple[Master, Owner]]:
-    """A master and one owner with a segment of `mib`; both are killed at the end. Logs lie in `folder`."""
+    """A master and one owner with a segment of `mib`; the end of the block kills both. Their logs are in `folder`."""
     master = Master(namespace, folder / f"master-{port}.log", port)
     owner = Owner(namespace, master, folder / f"owner-{port}.log", mib)
     try:

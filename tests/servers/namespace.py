@@ -1,7 +1,7 @@
-"""A network of its own for servers that listen on all interfaces: a namespace with nothing but the loopback.
+"""A separate network for servers that listen on all interfaces: a namespace with nothing but the loopback.
 
-A test that cannot have one is skipped, and says so. Whatever is started by `command` is inside and ends with who
-started it.
+A test that cannot have one is skipped, and says so. A process started by `command` runs inside and ends with its
+parent.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ sys.stdin.read()
 """Sets the loopback up without iproute2, which small images lack, and holds the namespace until its input ends."""
 
 TOOLS = ("unshare", "nsenter", "setpriv")
-"""Of util-linux."""
+"""Programs of util-linux."""
 
 
 class NoNamespace(Exception):
-    """This machine lets nobody here make a network namespace; says why."""
+    """This user cannot make a network namespace on this machine; says why."""
 
 
 class Namespace:
     """A network namespace, open until `close` or the end of this process.
 
     Attributes:
-        pid: of the process that holds it.
+        pid: id of the process that holds it.
     """
 
     def __init__(self) -> None:
@@ -58,8 +58,8 @@ class Namespace:
         self.pid = self._holder.pid
 
     def command(self, argv: Sequence[str]) -> list[str]:
-        """`argv` inside. The process keeps its pid and inherited files, and is killed when the thread that started it
-        ends."""
+        """The command line that runs `argv` inside. The process keeps its pid and inherited files, and is killed when
+        the thread that started it ends."""
         enter = ["nsenter", "-t", str(self.pid), "-n", *(["-U", "--preserve-credentials"] * self._own_user)]
         # After nsenter: a change of user clears what setpriv sets.
         return [*enter, "--", "setpriv", "--pdeathsig", "KILL", "--", *argv]
@@ -87,7 +87,7 @@ class Namespace:
 
 @contextmanager
 def network_namespace() -> Iterator[Namespace]:
-    """A namespace, or the test is skipped."""
+    """Yields a namespace, or skips the test."""
     try:
         namespace = Namespace()
     except NoNamespace as error:

@@ -19,10 +19,9 @@ MOST_BYTES = 512 << 20
 
 
 class RedisServer:
-    """
-    Args:
-        folder: for its log.
-        options: as on its command line.
+    """Args:
+        folder: folder for its log.
+        options: options on its command line.
         port: 0 for a free one.
         tls: whether `options` make it speak TLS on its port.
 
@@ -53,7 +52,7 @@ class RedisServer:
         return self._process.pid
 
     def start(self) -> None:
-        """Returns when it takes connections. With `MOST_BYTES` reached it takes no more values."""
+        """Starts it and waits until it accepts connections. At `MOST_BYTES` it accepts no more values."""
         ports = ["--port", "0", "--tls-port", str(self.port)] if self._tls else ["--port", str(self.port)]
         command = [program(self._folder), *ports, "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
         command += [
@@ -79,14 +78,14 @@ class RedisServer:
             time.sleep(0.01)
 
     def stop(self) -> None:
-        """Kills it, stopped or not. Idempotent."""
+        """Kills it, even if it is frozen. Idempotent."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
             self._process = None
 
     def freeze(self) -> None:
-        """It keeps its connections, and the system takes new ones for it; nobody is answered."""
+        """Stops its threads: it keeps its connections, and the kernel accepts new ones, but nothing is answered."""
         assert self._process is not None
         stop_all_threads(self._process.pid)
 
@@ -95,7 +94,7 @@ class RedisServer:
         self._process.send_signal(signal.SIGCONT)
 
     def ask(self, *words: str) -> bytes:
-        """What it answers to one command on a connection of its own, as it comes: one line or one short value."""
+        """Its raw answer to one command on a new connection: one line or one short value."""
         line = b"".join(b"$%d\r\n%b\r\n" % (len(word.encode()), word.encode()) for word in words)
         with socket.create_connection(("127.0.0.1", self.port), 10.0) as other:
             other.sendall(b"*%d\r\n" % len(words) + line)
@@ -120,7 +119,7 @@ def redis_server(
 
 
 def program(folder: Path) -> str:
-    """Debian's tools for Redis have the server too: it goes by the name that it is called by."""
+    """Debian's tools for Redis contain the server too: the program acts by the name that it is called by."""
     found = shutil.which("redis-server")
     if found is not None:
         return found
@@ -133,7 +132,7 @@ def program(folder: Path) -> str:
 
 
 def free_port() -> int:
-    """Below those that the system gives to others' connections would be safer; a server that finds it taken says so."""
+    """A port below the kernel's ephemeral range would be safer; a server that finds this one taken says so."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -1,4 +1,4 @@
-"""Stops a process that a test has started, so that nothing of it runs on."""
+"""Stops a process that a test has started, so that none of its threads runs on."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ STOPPED_WITHIN_S = 30.0
 def stop_all_threads(pid: int) -> None:
     """Stops a child of this process, and returns once none of its threads runs any more.
 
-    On a busy machine that comes later than the signal: until the thread that takes it has its turn, the others go on,
-    and a server answers.
+    On a busy machine that is later than the signal: until the signalled thread is scheduled, the others go on, and a
+    server answers.
     """
     os.kill(pid, signal.SIGSTOP)
     ends_s = time.monotonic() + STOPPED_WITHIN_S

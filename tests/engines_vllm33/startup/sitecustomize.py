@@ -1,3 +1,3 @@
-"""Python imports this as it starts, in every process of an engine: CUDA is there before torch is looked at."""
+"""Python imports this at the start of every process of an engine: CUDA is mocked before torch is imported."""
 
 import tests.engines_vllm33.mock  # noqa: F401

@@ -1,4 +1,4 @@
-"""How often something is measured is asked for once at least, in every program."""
+"""Every program rejects a count of measurements below one."""
 
 from __future__ import annotations
 

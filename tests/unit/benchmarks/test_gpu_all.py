@@ -1,4 +1,4 @@
-"""Everything of a GPU in one call: the time is divided so that all of it fits, and a core that is there is kept."""
+"""All GPU measurements in one call: their time limits fit into the total, and an existing core is kept."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_every_stage_has_a_share_and_the_whole_fits_ten_minutes() -> None:
     assert set(ALL_SHARES) == set(STAGES)
     assert ALL_LIMIT_S < 600
     now_s, ends_s = 0.0, ALL_LIMIT_S - ENDING_S
-    for number, name in enumerate(STAGES):  # each takes all that it may
+    for number, name in enumerate(STAGES):  # each takes all the time that it may
         now_s = all_deadlines_s(STAGES[number:], name, now_s, ends_s)
         assert now_s <= ends_s + 1e-6
     assert now_s == pytest.approx(ends_s)
@@ -54,7 +54,7 @@ def test_a_carried_core_is_not_built(tmp_path: Path) -> None:
 
 @pytest.fixture
 def small_stages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each stage one step that says its name; the build says nothing where a core is carried."""
+    """Each stage has one step that prints its name; the build prints nothing if a core was carried along."""
 
     def small(name: str, out: Path, device: int, folder: Path | None, carried: bool = False) -> Stage:
         missing = gpu_plan.CARRIED if name == "build" and carried else ""

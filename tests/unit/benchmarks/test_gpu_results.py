@@ -1,6 +1,7 @@
-"""The page of a GPU's results: what it says of each goal follows from the rows, and what did not run is not made up.
+"""The page of a GPU's results: the verdict on each goal follows from the rows, and nothing stands in for steps that did
+not run.
 
-Nothing here is a GPU's: the rows are made up, and the steps of the stages are small programs.
+No row here comes from a GPU: the rows are made up, and the steps of the stages are small programs.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ def bench() -> dict[str, Any]:
 
 
 def judged(content: dict[str, Any]) -> dict[str, tuple[float | None, str]]:
-    """By name: what was found, and the verdict."""
+    """By name: the value found, and the verdict."""
     return {goal.what: (goal.found, goal.verdict) for goal in goals(content)}
 
 
@@ -251,7 +252,7 @@ def test_rows_that_have_run_are_named_no_more() -> None:
 
 
 def gpu_results(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """The program, run as a user does."""
+    """Runs the program as a user does."""
     command = [sys.executable, "-m", "benchmarks.gpu_results", *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
@@ -282,7 +283,7 @@ def program(text: str) -> tuple[str, ...]:
 
 
 def write_rows(out: Path, name: str, then: str = "") -> Step:
-    """A stand-in for a part of the bench: it writes the made-up rows, as the real one does, before it ends."""
+    """A stand-in for a part of the bench: it writes the made-up rows before it ends, as the real one does."""
     path = out / f"bench-{name}.json"
     text = f"import pathlib, time; pathlib.Path({str(path)!r}).write_text({json.dumps(bench())!r}); {then}"
     return Step(name, program(text), 60.0, path.name)
@@ -399,7 +400,7 @@ def test_a_step_that_takes_too_long_is_cut_with_all_it_started(tmp_path: Path) -
 
 
 def started_step(out: Path) -> int:
-    """The process of the second step of `two_steps`, once it runs."""
+    """Process id of the second step of `two_steps`, once it runs."""
     ends_s = time.monotonic() + 60.0
     while not ((out / "pid").exists() and (out / "pid").read_text()):
         assert time.monotonic() < ends_s
@@ -446,7 +447,7 @@ run_stage(two_steps(out, "time.sleep(600)"), out, MACHINE, {"vLLM": "no wheel"})
 
 
 def two_steps(out: Path, second: str) -> Stage:
-    """The first counts how often it runs; the second says which process it is, and does what is given."""
+    """Two steps: the first counts its runs; the second records its process id, and then runs the given code."""
     count = f"open({str(out / 'count')!r}, 'a').write('x')"
     said = (
         f"import os, pathlib, time; pathlib.Path({str(out / 'pid')!r}).write_text(str(os.getpid())); {second}"
@@ -458,7 +459,7 @@ def test_a_run_killed_in_the_middle_is_rendered_and_goes_on(tmp_path: Path) -> N
     command = [sys.executable, "-c", KILLED, str(tmp_path)]
     runner = subprocess.Popen(command, cwd=ROOT)
     step = started_step(tmp_path)
-    runner.send_signal(signal.SIGKILL)  # no time to write anything more
+    runner.send_signal(signal.SIGKILL)  # it has no time to write anything more
     runner.wait(30.0)
     wait_for_end(step)
 
@@ -533,7 +534,7 @@ def test_results_of_two_machines_are_told_apart(tmp_path: Path) -> None:
 
 
 def test_the_rows_of_the_real_bench_render(tmp_path: Path) -> None:
-    """On this machine they are of plain memory, and say so."""
+    """On this machine the rows come from plain memory, and say so."""
     if c_ext.cuda_info()["device_count"]:
         pytest.skip("there is a GPU")
     command = (

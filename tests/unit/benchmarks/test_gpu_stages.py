@@ -1,4 +1,4 @@
-"""What a folder of results says is of one machine and one source, and of the steps that wrote it. The steps are small
+"""A folder of results comes from one machine and one source, and from the steps that wrote it. The steps are small
 programs here, and the rows are made up."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from benchmarks.gpu_stages import Stage, Step, read_stage, run_stage
 from tests.unit.benchmarks.test_gpu_results import MACHINE, REPORT, bench, program, write_rows
 
 CRASH = Step("lanes", program("import sys; sys.exit('crashed')"), 30.0, "bench-lanes.json")
-"""Writes nothing."""
+"""A step that fails before it writes its rows."""
 CUT = Step("lanes", program("import time; time.sleep(600)"), 1.0, "bench-lanes.json")
 
 
@@ -45,7 +45,7 @@ def test_results_of_another_machine_or_source_are_never_mixed(tmp_path: Path) ->
     assert read_stage(tmp_path, "bench")["machine"] == here
     assert len(bench_of(tmp_path)["rows"]) == len(bench()["rows"])
 
-    # Another day is no other machine.
+    # Another date does not mean another machine.
     assert run_stage(both, tmp_path, {**here, "date": "2026-01-02"}) == ["passed", "passed"]
     assert run_stage(stage_of(CRASH), tmp_path, {**here, "GPU": "H200"}, again=True) == ["failed"]
     assert read_stage(tmp_path, "bench")["machine"]["GPU"] == "H200"
@@ -206,7 +206,7 @@ def test_a_driver_that_does_not_answer_is_a_refusal(monkeypatch: pytest.MonkeyPa
 
 
 class Stuck:
-    """A child that waits inside a driver: signals do nothing to it."""
+    """A child that is stuck inside a driver: signals have no effect."""
 
     pid, returncode = 1 << 30, None
 

@@ -1,4 +1,4 @@
-"""What is stored of a long prompt of a model with windows, as `benchmarks.group_bytes` counts it."""
+"""Pages that are stored of a long prompt for a model with windows, as `benchmarks.group_bytes` counts them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BOUND = 0.35
 
 
 def kept(checkpoint_tokens: int | None) -> float:
-    """Share of all pages, of five layers of windows of 1,024 tokens to one of full attention."""
+    """Share of all pages, with five layers of windows of 1,024 tokens per layer of full attention."""
     geometry, groups = groups_of(MODELS["Gemma 3 12B"])
     assert [group.geometry.rule for group in groups] == [Rule.FULL] + [Rule.WINDOW] * 5
     assert len({group.image_bytes for group in groups}) == 1

@@ -1,4 +1,4 @@
-"""Steps of a running request: which count as beside a load or a store, and what is judged by them."""
+"""Steps of a running request: which ones count as beside a load or a store, and the verdict on them."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ FAMILIES = {
     "stablelm": (StableLmConfig, StableLmForCausalLM),
 }
 ROTARY_SHARE = {"glm": 0.5, "stablelm": 0.25}
-"""Of a head, where not all of it turns."""
+"""Share of a head that is rotated, for families that do not rotate all of it."""
 SCALINGS: dict[str, dict] = {
     "default": {"rope_type": "default"},
     "linear": {"rope_type": "linear", "factor": 2.0},
@@ -61,7 +61,7 @@ SCALINGS: dict[str, dict] = {
 
 
 def make_model(family: str = "llama", dtype: torch.dtype = torch.float32, seed: int = 0, **options):
-    """Weights several times as large as usual, so that rows depend on each other."""
+    """A model with weights several times as large as usual, so that rows depend on each other."""
     config_class, model_class = FAMILIES[family]
     if family == "mistral":
         options.setdefault("sliding_window", None)
@@ -77,7 +77,7 @@ def make_model(family: str = "llama", dtype: torch.dtype = torch.float32, seed: 
 
 
 def make_scaled(family: str, scaling: str):
-    """A model of the family whose rope has this scaling, and turns as much of a head as the family's does."""
+    """A model of the family whose rope has this scaling, and which rotates the family's share of each head."""
     rope = {"rope_theta": 10_000.0, **SCALINGS[scaling]}
     if family in ROTARY_SHARE:
         rope["partial_rotary_factor"] = ROTARY_SHARE[family]

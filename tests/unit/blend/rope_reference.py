@@ -1,4 +1,4 @@
-"""The rotation once more, slowly and in float64."""
+"""A second implementation of the rotation, slow and in float64."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def decode(values: NDArray, dtype: str) -> NDArray[np.float64]:
 
 
 def turned(keys: NDArray, spec: RopeSpec, positions: NDArray, frequencies: NDArray) -> NDArray[np.float64]:
-    """`keys` [rows, heads, head_dim] with the rotary embedding of `positions` [rows] applied; negative ones undo it."""
+    """`keys` [rows, heads, head_dim] with the rotary embedding of `positions` [rows] applied; negative positions undo
+    it."""
     angles = positions[:, None, None] * frequencies
     cosine, sine = np.cos(angles), np.sin(angles)
     answer = keys.astype(np.float64)
@@ -45,5 +46,5 @@ def turned(keys: NDArray, spec: RopeSpec, positions: NDArray, frequencies: NDArr
 
 
 def relative_error(found: NDArray, wanted: NDArray) -> float:
-    """Of the whole, in the Euclidean norm."""
+    """Relative error of the whole array, in the Euclidean norm."""
     return float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted))

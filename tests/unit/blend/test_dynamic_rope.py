@@ -1,4 +1,5 @@
-"""Models whose rope grows its frequencies with the prompt, and keeps them: cached keys never see those."""
+"""Models whose rope rescales its frequencies for long prompts, and keeps the scaled ones: cached keys never use
+those."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def test_a_long_prompt_leaves_no_grown_frequencies_in_cached_keys(
     cache = make_cache(model, slots=160, staging_tokens=1024)
     segment, too_long = random_segments([length, 600])
     _, wanted = full(model, [segment])
-    # The control: the long prompt's keys are others.
+    # The control: the long prompt's keys differ.
     _, long_kv = full(model, [segment, too_long])
     assert relative(long_kv.layers[0].keys[:, :, :length], wanted.layers[0].keys) > 0.01
     assert precompute(model, [too_long], cache) == 0
@@ -63,12 +64,13 @@ def test_a_long_prompt_in_between_changes_no_rotation() -> None:
     layered = LayeredModel(model)
     frequencies = layered.frequencies.copy()
     keys = torch.randn(2, 2, SIZES["head_dim"], generator=torch.Generator().manual_seed(0))
-    # The last position makes a length of exactly max_positions, at which the model itself takes nothing back.
+    # The last position makes a length of exactly max_positions, at which the model itself does not restore its
+    # frequencies.
     positions = torch.tensor([3, LONGEST - 1])
     wanted = layered.rotated(keys, positions)
     own, _ = model.model.rotary_emb(keys[None], positions[None])
     full(model, random_segments([LONGEST + 1]))
-    # The control: the model itself turns otherwise now.
+    # The control: the model itself rotates differently now.
     assert not torch.equal(model.model.rotary_emb(keys[None], positions[None])[0], own)
     np.testing.assert_array_equal(layered.frequencies, frequencies)
     assert torch.equal(layered.rotated(keys, positions), wanted)

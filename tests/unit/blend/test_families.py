@@ -1,4 +1,4 @@
-"""Every registered family under every scaling: both ends of the ratio, and what turns a family off."""
+"""Every registered family with every scaling: both ends of the ratio, and conditions that turn a family off."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ def test_ratio_1_is_a_full_recompute_wherever_segments_stood(family: str, scalin
     assert report.reused == 70
     assert relative(logits, wanted_logits) < ROUNDING
     assert worst_layer(kv, wanted) < ROUNDING
-    # Keys of the first layer depend on token and position alone: turned, they are right without computing.
+    # Keys of the first layer depend on token and position alone: rotated, they are right without computing.
     turned = prefill(model, prompt, cache, BlendPlan.of_ratio(0.0))
     assert relative(turned.kv.layers[0].keys, wanted.layers[0].keys) < ROUNDING
-    # The control: what was cached is far from it in later layers.
+    # The control: in later layers the cached rows are far from right.
     assert relative(turned.logits, wanted_logits) > 0.02
     assert worst_layer(turned.kv, wanted) > 0.05
     if scaling == "dynamic":
@@ -81,7 +81,7 @@ def test_ratio_0_at_unchanged_positions_is_prefix_reuse(family: str, scaling: st
     assert worst_layer(kv, wanted_kv) < ROUNDING
     for layer, keys in zip(kv.layers, had, strict=True):
         assert torch.equal(layer.keys[:, :, :37], keys)
-    # The control: one token earlier in the prompt, and the same text is far off.
+    # The control: with the text one token earlier in the prompt, the result is far off.
     elsewhere = prefill(model, [[5], text, question], cache, BlendPlan.of_ratio(0.0))
     assert relative(elsewhere.kv.layers[0].keys[:, :, 1:38], had[0]) > 0.1
     cache.close()

@@ -1,4 +1,4 @@
-"""Blended prompts of real transformers models beside transformers' own answers."""
+"""Blended prompts of real transformers models, compared with transformers' own answers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LENGTHS = [20, 33, 17, 9]
 
 
 def moved(model, cache, seed: int = 0):
-    """A prompt whose first three segments are cached, none of them where it was computed; its question is not."""
+    """A prompt whose first three segments are cached from other places; its question is not cached."""
     segments = random_segments(LENGTHS, seed)
     assert precompute(model, segments[:3], cache) == sum(LENGTHS[:3])
     return [segments[2], segments[0], segments[1], segments[3]]
@@ -72,7 +72,7 @@ def test_what_differs_most_is_computed(model, cache) -> None:
 
 
 def test_rows_before_the_check_layer_are_right(model, cache) -> None:
-    """Those of gaps in the middle too: a separator, and a segment that is not cached."""
+    """Including rows of gaps in the middle: a separator, and a segment that is not cached."""
     segments = random_segments(LENGTHS)
     precompute(model, segments[:2], cache)
     separator = Segment(np.array([3, 5]), reusable=False)
@@ -84,7 +84,7 @@ def test_rows_before_the_check_layer_are_right(model, cache) -> None:
         for plane in ("keys", "values"):
             mine, theirs = (getattr(cache.layers[layer], plane) for cache in (kv, wanted))
             assert relative(mine, theirs) < ROUNDING
-    # At the check layer the rows that are kept are right; after it, rows in gaps are computed in every layer.
+    # At the check layer the kept rows are right; after it, rows in gaps are computed in every layer.
     kept = report.computed[2]
     assert relative(kv.layers[2].keys[:, :, kept], wanted.layers[2].keys[:, :, kept]) < ROUNDING
     gaps = [*range(33, 54), *range(74, 83)]
@@ -110,7 +110,7 @@ def test_positions_count_on_from_what_the_engine_has(model, cache) -> None:
     logits, kv, _ = prefill(model, prompt, cache, BlendPlan.of_ratio(1.0), past=past)
     assert relative(logits, wanted_logits) < ROUNDING
     assert worst_layer(kv, wanted) < ROUNDING
-    # Keys of the first layer depend on token and position alone: turned ones are right in every row.
+    # Keys of the first layer depend on token and position alone: rotated ones are right in every row.
     _, turned, _ = prefill(model, prompt, cache, BlendPlan.of_ratio(0.0), past=past)
     assert relative(turned.layers[0].keys, wanted.layers[0].keys) < ROUNDING
     assert worst_layer(turned, wanted, slice(0, 23)) < ROUNDING
@@ -141,7 +141,7 @@ def test_no_row_attends_to_a_later_position() -> None:
 
 @pytest.mark.parametrize("ratio", [0.0, 1.0])
 def test_poison_in_the_future_reaches_nobody_before(model, cache, ratio: float) -> None:
-    """A later segment's pages are poisoned: rows that are computed before it give what they gave."""
+    """A later segment's pages are poisoned: rows computed before it give the same result."""
     first, late, question = random_segments([21, 33, 9])
     precompute(model, [first, late], cache)
     prompt = [first, question, late, question]
@@ -168,7 +168,7 @@ def _rotation(model):
 
 
 def test_a_wrong_mask_is_found(model, cache, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A causal kernel's mask lines up the last row with the last key: rows in the middle would see the future."""
+    """A causal kernel's mask aligns the last row with the last key: rows in the middle would see the future."""
     first, late, question = random_segments([21, 33, 9])
     precompute(model, [first, late], cache)
     prompt = [first, question, late, question]
@@ -191,7 +191,7 @@ def test_the_same_segment_twice_and_leading_blocks(model, cache) -> None:
     precompute(model, [text], cache)
     longer = np.concatenate([text[:17], [1, 2, 3]])
     report = prefill(model, [text, longer, text, question], cache, BlendPlan.of_ratio(0.0)).report
-    assert report.reused == 24 + 16 + 24  # of the longer one, its two whole blocks of 8 that it shares
+    assert report.reused == 24 + 16 + 24  # the longer one shares its first two whole blocks of 8
 
 
 def test_a_damaged_page_is_computed_again(model, cache) -> None:
@@ -213,7 +213,7 @@ def test_a_damaged_page_is_computed_again(model, cache) -> None:
     wanted = prefill(model, prompt, other, BlendPlan.of_ratio(0.0))
     assert relative(found.logits, wanted.logits) < ROUNDING
     other.close()
-    # What was forgotten can be stored again.
+    # A forgotten segment can be stored again.
     assert precompute(model, segments[:1], cache) == 20
     assert prefill(model, prompt, cache, BlendPlan.of_ratio(0.0)).report.lost == ()
 

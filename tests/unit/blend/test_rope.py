@@ -1,4 +1,4 @@
-"""The frequencies are those of transformers' own models, and a turned key is the key of the other position."""
+"""The frequencies are those of transformers' own models, and a rotated key is the key of the other position."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_dynamic_frequencies_beyond_the_models_length() -> None:
 
 @pytest.mark.parametrize("case", list(CASES))
 def test_a_turned_key_is_the_key_of_the_new_position(case: str) -> None:
-    """mscale included: transformers' embedding at the old position, turned, is its embedding at the new one."""
+    """mscale included: transformers' embedding at the old position, rotated, is its embedding at the new one."""
     module = embedding(case)
     random = np.random.default_rng(0)
     old, new = random.integers(0, 2000, 64), random.integers(0, 2000, 64)
@@ -81,7 +81,7 @@ def test_a_turned_key_is_the_key_of_the_new_position(case: str) -> None:
     places = RowPlaces(np.arange(64, dtype=np.int64) * HEAD_DIM * 4, 64 * HEAD_DIM * 4)
     keys = at(old)
     rotation.apply(keys, places, keys, places, rotation.table(old, new))
-    # Their angles are float32 products of up to 2,000: off by 6e-5 themselves.
+    # Their angles are float32 products of up to 2,000, which have an error of 6e-5 themselves.
     assert relative_error(keys.numpy(), at(new).numpy()) < 2e-4
     assert relative_error(at(old).numpy(), at(new).numpy()) > 0.1
 

@@ -1,4 +1,4 @@
-"""Keys turn by the right angle, in every dtype, pairing and place; both executors give the same bits."""
+"""Keys rotate by the right angle, in every dtype, pairing and place; both executors give the same bits."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def dense(rotation: KeyRotation, rows: int) -> RowPlaces:
 
 @contextmanager
 def rotated(lane_by_lane: bool) -> Iterator[None]:
-    """Within, rotations run as they do, or by the GPU's function on the CPU."""
+    """Within the block, rotations run as usual, or by the GPU's function on the CPU."""
 
     def by_lanes(*tensors: object, stream: int, **geometry: Any) -> None:
         assert stream == 0
@@ -70,7 +70,7 @@ def test_error_against_float64(pairing: str, dtype: str, head_dim: int, rotary_d
     wanted = turned(plain, spec, new, rotation.frequencies)
     rounded = decode(encode(before, dtype), dtype)
     found = decode(rotate(rotation, encode(before, dtype), old, new), dtype)
-    # What was cached had been rounded to the dtype already: that is part of the error.
+    # The cached keys had been rounded to the dtype already: that is part of the error.
     assert relative_error(found, wanted) <= LIMITS[dtype]
     np.testing.assert_array_equal(found[..., rotary_dim:], rounded[..., rotary_dim:])
     # The control: the other pairing is far off.
@@ -81,7 +81,7 @@ def test_error_against_float64(pairing: str, dtype: str, head_dim: int, rotary_d
 @pytest.mark.parametrize("pairing", ["neox", "gptj"])
 @pytest.mark.parametrize("dtype", list(LIMITS))
 def test_the_gpus_function_gives_the_same_bits(pairing: str, dtype: str) -> None:
-    """Over every alignment: rows and heads in any place of the target, rows that are zeroed, copied or turned."""
+    """Over every alignment: rows and heads in any place of the target, rows that are zeroed, copied or rotated."""
     random = np.random.default_rng(5)
     for round_number in range(40):
         head_dim = int(random.integers(1, 40)) * 2
@@ -92,7 +92,7 @@ def test_the_gpus_function_gives_the_same_bits(pairing: str, dtype: str) -> None
         rotation = KeyRotation(spec_of(pairing, head_dim, rotary_dim), heads, dtype)
         element, head_bytes = rotation.element_bytes, rotation.row_bytes // heads
         keys = encode(random.standard_normal((rows, heads, head_dim)), dtype)
-        # Heads apart, as in a cache of shape [heads, tokens, head_dim], in a random order of tokens.
+        # Separate heads, as in a cache of shape [heads, tokens, head_dim], in a random order of tokens.
         room = 2 * rows
         slots = random.permutation(room)[:rows].astype(np.int64)
         head_stride = room * head_bytes + element * int(random.integers(0, 3))
@@ -142,7 +142,7 @@ def test_two_rotations_equal_one() -> None:
 @pytest.mark.parametrize("dtype", list(LIMITS))
 @pytest.mark.parametrize(("rotary_dim", "lead"), [(64, 0), (48, 0), (20, 0), (64, 1), (64, 4)])
 def test_in_place_and_streamed(rows: int, pairing: str, dtype: str, rotary_dim: int, lead: int) -> None:
-    """Large batches are written around the caches, where the target is aligned for it; the bits are the same."""
+    """Large batches bypass the CPU caches if the target is aligned for it; the bits are the same."""
     rotation = KeyRotation(spec_of(pairing, 64, rotary_dim), 4, dtype)
     keys = encode(np.random.default_rng(0).standard_normal((rows, 4, 64)), dtype)
     old, new = positions(rows, 500, 1), positions(rows, 500, 2)
@@ -161,7 +161,7 @@ def test_in_place_and_streamed(rows: int, pairing: str, dtype: str, rotary_dim: 
 @pytest.mark.parametrize("dtype", list(LIMITS))
 @pytest.mark.parametrize("rotary_dim", [64, 48])
 def test_keys_that_are_no_ordinary_numbers(pairing: str, dtype: str, rotary_dim: int) -> None:
-    """Any bits at all: infinities, subnormal numbers and NaNs come out alike, and no NaN becomes a number.
+    """Arbitrary bits: infinities, subnormal numbers and NaNs come out alike, and no NaN becomes a number.
 
     A head of 32 pairs takes the widest vectors that the processor has, one of 24 takes AVX2's.
     """
@@ -180,7 +180,7 @@ def test_keys_that_are_no_ordinary_numbers(pairing: str, dtype: str, rotary_dim:
 
 
 def test_float16_of_every_value() -> None:
-    """All 65,536 values survive a turn by nothing that is not a copy, and rounding is to nearest even."""
+    """All 65,536 values survive a rotation by zero that is not a copy, and rounding is to nearest even."""
     rotation = KeyRotation(RopeSpec(2, 2, 10_000.0), 1, "float16", np.zeros(1))
     values = np.arange(65_536, dtype=np.uint16).view(np.float16)
     values = values[np.isfinite(values)]

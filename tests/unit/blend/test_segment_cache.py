@@ -1,4 +1,4 @@
-"""The cache of segments: what does not fit, what finds no place, and what does not end in time."""
+"""The cache of segments: texts that do not fit, pages that get no slot, and copies that do not end in time."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_a_store_without_a_queue_place_stores_nothing_and_leaves_nothing(
 
 def test_pages_that_are_still_moving_are_not_cached(model, cache, monkeypatch: pytest.MonkeyPatch) -> None:
     (segment,) = random_segments([20])
-    # Faults: the first store does not end in time, and nobody hears of its end for a while.
+    # Faults: the first store does not end in time, and its end is not reported for a while.
     with monkeypatch.context() as patched:
         patched.setattr(cache.engine, "wait", lambda ticket, deadline_s: False)
         patched.setattr(cache.engine, "poll", lambda: [])

@@ -1,4 +1,4 @@
-"""Segments on disk: over the lives of processes, beyond host memory, and with every kind of damage."""
+"""Segments on disk: over the lives of processes, beyond the size of host memory, and with every kind of damage."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @pytest.fixture
 def open_cache(tmp_path: Path, model):
-    """Opens the folder again and again, each time ending the cache before."""
+    """Opens the folder again and again; each call closes the cache before it."""
     caches: list[SegmentCache] = []
 
     def open_again(**options: Any) -> SegmentCache:
@@ -100,17 +100,17 @@ def test_what_host_memory_has_lost_comes_from_disk(
     segments = random_segments([20, 33, 17, 24, 9])
     precompute(model, segments[:4], cache)
     wanted = prefill(model, segments, cache, RATIO_0)
-    # 13 pages, of which host memory holds 8.
+    # 13 pages, and host memory holds 8.
     small = open_cache(slots=8)
     for segment in segments[:4]:
         assert precompute(model, [segment], small) == len(segment)
-        assert small.flush()  # what is being written holds the slots that the next store or lookup needs
+        assert small.flush()  # writes under way hold the slots that the next store or lookup needs
     assert small.cached_tokens(segments[0]) == 20
     two = [segments[0], segments[1][:8], segments[4]]
     found = prefill(model, two, small, RATIO_0)
     assert found.report.reused == 28
     assert torch.equal(found.logits, prefill(model, two, cache, RATIO_0).logits)
-    # And a prompt of more pages than host memory has: what finds no slot is computed.
+    # A prompt with more pages than host memory: pages that get no slot are computed.
     found = prefill(model, segments, small, RATIO_0)
     assert 0 < found.report.reused < wanted.report.reused
     assert found.report.lost == ()
@@ -175,7 +175,7 @@ def flip(slab: Path, at: int) -> None:
 
 
 def place_of(cache: SegmentCache, segment: np.ndarray, block: int) -> int:
-    """Where on disk a block of a segment lies."""
+    """Place on disk of a segment's block."""
     index = disk_tier(cache.manager).presence
     entries = index.find(GROUP, cache.scheme.keys(segment).whole)
     return int(index.slots_of(entries)[block])
@@ -223,7 +223,7 @@ def test_a_damaged_page_is_a_miss_with_a_name(
     broken = Damage(slab_of(tmp_path), place_of(first, segments[1], 2), place_of(first, segments[0], 0))
     with make_other(model, [segments[0], segments[2]]) as other:
         wanted = prefill(model, moved(segments), other, RATIO_0)
-    open_cache()  # ends the first, which would write what it has
+    open_cache()  # closes the first cache, which would otherwise write its pages later
     getattr(broken, damage)()
     cache = open_cache()
     found = prefill(model, moved(segments), cache, RATIO_0)
@@ -233,7 +233,7 @@ def test_a_damaged_page_is_a_miss_with_a_name(
     assert "read" in lost
     assert found.report.reused == 36
     assert relative(found.logits, wanted.logits) < ROUNDING
-    # The two blocks before it are right. Computed again, it is there for the next process.
+    # The two blocks before it are right. After recomputation the block is there for the next process.
     assert cache.cached_tokens(segments[1]) == 16
     assert precompute(model, segments[1:2], cache) == 33
     cache = open_cache()
@@ -245,7 +245,7 @@ def test_a_damaged_page_is_a_miss_with_a_name(
 def test_control_without_verification_the_answer_would_be_another(
     model, tmp_path: Path, open_cache: Callable[..., SegmentCache]
 ) -> None:
-    """What the damaged page holds matters: in host memory, behind a digest made for it, it changes the answer."""
+    """The damaged content matters: in host memory, with a digest made for it, it changes the answer."""
     segments = random_segments(LENGTHS)
     cache = open_cache()
     precompute(model, segments[:3], cache)

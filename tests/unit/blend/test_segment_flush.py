@@ -1,4 +1,5 @@
-"""What a segment cache says of its disk: that all is there, that something is not, and whose it is."""
+"""A segment cache's reports about its disk: that everything is there, that something is not, and which cache owns
+it."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ from tests.unit.cache.disk_world import disk_tier
 SHAPE = KvShape(layers=2, heads=2, head_dim=16, dtype="float16")
 BLOCK_TOKENS = 8
 IMAGE_BYTES = 8192
-"""Of a page and what a disk writes beside it."""
+"""Bytes of a page and of what a disk writes beside it."""
 
 Text = NDArray[np.int64]
 
@@ -77,12 +78,12 @@ def put(cache: SegmentCache, *segments: Text) -> None:
 
 
 def settle(cache: SegmentCache) -> None:
-    """Until no read or write is under way."""
+    """Waits until no read or write is under way."""
     cache.unit.wait_while(lambda: cache.manager.work.moving, 60.0)
 
 
 def fail_writes(patch: pytest.MonkeyPatch, times: int) -> None:
-    """Of disks that are opened from now on, the first `times` writes end with EIO."""
+    """On disks opened from now on, the first `times` writes end with EIO."""
     faults = testing_ext.IoFaults([testing_ext.IoFaultRule(0, write=True, times=times)])
     patch.setattr(StripedSlabs, "open", partial(StripedSlabs.open, wrapper=faults))
 
@@ -139,7 +140,7 @@ def test_a_flush_says_that_host_memory_has_more_than_the_disk_holds(
 def test_a_flush_waits_for_room_in_the_journal(
     opened: Callable[..., SegmentCache], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pages that are written faster than they are entered are durable a little later, and not never."""
+    """Pages that are written faster than the journal enters them become durable a little later, rather than never."""
     first, second = texts(2)
     open_unit = StripedSlabs.open
 
@@ -182,7 +183,7 @@ def test_pages_that_a_load_leases_are_written_too(
     monkeypatch.setattr(cache.manager.work._writes[DISK], "poll", lambda epoch: None)
     put(cache, text)
     load = cache.begin_load([text])
-    # Fault: nobody hears of the load's end.
+    # Fault: the load's end is never reported.
     with monkeypatch.context() as patched:
         patched.setattr(cache.engine, "poll", lambda: [])
         cache.deadline_s = 0.05
@@ -284,7 +285,7 @@ def test_a_lookup_that_fails_leaves_nothing_taken(
     opened: Callable[..., SegmentCache], monkeypatch: pytest.MonkeyPatch, fails_at: int
 ) -> None:
     random = np.random.default_rng(5)
-    # Blocks and a tail, blocks alone.
+    # Two with blocks and a tail, one with blocks alone.
     found = [random.integers(0, 1000, 20), random.integers(0, 1000, 12), *texts(1)]
     cache = opened()
     for text in found:
@@ -300,7 +301,7 @@ def test_a_lookup_that_fails_leaves_nothing_taken(
     submit, calls = cache.engine.submit, iter(range(100))
 
     def failing(graph):
-        # Fault: the engine is closed from one graph on.
+        # Fault: from the given graph on, the engine is closed.
         if next(calls) >= fails_at:
             raise ClosedError("the engine is closed")
         return submit(graph)

@@ -1,4 +1,4 @@
-"""Segmentation, keys that forget positions, and the choice of rows."""
+"""Segmentation, keys that do not depend on positions, and the choice of rows."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_keys_depend_on_the_segment_alone() -> None:
     assert np.array_equal(again.whole, keys.whole)
     assert again.tail is not None
     assert np.array_equal(again.tail.keys, keys.tail.keys)
-    # A block's key contains what stands before it in the segment.
+    # A block's key covers everything before it in the segment.
     shifted = scheme.keys(np.concatenate([[99, 99, 99, 99], text]))
     assert not {bytes(k) for k in shifted.whole} & {bytes(k) for k in keys.whole}
     others = [

@@ -1,4 +1,5 @@
-"""Turning and scattering in one pass, in the layerwise pipeline: the bits of two passes, whatever runs when."""
+"""Rotating and scattering in one pass, in the layerwise pipeline: the same bits as in two passes, in any order of
+events."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def host(request: pytest.FixtureRequest) -> Iterator[HostDevice]:
 
 
 def load(world: TurnedWorld, pipeline: LoadPipeline, lost: dict[int, int] | None = None) -> PipelineReport:
-    """`lost`: chunk -> the layer from which on its rows do not come."""
+    """`lost`: chunk -> the first layer whose rows do not arrive."""
 
     def take(layer: int) -> Sequence[RowSource]:
         return [

@@ -1,4 +1,4 @@
-"""Random loads whose keys move to other positions, and what two plain passes make of them."""
+"""Random loads whose keys move to other positions, and the result of two plain passes."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class TurnedWorld:
     """Chunks with gaps, permuted slots, K and V of any dtype, paged memory in any order.
 
     Attributes:
-        memory: of each layer [2, blocks, block_tokens, heads, head_dim], with any strides.
-        stored: of each layer, of each chunk [2, tokens, heads, head_dim].
+        memory: per layer [2, blocks, block_tokens, heads, head_dim], with any strides.
+        stored: per layer and chunk [2, tokens, heads, head_dim].
     """
 
     def __init__(self, seed: int, layers: int = 4) -> None:
@@ -78,7 +78,7 @@ class TurnedWorld:
         )
 
     def expected(self, failed_from: dict[int, int] | None = None) -> list[NDArray[Any]]:
-        """Load all, turn, zero, then scatter. `failed_from`: chunk -> the layer from which on it is lost."""
+        """Loads all, rotates, zeroes, then scatters. `failed_from`: chunk -> the first layer in which it is lost."""
         rotation, positions = self.rotation, self.chunks.positions()
         count, head_bytes = self.chunks.rows, self.rotation.row_bytes // self.rotation.heads
         in_order = RowPlaces(np.arange(count, dtype=np.int64) * rotation.row_bytes, head_bytes)
@@ -103,7 +103,7 @@ class TurnedWorld:
         return out
 
     def same(self, expected: list[NDArray[Any]]) -> bool:
-        """In every bit, of every slot."""
+        """Whether every bit of every slot is equal."""
         return all(
             np.array_equal(np.ascontiguousarray(a).view(np.uint8), np.ascontiguousarray(b).view(np.uint8))
             for a, b in zip(self.memory, expected, strict=True)

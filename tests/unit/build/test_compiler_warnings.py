@@ -1,4 +1,4 @@
-"""Warnings are errors where that is asked for, and what compiled cleanly is not compiled again for it."""
+"""Warnings are errors on request, and files that compiled cleanly are not compiled again for it."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def test_the_metric_of_the_page_counts_and_is_in_the_table(monkeypatch: pytest.M
 def test_files_that_are_named_exist(page: Path) -> None:
     text = page.read_text()
     named = set(NAMED.findall(text)) | set(re.findall(r"pytest ([\w/.]+)", text))
-    # tests/README.md names what lies beside it.
+    # tests/README.md also names files of its own folder.
     roots = (ROOT, page.parent, ROOT / "flexkv")
     real = [name for name in named if "NAME" not in name and name != "PATH"]
     assert [name for name in real if not any((root / name).exists() for root in roots)] == []
@@ -120,7 +120,7 @@ def test_every_folder_of_tests_has_a_row() -> None:
 
 
 def test_the_quick_files_exist() -> None:
-    """Those of `make check`."""
+    """The files that `make check` runs."""
     text = (ROOT / "Makefile").read_text()
     quick = text.partition("\nQUICK = ")[2].partition("\ncheck:")[0].replace("\\\n", " ")
     names = [*re.findall(r"\s((?:config|build)/\S+\.py)", quick), "layout", "observe"]

@@ -1,4 +1,4 @@
-"""Which variant of the build the environment asks for."""
+"""Which variant of the build the environment selects."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from build_support.ninja_file import NinjaFile, Variant
 
 @pytest.fixture
 def no_nvcc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A machine that has no nvcc in any usual place."""
+    """A machine without nvcc in any usual place."""
     monkeypatch.setattr("build_support.cuda_toolkit.find_nvcc", lambda: None)
 
 

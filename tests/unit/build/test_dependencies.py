@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[3]
 EXPLAINED_TOGETHER = ("vllm-cpu-minimal.txt", "sglang-minimal.txt")
 PACKAGE_OF_MODULE = {"yaml": "pyyaml"}
 OPTIONAL = {"opentelemetry": {"flexkv/observe/spans.py"}}
-"""What engines bring and is used where it is there: modules, and the files outside adapters that try to import them."""
+"""Modules that engines bring and flexkv uses if present: module -> the files outside adapters that try to import it."""
 
 OURS = {"flexkv", "demo", "benchmarks", "build_support", "examples", "tests"}
 NAME = re.compile(r"^\s*\"?([A-Za-z0-9_.-]+)")
@@ -69,8 +69,8 @@ def test_every_import_from_elsewhere_has_a_reason() -> None:
 
 
 def test_what_runs_without_an_engine_needs_the_declared_dependencies_only() -> None:
-    """`torch` and what an engine brings are imported by adapters alone, but for OPTIONAL. An extra may be missing, and
-    is asked for."""
+    """Only adapters import `torch` and what an engine brings, except for OPTIONAL. An extra may be missing, and the
+    code checks for it."""
     project = (ROOT / "pyproject.toml").read_text()
     (block,) = re.findall(r"^dependencies = \[(.*?)\]", project, re.S | re.M)
     (extras,) = re.findall(r"^\[project.optional-dependencies\]\n(.*?)\n\n", project, re.S | re.M)

@@ -1,4 +1,4 @@
-"""The environment is made in the right order, and only what changed is made again."""
+"""The environment is made in the right order, and only changed parts are made again."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def fake_pip(folder: Path, program: str) -> Path:
 
 
 def test_cudas_headers_and_compiler_go_where_no_python_looks(tmp_path: Path) -> None:
-    """Beside the engine's own CUDA packages, of which they are other versions."""
+    """In a separate folder, because the engine's own CUDA packages have other versions."""
     (step,) = (step for step in steps("vllm", True) if step.name == "cuda-toolkit")
     python = fake_pip(tmp_path, 'echo "$@" >"$0.said"; exit 0')
     environment._pip_install(python, step, "some", None)

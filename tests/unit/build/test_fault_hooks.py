@@ -1,4 +1,4 @@
-"""Faults are decorators around movers, queues and devices: the product neither has them nor knows of them."""
+"""Faults are decorators around movers, queues and devices: the product neither contains nor knows them."""
 
 from __future__ import annotations
 

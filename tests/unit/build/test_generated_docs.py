@@ -1,4 +1,4 @@
-"""The tables of the docs that are made from the code are those that the code makes."""
+"""The docs' generated tables are those that the code makes."""
 
 from __future__ import annotations
 

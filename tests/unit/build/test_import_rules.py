@@ -46,7 +46,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     | {"cache", "facts", "transfer", "storage", "remote", "unit", "adapters", "simulation", "weights"},
 }
 CONTROL_PLANE = ("base", "keys", "ledger", "checks", "tiers", "moves", "promise", "manager")
-"""Files and folders of `flexkv/cache`, from the ground up: each imports those before it."""
+"""Files and folders of `flexkv/cache`, from the ground up: each imports only those before it."""
 ENGINES = frozenset({"vllm", "torch", "sglang", "tensorrt_llm", "transformers"})
 ADAPTER_ENGINES: dict[str, frozenset[str]] = {
     "vllm": frozenset({"vllm", "torch"}),
@@ -54,12 +54,12 @@ ADAPTER_ENGINES: dict[str, frozenset[str]] = {
     "tensorrt_llm": frozenset({"tensorrt_llm", "torch"}),
     "torch_tensors": frozenset({"torch"}),
 }
-"""Adapter -> engines it may import; what adapters share (`adapters/common`) imports none."""
+"""Adapter -> engines it may import; the adapters' shared code (`adapters/common`) imports none."""
 BASELINES: dict[str, frozenset[str]] = {"cli/bench/torch_baseline.py": frozenset({"torch"})}
-"""File -> what it imports to be compared with it."""
+"""File -> the module it imports as a baseline to compare with."""
 RUNNER = "blend.runner"
 RUNNER_ENGINES = frozenset({"transformers", "torch"})
-"""What blending's runner for transformers models may import, and the rest of `blend` may not."""
+"""Modules that blending's runner for transformers models may import, and the rest of `blend` may not."""
 
 
 def imported_modules(source: str) -> Iterator[str]:
@@ -112,7 +112,7 @@ def test_imports_run_one_way(path: Path) -> None:
 
 
 def imports_upwards(room: str, source: str) -> list[str]:
-    """Imports by a file in a room of the control plane of rooms that are not below it."""
+    """A control plane file's imports of rooms that are not below its own."""
     below = CONTROL_PLANE[: CONTROL_PLANE.index(room) + 1]
     rooms = {module: module.split(".")[2] for module in imported_modules(source) if module.startswith(OWN)}
     return [module for module, other in rooms.items() if other not in below]

@@ -1,4 +1,4 @@
-"""A native core of another source version is refused, with both versions and what to do."""
+"""A native core of another source version is refused; the error names both versions and the remedy."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def no_core(package: Path) -> None:
 
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
-    """The package with its native core, linked file by file, but for the stub."""
+    """The package with its native core, linked file by file, except for the stub."""
     folder = tmp_path / "flexkv"
     folder.mkdir()
     for entry in [*STUB.parent.iterdir(), Path(c_ext.__file__)]:

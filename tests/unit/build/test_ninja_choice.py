@@ -1,4 +1,4 @@
-"""Which ninja builds: versions hash commands differently, and compile again what another one has compiled."""
+"""Which ninja builds: versions hash commands differently, and each compiles again what another one has compiled."""
 
 from __future__ import annotations
 

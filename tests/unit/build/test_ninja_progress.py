@@ -1,4 +1,4 @@
-"""A build says how far it is, and passes on what a compiler says."""
+"""A build reports its progress, and passes on the compiler's messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every setting is read by something, and every metric is recorded by something."""
+"""Some code reads every setting, and some code records every metric."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from flexkv.config.model import setting_fields
 from flexkv.observe import METRICS, PageLoss
 
 PACKAGE = Path(__file__).resolve().parents[3] / "flexkv"
-# A setting may be read where it is resolved together with others.
+# These may read a setting where it is resolved together with others.
 RESOLVERS = ("config/memory.py", "config/sections.py")
 
 
 def text_outside(folder: str, *but: str) -> str:
-    """All code of the package that is not in `folder`, and the files of `but` in it."""
+    """All code of the package outside `folder`, and the files `but` within it."""
     paths = [path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).parts[0] != folder]
     return "\n".join(path.read_text() for path in [*paths, *(PACKAGE / name for name in but)])
 

@@ -1,4 +1,4 @@
-"""What is missing on a machine is named, with the command that installs it."""
+"""Anything missing on a machine is named, with the command that installs it."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ exec "$@"
 
 @pytest.fixture
 def fake_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine whose apt-get writes down what it is asked for."""
+    """A machine whose apt-get records its arguments."""
     for name in ("true", "env"):
         (tmp_path / name).symlink_to(f"/usr/bin/{name}")
     apt = tmp_path / "apt-get"

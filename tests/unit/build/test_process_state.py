@@ -1,4 +1,4 @@
-"""What the modules of flexkv keep for a whole process is judged in the documentation, each name of it."""
+"""The documentation judges every name that flexkv's modules keep for a whole process."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 SECTION = "## What units share"
 OUTSIDE = ("os.environ", "os.putenv", "signal.signal")
-"""What belongs to the process and not to flexkv."""
+"""State that belongs to the process and not to flexkv."""
 READERS = frozenset({"get", "items", "copy", "__contains__"})
 OWN_PROCESSES = frozenset({"flexkv/remote/helper/__main__.py"})
-"""Files that are run as a process of flexkv's own, which no engine's code shares."""
+"""Files that run as a separate process of flexkv, which no engine's code shares."""
 
 
 def kept_names(source: str) -> list[str]:
@@ -28,7 +28,7 @@ def kept_names(source: str) -> list[str]:
 
 
 def written(source: str) -> list[str]:
-    """What a file changes of the process: variables of the environment, signal handlers."""
+    """What a file changes in the process: environment variables, signal handlers."""
     nodes = list(ast.walk(ast.parse(source)))
     calls = [ast.unparse(node.func) for node in nodes if isinstance(node, ast.Call)]
     found = [text for text in calls if text.startswith(OUTSIDE) and text.rpartition(".")[2] not in READERS]

@@ -1,4 +1,4 @@
-"""README and docs: what they say to type is understood, what they link to exists, what they claim is so."""
+"""README and docs: the commands they show are accepted, their links exist, and their claims hold."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def shell_commands(text: str) -> list[list[str]]:
     """Every command of the text's bash blocks, as the shell would split it."""
     blocks = re.findall(r"```bash\n(.*?)```", text, re.S)
     words = [shlex.split(block, comments=True) for block in blocks]
-    # A block's lines are split apart at what starts a command here.
+    # Here each word that starts a command splits a block's lines.
     commands: list[list[str]] = []
     for word in (w for block in words for w in block):
         if word in ("make", "pip", "vllm", "python", "flexkv", "git"):
@@ -47,7 +47,7 @@ def shell_commands(text: str) -> list[list[str]]:
 
 
 def test_the_vllm_line_is_what_the_demo_and_the_tests_run() -> None:
-    """But for the module path, which a working tree needs and an installed package does not."""
+    """Except for the module path, which a working tree needs and an installed package does not."""
     (serve,) = (command for command in shell_commands(README) if command[:2] == ["vllm", "serve"])
     config = json.loads(serve[serve.index("--kv-transfer-config") + 1])
     assert config == {key: value for key, value in FLEXKV.items() if key != "kv_connector_module_path"}
@@ -87,7 +87,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_the_readme_leads_to_the_pages() -> None:
-    """Each with a row of its own in the table of pages."""
+    """Each page has its own row in the table of pages."""
     rows = README.partition("## More to read")[2].partition("\n## ")[0]
     linked = set(re.findall(r"^\| \[(docs/[a-z-]+\.md)\]\(\1\) \| \S", rows, re.M))
     assert linked == {f"docs/{page.name}" for page in DOCS}
@@ -109,7 +109,7 @@ def test_the_readme_leads_to_the_pages() -> None:
     ],
 )
 def test_every_file_has_its_row_in_the_page_of_its_folder(page: str, folder: str) -> None:
-    """Some in a row with others."""
+    """Some files share a row with others."""
     rows = [row for row in (ROOT / "docs" / f"{page}.md").read_text().splitlines() if row.startswith("|")]
     named = {name.removesuffix(".py") for row in rows for name in re.findall(r"`([^`]+)`", row.split("|")[1])}
     files = {path.stem for path in (ROOT / "flexkv" / folder).glob("*.py")} - {"__init__"}
@@ -171,7 +171,7 @@ def test_settings_that_the_docs_name_exist() -> None:
 
 
 def test_the_container_page_sets_what_the_code_takes() -> None:
-    """The same in Docker's line and in the pod's specification."""
+    """Docker's command line and the pod's specification set the same variables."""
     text = (ROOT / "docs" / "containers.md").read_text()
     (pod,) = re.findall(r"```yaml\n(.*?)```", text, re.S)
     (container,) = yaml.safe_load(pod)["spec"]["containers"]
@@ -195,7 +195,7 @@ def test_the_examples_of_bytes_per_token_are_right() -> None:
 
 
 def test_figures_are_whole() -> None:
-    """Of a kind that GitHub draws; every arrow of a sequence is between its participants."""
+    """GitHub can draw each figure, and every arrow of a sequence connects two participants."""
     figures = [
         figure for page in PAGES for figure in re.findall(r"```mermaid\n(.*?)```", page.read_text(), re.S)
     ]

@@ -1,6 +1,6 @@
-"""Names that gave way to the field's own: none comes back into code, settings, metrics, log lines or docs.
+"""Names that the field's own names replaced: none comes back into code, settings, metrics, log lines or docs.
 
-The glossary in docs/architecture.md has the words that stand in their place.
+The glossary in docs/architecture.md has the words that replaced them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NAMES = {
     "await_group": ("GATHER_S",),
     "cancel_and_drain": ("recall",),
 }
-"""Identifiers, by what stands in their place."""
+"""Identifiers, by their replacement."""
 
 PROSE = {
     "invalidate": r"disown\w*",
@@ -44,7 +44,7 @@ PROSE = {
     "source error": r"astray",
     "fault events": r"upsets?",
 }
-"""Patterns of whole words, in any letters."""
+"""Patterns of whole words, in upper or lower case."""
 
 
 def texts() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""`make soak` stretches tests that are there."""
+"""`make soak` stretches tests that exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test files are repeated under load, and the first that wavers is named."""
+"""Test files are repeated under load, and the first one that fails a round is named."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_the_next_call_goes_on_where_the_last_one_stopped(
     assert "1/4" not in capsys.readouterr().out
     assert run(plans, Progress(state, "tree"), 60.0) == 0
     assert "passed" not in capsys.readouterr().out
-    # Another tree begins anew.
+    # In another tree all rounds run again.
     assert run(plans, Progress(state, "another"), 60.0) == 0
     assert "passed: test_firm.py 1/4" in capsys.readouterr().out
 

@@ -14,9 +14,9 @@ import pytest
 from flexkv import c_ext
 
 STUB = ast.parse(Path(inspect.getfile(c_ext)).with_name("c_ext.pyi").read_text())
-# Written for type checkers alone.
+# Names that exist for type checkers alone.
 TYPES_ONLY = ("TypedDict", "Protocol")
-# What pybind11 and Python give to every class.
+# Attributes that pybind11 and Python give to every class.
 OF_EVERY_CLASS = set(dir(object)) | {"__module__", "__doc__", "__annotations__", "__dict__", "__weakref__"}
 
 
@@ -60,7 +60,7 @@ def test_members_are_those_of_the_core(name: str) -> None:
 
 
 def parameters(native: object) -> list[str] | None:
-    """Names of the parameters that pybind11 writes into the first line of its doc; None for an overloaded one."""
+    """Names of the parameters that pybind11 writes into the first line of its doc; None for an overloaded function."""
     first, _, rest = (getattr(native, "__doc__", "") or "").partition("\n")
     match = re.match(r"^\w+\((.*)\) -> ", first)
     if match is None or "Overloaded" in rest:
@@ -73,7 +73,7 @@ def parameters(native: object) -> list[str] | None:
 
 
 def callables() -> Iterator[tuple[str, ast.FunctionDef, object]]:
-    """Each function of the stub, and each method of its classes, with what the core has under its name."""
+    """Each function of the stub, and each method of its classes, with the core's object of that name."""
     for name, node in functions(STUB.body).items():
         yield name, node, getattr(c_ext, name)
     for owner, tree in CLASSES.items():

@@ -1,4 +1,4 @@
-"""Every FLEXKV_* variable that something reads is a setting or documented as another use of the prefix."""
+"""Every FLEXKV_* variable that some code reads is a setting or documented as another use of the prefix."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ READERS = {
     "flexkv/remote/process.py": "all, for the process that it starts",
     "flexkv/cli/remote/child.py": "all, for the process that it starts",
 }
-"""Files of the product that read the environment, and what: the second those of launchers, docs/tensorrt-llm.md; the
-third one that prometheus_client reads as well, docs/metrics.md; the fourth whether those that Mooncake's library reads
-are there; the last two hand theirs on."""
+"""Files of the product that read the environment, and what they read: the second reads variables of launchers
+(docs/tensorrt-llm.md); the third one that prometheus_client reads as well (docs/metrics.md); the fourth checks whether
+those that Mooncake's library reads are set; the last two pass theirs on."""
 
 
 def reads() -> Iterator[tuple[str, str]]:

@@ -30,7 +30,7 @@ def run(*command: str, cwd: Path = ROOT) -> str:
 
 @pytest.mark.timeout(2 * BUILD_S)
 def test_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
-    # As an earlier build leaves a module that was renamed since.
+    # An earlier build leaves such a module if it was renamed since.
     former = ROOT / "build" / f"lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}" / "flexkv"
     former.mkdir(parents=True, exist_ok=True)
     (former / "former_name.py").touch()
@@ -57,7 +57,7 @@ def test_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
     assert zipfile.ZipFile(wheel).getinfo(library).file_size < MOST_LIBRARY_BYTES
     assert b"FaultyMover" not in zipfile.ZipFile(wheel).read(library)
 
-    # It works away from the working tree, with nothing beside it but what it depends on.
+    # It works outside the working tree, with nothing beside it but its dependencies.
     target = tmp_path / "installed"
     zipfile.ZipFile(wheel).extractall(target)
     program = (
@@ -73,7 +73,7 @@ def test_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
     path, standard, cuda = done.stdout.split()
     assert Path(path).is_relative_to(target)
     assert int(standard) >= 202002
-    # For other machines: what this one's toolkit can compile is in it, with a GPU here or without.
+    # For other machines: it contains everything that this machine's toolkit can compile, with a GPU here or without.
     assert cuda == str(Variant.from_environment().toolkit is not None)
 
 

@@ -1,4 +1,5 @@
-"""`make test` shares files among workers: longest folders first; what shares a build or an engine stays together."""
+"""`make test` shares files among workers: longest folders first; files that share a build or an engine stay
+together."""
 
 from __future__ import annotations
 
