@@ -1,6 +1,6 @@
-"""The connector's base classes: TensorRT-LLM's own where the package is installed, else classes of the same shape.
+"""The connector's base classes: TensorRT-LLM's own where the package is installed, or else classes of the same shape.
 
-The package has the file in one place up to 1.2, and in another from 1.3 on; both are tried.
+The package has the module at one path up to 1.2, and at another from 1.3 on; both are tried.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ MODULES = (
     "tensorrt_llm._torch.pyexecutor.connectors.kv_cache_connector",
     "tensorrt_llm._torch.pyexecutor.kv_cache_connector",
 )
-"""From 1.3 on, and before."""
+"""The path from 1.3 on, and the one before."""
 
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID", "RANK")
-"""Where launchers say which rank a process is, for a process without the package."""
+"""Variables in which launchers give a process its rank, for a process without the package."""
 
 
 class BareWorker:
-    """What a worker's base class does: keeps the arguments and the metadata bound last."""
+    """Stands in for the worker's base class: keeps the arguments and the metadata bound last."""
 
     def __init__(self, llm_args: Any) -> None:
         self._llm_args = llm_args
@@ -34,7 +34,7 @@ class BareWorker:
 
 
 class BareScheduler:
-    """What a scheduler's base class does: keeps the arguments."""
+    """Stands in for the scheduler's base class: keeps the arguments."""
 
     def __init__(self, llm_args: Any) -> None:
         self._llm_args = llm_args
@@ -46,7 +46,7 @@ def find_api() -> Any:
         try:
             return importlib.import_module(name)
         except ModuleNotFoundError as error:
-            # Anything else that is missing is a broken installation, which the user should see.
+            # If any other module is missing, the installation is broken, and the user should see it.
             if error.name is None or not name.startswith(error.name):
                 raise
     return None
@@ -58,14 +58,14 @@ SchedulerBase: Any = BareScheduler if _api is None else _api.KvCacheConnectorSch
 
 
 def engine_version() -> str:
-    """The package's version without its local part; empty where it is not installed, or does not say it."""
+    """The package's version without its local part; empty where it is not installed, or has no version."""
     if _api is None:
         return ""
     return str(getattr(importlib.import_module("tensorrt_llm"), "__version__", "")).partition("+")[0]
 
 
 def mpi_rank() -> int:
-    """This process's rank in the engine's world; 0 where nothing says it."""
+    """This process's rank in the engine's world; 0 if unknown."""
     if _api is not None:
         return int(importlib.import_module("tensorrt_llm._utils").mpi_rank())
     return next((int(os.environ[name]) for name in RANK_VARIABLES if name in os.environ), 0)

@@ -1,4 +1,4 @@
-"""What the engine's arguments mean to us, and which of them we refuse."""
+"""Reads the engine's arguments, and refuses those that flexkv cannot serve."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EngineArguments:
-    """The engine's arguments, normalised. What they do not say is 0, empty or None.
+    """The engine's arguments, normalised. A value that they do not give is 0, empty or None.
 
     Attributes:
-        model: folder or hub name.
-        ranks: tensor-parallel size: all the ranks of the unit.
-        tokens_per_block: as the arguments say; MLA's pool has 64 whatever they say.
-        kv_dtype: of the KV cache.
-        layers: of the model, without those of a draft model.
+        model: the model's folder or hub name.
+        ranks: tensor-parallel size, which is the number of ranks of the unit.
+        tokens_per_block: tokens per block by the arguments; an MLA pool has 64 whatever they say.
+        kv_dtype: dtype of the KV cache, by name.
+        layers: number of layers of the model, without those of a draft model.
         draft: how drafts are made; a draft model may have layers in the same pool.
-        draft_model: its folder or hub name; empty where drafts need none.
+        draft_model: folder or hub name of the draft model; empty where there is none.
         architecture: the model's own configuration.
-        quant_algo: of the weights, by name; "None" for none.
-        overrides: of the model's configuration (`model_kwargs`).
-        without_hooks: the argument by which forwards may run without the hooks of their layers; empty where every
-            forward calls them.
+        quant_algo: the quantisation of the weights, by name; "None" for none.
+        overrides: overrides of the model's configuration (`model_kwargs`).
+        without_hooks: the argument because of which forwards may run without the hooks of their layers; empty where
+            every forward calls them.
         prompt_limit: `max_seq_len`; None where the arguments leave it to the engine.
         settings: other arguments that decide KV, as plain values.
-        random_weights: no file says what the weights are.
-        remote_code: Python files in the model's folder are a part of the model.
+        random_weights: the weights are random, so no file identifies them.
+        remote_code: Python files in the model's folder are part of the model.
     """
 
     model: str
@@ -67,7 +67,8 @@ class EngineArguments:
         """Reads and checks `TorchLlmArgs`.
 
         Raises:
-            ConfigError: the engine is split or keeps KV in a way that no page describes; names the argument.
+            ConfigError: the engine is split, or keeps KV, in a way that a page cannot describe. The message names the
+                argument.
         """
         cache = getattr(llm_args, "kv_cache_config", None)
         _refuse(llm_args, cache)
@@ -103,10 +104,10 @@ class EngineArguments:
         )
 
     def model_of(self, pool_layers: int, latent: bool) -> TrtllmModel:
-        """What a pool of `pool_layers` layers is checked against; `latent` is what the pool itself says.
+        """The shape against which a pool of `pool_layers` layers is checked; `latent` is what the pool itself says.
 
         Raises:
-            ConfigError: the pool is of another kind than the model, or does not hold all of its layers.
+            ConfigError: the pool is of another kind than the model, or lacks some of its layers.
         """
         if self.latent is not None and self.latent != latent:
             raise ConfigError(
@@ -124,13 +125,13 @@ class EngineArguments:
 
 
 def _draft_model(speculative: Any) -> str:
-    """What versions of the engine call it; n-grams have none."""
+    """The draft model's folder or hub name, whose field versions of the engine name differently; n-grams have none."""
     names = ("speculative_model", "speculative_model_dir")
     return str(next((found for name in names if (found := getattr(speculative, name, None))), ""))
 
 
 def _without_hooks(llm_args: Any) -> str:
-    """See `EngineArguments.without_hooks`. An engine that does not say how it runs its forwards may replay them."""
+    """See `EngineArguments.without_hooks`. An engine without `cuda_graph_config` may replay its forwards too."""
     if not hasattr(llm_args, "cuda_graph_config"):
         return "cuda_graph_config (not among the engine's arguments)"
     names = ("cuda_graph_config", "torch_compile_config", "speculative_config")
@@ -138,13 +139,13 @@ def _without_hooks(llm_args: Any) -> str:
 
 
 def _settings(llm_args: Any) -> dict[str, Any]:
-    """Arguments that are in each key as they are, and the experts' backend, which may quantise what goes into them."""
+    """Arguments that enter each key, and the backend of the experts, which may quantise their inputs."""
     experts = getattr(getattr(llm_args, "moe_config", None), "backend", None)
     return ARGUMENTS.values(llm_args) | {"moe_config.backend": None if experts is None else str(experts)}
 
 
 def _prompt_limit(llm_args: Any) -> PromptLimit | None:
-    """None where the arguments leave the length to the engine, which decides it from the model and its memory."""
+    """The longest prompt; None where the arguments leave it to the engine, which decides by model and memory."""
     tokens = getattr(llm_args, "max_seq_len", None)
     return PromptLimit(int(tokens), "max_seq_len") if tokens else None
 
@@ -200,7 +201,7 @@ def _refuse_model(text: Mapping[str, Any], sparse: bool) -> None:
 
 
 def _architecture(model: str) -> dict[str, Any]:
-    """The model's config.json where the model is a folder on this machine; else empty, and shapes are not checked."""
+    """The model's config.json where the model is a folder on this machine; otherwise empty: shapes are not checked."""
     file = Path(model) / "config.json"
     if not file.is_file():
         return {}
@@ -214,7 +215,7 @@ def _architecture(model: str) -> dict[str, Any]:
 
 
 def _heads(text: Mapping[str, Any], ranks: int) -> tuple[int, int]:
-    """KV heads on one rank, and elements of one head (for MLA: of the latent); zeros where nothing says it."""
+    """KV heads on one rank, and elements of one head (for MLA: of the latent); zeros if unknown."""
     if "kv_lora_rank" in text:
         return 1, int(text["kv_lora_rank"]) + int(text.get("qk_rope_head_dim", 0))
     queries = int(text.get("num_attention_heads", 0))
@@ -223,5 +224,5 @@ def _heads(text: Mapping[str, Any], ranks: int) -> tuple[int, int]:
     heads = text.get("num_key_value_heads", queries)
     heads = int(heads[0] if isinstance(heads, list) else heads)
     size = text.get("head_dim") or int(text["hidden_size"]) // queries
-    # With more ranks than heads each rank holds a copy of one.
+    # With more ranks than heads, each rank holds a copy of one head.
     return max(1, heads // ranks), int(size)

@@ -1,4 +1,4 @@
-"""The two classes that TensorRT-LLM loads: they hand every hook to the side that it concerns."""
+"""The two classes that TensorRT-LLM loads: they pass every hook on to the side that it concerns."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from flexkv.observe import configure_logging, get_logger, log_package
 logger = get_logger(__name__)
 
 _schedulers: WeakValueDictionary[str, SchedulerSide] = WeakValueDictionary()
-"""By their address: rank 0's worker keeps its scheduler going in iterations in which the engine asks nothing."""
+"""Schedulers by their address. Rank 0's worker polls its scheduler, because the engine may not call the scheduler in an
+iteration."""
 
 
 class FlexKVWorker(WorkerBase):
-    """One rank's worker. Set as `connector_worker_class`.
+    """One rank's worker. It is set as `connector_worker_class`.
 
     Raises:
         ConfigError: a setting is unknown or not allowed, or the engine is split or configured in a way that is not
@@ -34,7 +35,7 @@ class FlexKVWorker(WorkerBase):
     supports_attention_dp = False
 
     side_class: type[WorkerSide] = WorkerSide
-    """What runs the lanes; a subclass may decorate their mover."""
+    """The class that runs the lanes; a subclass may decorate their mover."""
 
     @log_refusal(logger)
     def __init__(self, llm_args: Any) -> None:
@@ -47,24 +48,25 @@ class FlexKVWorker(WorkerBase):
 
     @log_refusal(logger)
     def register_kv_caches(self, kv_cache_tensor: Any) -> None:
-        """The primary pool, shape [blocks, layers, 1 or 2, elements of a block].
+        """Takes the primary pool, shape [blocks, layers, 1 or 2, elements of a block].
 
         Raises:
-            GeometryError: it has another shape, or is not all of the model's KV.
+            GeometryError, ConfigError: the pool has another shape, or is not all of the model's KV.
         """
         self.side.register(geometry_of_pool(kv_cache_tensor, self._arguments))
 
     @log_refusal(logger)
     def register_kv_cache_layout(self, layout: Any) -> None:
-        """The pools as versions from 1.3 on describe them.
+        """Takes the pools as versions from 1.3 on describe them.
 
         Raises:
-            GeometryError: several layer groups, a sliding window, or regions that no page describes.
+            GeometryError: the cache has several layer groups, a sliding window, or regions that a page cannot describe.
+            ConfigError: the cache is not all of the model's KV.
         """
         self.side.register(geometry_of_layout(layout, self._arguments))
 
     def register_forward_pass_callable(self) -> None:
-        """None is needed: copies are fenced with the engine's stream when they are submitted."""
+        """No callable is needed: copies are ordered with the engine's stream when they are submitted."""
 
     def start_load_kv(self, stream: Any) -> None:
         metadata = self.get_connector_meta()
@@ -75,10 +77,11 @@ class FlexKVWorker(WorkerBase):
         self.side.wait_for_layer(layer_idx, stream)
 
     def save_kv_layer(self, layer_idx: int, stream: Any) -> None:
-        """Stores move whole blocks after the request has ended: only then does the engine keep its blocks for us."""
+        """Does nothing: stores copy whole blocks after a request has ended, because only then the engine keeps its
+        blocks for a connector."""
 
     def wait_for_save(self, stream: Any) -> None:
-        """The forward was run. Stores are asynchronous: the engine keeps the blocks until `get_finished` returns the
+        """Ends the forward's loads. It waits for no store: the engine keeps the blocks until `get_finished` returns the
         request."""
         self.side.forward_ended()
 
@@ -91,15 +94,15 @@ class FlexKVWorker(WorkerBase):
         return ended
 
     def shutdown(self) -> None:
-        """Ends the lanes. Idempotent."""
+        """Closes the lanes. Idempotent."""
         self.side.close()
 
 
 class FlexKVScheduler(SchedulerBase):
-    """The scheduler on rank 0. Set as `connector_scheduler_class`.
+    """The scheduler on rank 0. It is set as `connector_scheduler_class`.
 
     Raises:
-        ConfigError: as `FlexKVWorker`.
+        ConfigError: as for `FlexKVWorker`.
     """
 
     supports_attention_dp = False
@@ -117,7 +120,7 @@ class FlexKVScheduler(SchedulerBase):
         _close_at_exit(self.shutdown)
 
     def wait_for_initialization(self) -> None:
-        """Nothing is waited for: until every rank has joined, which takes its first iterations, nothing is promised."""
+        """Waits for nothing: nothing is promised until every rank has joined, which takes the first iterations."""
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         return self.side.build(scheduler_output)
@@ -142,14 +145,14 @@ class FlexKVScheduler(SchedulerBase):
         return self.side.finished(request, _only_group(cache_block_ids_by_layer_group))
 
     def cancel_load(self, request: Any, start: int = 0, end: int | None = None) -> None:
-        """The engine hands back prompt tokens [start, end) of what it was promised: the whole, or a part at an end."""
+        """The engine hands back prompt tokens [start, end) of its promise: the whole, or a part at either end."""
         self.side.cancel_load(_id_of(request), start, end)
 
     def request_reset(self, request: Any) -> None:
         self.side.forget(_id_of(request))
 
     def shutdown(self) -> None:
-        """Ends disks and host pool. Idempotent."""
+        """Closes the disks and the host pool. Idempotent."""
         _schedulers.pop(self.side.address, None)
         self.side.close()
 
@@ -164,12 +167,13 @@ def _only_group(by_group: list[list[int]]) -> list[int]:
 
 
 def _id_of(request: Any) -> int:
-    """Of a request, or of what is an id already."""
+    """The id of a request; the argument itself where it is an id already."""
     return int(getattr(request, "request_id", request))
 
 
 def _close_at_exit(method: Any) -> None:
-    """Some versions of the package end no connector; what waits for a disk is written all the same."""
+    """Calls `method` when the process exits, because some versions of the package close no connector. Pages that wait
+    for a disk are written then."""
     reference = WeakMethod(method)
 
     def close() -> None:

@@ -1,4 +1,4 @@
-"""Views of the engine's pool, from the tensor that some versions hand over and from the layout that others do."""
+"""Views of the engine's pool: some versions of TensorRT-LLM hand over the pool's tensor, others its layout."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flexkv.layout.format_id import FormatId, Interior
 from flexkv.layout.trtllm import TrtllmBuffer, TrtllmHandler, TrtllmRegion
 
 LATENT_TOKENS = 64
-"""Tokens a block of an MLA pool: the engine's kernels force it, whatever the arguments say."""
+"""Tokens per block of an MLA pool: the engine's kernels need this number, whatever the arguments say."""
 
 OWNER = "tensorrt-llm"
 KV_ROLES = ("key", "value")
@@ -23,9 +23,9 @@ class PoolGeometry:
 
     Attributes:
         view: `KvView` of the blocks.
-        replicas: ranks in a row that hold the same bytes: all with MLA.
+        replicas: number of consecutive ranks that hold the same bytes: all ranks with MLA.
         owner: the tensor that the pool lies in.
-        heads: of K and V on this rank; 0 where nothing says it.
+        heads: number of heads of K and V on this rank; 0 if unknown.
     """
 
     view: Any
@@ -38,10 +38,10 @@ class PoolGeometry:
 
 
 def geometry_of_pool(pool: Any, arguments: EngineArguments) -> PoolGeometry:
-    """The primary pool, shape [blocks, layers, 1 or 2, elements of a block].
+    """The geometry of the primary pool, shape [blocks, layers, 1 or 2, elements of a block].
 
     Raises:
-        GeometryError, ConfigError: it does not have that shape or is not what the arguments say.
+        GeometryError, ConfigError: the pool has another shape, or contradicts the arguments.
     """
     if len(tuple(pool.shape)) != 4:
         raise GeometryError(
@@ -55,7 +55,7 @@ def geometry_of_pool(pool: Any, arguments: EngineArguments) -> PoolGeometry:
     handler = TrtllmHandler.from_pool(pool, model, ranks)
     tokens = handler.format_id(0).interior_tokens
     if not tokens:
-        # Neither the model's shape nor the arguments say it.
+        # Neither the model's shape nor the arguments give the tokens per block.
         tokens = LATENT_TOKENS if latent else 0
     if latent and tokens != LATENT_TOKENS:
         raise GeometryError(
@@ -80,10 +80,12 @@ def geometry_of_pool(pool: Any, arguments: EngineArguments) -> PoolGeometry:
 
 
 def geometry_of_layout(layout: Any, arguments: EngineArguments) -> PoolGeometry:
-    """`KvCacheLayout` of a cache with one layer group: any number of regions, slot i of all of them is block i.
+    """The geometry of a `KvCacheLayout` with one layer group. It may have any number of regions: block i is slot i of
+    all of them.
 
     Raises:
-        GeometryError: several layer groups, a sliding window, or regions of a kind that no page describes.
+        GeometryError: the cache has several layer groups, a sliding window, or regions that a page cannot describe.
+        ConfigError: the cache contradicts the arguments.
     """
     if len(layout.groups) != 1:
         raise GeometryError(
@@ -130,7 +132,7 @@ def _heads(arguments: EngineArguments) -> int:
 
 
 def _is_plain(region: Any) -> bool:
-    """Whether the region is nothing but K and V of layers that are all alike."""
+    """Whether the region holds only K and V of layers that are all alike."""
     return (
         all(buffer.role in KV_ROLES and buffer.expansion == 1 for buffer in region.buffers)
         and len(region.buffers) > 0
@@ -139,7 +141,7 @@ def _is_plain(region: Any) -> bool:
 
 
 def _region(region: Any, plain: bool) -> TrtllmRegion:
-    # The engine gives no size of a buffer: those of one role are alike, and K is as long as V.
+    # The engine gives no buffer sizes, but buffers of one role are alike, and K is as long as V.
     size = region.size // max(1, len(region.buffers))
     buffers = (
         tuple(

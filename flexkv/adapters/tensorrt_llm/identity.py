@@ -1,4 +1,4 @@
-"""Who may share a block: the engine's namespace, and within it that of one request's salt and adapter."""
+"""Namespaces, which decide who may share a block: the engine's, and within it that of a request's salt and adapter."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from flexkv.config import FlexKVConfig
 from flexkv.weights.files import NAMED, WeightsContent
 
 RUN = os.urandom(16)
-"""Tells this run from all others."""
+"""Random bytes that tell this run from all others."""
 
 DEFAULT_REVISION = "default"
-"""Revision of a draft model given by its hub name: nothing says which commit is meant, so it names no weights."""
+"""Revision of a draft model given by its hub name. Nothing says which commit is meant, so this names no weights."""
 
 NOT_IN_TOKENS = (
     "multimodal_hashes",
@@ -31,17 +31,17 @@ NOT_IN_TOKENS = (
     "cross_attention_mask",
     "skip_cross_attn_blocks",
 )
-"""Attributes of a request whose KV depends on more than its tokens. Equal placeholder tokens would make one image's KV
-another's, so such a request is neither looked up nor stored."""
+"""Attributes of a request whose KV depends on more than its tokens. Different images may have equal placeholder tokens,
+so such a request is neither looked up nor stored."""
 
 
 def engine_namespace(
     arguments: EngineArguments, settings: FlexKVConfig, block_tokens: int, pool_dtype: str = ""
 ) -> bytes:
-    """32 bytes, the same in every process that would compute the same KV.
+    """32 bytes that are the same in every process that would compute the same KV.
 
     Args:
-        pool_dtype: of the pool's elements, by name.
+        pool_dtype: dtype of the pool's elements, by name.
 
     Raises:
         ConfigError: nothing identifies the weights, or other engines could not share this one's pages.
@@ -78,16 +78,16 @@ def engine_namespace(
         "namespace": settings.identity.namespace,
     }
     if arguments.draft_model:
-        # Its path says nothing of its content.
+        # The draft model's path says nothing about its content.
         fields["draft_weights"] = weights_identity(arguments.draft_model, None, DEFAULT_REVISION)
     return plain_namespace(fields)
 
 
 def _files(arguments: EngineArguments, named: bool) -> dict[str, Any]:
-    """What files beside the weights decide, by what they are read for.
+    """The content of files beside the weights that decides KV, by purpose.
 
     Args:
-        named: the user names the weights, and no commit is in the key for them.
+        named: the user names the weights, so the key has no commit for them.
     """
     place = (arguments.model, arguments.revision, named)
     return {
@@ -97,7 +97,7 @@ def _files(arguments: EngineArguments, named: bool) -> dict[str, Any]:
 
 
 def engine_weights(arguments: EngineArguments, settings: FlexKVConfig) -> WeightsContent:
-    """What of the weights the namespace names by samples alone: the model's, and those of a draft model, which may have
+    """The weights that the namespace names by samples alone: the model's, and those of a draft model, which may have
     layers in the same pool."""
     content = NAMED
     if not settings.identity.model:
@@ -108,14 +108,14 @@ def engine_weights(arguments: EngineArguments, settings: FlexKVConfig) -> Weight
 
 
 def request_namespace(engine: bytes, request: Any) -> bytes | None:
-    """The namespace of one request's keys; None where its KV depends on what no key says.
+    """The namespace of one request's keys; None where its KV depends on more than the keys express.
 
-    The engine knows an adapter by a number that says nothing about its content, so what a request with an adapter
-    computed is of use to this run alone.
+    The engine knows an adapter by a number that says nothing about its content, so the pages of a request with an
+    adapter serve this run alone.
     """
     if any(getattr(request, name, None) is not None for name in NOT_IN_TOKENS):
         return None
-    # The engine's own caches go by the salt's number; it is all that a request shows inside a lookup.
+    # The engine's own caches use the salt's number, and a request has nothing else of the salt during a lookup.
     salt = getattr(request, "cache_salt_id", None)
     if salt is None:
         salt = getattr(request, "cache_salt", None)

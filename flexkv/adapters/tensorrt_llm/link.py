@@ -1,8 +1,8 @@
-"""The way between rank 0's scheduler and the workers of all ranks, beside the engine's own.
+"""Sockets between rank 0's scheduler and the workers of all ranks, besides the engine's own channel.
 
 TensorRT-LLM carries nothing from a worker to the scheduler, and nothing to a worker in an iteration without a batch. So
-rank 0 listens on a local socket of an unguessable name, which its first metadata tells the ranks. Neither side ever
-waits: what cannot be sent yet is kept, up to a bound.
+rank 0 listens on a local socket with an unguessable name, which the ranks learn from its first metadata. Neither side
+ever waits: bytes that cannot be sent yet are kept, up to a bound.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ LENGTH = struct.Struct("<I")
 PEER = struct.Struct("3i")
 
 CHUNK_BYTES = 1 << 18
-"""Read at once; a socket's default buffer holds about as much."""
+"""Bytes sent or received by one call; a socket's default buffer holds about as much."""
 
 MAX_STRANGERS = 64
-"""Connections that have not been admitted at most; beyond it the oldest is closed."""
+"""Most connections that are not admitted yet; the oldest beyond it are closed."""
 
 MAX_WAITING_BYTES = 64 << 20
-"""Unsent bytes to one rank at most: orders of a million pages. A rank that is further behind does not read."""
+"""Most unsent bytes of one connection: orders for a million pages. A side that lags further behind does not read."""
 
 
 class Wire:
-    """One end of a connection: whole messages in order, nothing blocks."""
+    """One end of a connection: carries whole messages in order, and never blocks."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
@@ -41,7 +41,7 @@ class Wire:
         self._out = bytearray()
         self._in = bytearray()
         self.closed = ""
-        """Why the connection ended; empty while it lives."""
+        """Why the connection has ended; empty while it is open."""
 
     def send(self, message: object) -> None:
         """Sends a message, or keeps it for the next `flush`."""
@@ -54,7 +54,7 @@ class Wire:
         self.flush()
 
     def flush(self) -> None:
-        """Sends what the socket takes now."""
+        """Sends as many bytes as the socket takes now."""
         while self._out and not self.closed:
             try:
                 sent = self._socket.send(self._out[:CHUNK_BYTES])
@@ -66,7 +66,7 @@ class Wire:
             del self._out[:sent]
 
     def receive(self) -> list[Any]:
-        """The messages that have come since."""
+        """Flushes, and returns the messages that have arrived since the last call."""
         self.flush()
         while not self.closed:
             try:
@@ -92,7 +92,7 @@ class Wire:
             del self._in[: LENGTH.size + size]
             try:
                 messages.append(pickle.loads(content))
-            except Exception as error:  # bytes that are no pickle raise anything
+            except Exception as error:  # bytes that are not a pickle may raise any exception
                 return self._end_garbled(messages, f"{type(error).__name__}: {error}")
         return messages
 
@@ -116,13 +116,13 @@ def _same_user(connection: socket.socket) -> bool:
 class Listener:
     """The scheduler's end. Only processes of the same user on this machine may connect.
 
-    A connection is a stranger until `admit`: it is received from, but nothing is sent to it and its end means nothing.
+    A connection is a stranger until `admit`: its messages are received, but it is sent none, and its end is ignored.
     """
 
     def __init__(self) -> None:
         self.address = f"flexkv-{os.getpid()}-{secrets.token_hex(16)}"
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        # An abstract name: it leaves no file behind, however the process ends.
+        # An abstract name leaves no file behind, however the process ends.
         self._socket.bind("\0" + self.address)
         self._socket.setblocking(False)
         self._socket.listen(64)
@@ -130,7 +130,7 @@ class Listener:
         self._strangers: list[Wire] = []
 
     def poll(self) -> list[tuple[Wire, Any]]:
-        """The messages of all connections since the last call, in the order of each."""
+        """Accepts connections, and returns the messages of all since the last call, those of each in order."""
         while True:
             try:
                 connection, _ = self._socket.accept()
@@ -150,19 +150,19 @@ class Listener:
         return received
 
     def admit(self, wire: Wire) -> None:
-        """The connection is a rank's, also one that has hung up since its message came: `broken` names it then."""
+        """Makes a connection a rank's. If it has closed since its message arrived, `broken` reports it."""
         if wire in self._strangers:
             self._strangers.remove(wire)
         self._wires.append(wire)
 
     def broadcast(self, message: object) -> None:
-        """Sends to every rank that was admitted."""
+        """Sends a message to every admitted rank."""
         for wire in self._wires:
             wire.send(message)
 
     @property
     def broken(self) -> str:
-        """Why an admitted rank is gone; empty while all are there."""
+        """Why the connection of an admitted rank has ended; empty while all are open."""
         return next((wire.closed for wire in self._wires if wire.closed), "")
 
     def close(self) -> None:
@@ -172,10 +172,10 @@ class Listener:
 
 
 def connect(address: str) -> Wire:
-    """A rank's end.
+    """Connects a rank to its scheduler, and returns the rank's end.
 
     Raises:
-        ClosedError: nobody of this user listens there (the scheduler has ended, or runs on another machine).
+        ClosedError: no process of this user listens there: the scheduler has ended, or runs on another machine.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:

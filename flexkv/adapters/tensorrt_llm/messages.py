@@ -1,4 +1,4 @@
-"""What rank 0's scheduler and the ranks' workers tell each other. Plain and picklable."""
+"""Messages between rank 0's scheduler and the ranks' workers. Plain and picklable."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from flexkv.transfer.graph import OpResult, TransferGraph
 
 @dataclass(frozen=True, slots=True)
 class StepMetadata:
-    """What `build_connector_meta` returns: the engine broadcasts it to every rank, and never takes it back.
+    """The result of `build_connector_meta`, which the engine broadcasts to every rank.
 
     Attributes:
-        step: counts up, so that a worker that sees the same metadata again does nothing twice.
-        address: where the scheduler listens for its ranks. No two schedulers have the same, so a rank that has joined
-            one takes no step of another.
-        loads: of requests that this step's forward computes.
-        requests: all that this step's forward computes, by id.
+        step: counts up, so that a worker that gets the same metadata again does nothing twice.
+        address: where the scheduler listens for its ranks. No two schedulers have the same address, so a rank that has
+            joined one scheduler can refuse the steps of another.
+        loads: loads of requests that this step's forward computes.
+        requests: ids of all requests that this step's forward computes.
     """
 
     step: int
@@ -29,7 +29,7 @@ class StepMetadata:
 
 @dataclass(frozen=True, slots=True)
 class LoadOrder:
-    """A load between steps. A rank starts it when its engine has told it the request's id: only then has this rank
+    """A load between steps. A rank starts it once the engine has named the request's id to it: only then has this rank
     enqueued every forward that may still use the blocks."""
 
     request_id: int
@@ -38,8 +38,8 @@ class LoadOrder:
 
 @dataclass(frozen=True, slots=True)
 class SaveOrder:
-    """What a rank stores of a request that has ended, once its engine has told it the id. `graph` may be None: then
-    the request's blocks only wait for its load to end."""
+    """The stores of a request that has ended. A rank starts them once the engine has named the request's id to it. If
+    `graph` is None, the request's blocks only wait for its load to end."""
 
     request_id: int
     graph: TransferGraph | None
@@ -47,20 +47,22 @@ class SaveOrder:
 
 @dataclass(frozen=True, slots=True)
 class CancelOrder:
-    """Nobody waits for the request's load any more; what was not issued is dropped, and no load of this id follows."""
+    """Cancels the request's load between steps: copies that were not issued are dropped. No load of this id follows."""
 
     request_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """What one rank says.
+    """One rank's report to the scheduler.
 
     Attributes:
-        facts: of its pool, in its first report, with `block_tokens` as its pool has them.
-        ready: host slots that it can use; None when the number has not changed.
-        error: why it cannot use the host pool at all.
-        unit: that the rank serves; NO_UNIT before its grant.
+        facts: facts about the rank's pool, in its first report only.
+        block_tokens: tokens per block of that pool, in the first report only.
+        results: terminal results of the rank's ops.
+        ready: host slots that the rank can use; None if the number has not changed.
+        error: why the rank cannot use the host pool; empty otherwise.
+        unit: the unit that the rank serves; NO_UNIT before its grant.
     """
 
     rank: int
@@ -77,7 +79,7 @@ Order = LoadOrder | SaveOrder | CancelOrder | PoolGrant
 
 @dataclass(slots=True)
 class Inbox:
-    """Orders of one rank that wait for their id."""
+    """Orders that a rank keeps, by request id, until the engine names the id."""
 
     loads: dict[int, LoadOrder] = field(default_factory=dict)
     saves: dict[int, SaveOrder] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Requests of steps that broke off: nobody knows what their blocks hold."""
+"""Remembers the requests of steps that broke off: the content of their blocks is unknown, so it must not be stored."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ from flexkv.observe import get_logger
 logger = get_logger(__name__)
 
 MAX_NO_STORE = 4096
-"""Ids that are known one by one. A request that ends with nothing to store is never named again, so they add up."""
+"""Most ids that are kept one by one. The bound is needed because no order names a request that ends with nothing to
+store, so its id is never taken out."""
 
 FIRST_DUMMY = 1 << 63
-"""The engine's dummies, which pad its batches, have ids next to 2**64; its requests count up from the bottom."""
+"""First id that counts as a dummy's. The engine's dummies, which pad batches, have ids close to 2**64, while requests
+count up from small ids."""
 
 
 class NoStoreRequests:
-    """Remembers what must not be stored, in bounded memory.
+    """Remembers in bounded memory which requests must not be stored.
 
-    The ids of the latest `MAX_NO_STORE` are exact. Of older ones only the highest is kept, and every id up to it counts
-    as not to be stored: engines number requests upwards, so these are old requests; their stores are dropped. A drop
-    is a later miss. Ids from `FIRST_DUMMY` on have a bound of their own, which concerns no request below.
+    The latest `MAX_NO_STORE` ids are kept exactly. For older ids only the highest is kept, and every request up to it
+    is not stored: engines number requests upwards, so these are old requests, and a dropped store costs only a later
+    miss. Ids from `FIRST_DUMMY` on have a highest id of their own, which affects no request below `FIRST_DUMMY`.
     """
 
     def __init__(self) -> None:
@@ -45,7 +47,7 @@ class NoStoreRequests:
                 self._dummies_up_to = max(self._dummies_up_to, oldest)
 
     def take(self, request_id: int) -> bool:
-        """Whether the request is one of them. It has ended, and its id is not asked for again."""
+        """Removes a request that has ended; returns whether it must not be stored."""
         exact = request_id in self._latest
         self._latest.pop(request_id, None)
         return exact or self._counts_as_old(request_id)

@@ -1,4 +1,4 @@
-"""What the engine is told that it need not compute, and the loads that keep it."""
+"""Promises of tokens that the engine need not compute, and the loads that keep them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from flexkv.observe import Counters
 from flexkv.transfer.graph import NO_OPS
 
 READ_LOOK_S = 0.0005
-"""How often a lookup that waits for what is being read looks whether it has come."""
+"""Seconds between two polls of a lookup that waits for reads from the tiers behind host memory."""
 
 
 class Promises:
@@ -35,9 +35,9 @@ class Promises:
 
     Args:
         sync: loads run inside the step that needs them, not between steps.
-        by_layer: such a step waits for each layer when it comes to it.
+        by_layer: such a step waits for each layer just before it reads the layer.
         lease_s: `load.lease_s`.
-        wait_s: `load.lookup_wait_s`: the lookups between two steps wait so long together.
+        wait_s: `load.lookup_wait_s`: the longest time that all lookups between two steps wait together.
     """
 
     def __init__(
@@ -56,19 +56,19 @@ class Promises:
         self._lease_s = lease_s
         self._wait_s = self._wait_left_s = wait_s
         self._planned: list[LoadJob] = []
-        """Loads inside the next step, of which no rank was told."""
+        """Loads inside the next step that were not sent to the ranks yet."""
 
     # --- lookups ---
 
     def match(self, joined: Joined, request: Any, computed_tokens: int) -> int:
-        """Tokens that can be loaded beyond `computed_tokens`.
+        """Leases and promises tokens that can be loaded beyond `computed_tokens`; returns their number.
 
-        Only what is verified in host memory. What lies behind it is read first, and waited for, because the engine
-        cannot be told to ask again; what has not come in time is there for whoever asks next. Nothing where ranks may
-        have to do with an earlier load of the request yet: see `Tracked.spent`.
+        Only pages verified in host memory are promised. Pages in the tiers behind it are read first, and this waits for
+        them, because the engine cannot be asked to come back; pages that arrive too late serve later lookups. Nothing
+        is promised while ranks may still handle an earlier load of the request: see `Tracked.spent`.
         """
         tracked = joined.requests.of(request)
-        # The engine asks only for requests that hold no block, so what was computed in former ones counts no more.
+        # The engine asks only for requests that hold no block, so tokens computed in earlier blocks do not count.
         tracked.offer, tracked.wanted = NO_BLOCKS, NO_TOKENS
         tracked.step_loaded = tracked.computed = 0
         tokens = request.get_tokens(0)
@@ -82,14 +82,14 @@ class Promises:
     def _look_up(
         self, joined: Joined, tracked: Tracked, tokens: Sequence[int], computed_tokens: int
     ) -> range:
-        """The blocks that are promised; they are leased."""
+        """Leases the blocks that can be promised, and returns them."""
         if not self._ranks.usable or tracked.keys is None or computed_tokens % joined.block_tokens:
             return NO_BLOCKS
         if tracked.ordered:
             return NO_BLOCKS
         unit, request_id = joined.unit, str(tracked.request_id)
         unit.grow()
-        # The engine has to compute at least one token to sample from.
+        # The engine must compute at least one token to sample from.
         end = (len(tokens) - 1) // joined.block_tokens
         start = computed_tokens // joined.block_tokens
         if start >= end:
@@ -102,9 +102,9 @@ class Promises:
         return range(start, start + match.blocks)
 
     def _match(self, joined: Joined, request_id: str, keys: Keys, computed_tokens: int) -> MatchResult:
-        """What is in host memory when the tiers behind it have answered, or the time to wait is over.
+        """Matches until the tiers behind host memory have answered, or the time to wait is over.
 
-        All ranks stand still meanwhile, and with them the requests that run.
+        All ranks stand still meanwhile, and so do the running requests.
         """
         manager = joined.unit.manager
         match = manager.match(request_id, [keys], computed_tokens)
@@ -123,9 +123,9 @@ class Promises:
     # --- loads ---
 
     def allocated(self, joined: Joined, request: Any, block_ids: list[int]) -> None:
-        """The engine gave the request its blocks: orders the load that was promised.
+        """Called when the engine has given the request its blocks: orders the load that was promised.
 
-        An async load goes to the ranks at once: its request is in no step's metadata, and there may be no step.
+        A load between steps is sent to the ranks at once: no step's metadata has its request, and there may be no step.
 
         Raises:
             TransferError: see `_renew`.
@@ -135,13 +135,13 @@ class Promises:
         tracked.offer, tracked.wanted = NO_BLOCKS, NO_TOKENS
         wanted = blocks_of(taken, joined.block_tokens)
         if not wanted:
-            # Handed back whole; or asked again, the engine was told of nothing more. What it counts on otherwise, a
-            # promise that a reset took away, would be garbage: of that one nobody says that it is there.
+            # The engine handed back the whole offer, or it asked again and got none: its wait for a load can be ended.
+            # If a reset took the promise away instead, the engine counts on KV that never comes: it must go on waiting.
             if offer or (tracked.unsettled and tracked.told == 0):
                 self._excuse(tracked)
             return
         self._renew(joined, tracked, request, offer)
-        # The engine may have found memory for less than it takes.
+        # The engine may have found fewer blocks than it takes.
         given = block_ids[wanted.start : wanted.stop]
         targets = np.full(len(offer), NO_BLOCK, np.int32)
         first = wanted.start - offer.start
@@ -157,24 +157,25 @@ class Promises:
         if graph is not None:
             tracked.load, tracked.loading = frozenset(op.op_id for op in graph.ops), taken
         else:
-            # No rank will say that it has ended this one.
+            # No rank will report the end of this load.
             tracked.spent = True
         tracked.unsettled = False
         job = LoadJob(str(tracked.request_id), NO_OPS if graph is None else graph, sync=False)
         self._ranks.order(LoadOrder(tracked.request_id, job))
 
     def _excuse(self, tracked: Tracked) -> None:
-        """Nothing is loaded. Of a promise of a load between steps the engine may wait for the end all the same."""
+        """Orders a load of nothing, because the engine may still wait for the end of a load that it was promised
+        between steps."""
         if not self._sync:
             tracked.spent, tracked.unsettled = True, False
             job = LoadJob(str(tracked.request_id), NO_OPS, sync=False)
             self._ranks.order(LoadOrder(tracked.request_id, job))
 
     def _renew(self, joined: Joined, tracked: Tracked, request: Any, offer: range) -> None:
-        """Finds again what was promised, where the engine kept the offer for longer than its lease lives.
+        """Leases the promised blocks again, if their lease expired before the engine took up the promise.
 
         Raises:
-            TransferError: it is gone. The engine counts the tokens as loaded and knows no other way.
+            TransferError: the blocks are gone. The engine counts the tokens as loaded, and cannot be told otherwise.
         """
         assert tracked.keys is not None
         manager, request_id = joined.unit.manager, str(tracked.request_id)
@@ -189,7 +190,7 @@ class Promises:
             )
 
     def take_planned(self) -> tuple[LoadJob, ...]:
-        """The loads inside the next step, once. The lookups after it may wait again."""
+        """Takes the loads inside the next step. Later lookups may wait again."""
         self._wait_left_s = self._wait_s
         planned, self._planned = tuple(self._planned), []
         return planned
@@ -197,9 +198,9 @@ class Promises:
     # --- taken back ---
 
     def cancel(self, joined: Joined, tracked: Tracked, start: int, end: int | None) -> None:
-        """The engine will not take prompt tokens [start, end) of what it was promised; None for all from `start` on.
+        """The engine hands back prompt tokens [start, end) of its promise; None stands for all from `start` on.
 
-        A load under way can be taken back whole only: its blocks stay in use until the ranks return its id.
+        A load under way can be cancelled only as a whole: its blocks stay in use until the ranks return its id.
         """
         end = sys.maxsize if end is None else end
         if tracked.offer:
@@ -214,7 +215,7 @@ class Promises:
                 self._ranks.order(CancelOrder(tracked.request_id))
 
     def drop_planned(self, request_id: int) -> list[LoadJob]:
-        """Loads of the request inside the next step, which never were: their blocks are freed."""
+        """Removes and returns the request's loads inside the next step, because its blocks are freed."""
         mine = [job for job in self._planned if job.request_id == str(request_id)]
         self._planned = [job for job in self._planned if job.request_id != str(request_id)]
         return mine

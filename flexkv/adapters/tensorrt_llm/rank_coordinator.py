@@ -1,4 +1,4 @@
-"""The ranks as rank 0's scheduler knows them: who has joined, what they say, and what they are told."""
+"""Coordinates the ranks from rank 0's scheduler: admits them, takes their reports, and sends them orders."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """What there is once every rank has said what its pool is.
+    """The unit and its tables, which exist once every rank has reported its pool.
 
     Attributes:
         requests: the live requests.
-        block_tokens: of every rank's pool.
+        block_tokens: tokens per block of every rank's pool.
     """
 
     unit: LiveUnit
@@ -38,11 +38,11 @@ class Joined:
 
 
 class RankCoordinator:
-    """Takes the messages of the ranks, makes the unit of them, and sends them orders. Never waits for one.
+    """Takes the reports of the ranks, makes the unit from their facts, and sends them orders. Never waits for a rank.
 
     Attributes:
-        unit: of the engine; one that has nothing until every rank has joined, and where they cannot be served.
-        joined: None until every rank has said what its pool is, and for good where that cannot be served.
+        unit: the engine's unit; a `NullUnit` until every rank has joined, and if the ranks cannot be served.
+        joined: None until every rank has reported its pool, and for good if the ranks cannot be served.
     """
 
     def __init__(self, config: FlexKVConfig, arguments: EngineArguments, counters: Counters) -> None:
@@ -60,20 +60,20 @@ class RankCoordinator:
 
     @property
     def address(self) -> str:
-        """Where ranks find this."""
+        """The address at which the ranks connect."""
         return self._listener.address
 
     @property
     def usable(self) -> bool:
-        """Whether promises can be made: every rank has the host pool."""
+        """Whether promises can be made, which needs the host pool on every rank."""
         return self.unit.usable and len(self._ready) == self._arguments.ranks
 
     def order(self, order: Order) -> None:
-        """To every rank."""
+        """Sends an order to every rank."""
         self._listener.broadcast(order)
 
     def poll(self) -> None:
-        """Takes what the ranks said, and gives the disks what there is to do."""
+        """Takes the ranks' reports, drives the disks, ends expired leases and reports metrics."""
         self.receive()
         if self._listener.broken and self.unit.usable:
             self.unit.disable(-1, f"a rank is gone: {self._listener.broken}")
@@ -83,7 +83,7 @@ class RankCoordinator:
             self._report.report_if_due()
 
     def receive(self) -> None:
-        """Takes what the ranks said."""
+        """Takes the ranks' reports."""
         for wire, report in self._listener.poll():
             if refusal := self._refusal(wire, report):
                 self._refuse(wire, refusal)
@@ -91,7 +91,7 @@ class RankCoordinator:
                 self._take(wire, report)
 
     def _refusal(self, wire: Wire, report: object) -> str:
-        """Why a report is not of this engine's rank; empty where it is."""
+        """Why a report is not from a rank of this engine; empty if it is."""
         if not isinstance(report, RankReport):
             return f"a {type(report).__name__} came where ranks report"
         rank, ranks = report.rank, self._arguments.ranks
@@ -108,7 +108,7 @@ class RankCoordinator:
         return ""
 
     def _refuse(self, wire: Wire, reason: str) -> None:
-        """Nothing of the report counts, and a connection that is no rank's ends."""
+        """Drops the report, and closes the connection unless it is a rank's."""
         self._counters.add("flexkv_refused_messages_total", kind="reports")
         if not self._refused:
             self._refused = True
@@ -137,7 +137,7 @@ class RankCoordinator:
             if done is not None and done.loss is not None:
                 done.loss.count(self._counters, len(done.failed_blocks))
             if done is None or done.role is not OpRole.LOAD or len(done.failed_blocks):
-                # A load that failed is reported nowhere, so its request still waits for it.
+                # The engine cannot learn that a load failed, so its request still waits for the load.
                 continue
             tracked = self.joined.requests.get(int(done.request_id))
             if tracked is not None:
@@ -167,7 +167,7 @@ class RankCoordinator:
                 prompt_limit=self._arguments.prompt_limit,
             )
         except FlexKVError as error:
-            # The engine is serving by now and can live without a cache.
+            # The engine is serving by now and can run without a cache.
             self.unit = NullUnit(f"{type(error).__name__}: {error}")
             logger.error("nothing is cached: %s", self.unit.reason)
             return
@@ -188,9 +188,9 @@ class RankCoordinator:
         self.order(unit.make_grant(on_device=True))
 
     def close(self) -> None:
-        """Ends disks and host pool; says what the cache has done. Idempotent."""
+        """Closes the disks and the host pool; logs the cache's statistics. Idempotent."""
         if self.joined is not None:
-            # What has ended on all ranks is stored, and so goes to disk.
+            # Stores that have ended on all ranks are published first, so that they are written to disk too.
             self.receive()
             unit = self.joined.unit
             if self._report is not None:

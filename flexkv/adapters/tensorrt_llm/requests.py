@@ -1,4 +1,4 @@
-"""What the scheduler's side remembers of each request."""
+"""The scheduler's side's records of live requests."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ NO_OPS: frozenset[OpId] = frozenset()
 
 
 class RequestKeys:
-    """Index keys of one request's blocks, from its tokens. Costs O(new blocks).
+    """Index keys of one request's blocks, made from its tokens. Costs O(new blocks).
 
     Args:
-        namespace: of the request; see `request_namespace`.
+        namespace: the request's namespace; see `request_namespace`.
     """
 
     def __init__(self, block_tokens: int, namespace: bytes) -> None:
@@ -33,14 +33,14 @@ class RequestKeys:
         self._keys = EngineKeyChain(namespace, GROUP)
 
     def of(self, tokens: Sequence[int]) -> Keys:
-        """Keys of all whole blocks of `tokens`, which begin with those of the last call."""
+        """Keys of all whole blocks of `tokens`, which must begin with the tokens of the last call."""
         if self._chain.extend(tokens):
             self._keys.extend(self._chain.digests)
         return self._keys.keys
 
     @property
     def made(self) -> Keys:
-        """Those that were made already."""
+        """The keys made so far."""
         return self._keys.keys
 
 
@@ -49,20 +49,22 @@ class Tracked:
     """One request.
 
     Attributes:
-        keys: None where its KV depends on what no key says.
+        keys: None where the request's KV depends on more than the keys express.
         offer: blocks of the last promise, until their load is ordered; empty for none.
-        wanted: tokens of them that the engine still takes.
-        step_loaded: tokens from the start whose KV the next step's forward finds in its blocks, by a load inside it.
-        computed: tokens whose KV is certainly in the engine's blocks once the last ordered forward has run.
+        wanted: tokens of the offer that the engine still takes.
+        step_loaded: number of leading tokens that the next step's forward finds in its blocks, with a load inside that
+            step; 0 without one.
+        computed: number of leading tokens whose KV is certainly in the engine's blocks once the last ordered forward
+            has run.
         load: ops of a load between steps that have not ended well on all ranks.
-        loading: tokens that it loads and that the engine still takes.
-        spent: of a load between steps ranks may have an order that the engine never names, or learn late that it was
-            taken back. The engine names a load by this id alone, so the order of a second one could be mistaken for
-            that of the first on a rank that lags: there is no second.
-        unsettled: the engine was promised a load between steps that was never ordered. It may wait for its end, and
-            name the request to the ranks, all the same.
-        told: tokens that it was promised when it last asked; None before it has.
-        prompt_tokens: that the request had then.
+        loading: tokens of that load that the engine still takes.
+        spent: the request gets no further load between steps. Ranks may have an order of one that the engine never
+            names, or may learn late that it was cancelled. The engine names a load by the request's id alone, so a rank
+            that lags could mistake the order of a second load for that of the first.
+        unsettled: the engine was promised a load between steps that was never ordered. The engine may still wait for
+            the load to end, and name the request to the ranks.
+        told: tokens promised when the engine last asked; None before it has asked.
+        prompt_tokens: tokens that the request had when the engine last asked.
     """
 
     request_id: int
@@ -79,10 +81,10 @@ class Tracked:
     prompt_tokens: int = 0
 
     def certain_tokens(self, tokens: int, prompt_only: bool) -> int:
-        """How many of its `tokens` have KV that is certain and may be stored."""
+        """How many of the request's tokens have certain KV that may be stored. `tokens` is the number of them all."""
         computed = self.computed
         if computed and tokens > self.prompt_tokens:
-            # A token was sampled, which takes all of the prompt.
+            # A token was sampled, so all of the prompt was computed.
             computed = max(computed, self.prompt_tokens)
         # The last token was sampled and not fed back, so it has no KV.
         end = min(computed, tokens - 1)
@@ -92,38 +94,38 @@ class Tracked:
 
     @property
     def ordered(self) -> bool:
-        """Whether ranks may have to do with a load of this id yet."""
+        """Whether ranks may still handle a load of this id."""
         return self.spent or bool(self.load)
 
     @property
     def may_be_named(self) -> bool:
-        """Whether the engine may yet wait for a load of this id."""
+        """Whether the engine may still wait for a load of this id."""
         return self.ordered or self.unsettled
 
 
 def present_runs(blocks: BlockIds) -> list[tuple[int, int]]:
-    """The ranges of positions whose block exists: the engine says -1 where it keeps no page."""
+    """The ranges [first, last) of positions whose block exists: the engine gives -1 where it keeps no page."""
     edges = np.flatnonzero(np.diff(np.concatenate(([0], (blocks >= 0).astype(np.int8), [0]))))
     return [(int(first), int(last)) for first, last in zip(edges[::2], edges[1::2], strict=True)]
 
 
 def tokens_of(blocks: range, block_tokens: int) -> range:
-    """The tokens of whole blocks."""
+    """The tokens of a range of whole blocks."""
     return range(blocks.start * block_tokens, blocks.stop * block_tokens)
 
 
 def blocks_of(tokens: range, block_tokens: int) -> range:
-    """The blocks that hold tokens: also those that hold others beside them."""
+    """The blocks that hold any of these tokens."""
     if not tokens:
         return NO_BLOCKS
     return range(tokens.start // block_tokens, -(-tokens.stop // block_tokens))
 
 
 def still_wanted(tokens: range, start: int, end: int) -> range:
-    """Tokens of an offer that are left when the engine hands back [start, end) of it.
+    """Tokens of an offer that are left when the engine hands back tokens [start, end).
 
-    It hands back the whole, or a part at either end, and may do so piece by piece; the rest counts as loaded. A range
-    in the middle, which it never hands back, would be loaded for nothing.
+    The engine hands back the whole offer or a part at either end, perhaps in several pieces, and counts the rest as
+    loaded. It never hands back a range in the middle; such a range would be loaded for nothing.
     """
     if start >= end:
         return tokens
@@ -136,9 +138,9 @@ def still_wanted(tokens: range, start: int, end: int) -> range:
 
 
 class RequestTable:
-    """The live requests, and of those that were reset whether their ids are spent or unsettled: until they end.
+    """The live requests, and for those that were reset, until they end, whether their ids are spent or unsettled.
 
-    Holds no more than the engine does, which says of each request that it has ended.
+    It has no more entries than the engine has requests, because the engine reports the end of each request.
     """
 
     def __init__(self, block_tokens: int, namespace: bytes) -> None:
@@ -149,7 +151,7 @@ class RequestTable:
         self._unsettled: set[int] = set()
 
     def of(self, request: Any) -> Tracked:
-        """The request's entry, made when it is met first."""
+        """The request's entry; made if there is none."""
         request_id = int(request.request_id)
         tracked = self._tracked.get(request_id)
         if tracked is None:
@@ -167,7 +169,7 @@ class RequestTable:
         return self._tracked.get(request_id)
 
     def reset(self, request_id: int) -> None:
-        """The request starts again: forgets all but whether its id is spent or unsettled."""
+        """Forgets a request that starts again, except whether its id is spent or unsettled."""
         tracked = self._tracked.pop(request_id, None)
         if tracked is None:
             return
@@ -179,7 +181,7 @@ class RequestTable:
             self._unsettled.discard(request_id)
 
     def pop(self, request_id: int) -> None:
-        """The request has ended, and its id is not named again."""
+        """Forgets a request that has ended."""
         self._tracked.pop(request_id, None)
         self._spent.discard(request_id)
         self._unsettled.discard(request_id)

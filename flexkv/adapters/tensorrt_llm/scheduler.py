@@ -1,4 +1,4 @@
-"""The scheduler's side: drives one cache manager with what the engine says, and orders all ranks' copies."""
+"""The scheduler's side: drives one cache manager by the engine's hooks, and orders all ranks' copies."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ logger = get_logger(__name__)
 
 
 class SchedulerSide:
-    """One ownership unit. All methods are called by rank 0's executor thread; none waits for a copy, and only
-    `match` for tiers behind host memory, for a bounded time.
+    """One ownership unit. Rank 0's executor thread calls all methods. None waits for a copy; only `match` waits for the
+    tiers behind host memory, for a bounded time.
 
     Attributes:
         sync: loads run inside the step that needs them.
-        by_layer: such a step waits for each layer when it comes to it.
+        by_layer: such a step waits for each layer just before it reads the layer.
     """
 
     def __init__(self, config: FlexKVConfig, arguments: EngineArguments) -> None:
@@ -51,30 +51,31 @@ class SchedulerSide:
 
     @property
     def usable(self) -> bool:
-        """Whether promises can be made: every rank has the host pool."""
+        """Whether promises can be made, which needs the host pool on every rank."""
         return self.ranks.usable
 
     @property
     def unit(self) -> EngineUnit:
-        """One that has nothing until every rank has said what its pool is."""
+        """The engine's unit; a `NullUnit` until every rank has reported its pool."""
         return self.ranks.unit
 
     # --- lookups and loads ---
 
     def match(self, request: Any, computed_tokens: int) -> tuple[int, bool]:
-        """Tokens that can be loaded beyond those that the engine has, and whether the load runs between its steps."""
+        """Promises tokens beyond those that the engine has; returns their number, and whether the load runs between
+        steps."""
         self.poll()
         joined = self.ranks.joined
         if joined is None:
             return 0, False
         if (tracked := joined.requests.get(int(request.request_id))) is not None:
-            # The engine asks only for requests that hold no block: it has taken those of this one.
+            # The engine asks only for requests that hold no block, so it has taken this one's blocks away.
             self._count_preempted(joined, tracked)
         tokens = self._promises.match(joined, request, computed_tokens)
         return tokens, bool(tokens) and not self.sync
 
     def allocated(self, request: Any, block_ids: list[int]) -> None:
-        """The engine gave the request its blocks: orders the load that was promised.
+        """Called when the engine has given the request its blocks: orders the load that was promised.
 
         Raises:
             TransferError: the engine took the promise up too late.
@@ -85,15 +86,15 @@ class SchedulerSide:
     # --- the step ---
 
     def build(self, output: Any) -> StepMetadata:
-        """The step's metadata. Costs O(requests). Nothing is started only here: an idle engine does not call it."""
+        """Makes the step's metadata. Costs O(requests). An idle engine does not call this, so no work depends on it."""
         self._step += 1
         named = (*output.new_requests, *output.cached_requests)
         joined = self.ranks.joined
         for said in named:
             tracked = joined.requests.get(int(said.request_id)) if joined is not None else None
             if tracked is not None:
-                # The first report leaves out what was matched. Nobody says how much of it the engine took, so the
-                # two are not added up.
+                # The engine's first report leaves out the matched tokens. It does not say how many of them it took, so
+                # the two numbers are not added up.
                 computed = int(said.computed_position) + int(said.num_scheduled_tokens)
                 tracked.computed = max(computed, tracked.step_loaded)
                 tracked.step_loaded = 0
@@ -102,7 +103,8 @@ class SchedulerSide:
         return StepMetadata(self._step, self.address, self._promises.take_planned(), batch)
 
     def finished(self, request: Any, block_ids: list[int]) -> bool:
-        """The request has ended; whether its blocks must stay until the workers have returned its id."""
+        """Called when the request has ended: orders its stores. Returns whether its blocks must stay until the workers
+        have returned its id."""
         self.poll()
         joined = self.ranks.joined
         if joined is None:
@@ -116,7 +118,7 @@ class SchedulerSide:
         if not tracked.load and self.usable:
             joined.unit.grow()
             graph = self._plan_stores(joined, tracked, request, block_ids)
-        # After the stores, because it marks the request's blocks as used together.
+        # After the stores, because this marks all the request's blocks as used together.
         joined.unit.manager.end_request(str(tracked.request_id))
         if graph is None and not tracked.may_be_named:
             return False
@@ -126,7 +128,7 @@ class SchedulerSide:
     def _plan_stores(
         self, joined: Joined, tracked: Tracked, request: Any, block_ids: list[int]
     ) -> TransferGraph | None:
-        """Stores of the whole blocks of an ended request that a forward has certainly computed; None for nothing."""
+        """Plans stores of the whole blocks that an ended request has certainly computed; None if there are none."""
         if tracked.keys is None:
             return None
         tokens = request.get_tokens(0)
@@ -144,14 +146,14 @@ class SchedulerSide:
         return TransferGraph(tuple(ops)) if ops else None
 
     def cancel_load(self, request_id: int, start: int = 0, end: int | None = None) -> None:
-        """The engine will not take prompt tokens [start, end) of what it was promised; None for all from `start` on."""
+        """The engine hands back prompt tokens [start, end) of its promise; None stands for all from `start` on."""
         joined = self.ranks.joined
         tracked = joined.requests.get(request_id) if joined is not None else None
         if joined is not None and tracked is not None:
             self._promises.cancel(joined, tracked, start, end)
 
     def forget(self, request_id: int) -> None:
-        """The request lost its blocks and starts again: nothing that it computed may be stored from the new ones."""
+        """Forgets a request that lost its blocks and starts again: the new blocks hold nothing of what it computed."""
         joined = self.ranks.joined
         tracked = joined.requests.get(request_id) if joined is not None else None
         if joined is not None and tracked is not None:
@@ -162,8 +164,8 @@ class SchedulerSide:
             joined.requests.reset(request_id)
 
     def _count_preempted(self, joined: Joined, tracked: Tracked) -> None:
-        """Stores come at a request's end: whole blocks that its forwards have computed, and that no other request has
-        stored, are lost. Blocks of generated tokens have no key here, and count as lost."""
+        """Counts the whole blocks that a preempted request had computed and no other request has stored: they are lost,
+        because stores come at a request's end. Blocks of generated tokens have no key here, and count as lost."""
         if tracked.keys is None or tracked.load or not self.usable:
             return
         computed = min(tracked.computed, tracked.prompt_tokens) if self._prompt_only else tracked.computed
@@ -181,16 +183,16 @@ class SchedulerSide:
     # --- the ranks ---
 
     def poll(self) -> None:
-        """Takes what the ranks said, and gives the disks what there is to do. Never waits."""
+        """Takes the ranks' reports, drives the disks, ends expired leases and reports metrics. Never waits."""
         self.ranks.poll()
 
     def close(self) -> None:
-        """Ends disks and host pool; says what the cache has done."""
+        """Closes the disks and the host pool; logs the cache's statistics."""
         self.ranks.close()
 
 
 def _has_hooks(config: FlexKVConfig, arguments: EngineArguments) -> bool:
-    """Whether a forward may start before its loads have ended, because it asks for each layer."""
+    """Whether a forward may start before its loads have ended, because it waits for each layer."""
     if arguments.ranks > 1:
         logger.warning(
             "load.mode=layerwise: a rank that lost a layer could not tell the other %d before they sample; loads end "

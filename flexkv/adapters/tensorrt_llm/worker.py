@@ -1,4 +1,5 @@
-"""The worker's side: one rank's copies, each started when the engine has named its request, each id returned once."""
+"""The worker's side: runs one rank's copies. Each starts once the engine has named its request, and each id is returned
+to the engine once."""
 
 from __future__ import annotations
 
@@ -37,11 +38,11 @@ class Awaited:
     """A request that the engine has named and that was not returned yet.
 
     Attributes:
-        started: its order has come, and its ops were submitted.
+        started: the order has arrived and its ops were submitted, or none will ever arrive.
         open: ops that have not ended.
-        pages: of all its ops.
-        failed: blocks of its load hold no valid KV.
-        cancelled: nobody waits for its load any more, so it may be returned also when it failed.
+        pages: number of pages of all ops of a load.
+        failed: why blocks of the load hold no valid KV; empty while all may.
+        cancelled: nothing waits for the load any more, so it may be returned even if it failed.
     """
 
     started: bool = False
@@ -56,7 +57,7 @@ class Awaited:
 
 
 class WorkerSide(RankWorker):
-    """One rank. All methods are called by the engine's executor thread."""
+    """One rank. The engine's executor thread calls all methods."""
 
     def __init__(self, config: FlexKVConfig, rank: int) -> None:
         super().__init__(config, rank, _current_stream)
@@ -102,12 +103,12 @@ class WorkerSide(RankWorker):
     # --- one iteration, in the order in which the engine calls ---
 
     def start(self, metadata: StepMetadata | None) -> None:
-        """Begins the iteration: loads that its forward reads are in place when this returns, but for those that it
-        waits for layer by layer.
+        """Begins an iteration. When this returns, the loads that its forward reads are in place, except those that the
+        forward waits for layer by layer.
 
         Raises:
-            TransferError: some did not arrive, or another scheduler planned them. The engine would compute with what
-                the blocks held before.
+            TransferError: a load did not arrive, or another scheduler planned it. The engine would compute with the
+                previous content of the blocks.
         """
         if metadata is None or self._is_foreign(metadata) or metadata.step <= self._step:
             return
@@ -115,7 +116,7 @@ class WorkerSide(RankWorker):
         self._step, self._running = metadata.step, metadata.requests
         self._join(metadata.address)
         self._receive()
-        # Of loads between steps, which `finished` reports: no forward reads them.
+        # Drops the failed blocks of loads between steps. `finished` reports these loads, and no forward reads them.
         self._ops.reports.take_failed_blocks()
         for job in metadata.loads:
             self._ops.submit_load(job)
@@ -132,10 +133,10 @@ class WorkerSide(RankWorker):
             self._refuse_lost("the forward must not read them")
 
     def _is_foreign(self, metadata: StepMetadata) -> bool:
-        """Whether another scheduler than the one that this rank has joined made the step.
+        """Whether the step is from another scheduler than the one that this rank has joined.
 
         Raises:
-            TransferError: the step's forward would read blocks that this rank does not load.
+            TransferError: the step has loads. Its forward would read blocks that this rank does not load.
         """
         if not self.address or metadata.address == self.address:
             return False
@@ -152,18 +153,18 @@ class WorkerSide(RankWorker):
         return True
 
     def wait_for_layer(self, layer: int, stream: Any) -> None:
-        """The forward is about to read this layer: returns when the step's loads have filled it, or will not.
+        """Called when the forward is about to read this layer: returns once the step's loads have filled it, or failed.
 
         Args:
-            stream: the engine's, where the pool lies on a device.
+            stream: the engine's stream, where the pool lies on a device.
         """
         self._layer_loads.wait(layer, None if self.device is None else stream_address(stream))
 
     def forward_ended(self) -> None:
-        """The iteration's forward was run (or enqueued), and nothing was sampled from it yet.
+        """Called when the iteration's forward was run (or enqueued), before anything is sampled from it.
 
         Raises:
-            TransferError: it did not wait for every layer of its loads, or some did not arrive: what it has computed
+            TransferError: the forward did not wait for every layer of its loads, or a load did not arrive: its output
                 must not be used.
         """
         if self._layer_loads.busy:
@@ -184,8 +185,8 @@ class WorkerSide(RankWorker):
             )
 
     def _end_broken_step(self) -> None:
-        """A forward that was begun and has not ended never will: the engine ends its requests, of whose blocks nobody
-        knows what they hold, and gives the blocks to others."""
+        """If the last forward has not ended, it never will. The engine ends its requests and reuses their blocks, whose
+        content is unknown, so none of these requests is stored."""
         if not self._running:
             return
         logger.error(
@@ -196,10 +197,11 @@ class WorkerSide(RankWorker):
         self._layer_loads.finish()
 
     def finished(self, saving: Iterable[int], loading: Iterable[int]) -> tuple[list[int], list[int]]:
-        """Starts what the engine names here for the first time, and returns what has ended, each id once.
+        """Starts the requests that the engine names here for the first time, and returns the ids of stores and loads
+        that have ended, each once.
 
-        A load that lost blocks is not returned: the engine would take it as loaded, and it knows no other end. Its
-        request stays where it is until it is cancelled.
+        The id of a load that lost blocks is not returned, because the engine would take it as loaded. Its request waits
+        until it is cancelled.
         """
         self._saves.update((int(request_id), Awaited()) for request_id in saving)
         self._loads.update((int(request_id), Awaited()) for request_id in loading)
@@ -214,7 +216,7 @@ class WorkerSide(RankWorker):
         loaded = [i for i, load in self._loads.items() if load.ended and (load.cancelled or not load.failed)]
         for request_id in loaded:
             del self._loads[request_id]
-        # Its blocks are freed after this, so a load that still writes them comes first.
+        # The engine frees a request's blocks once it is returned as saved, so its load must end before.
         saved = [i for i, save in self._saves.items() if save.ended and i not in self._loads]
         for request_id in saved:
             del self._saves[request_id]
@@ -258,8 +260,8 @@ class WorkerSide(RankWorker):
         alone = self._wire is None or bool(self._wire.closed)
         for request_id, load in self._loads.items():
             if alone and request_id in self._saves:
-                # It has ended, and nobody can say so any more. One that has not is waiting for its KV, and must not
-                # be returned without it.
+                # The request has ended, but no order can arrive any more. A request that has not ended waits for its
+                # KV, and must not be returned without it.
                 load.started = load.cancelled = True
             if load.started:
                 continue
@@ -278,7 +280,7 @@ class WorkerSide(RankWorker):
             if (wanted := self._inbox.saves.pop(request_id, None)) is not None:
                 save.started = True
                 if request_id not in self._loads:
-                    # A load is named no later than the save of its request: this one never will be.
+                    # The engine names a load no later than the save of its request, so it will never name this one.
                     self._cancelled.discard(request_id)
                 no_store = self._no_store.take(request_id)
                 if wanted.graph is not None and no_store:
@@ -288,20 +290,20 @@ class WorkerSide(RankWorker):
                     self._save_of.update(dict.fromkeys(save.open, request_id))
                     self._ops.submit_store(wanted.graph)
             elif alone:
-                # Nobody will order anything any more; the engine must get its blocks back.
+                # No order can arrive any more, and the engine must get its blocks back.
                 save.started = True
 
     def _cancel(self, request_id: int) -> None:
         order = self._inbox.loads.pop(request_id, None)
         if order is not None:
-            # Not issued here, and never will be.
+            # The load was not started here, and never will be.
             self._dropped(order.job.graph.ops, "the request ended first")
         load = self._loads.get(request_id)
         if load is None:
-            # The engine may name the request later than its end was reported.
+            # The engine may name the request only after its cancellation has arrived.
             self._cancelled.add(request_id)
             return
-        # An order that has not come by now never will: nothing is sent for an id after this.
+        # An order that has not arrived by now never will: the scheduler orders no load of an id after its cancellation.
         load.started = load.cancelled = True
         for op_id in load.open:
             self._ops.give_up(op_id, "the request ended")
@@ -344,12 +346,12 @@ class WorkerSide(RankWorker):
 
     @property
     def awaited(self) -> int:
-        """Requests that the engine has named and that were not returned."""
+        """Number of requests that the engine has named and that were not returned."""
         return len(self._saves) + len(self._loads)
 
     def close(self) -> None:
         super().close()
-        # Ops that ended with the lanes fail here, so what was left out is said after them.
+        # Ops that ended with the lanes are logged first, so that the count of failures without a line includes them.
         self._report(self._end_ops())
         self._failed.flush(at_end=True)
         if not self._closed:
@@ -360,11 +362,11 @@ class WorkerSide(RankWorker):
 
 
 def _no_gauges(counters: Counters) -> None:
-    """Levels are the manager's, on the scheduler's side."""
+    """The worker has no gauges: they are the manager's, on the scheduler's side."""
 
 
 def _current_stream(device: int) -> int:
-    """The stream that this thread gives the engine's work to, as an integer."""
+    """The stream that this thread enqueues the engine's work on, as an integer."""
     import torch
 
     return int(torch.cuda.current_stream(device).cuda_stream)
