@@ -175,7 +175,7 @@ def flip(slab: Path, at: int) -> None:
 
 
 def place_of(cache: SegmentCache, segment: np.ndarray, block: int) -> int:
-    """Place on disk of a segment's block."""
+    """The disk slot of a segment's block."""
     index = disk_tier(cache.manager).presence
     entries = index.find(GROUP, cache.scheme.keys(segment).whole)
     return int(index.slots_of(entries)[block])
