@@ -1,6 +1,7 @@
 """flexkv for vLLM: the connector `FlexKVConnector`.
 
-It is found on first use: the entry point that vLLM loads in each of its processes must not import torch there.
+The class is imported on first use: vLLM loads the entry point of this package in each of its processes, and that must
+not import torch.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Keys of one request's blocks: their namespace, the chain of its whole blocks, and what a partial tail's key is made
-from besides its tokens."""
+"""Keys of one request's blocks: their namespace, the chain of whole blocks, and the extra keys of a partial tail."""
 
 from __future__ import annotations
 
@@ -21,16 +20,16 @@ if TYPE_CHECKING:
 
 
 GROUP = 0
-"""In all keys: what tells groups apart is in the namespace."""
+"""The group number in all keys. Groups are told apart by their namespaces instead."""
 
 
 class RequestNamespaces:
-    """Namespaces of requests: the engine's, and for requests with an adapter one for the adapter's content, because
-    vLLM's hashes name an adapter and not what it holds.
+    """Namespaces of requests: the engine's or, for requests with an adapter, one per content of the adapter, because
+    vLLM's hashes have an adapter's name and not its content.
 
     Args:
         engine: 32 bytes; see `engine_namespace`.
-        adapters: what decides the KV of requests with an adapter beside its content; plain values.
+        adapters: see `adapter_settings`.
     """
 
     def __init__(self, engine: bytes, adapters: Mapping[str, Any]) -> None:
@@ -41,7 +40,7 @@ class RequestNamespaces:
         self._of_groups: dict[bytes, tuple[bytes, ...]] = {}
 
     def of(self, request: Request) -> bytes:
-        """32 bytes. Reads the adapter's files where they are new, or have changed."""
+        """The request's namespace, 32 bytes. Reads the adapter's files if they are new or have changed."""
         adapter = request.lora_request
         if adapter is None:
             return self._engine
@@ -53,8 +52,8 @@ class RequestNamespaces:
         return made
 
     def of_groups(self, namespace: bytes, signatures: Sequence[bytes]) -> tuple[bytes, ...]:
-        """The namespaces of a request's blocks by KV group, 32 bytes each; a group without a signature has the
-        request's."""
+        """The namespaces of a request's blocks by KV group, 32 bytes each. A group without a signature has the
+        request's namespace."""
         if (made := self._of_groups.get(namespace)) is None:
             made = self._of_groups[namespace] = tuple(
                 namespace_digest({"request": namespace, "group": signature}) if signature else namespace
@@ -64,12 +63,12 @@ class RequestNamespaces:
 
 
 class BlockKeys(ABC):
-    """From vLLM's own hashes, or from tokens where engines share a cache. Only new blocks cost anything.
+    """Makes the keys of one request's blocks. Costs O(new blocks).
 
     Args:
-        namespace: of the request, 32 bytes.
-        hashes_per_block: of the engine's hashes.
-        names: of images and other inputs.
+        namespace: namespace of the request's blocks in one KV group, 32 bytes.
+        hashes_per_block: number of the engine's hashes per block.
+        names: names of images and other inputs.
     """
 
     def __init__(
@@ -89,10 +88,10 @@ class BlockKeys(ABC):
         self._last_hash = b""
 
     def keys(self) -> Keys:
-        """Of all whole blocks whose tokens are known, [blocks, KEY_BYTES]."""
+        """Keys of all whole blocks whose tokens are known, [blocks, KEY_BYTES]."""
         hashes, ratio = self.request.block_hashes, self._ratio
         known = len(self._chain)
-        # A streaming session may take back its last tokens, and with them the hash of a block.
+        # A streaming session may remove its last tokens, and so the hash of a block.
         if known and (len(hashes) < known * ratio or hashes[known * ratio - 1] != self._last_hash):
             self._forget()
             known = 0
@@ -108,14 +107,14 @@ class BlockKeys(ABC):
 
     @abstractmethod
     def _extend(self, known: int, blocks: int) -> None:
-        """Adds the keys of blocks [known, blocks), or of none."""
+        """Adds the keys of blocks [known, blocks), or none if they cannot have keys."""
 
     @abstractmethod
     def parent(self, block: int) -> bytes | None:
-        """What the key of whole block `block - 1` was made from; None for the first. To be called after `keys`."""
+        """The hash from which the key of whole block `block - 1` was made; None for block 0. Call it after `keys`."""
 
     def first_of_run(self) -> int | None:
-        """The first block whose hash stands for its content in this run alone; None without one."""
+        """The first block whose hash is valid for this run alone; None without one."""
         if not self.request.mm_features:
             return None
         first = self.names.first_of_run(self.request)
@@ -123,16 +122,16 @@ class BlockKeys(ABC):
 
 
 class EngineBlockKeys(BlockKeys):
-    """From `request.block_hashes`, which hold all that vLLM keeps requests apart by.
+    """Makes keys from `request.block_hashes`, which cover everything by which vLLM tells requests apart.
 
-    From the first block on into which an input reaches whose name holds for this run alone, the run's own name is in
-    the keys. Blocks before it are served after a restart as those of any other prompt.
+    Where the name of an input is valid for this run alone, the keys contain the run's name, from the first block that
+    such an input reaches into. Blocks before it are served after a restart, like those of any other prompt.
     """
 
     def _extend(self, known: int, blocks: int) -> None:
         ratio = self._ratio
         hashes = self.request.block_hashes[(known + 1) * ratio - 1 : blocks * ratio : ratio]
-        # Asked each time: a streaming session may take an image later.
+        # Looked up each time, because a streaming session may get an image later.
         if (first := self.first_of_run()) is not None and first < blocks:
             plain = max(0, first - known)
             hashes = [*hashes[:plain], *(self.names.run + block_hash for block_hash in hashes[plain:])]
@@ -147,7 +146,8 @@ class EngineBlockKeys(BlockKeys):
 
 
 class TokenBlockKeys(BlockKeys):
-    """From the tokens and the caller's salt. Blocks have no keys once the request's content is not in its tokens."""
+    """Makes keys from the tokens and the caller's salt, for caches that other engines share. New blocks get no keys
+    once the request has content that its tokens do not express."""
 
     def __init__(
         self,
@@ -165,7 +165,7 @@ class TokenBlockKeys(BlockKeys):
         self._tokens.truncate(0)
 
     def _extend(self, known: int, blocks: int) -> None:
-        # Asked each time: a streaming session may take an image later.
+        # Looked up each time, because a streaming session may get an image later.
         if self.request.prompt_embeds is None and not self.request.mm_features:
             first, end = known * self.block_tokens, blocks * self.block_tokens
             self._tokens.extend(self.request.all_token_ids[first:end], start=first)
@@ -178,8 +178,8 @@ class TokenBlockKeys(BlockKeys):
 def tail_extra(request: Request, first_token: int, end_token: int) -> bytes | None:
     """The engine's extra keys (LoRA, salt) for tokens [first_token, end_token), framed.
 
-    None where a tail must not be cached at all: its content is not in its token ids (prompt embeddings), or a
-    multi-modal input reaches into it, whose identity the engine ties to whole blocks.
+    None where a tail must not be cached at all: its token ids do not express its content (prompt embeddings), or a
+    multi-modal input reaches into it, which the engine identifies for whole blocks only.
     """
     if request.prompt_embeds is not None:
         return None

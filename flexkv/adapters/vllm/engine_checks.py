@@ -1,8 +1,6 @@
-"""Which engines are refused at their start: those whose KV cannot be used again, or whose ranks cannot be reached. And
-what a start warns of.
+"""Refuses engines at their start whose KV cannot be used again, or whose ranks cannot be reached; and logs warnings.
 
-What is refused by the KV cache's own configuration is in `pool_geometry.py`; a second engine or connector in one
-process in `local_engines.py`.
+`pool_geometry.py` refuses KV cache configurations, and `local_engines.py` a second engine or connector in one process.
 """
 
 from __future__ import annotations
@@ -21,24 +19,24 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 TESTED_VERSIONS = ("0.32", "0.33")
-"""Versions of vLLM, oldest first: what the tests run, and whose names they look for (the table in docs/vllm.md)."""
+"""Versions of vLLM, oldest first, that the tests run and whose names they look for (the table in docs/vllm.md)."""
 
 
 def check_engine(config: VllmConfig) -> None:
-    """Refuses engines that flexkv would crash, answer wrongly, or never serve.
+    """Refuses engines that flexkv would crash, give wrong answers, or never serve.
 
     Raises:
-        ConfigError: names the setting or the model's property, and what to do.
+        ConfigError: the message names the setting or the model's property, and what to do.
     """
     check_parallelism(config.parallel_config)
     check_model(config.model_config)
 
 
 def check_groups(config: VllmConfig, geometry: PoolGeometry) -> None:
-    """Refuses what is not served with several KV groups.
+    """Refuses features that are not served with several KV groups.
 
     Raises:
-        ConfigError: names it, and what to do.
+        ConfigError: the message names the feature, and what to do.
     """
     if geometry.is_hybrid and config.speculative_config is not None:
         raise ConfigError(
@@ -48,11 +46,11 @@ def check_groups(config: VllmConfig, geometry: PoolGeometry) -> None:
 
 
 def check_parallelism(parallel: ParallelConfig) -> None:
-    """Refuses what splits a block's bytes or layers over ranks in a way that no slot image describes, and launchers
-    that leave each rank alone.
+    """Refuses parallelism that splits a block's bytes or layers over ranks in a way that a slot cannot describe, and
+    launchers whose ranks cannot reach one another.
 
     Raises:
-        ConfigError: names the setting and the value that works.
+        ConfigError: the message names the setting and the value that works.
     """
     for name in (
         "pipeline_parallel_size",
@@ -76,11 +74,11 @@ def check_parallelism(parallel: ParallelConfig) -> None:
 def check_model(model: ModelConfig) -> None:
     """Refuses models that vLLM cannot compute from the middle of a prompt, or whose KV depends on later tokens.
 
-    vLLM turns prefix caching off by itself for such models, but still takes what a connector promises. A plain
-    `--no-enable-prefix-caching` for another model is fine.
+    vLLM turns prefix caching off by itself for such models, but still takes tokens that a connector promises. Other
+    models may run with `--no-enable-prefix-caching`.
 
     Raises:
-        ConfigError: names the model's property.
+        ConfigError: the message names the model's property.
     """
     if model.is_diffusion:
         raise ConfigError(
@@ -95,17 +93,18 @@ def check_model(model: ModelConfig) -> None:
 
 
 BATCH_VARIANT_AFTER_A_HIT = frozenset({"FLASHINFER", "TRITON_MLA"})
-"""Attention backends with which vLLM turns prefix caching off where VLLM_BATCH_INVARIANT is set: what they compute of a
-prompt's rest alone differs from what they compute of the whole."""
+"""Attention backends with which vLLM turns prefix caching off where VLLM_BATCH_INVARIANT is set: they compute other
+results for the rest of a prompt alone than for the whole prompt."""
 
 
 def check_batch_invariance(config: VllmConfig) -> None:
-    """Refuses what would break the promise of VLLM_BATCH_INVARIANT: the same output with a hit and without.
+    """Refuses attention backends that break the promise of VLLM_BATCH_INVARIANT: the same output with or without a hit.
 
-    Only a worker knows the backends, once its model is loaded; only there vLLM turns its own prefix caching off.
+    To be called in a worker whose model is loaded: only there the backends are known, and vLLM turns off its own prefix
+    caching.
 
     Raises:
-        ConfigError: names the backend, and what to do.
+        ConfigError: the message names the backend, and what to do.
     """
     from vllm import envs
     from vllm.config import get_layers_from_vllm_config
@@ -124,7 +123,7 @@ def check_batch_invariance(config: VllmConfig) -> None:
 
 
 def _kind_of(model: ModelConfig) -> str:
-    """What vLLM decides by: the kind of attention and, for pooling models, the kind of pooling."""
+    """The properties by which vLLM decides: the kind of attention and, for pooling models, the kind of pooling."""
     pooler = model.pooler_config
     pooling = ""
     if pooler is not None:
@@ -134,7 +133,7 @@ def _kind_of(model: ModelConfig) -> str:
 
 
 def warn_of_version() -> None:
-    """Says once in a process that flexkv was not tested with this vLLM, and with which it was."""
+    """Warns once per process if flexkv was not tested with this vLLM, and names the tested versions."""
     from vllm import __version__
 
     if ".".join(__version__.split(".")[:2]) not in TESTED_VERSIONS:
@@ -149,7 +148,7 @@ def warn_of_version() -> None:
 
 
 def warn_of_policy(transfer: KVTransferConfig) -> None:
-    """Says what a failed load costs, unless vLLM is told to recompute it."""
+    """Warns what a failed load costs, unless vLLM is configured to recompute it."""
     policy = transfer.kv_load_failure_policy
     if policy != "recompute":
         logger.warning(
@@ -160,7 +159,7 @@ def warn_of_policy(transfer: KVTransferConfig) -> None:
 
 
 def warn_of_sudden_end(settings: FlexKVConfig, vllm_config: VllmConfig) -> None:
-    """Says what a server that is told to stop loses: by default vLLM ends its engine at once."""
+    """Warns what is lost when a server stops: by default vLLM ends its engine at once."""
     if settings.disk.folders and settings.disk.mode != "through" and vllm_config.shutdown_timeout == 0:
         logger.warning(
             "disk.mode=%s and vLLM's --shutdown-timeout is 0: a server that is told to stop ends its engine before "

@@ -1,4 +1,4 @@
-"""KV cache events: what became visible in host memory and what left it, in the engine's own words."""
+"""KV cache events in the engine's format: blocks that became visible in host memory, and blocks that left it."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ LOCAL = "LOCAL"
 
 
 class EventLog(CacheListener):
-    """Collects events until the engine takes them. There is none where the engine wants none.
+    """Collects events until the engine takes them. It is made only where the engine publishes events.
 
-    Partial tails have no hash in the engine's words, so nothing is said of them.
+    Partial tails have no hash in the engine's format, so there are no events for them.
     """
 
     def __init__(self, geometry: PoolGeometry) -> None:
@@ -46,7 +46,7 @@ class EventLog(CacheListener):
         self._announced: dict[bytes, list[ExternalBlockHash]] = {}
 
     def planned(self, tracker: RequestTracker, group: int, plan: StorePlan, first_block: int) -> None:
-        """Remembers what the blocks of a group's store are; the request may be gone when they become visible."""
+        """Prepares the events of a group's store, because the request may be gone when its blocks become visible."""
         if plan.graph is None:
             return
         numbers = [first_block + position for position in plan.stored.tolist()]
@@ -57,7 +57,7 @@ class EventLog(CacheListener):
         self._note_ops(plan.graph, keys)
 
     def planned_by_hash(self, plan: StorePlan, keys: Keys, hashes: Sequence[BlockHash]) -> None:
-        """The same for blocks of which only their hash is left (lazy stores)."""
+        """Prepares the events of lazy stores, for which only the hashes of the blocks are known."""
         if plan.graph is None:
             return
         positions = plan.stored.tolist()
@@ -76,14 +76,14 @@ class EventLog(CacheListener):
         self._note_ops(plan.graph, [keys[position].tobytes() for position in positions])
 
     def _note_ops(self, graph: TransferGraph, stored: list[bytes]) -> None:
-        """The ops of a plan store these keys, one op after the other."""
+        """Notes which of these keys each op of a plan stores, one op after the other."""
         first = 0
         for op in graph.ops:
             self._keys_of_op[op.op_id] = stored[first : first + op.pages]
             first += op.pages
 
     def ended(self, op_id: OpId) -> None:
-        """The store has ended everywhere; what was not published by now never will be."""
+        """Drops the prepared events of a store that has ended on every rank: nothing more of it will be published."""
         for key in self._keys_of_op.pop(op_id, ()):
             self._planned.pop(key, None)
 
@@ -112,7 +112,7 @@ class EventLog(CacheListener):
         self._events.append(AllBlocksCleared())
 
     def take(self) -> Iterable[KVCacheEvent]:
-        """The events since the last call."""
+        """Takes the events since the last call."""
         events, self._events = self._events, []
         return events
 

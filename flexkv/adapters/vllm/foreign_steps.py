@@ -1,4 +1,4 @@
-"""Steps that another unit has ordered: every op ends as refused, every block of a load is named."""
+"""Refuses steps that another unit has ordered: every op ends refused, every block of a load is reported as failed."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ logger = get_logger(__name__)
 
 
 class ForeignSteps:
-    """Refuses what is not for this rank's unit, and reports it to who ordered it.
+    """Refuses orders that are not for this rank's unit, and reports this to the unit that ordered.
 
-    Such steps come where vLLM hands an engine's metadata to the worker of another. Nothing of them is copied, and
+    Such steps arrive where vLLM passes one engine's metadata to another's worker. Nothing of them is copied, and
     nothing of this rank's own unit is reported with them.
 
     Attributes:
-        unit: that ordered the step under way; None while that is this rank's own.
-        reason: why it is refused.
+        unit: the unit that ordered the step under way; None while that is this rank's own.
+        reason: why the unit's steps are refused.
     """
 
     def __init__(self, config: FlexKVConfig, rank: int, counters: Counters) -> None:
         self._rank = rank
         self._counters = counters
         self._config = config
-        # Without lanes it refuses every op.
+        # A RankOps without lanes refuses every op.
         self._ops = RankOps(config, rank, counters)
         self._ordered_by: UnitId | None = None
         self._logged = False
@@ -38,16 +38,16 @@ class ForeignSteps:
         self.reason = ""
 
     def begin(self, unit: UnitId, own: UnitId) -> RankReports:
-        """A step that another unit than `own` has ordered.
+        """Begins a step that another unit than `own` has ordered.
 
         Returns:
-            What is to be reported to the unit that ordered it.
+            The reports for the unit that ordered it.
         """
         self.unit = unit
         self._counters.add("flexkv_refused_messages_total", kind="orders")
         if self._ordered_by != unit:
             self._ordered_by = unit
-            # What is left of another unit's step, which broke off before its report, is none of this one's ops.
+            # A step of yet another unit may have broken off before its report; its results must not reach this unit.
             self._ops = RankOps(self._config, self._rank, self._counters)
             self.reason = self._ops.refusal = (
                 f"a step of {_name(unit)} reached rank {self._rank} of {_name(own)}"

@@ -1,4 +1,4 @@
-"""The handshakes of an engine's ranks: whether all have come, and which messages are of another engine's ranks."""
+"""Collects the handshakes of an engine's ranks, and finds messages that come from another engine's ranks."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from flexkv.observe import Counters, get_logger
 logger = get_logger(__name__)
 
 HANDSHAKE_STEPS = 16
-"""Steps after which a rank that has not shaken hands is missed. vLLM carries handshakes at its start, or with the
-report of the first step; with two batches in flight that arrives with the third."""
+"""Steps after which a rank without a handshake counts as missing. vLLM carries handshakes at its start, or with the
+report of the first step, which arrives with the third step if two batches are in flight."""
 
 
 class Handshakes:
-    """Of the `expected` ranks of one engine, by rank."""
+    """The handshakes of the `expected` ranks of one engine, by rank."""
 
     def __init__(self, expected: int, counters: Counters) -> None:
         self.of_rank: dict[int, Handshake] = {}
@@ -31,11 +31,12 @@ class Handshakes:
 
     @property
     def pools(self) -> list[PoolId]:
-        """The engine's pool of each rank."""
+        """The id of each rank's pool, in order of ranks."""
         return [handshake.pool_id for _, handshake in sorted(self.of_rank.items())]
 
     def take(self, ranks: Mapping[int, Handshake]) -> None:
-        """
+        """Adds handshakes.
+
         Raises:
             ContractError: a rank has shaken hands for another pool before. One of the two is another engine's.
         """
@@ -46,18 +47,18 @@ class Handshakes:
     def check_blocks(self, num_blocks: int) -> None:
         """
         Raises:
-            GeometryError: the scheduler's pool has another number of blocks than the ranks'.
+            GeometryError: the scheduler's pool has another number of blocks than the ranks' pools.
         """
         counts = {handshake.num_blocks for handshake in self.of_rank.values()}
         if counts != {num_blocks}:
             raise GeometryError(f"the ranks have {sorted(counts)} blocks, the scheduler {num_blocks}")
 
     def refuses(self, report: WorkerMetadata, own: UnitId) -> bool:
-        """Whether a report that is not of the unit `own` is of another unit, or of another engine's rank: it is dropped
-        and counted, and the first one is logged."""
+        """Whether a report that is not of the unit `own` must be dropped, because it comes from another unit or another
+        engine's rank. Counts such a report, and logs the first one."""
         reason = self._foreign_pool(report.handshakes)
         if not reason and report.unit != NO_UNIT:
-            # Its ops have the numbers of ours, and say nothing of them.
+            # Its op numbers may equal those of our ops, but mean others.
             of = f"unit {own.hex()}" if own != NO_UNIT else "one that is not made yet"
             reason = f"a report of unit {report.unit.hex()} reached the scheduler's side of {of}"
         if reason:
@@ -68,7 +69,7 @@ class Handshakes:
         return bool(reason)
 
     def warn_if_missing(self, step: int) -> None:
-        """Names the ranks that have not shaken hands, once, when the engine has begun its `HANDSHAKE_STEPS`-th step."""
+        """Logs which ranks have not shaken hands, once, when the engine has begun its `HANDSHAKE_STEPS`-th step."""
         if step == HANDSHAKE_STEPS:
             missing = [rank for rank in range(self._expected) if rank not in self.of_rank]
             logger.warning(
@@ -80,7 +81,7 @@ class Handshakes:
             )
 
     def _foreign_pool(self, ranks: Mapping[int, Handshake]) -> str:
-        """Why one of these handshakes is not of this engine's rank; empty where all are."""
+        """Why one of these handshakes is not from a rank of this engine; empty if all are."""
         for rank, handshake in ranks.items():
             known = self.of_rank.get(rank, handshake)
             if known.pool_id != handshake.pool_id:

@@ -1,4 +1,4 @@
-"""The namespace of an engine's keys: everything that must be equal before two blocks' KV may be exchanged."""
+"""The namespace of an engine's keys, made of everything that must be equal before engines may share KV."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 QUANTIZATION_FILE = "quantization_config_file"
-"""The entry of `hf_overrides` that names a file."""
+"""The entry of `hf_overrides` that names a file with the quantisation."""
 
 CRYPTOGRAPHIC_HASHES = ("sha256", "sha256_cbor")
 
 
 def check_hash(algorithm: str) -> None:
-    """Refuses block hashes that somebody could make collide.
+    """Refuses block hashes for which collisions can be constructed.
 
     Raises:
-        KeySchemeError: says what to set.
+        KeySchemeError: the message says what to set.
     """
     if algorithm not in CRYPTOGRAPHIC_HASHES:
         raise KeySchemeError(
@@ -78,7 +78,7 @@ def engine_namespace(config: VllmConfig, geometry: PoolGeometry, settings: FlexK
 def _shared_model(config: VllmConfig, geometry: PoolGeometry, settings: FlexKVConfig) -> SharedModel:
     """
     Raises:
-        ConfigError: this engine cannot take part in the common key scheme; says why.
+        ConfigError: this engine cannot take part in the common key scheme; the message says why.
     """
     model, overrides = config.model_config, config.model_config.hf_overrides
     if geometry.is_hybrid:
@@ -122,11 +122,11 @@ def _shared_model(config: VllmConfig, geometry: PoolGeometry, settings: FlexKVCo
 
 
 def _apart(config: VllmConfig) -> Any:
-    """What else this engine's KV depends on; None where nothing does."""
+    """Whatever else this engine's KV depends on; None where nothing else does."""
     seed = _seed_of_weights(config)
     if more := unusual_settings(config) | _files(config.model_config, inputs=False):
         return {"vllm": more, "random_weights": seed, "batch_invariant": bool(envs.VLLM_BATCH_INVARIANT)}
-    # No other engine has vLLM's kernels, and who asks for this mode asks for the same bits each time.
+    # No other engine has vLLM's kernels, and a user who sets this mode wants the same bits each time.
     return {"batch_invariant": "vllm", "random_weights": seed} if envs.VLLM_BATCH_INVARIANT else seed
 
 
@@ -144,11 +144,11 @@ def _fields(config: VllmConfig, geometry: PoolGeometry, settings: FlexKVConfig) 
         mode["groups"] = [group.signature.hex() for group in geometry.groups]
     first = geometry.groups[0]
     if cache.cache_dtype == "auto" and first.kv_dtype not in ("", str(model.dtype).removeprefix("torch.")):
-        # The model says it, or has layers beside its attention, such as an indexer, with a type of their own.
+        # The model sets the KV dtype, or has layers besides attention with a dtype of their own, such as an indexer.
         mode["pool_dtype"] = first.kv_dtype
     return mode | {
         "engine": "vllm",
-        # Another version may compute other KV of the same model, and arrange a page's bytes otherwise.
+        # Another version may compute other KV for the same model, or arrange a page's bytes in another way.
         "version": vllm_version.partition("+")[0],
         "weights": settings.identity.model or _weights_of(model),
         "random_weights": _seed_of_weights(config),
@@ -166,28 +166,29 @@ def _fields(config: VllmConfig, geometry: PoolGeometry, settings: FlexKVConfig) 
 
 
 def adapter_settings(config: VllmConfig) -> dict[str, Any]:
-    """What decides the KV of requests with an adapter beside the adapter's content; plain values."""
+    """The settings that, besides the adapter's content, decide the KV of requests with an adapter; plain values."""
     lora = getattr(config, "lora_config", None)
     return LORA.values(lora) if lora is not None else {}
 
 
 def _takes_inputs(model: ModelConfig) -> bool:
-    """Whether requests may have images or other inputs beside their tokens."""
+    """Whether requests may have images or other inputs besides their tokens."""
     return getattr(model, "multimodal_config", None) is not None
 
 
 def _architecture(model: ModelConfig) -> Any:
-    """The model's configuration as vLLM has it, overrides and all. The whole of it decides what an image becomes."""
+    """The model's configuration as vLLM has it, with overrides: the text model's or, for a model that takes images or
+    other inputs, the whole."""
     whole = model.hf_config if _takes_inputs(model) else model.hf_text_config
     return plain_config(whole.to_dict())
 
 
 def _files(model: ModelConfig, inputs: bool, named: bool = False) -> dict[str, Any]:
-    """What files beside the weights decide, by what they are read for; nothing where none counts.
+    """The content of files beside the weights that decides KV, by purpose; empty where no such file counts.
 
     Args:
         inputs: requests may have images or other inputs.
-        named: the user names the weights, and no commit is in the key for them.
+        named: the user names the weights, so the key has no commit for them.
     """
     path, revision = str(model.model), resolved_commit(model) or model.revision
     overrides = model.hf_overrides if isinstance(model.hf_overrides, dict) else {}
@@ -206,13 +207,13 @@ def _files(model: ModelConfig, inputs: bool, named: bool = False) -> dict[str, A
 
 
 def _scales_of_the_run(config: VllmConfig) -> bool:
-    """Whether the scales of quantised KV are measured at run time; not every version of vLLM can."""
+    """Whether the scales of quantised KV are measured at run time, which not every version of vLLM can do."""
     return bool(getattr(config.cache_config, "calculate_kv_scales", False))
 
 
 def engine_weights(config: VllmConfig, settings: FlexKVConfig) -> WeightsContent:
-    """What of the weights the namespace names by samples alone: the model's, and those of a draft model, whose layers
-    have KV in the same blocks."""
+    """The weights that the namespace names by samples alone: the model's, and those of a draft model, whose layers have
+    KV in the same blocks."""
     model, speculative = config.model_config, config.speculative_config
     named = settings.identity.model or str(config.load_config.load_format) == "dummy"
     content = NAMED if named else weights_content(*_place_of(model))
@@ -227,16 +228,16 @@ def _weights_of(model: ModelConfig) -> str:
 
 
 def _place_of(model: ModelConfig) -> tuple[str, str | None, str]:
-    """Model, revision and commit. Without a commit the revision's name stands in: no setting names a draft's weights.
-    It names no weights for good (`weights_content`)."""
+    """Model, revision and commit. If no commit is known, the revision's name stands in for it, because no setting names
+    a draft's weights; `weights_content` then says that the weights may move."""
     return model.model, model.revision, resolved_commit(model) or model.revision or "default"
 
 
 def _draft(speculative: SpeculativeConfig, seed: int) -> dict[str, Any]:
-    """Settings and, where drafts come from a model, that model's weights, shape and data types.
+    """The settings of speculative decoding and, where drafts come from a model, its weights, shape and dtypes.
 
     Args:
-        seed: of random weights.
+        seed: the seed of random weights.
     """
     draft, load = speculative.draft_model_config, getattr(speculative, "draft_load_config", None)
     said: dict[str, Any] = SPECULATIVE.values(speculative)
@@ -250,7 +251,7 @@ def _draft(speculative: SpeculativeConfig, seed: int) -> dict[str, Any]:
             "architecture": plain_config(draft.hf_text_config.to_dict()),
             "files": _files(draft, inputs=False),
             "settings": MODEL.values(draft),
-            # Without one of its own a draft is loaded as the model is.
+            # Without a load configuration of its own, a draft is loaded as the model is.
             "load": LOAD.values(load) if load is not None else None,
         }
     return said

@@ -1,7 +1,7 @@
 """Everything in vLLM's configuration that decides the KV of a block, and everything that must not change a key.
 
-A test goes through the fields of the installed vLLM: one that stands in neither list fails it. `docs/identity.md` is
-made from these tables.
+A test goes through the fields of the installed vLLM, and fails for one that no table has. `docs/identity.md` is made
+from these tables.
 """
 
 from __future__ import annotations
@@ -239,7 +239,7 @@ LORA = FieldTable(
         SAMPLING: ("max_lora_cls_labels",),
     },
 )
-"""Its values are in the keys of requests with an adapter alone."""
+"""Only the keys of requests with an adapter have these values."""
 
 SPECULATIVE = FieldTable(
     "SpeculativeConfig",
@@ -440,7 +440,7 @@ KERNEL = FieldTable(
         ),
     },
 )
-"""Some kernels of quantised layers quantise what goes into them too, and others do not."""
+"""These fields decide KV because some kernels of quantised layers quantise their inputs too, and others do not."""
 
 OF_ALL = (ENGINE, MODEL, MULTIMODAL, CACHE, LOAD, ATTENTION, MAMBA, KERNEL)
 """Tables whose values are in the keys of every request."""
@@ -454,8 +454,8 @@ COMMON_TOO = {
     ATTENTION: ("disable_flashinfer_q_quantization", "use_prefill_query_quantization", "use_non_causal"),
     KERNEL: ("moe_backend", "linear_backend", "linear_backend_per_quant"),
 }
-"""Taken fields that `keys.scheme: common` has no words of its own for. Others it names, refuses, or has no keys for
-(images, recurrent states)."""
+"""Taken fields for which `keys.scheme: common` has no term of its own. It has terms for the other fields, refuses them,
+or has no keys for what they concern (images, recurrent states)."""
 
 
 def object_at(config: Any, path: str) -> Any:
@@ -472,7 +472,7 @@ def settings_of(config: Any) -> dict[str, dict[str, Any]]:
 
 
 def unusual_settings(config: Any) -> dict[str, Any]:
-    """Fields of `COMMON_TOO` that are not as vLLM has them by default, as plain values."""
+    """Fields of `COMMON_TOO` whose values are not vLLM's defaults, as plain values."""
     said: dict[str, Any] = {}
     for table, names in COMMON_TOO.items():
         owner = object_at(config, table.path)
@@ -494,7 +494,7 @@ def _defaults(owner: Any) -> Iterator[tuple[str, Any]]:
         make: Any = item.default_factory
         if default is MISSING and make is not MISSING:
             default = make()
-        # Pydantic's own fields keep the default, or what makes it, one step further in.
+        # A pydantic field keeps its default, or the factory of it, in an object of its own.
         elif hasattr(default, "get_default"):
             default = default.get_default(call_default_factory=True)
         if default is not MISSING:

@@ -1,12 +1,12 @@
-"""What vLLM's names of images and other inputs stand for: the content, or nothing beyond this run.
+"""Finds out whether vLLM's names of images and other inputs stand for their content, or for nothing beyond this run.
 
-vLLM puts the name of an input into the hashes of the blocks that it reaches into. The name is one of three:
+vLLM puts the name of an input into the hashes of the blocks that the input reaches into. The name is one of three:
 
-- a digest of the content, which holds for good;
-- a number that its front end counts up, where nothing of vLLM's own needs a digest: another run counts from 1 again;
-- what a client calls the input (`multi_modal_uuids`, `uuid` over HTTP): vLLM asks for names that are unique among those
-  it has cached, so that the next run's clients may give the same name to another image. Where a request has options
-  too, vLLM hashes name and options; `name_marks` has such a hash begin with `client-`.
+- a digest of the content, which is valid for good;
+- a number that vLLM's front end counts up, if nothing in vLLM needs a digest: another run counts from 1 again;
+- the client's own name for the input (`multi_modal_uuids`, `uuid` over HTTP). vLLM asks only that names are unique
+  among the inputs that it has cached, so in the next run clients may give the same name to another image. If the
+  request has options too, vLLM hashes name and options; `name_marks` makes such a hash begin with `client-`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ RUN_NAME_BYTES = 16
 """Random bytes that tell one run from all others."""
 
 DIGEST = re.compile(r"[0-9a-f]{64}|[0-9a-f]{128}")
-"""A name by `mm_hasher_algorithm`: blake3 and sha256 have 32 bytes, sha512 has 64."""
+"""A digest by `mm_hasher_algorithm` as a name: blake3 and sha256 have 32 bytes, sha512 has 64."""
 
 COUNTED = (
     "--no-enable-prefix-caching with --mm-processor-cache-gb 0: vLLM then numbers images and other inputs instead of "
@@ -59,10 +59,10 @@ CLIENTS_NAMES = (
 
 @dataclass(slots=True)
 class InputNames:
-    """How far the names of one engine's inputs hold.
+    """Whether the names of one engine's inputs are valid beyond this run.
 
     Args:
-        of_run: no name stands for KV beyond this run.
+        of_run: no name is valid beyond this run.
 
     Attributes:
         run: random bytes that no other run has.
@@ -74,9 +74,9 @@ class InputNames:
 
     @classmethod
     def of(cls, config: VllmConfig) -> InputNames:
-        """The names of this engine's inputs. Warns where they hold for this run alone."""
+        """The names of this engine's inputs. Warns if they are valid for this run alone."""
         inputs = getattr(config.model_config, "multimodal_config", None)
-        # The condition of `BaseRenderer._process_mm_uuids`.
+        # The condition is that of vLLM's `BaseRenderer._process_mm_uuids`.
         counted = (
             inputs is not None
             and inputs.mm_processor_cache_gb == 0
@@ -95,7 +95,7 @@ class InputNames:
         return cls(counted or has_own_scales or is_unmarked)
 
     def first_of_run(self, request: Request) -> int | None:
-        """The first token of an input whose name stands for its content in this run alone; None without one."""
+        """The first token of an input whose name is valid for this run alone; None without one."""
         first: int | None = None
         for feature in request.mm_features:
             # The identifier may have an adapter's name before the input's.
@@ -107,15 +107,15 @@ class InputNames:
         return first
 
     def _warn(self, name: str) -> None:
-        """Says once that clients name inputs; names that are none of content were said at the start."""
+        """Warns once that clients name inputs, unless the start has already warned about all names."""
         if not self.of_run and not self._has_warned:
             self._has_warned = True
             logger.warning(CLIENTS_NAMES, name)
 
 
 def _are_names_marked() -> bool:
-    """Whether hashes of clients' names are marked. The front end makes them, maybe in another process: what vLLM's
-    plugin did in this one stands for what it does in all."""
+    """Whether hashes of clients' names are marked. The front end may make them in another process; this looks at what
+    vLLM's plugin did in this process, and takes it to do the same in all."""
     try:
         hasher = import_module(HASHER)
     except ModuleNotFoundError:

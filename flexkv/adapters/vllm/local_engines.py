@@ -1,13 +1,14 @@
-"""Which engines and connectors of flexkv live in this process, and which of them are refused.
+"""Keeps track of the engines and connectors of flexkv in this process, and refuses those that would disturb others.
 
 vLLM runs scheduler and worker in one process when there is one rank (and always without multiprocessing). Then the
 host pool can be private memory, and the scheduler's side learns of ended copies without an engine step in between.
 
-Names do not pair the two sides: a user may give two engines one `engine_id`. What pairs them is the pool that a
-handshake names, or an object that both sides of one engine were made with.
+Names cannot pair the two sides, because a user may give two engines the same `engine_id`. They are paired by the pool
+that a handshake names, or by an object with which both sides of one engine were made.
 
-vLLM keeps one worker's connector in a process, of whichever engine made it first. A second engine's scheduler would
-have its blocks loaded and stored by the first one's worker, in the first one's pool, so it is refused at its start.
+vLLM keeps one worker's connector per process: that of the engine that made it first. The first engine's worker would
+load and store the blocks of a second engine's scheduler in the first engine's pool, so a second engine is refused at
+its start.
 """
 
 from __future__ import annotations
@@ -38,13 +39,14 @@ def announce(worker: WorkerSide, engine: object = None) -> None:
     """Makes a worker's side known in this process.
 
     Args:
-        engine: part of the engine's configuration: the same object on both of its sides.
+        engine: a part of the engine's configuration that is the same object on both of its sides.
     """
     _engines[worker] = engine
 
 
 def workers_of_pools(pools: Sequence[PoolId]) -> tuple[WorkerSide, ...]:
-    """The worker's side of each rank, by the pools that their handshakes name, if all of them live in this process."""
+    """The worker's side of each rank, found by the pools that their handshakes name; empty unless all live in this
+    process."""
     by_pool = {worker.pool_id: worker for worker in list(_engines)}
     found = tuple(by_pool[pool] for pool in pools if pool in by_pool)
     return found if len(found) == len(pools) else ()
@@ -68,17 +70,18 @@ class OwnPools:
     """Lets the engine that made a worker's connector register its KV cache there, and no other."""
 
     def __init__(self) -> None:
-        # vLLM sets it while a worker makes its connector and while it registers its KV cache. The connector's own
-        # argument is a copy under a MultiConnector.
+        # vLLM sets the current configuration while a worker makes its connector and while it registers its KV cache.
+        # The connector's own argument cannot be compared, because under a MultiConnector it is a copy.
         self._engine = get_current_vllm_config_or_none()
         self._pid = os.getpid()
         self._registered = False
 
     def check(self) -> None:
-        """An engine registers its KV cache.
+        """To be called when an engine registers its KV cache.
 
         Raises:
-            ConfigError: it is another engine than the one that the connector was made for.
+            ConfigError: it is not the engine that the connector was made for, or this process was forked from that
+                engine's.
         """
         if os.getpid() != self._pid:
             raise ConfigError(
@@ -97,10 +100,10 @@ class OwnPools:
 
 
 def check_agent(vllm_config: VllmConfig) -> None:
-    """A scheduler's connector is made: the process's worker must be of the same engine where it is in this process.
+    """To be called when a scheduler's connector is made: a worker in this process must be of the same engine.
 
     Raises:
-        ConfigError: vLLM has kept the worker's connector of another engine.
+        ConfigError: vLLM keeps the worker's connector of another engine.
     """
     if not has_kv_transfer_group() or worker_of_engine(vllm_config.cache_config) is not None:
         return
@@ -113,8 +116,8 @@ def check_agent(vllm_config: VllmConfig) -> None:
 
 @contextlib.contextmanager
 def ending_failed_start(config: VllmConfig) -> Iterator[None]:
-    """Part of an engine's start. Where it fails, the worker's connector that it has made in this process ends:
-    vLLM would keep it, and every later engine would be refused because of one that no longer exists."""
+    """Wraps a part of an engine's start. If it fails, this shuts down the worker's connector that the engine has made
+    in this process: vLLM would keep it, and every later engine would be refused because of one that is gone."""
     try:
         yield
     except BaseException:
@@ -125,10 +128,10 @@ def ending_failed_start(config: VllmConfig) -> Iterator[None]:
 
 @dataclass(eq=False)
 class Registration:
-    """One live connector of an engine's role.
+    """One live connector of an engine in one role.
 
     Attributes:
-        part: of the engine's configuration: the same object for every connector of one engine.
+        part: a part of the engine's configuration that is the same object for every connector of one engine.
     """
 
     role: KVConnectorRole
@@ -140,11 +143,11 @@ _registered: WeakSet[Registration] = WeakSet()
 
 
 def register_only(config: VllmConfig, role: KVConnectorRole, name: str) -> Registration:
-    """Registers the one connector of flexkv that an engine may have in a role; it ends with `end_registration` or with
-    the object.
+    """Registers the only connector of flexkv that an engine may have in a role. The registration ends with
+    `end_registration`, or with the returned object.
 
     Raises:
-        ConfigError: the engine has one already, as another child of a MultiConnector.
+        ConfigError: the engine has such a connector already, as another child of a MultiConnector.
     """
     part = config.cache_config
     for other in list(_registered):
@@ -159,5 +162,5 @@ def register_only(config: VllmConfig, role: KVConnectorRole, name: str) -> Regis
 
 
 def end_registration(registration: Registration) -> None:
-    """The connector was shut down: the engine may make another one."""
+    """Ends the registration of a connector that was shut down: the engine may make another one."""
     _registered.discard(registration)

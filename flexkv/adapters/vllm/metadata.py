@@ -1,4 +1,4 @@
-"""What travels between the scheduler's side and the workers' side with each engine step. Plain and picklable."""
+"""Messages that each engine step carries between the scheduler's side and the workers' side. Plain and picklable."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flexkv.transfer.graph import OpId, OpResult, TransferGraph
 
 @dataclass(frozen=True, slots=True)
 class Handshake(RankFacts, KVConnectorHandshakeMetadata):
-    """What one worker says about its KV pool before the first lookup, as vLLM carries it."""
+    """One worker's facts about its KV pool, in the form that vLLM carries before the first lookup."""
 
 
 @dataclass(slots=True)
@@ -25,19 +25,20 @@ class ConnectorMetadata(KVConnectorMetadata):
     """One step's orders to every worker of the unit.
 
     Attributes:
-        unit: whose orders these are; NO_UNIT before the ranks have shaken hands.
+        unit: the unit that gives the orders; NO_UNIT before the ranks have shaken hands.
         step: number of the last step with a forward, this one included.
-        grant: the host pool, until every rank has said that it has it.
+        grant: the grant of the host pool, sent until every rank has reported that it has the pool.
         early: stores of blocks that were complete before this step; submitted before its forward.
-        reused: blocks that were handed out again while a store still reads them (op -> positions in the op): the
-            forward must come after the copy, or those pages count as failed.
+        reused: blocks that the engine has handed out again while a store still reads them (op -> positions in the op):
+            the forward must come after the copy, or those pages count as failed.
+        loads: loads to submit before the forward.
         stores: stores of blocks that this step's forward completes; submitted after it.
         settled: stores of blocks that earlier forwards completed and that this one only reads; submitted with `stores`.
-        spares_loads: what the runner does in this step touches no block that an async load of `loads` fills.
-        cancel: loads nobody waits for any more; what was not issued is dropped.
-        void: loads whose bytes must not be used, however they end.
+        spares_loads: in this step the runner touches no block that an async load of `loads` fills.
+        cancel: loads that no request waits for any more; copies that were not issued are dropped.
+        void: ops whose bytes must not be used, however they end.
         idle: no forward runs in this step, so a worker may wait a moment for copies instead of spinning.
-        disk_busy: the unit's disks are at work, which an idle step may wait a moment for as well.
+        disk_busy: the unit's disks are at work, and an idle step may wait a moment for them too.
     """
 
     unit: UnitId = NO_UNIT
@@ -57,19 +58,19 @@ class ConnectorMetadata(KVConnectorMetadata):
 
 @dataclass(slots=True)
 class WorkerMetadata(KVConnectorWorkerMetadata):
-    """What the workers tell the scheduler after a step.
+    """The workers' report to the scheduler after a step.
 
     Attributes:
-        unit: that ordered what this reports; NO_UNIT of ranks that serve none yet.
-        step: of the orders that were carried out, where it had a forward. Once it is reported, so is how that forward
-            ended, also of loads that were not ours.
-        results: (rank, terminal result of an op on that rank), in the order in which they came.
-        ready: host slots that a rank can use, sent when the number changed.
-        errors: why a rank cannot use the pool at all.
-        no_gds: why a rank cannot load from the disks without a page of host memory.
-        handshakes: of ranks that have no pool yet. vLLM collects handshakes itself at the start, but a MultiConnector
-            passes on those of one of its connectors only.
-        others: reports of ranks that serve another unit, or shake hands as a rank of this report does.
+        unit: the unit whose orders this reports on; NO_UNIT for ranks that serve none yet.
+        step: step number of the orders that were carried out; 0 if it has not changed since the last report. Once a
+            step is reported, the outcome of its forward is known, including that of another connector's loads.
+        results: (rank, terminal result of an op on that rank), in order of arrival.
+        ready: rank -> host slots that it can use; sent when the number has changed.
+        errors: rank -> why it cannot use the pool at all.
+        no_gds: rank -> why it cannot load from the disks without a page of host memory.
+        handshakes: handshakes of ranks that have no host pool yet. vLLM collects handshakes itself at the start, but a
+            MultiConnector passes on those of only one of its connectors.
+        others: reports of ranks that serve another unit, or that shake hands for a rank that this report has already.
     """
 
     unit: UnitId = NO_UNIT

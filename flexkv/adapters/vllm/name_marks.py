@@ -1,10 +1,10 @@
 """Marks the hashes that vLLM makes of a client's name instead of an input's content, in the process that makes them.
 
 Where a request gives an input a name and has options of its own for it (`mm_processor_kwargs`, `media_io_kwargs`), vLLM
-hashes the name with the options. The result has the form of a digest of the content, and a scheduler could not tell it
-from one. With the mark it has another form.
+hashes the name with the options. The result looks like a digest of the content, and a scheduler could not tell the two
+apart. The mark gives it another form.
 
-vLLM loads this in each of its processes, so nothing heavy is imported here.
+vLLM loads this module in each of its processes, so it imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from types import ModuleType
 from typing import Any
 
 HASHER = "vllm.multimodal.hasher"
-"""Where vLLM makes every hash of an input."""
+"""The module in which vLLM makes every hash of an input."""
 
 PREFIX = "client-"
-"""Before a hash of a client's name; no digest begins with it."""
+"""The mark, put before a hash of a client's name; no digest begins with it."""
 
 _IS_MARKING = "flexkv_marks_names"
 MODEL = "model_id"
 EARLIER = "mm_hash"
-"""A name that vLLM made itself and hashes once more, with the options of one of several videos."""
+"""The argument for a name that vLLM made itself and hashes again, with the options of one of several videos."""
 
 
 def mark_names(hasher: ModuleType) -> None:
-    """Has the module's hashes of names begin with `PREFIX` from now on. May be called again.
+    """Makes the module's hashes of names begin with `PREFIX` from now on. Idempotent.
 
     Raises:
         AttributeError: this version of vLLM makes its hashes elsewhere.
@@ -52,7 +52,8 @@ def marks_names(hasher: ModuleType) -> bool:
 
 
 def _has_clients_name(values: dict[str, Any]) -> bool:
-    """Inputs are bytes, arrays, pictures and the like: a text in the place of one is the name that a client gave."""
+    """Whether a client's name stands in for an input. Inputs are bytes, arrays, images and the like, so a string in
+    place of one is a name that a client gave."""
     return any(
         isinstance(value, str) and (value.startswith(PREFIX) if name == EARLIER else name != MODEL)
         for name, value in values.items()

@@ -1,9 +1,9 @@
-"""vLLM's plugin entry point (group `vllm.general_plugins`): makes the connector's name known, so that
-`"kv_connector":"FlexKVConnector"` is enough and no module path is needed, in a MultiConnector too; and has vLLM mark
-the names of inputs that a client gave (`name_marks`).
+"""vLLM's plugin entry point (group `vllm.general_plugins`): registers the connector's name, so that
+`"kv_connector":"FlexKVConnector"` is enough and no module path is needed, in a MultiConnector too. Also makes vLLM mark
+the names that clients give inputs (`name_marks`).
 
-vLLM loads it in each of its processes, with or without a connector. So nothing of vLLM is imported here, and nothing
-that fails here reaches the engine.
+vLLM loads this module in each of its processes, with or without a connector. So it imports nothing of vLLM, and none of
+its errors reaches the engine.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from flexkv.adapters.vllm.name_marks import HASHER, mark_names
 
 NAME, MODULE = "FlexKVConnector", "flexkv.adapters.vllm"
 FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory"
-"""Where vLLM keeps the names of connectors; it imports hundreds of modules, in processes that need a connector."""
+"""The module in which vLLM keeps the names of connectors. It imports hundreds of modules, in processes that need a
+connector."""
 
 logger = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Registers the connector's name and has names of inputs marked, now, or as soon as vLLM imports the modules that
-    it takes. May be called again."""
+    """Registers the connector's name and makes vLLM mark names of inputs: now, or as soon as vLLM imports the modules
+    that this changes. Idempotent."""
     for module, change in ((FACTORY, _add_name), (HASHER, _mark_names)):
         if module in sys.modules:
             change(sys.modules[module])
@@ -36,7 +37,7 @@ def register() -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds one module as Python does without it, once, and has it changed when it has run."""
+    """Finds one module as Python would, once, and changes it after it was executed."""
 
     def __init__(self, module: str, change: Callable[[ModuleType], None]) -> None:
         self.module = module

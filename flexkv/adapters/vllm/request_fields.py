@@ -1,10 +1,10 @@
-"""What a caller asks of flexkv with one request: which fields there are, how they are read, and which tokens of the
-request they keep out of the cache.
+"""Fields for flexkv that a caller sets in one request: reads them, and keeps the tokens that they exclude out of the
+cache.
 
-vLLM checks no field of a connector where a request can still be refused: what raises in its scheduler ends the engine
-and every request with it. So a field that cannot be read never costs its request: a warning names it, and a counter
-counts it. A value of `skip_save` that cannot be read keeps the request out, because its caller has asked for something
-that is not a plain no, and nobody can take back what was stored.
+vLLM checks no field of a connector while a request can still be refused, and an exception in its scheduler ends the
+engine and every request. So a field that cannot be read never fails its request: a warning names the field, and a
+counter counts it. A value of `skip_save` that cannot be read keeps the request out of the cache, because its caller has
+asked for something other than a plain no, and a store cannot be undone.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ OF_OTHER_CONNECTORS = frozenset(
     )
 )
 STEMS_OF_OTHERS = ("do_remote_", "remote_")
-"""Fields of `kv_transfer_params` that connectors of vLLM 0.32 and 0.33 read: in a MultiConnector, or behind a proxy,
-they are no mistake."""
+"""Fields of `kv_transfer_params` that connectors of vLLM 0.32 and 0.33 read, or their prefixes. In a MultiConnector, or
+behind a proxy, such fields are no mistake."""
 
 WORDS = {"true": True, "false": False}
 ALLOWED = "true, false, 1 or 0"
@@ -51,22 +51,22 @@ WARN_EVERY_S = 60.0
 
 @dataclass(slots=True)
 class KeptOut:
-    """The tokens of a request that its caller keeps out of the cache: of a streaming session those of the pieces that
-    ask for it. A page that holds one of them is not stored.
+    """The tokens of a request that its caller keeps out of the cache; in a streaming session each piece may ask for it.
+    A page that holds such a token is not stored.
 
     Attributes:
-        spans: [first, end) of tokens, ascending; the last may have no end yet.
+        spans: ranges [first, end) of tokens, ascending; the last may have no end yet.
     """
 
     spans: list[list[int]] = field(default_factory=list)
 
     def ask(self, skip: bool, first: int, end: int) -> None:
-        """A piece begins.
+        """Begins a piece.
 
         Args:
-            skip: its tokens are kept out.
-            first: no token of the piece comes before it.
-            end: no token of the piece before comes at or after it.
+            skip: the piece's tokens are kept out.
+            first: a position before which the piece has no token.
+            end: a position from which on the piece before has no token.
         """
         if skip == self.asked:
             return
@@ -81,7 +81,7 @@ class KeptOut:
         return bool(self.spans) and self.spans[-1][1] == NO_END
 
     def within(self, first: int, end: int) -> tuple[int, int] | None:
-        """The first span that has one of the tokens [first, end); None where all of them may be stored."""
+        """The first span that overlaps the tokens [first, end); None where all of them may be stored."""
         return next(((low, high) for low, high in self.spans if low < end and high > first), None)
 
 
@@ -89,7 +89,7 @@ class RequestFields:
     """Reads flexkv's fields of requests.
 
     Args:
-        clock: seconds, never running backwards.
+        clock: returns monotonic seconds.
     """
 
     def __init__(
@@ -102,14 +102,14 @@ class RequestFields:
         self._left_out = 0
 
     def skip_save(self, request: Request) -> bool | None:
-        """Whether the caller asks that nothing of this request, or of this piece of a session, be stored; None where it
-        says nothing. Counts and logs what cannot be read.
+        """Whether the caller asks that nothing of this request, or of this piece of a session, be stored; None if the
+        caller does not say. Counts and logs fields that cannot be read.
 
         `kv_transfer_params={"skip_save": true}`, or `flexkv.skip_save` in the sampling parameters' extra_args.
         """
         sampling = request.sampling_params
         extra = (sampling.extra_args if sampling is not None else None) or {}
-        # vLLM leaves the first piece's there when a session goes on.
+        # When a session goes on, `request.kv_transfer_params` still has the parameters of its first piece.
         params = extra.get(PARAMS) if sampling is not None else request.kv_transfer_params
         asked = [*self._of_params(params, request), *self._of_extra(extra, request)]
         return any(asked) if asked else None

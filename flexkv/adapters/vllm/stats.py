@@ -1,4 +1,4 @@
-"""flexkv's metrics in the form in which vLLM logs them and exports them to Prometheus."""
+"""Gives flexkv's metrics the form in which vLLM logs them and exports them to Prometheus."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROMETHEUS_PREFIX = "vllm:"
 
 
 class FlexKVStats(KVConnectorStats):
-    """Counters as vLLM carries them from workers and scheduler to its loggers; `data` is the counters' plain data."""
+    """Counters in the form that vLLM carries from workers and scheduler to its loggers; `data` is their plain data."""
 
     data: dict[str, Any]
 
@@ -30,12 +30,12 @@ class FlexKVStats(KVConnectorStats):
         self.data.clear()
 
     def aggregate(self, other: KVConnectorStats) -> FlexKVStats:
-        """Adds what another rank or interval reports."""
+        """Adds the counters of another rank or interval."""
         merge_values(self.data, other.data)
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """One number a series, for vLLM's log line."""
+        """One number per series, for vLLM's log line."""
         return dict(Counters(self.data).summary())
 
     def is_empty(self) -> bool:
@@ -44,8 +44,8 @@ class FlexKVStats(KVConnectorStats):
 
 
 class FlexKVPromMetrics(KVConnectorPromMetrics):
-    """Every metric of the table, registered under `vllm:flexkv_...` with the engine's labels; every series is there
-    from the start, at zero."""
+    """Every metric of `METRICS`, registered as `vllm:flexkv_...` with the engine's labels. Every series exists from the
+    start, at zero."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class FlexKVPromMetrics(KVConnectorPromMetrics):
                     self._bind(engine, metric, series)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Records an interval's values."""
+        """Records the values of one interval."""
         for name, values in transfer_stats_data.items():
             metric = METRICS.get(name)
             if metric is None:

@@ -1,4 +1,4 @@
-"""How long the engine's prefill steps take, as the scheduler's side sees it: from the plan of a step to its outcome."""
+"""Times the engine's prefill steps on the scheduler's side, from the plan of a step to the report of its outcome."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 MIN_PREFILL_TOKENS = 64
-"""Steps that compute fewer prompt tokens are decode steps to us: they would take about as long with none."""
+"""Steps that compute fewer prompt tokens count as decode steps: they would take about as long with none."""
 
 MIN_CHUNK_TOKENS = 16
-"""A request with fewer tokens in a step decodes, also with speculation."""
+"""A request with fewer tokens in a step counts as decoding, with speculation too."""
 
 MAX_STEPS = 64
-"""Steps under way that are remembered; an engine has two or three."""
+"""Most steps under way that are remembered; an engine has two or three."""
 
 
 class StepTimes:
-    """Feeds the times of prefill steps to a line of seconds by tokens.
+    """Fits the time of prefill steps as a linear function of their tokens.
 
-    With steps in flight behind one another a step begins when the one before it has ended. A step in which the worker
-    waits for a load says nothing about computing, and is left out.
+    A step that was planned while another one is in flight begins when that one ends. Steps in which the worker waits
+    for a load are left out, because their times say nothing about computing.
     """
 
     def __init__(self, line: LinearFit, clock: Callable[[], float] = time.monotonic) -> None:
@@ -36,7 +36,7 @@ class StepTimes:
         self._last_end_s = 0.0
 
     def began(self, step: int, output: SchedulerOutput, waits_for_load: bool) -> None:
-        """A step with a forward was planned. O(requests)."""
+        """Notes that a step with a forward was planned. O(requests)."""
         chunks = output.num_scheduled_tokens.values()
         prefill = sum(tokens for tokens in chunks if tokens >= MIN_CHUNK_TOKENS)
         counts = prefill >= MIN_PREFILL_TOKENS and not waits_for_load
@@ -44,7 +44,7 @@ class StepTimes:
         self._begun.append((step, self._clock(), total))
 
     def ended(self, step: int) -> None:
-        """The outcome of `step`, and so of all before it, was reported."""
+        """Notes that the outcome of `step`, and so of all steps before it, was reported."""
         now_s = self._clock()
         while self._begun and self._begun[0][0] <= step:
             number, begun_s, tokens = self._begun.popleft()
