@@ -19,8 +19,8 @@ SLAB_BYTES = 4 << 20
 
 
 def in_turn(make_engine: Make, folder: Path, **settings: object) -> Make:
-    """Makes engines that recompute unless `settings` or a call's own say otherwise, with a disk tier in `folder`; each
-    ends the one before."""
+    """Makes engines with a disk tier in `folder`, which recompute unless `settings` or a call's own say otherwise; each
+    call closes the engine before it."""
     engines: list[MiniEngine] = []
     fixed = {
         "disk.folders": str(folder),
@@ -38,7 +38,7 @@ def in_turn(make_engine: Make, folder: Path, **settings: object) -> Make:
 
 
 def stop_disks(engine: MiniEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is read, written or heard of from here on, until `monkeypatch.undo()`."""
+    """From now on nothing is submitted to the disks and no result is taken, until `monkeypatch.undo()`."""
     monkeypatch.setattr(engine.unit.driver, "poll", lambda: None)
 
 
@@ -53,7 +53,7 @@ def spoil(folder: Path, places: Sequence[int] | None = None) -> None:
 
 
 def fails_and_is_computed(engine: MiniEngine, name: str, blocks: int) -> None:
-    """The load that the request waits for ends, with so many blocks failed; the engine computes them."""
+    """Ends the load that the request waits for, with so many blocks failed; the engine computes them."""
     engine.end_load(name)
     assert len(engine.invalid) == blocks
     engine.step()

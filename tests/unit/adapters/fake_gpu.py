@@ -1,5 +1,5 @@
-"""An engine whose KV memory lies on a FAKE GPU: plain memory behind the product's CUDA lane over the fake driver. What
-the engine gives to its stream is done by that stream's thread, and stands still while a test holds a forward."""
+"""An engine whose KV memory lies on a FAKE GPU: plain memory behind the product's CUDA lane over the fake driver. A
+thread per stream runs the work that the engine gives to the stream, and stops while a test holds a forward."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from tests import testing_ext
 
 LONG_S = 60.0
 A_WHILE_S = 0.3
-"""For what must not happen; the controls show that it is enough. Longer than `REUSE_WAIT_S`."""
+"""How long a test watches that something does not happen; the controls show that it suffices. Longer than
+`REUSE_WAIT_S`."""
 
 
 def _run(may_run: list[threading.Event], work: Callable[[], None]) -> None:
@@ -28,7 +29,7 @@ def _run(may_run: list[threading.Event], work: Callable[[], None]) -> None:
 
 
 class GpuWorker(WorkerSide):
-    """A worker on the fake GPU. The fake needs no pinned host memory: slots that are up can be used."""
+    """A worker on the fake GPU. The fake needs no pinned host memory: a slot can be used once it is ready."""
 
     gpu: ClassVar[Any] = None
 
@@ -45,8 +46,8 @@ class FakeGpuWorld:
     """The GPU of one engine.
 
     Attributes:
-        worker_class: of the engine's worker.
-        held: what is given to the stream stands still.
+        worker_class: class of the engine's worker.
+        held: whether work given to the stream waits.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,12 +77,12 @@ class FakeGpuWorld:
         return engine
 
     def give(self, work: Callable[[], None]) -> None:
-        """Work for the engine's stream; it waits while forwards are held."""
+        """Enqueues work on the engine's stream; it waits while forwards are held."""
         may_run = list(self._may_run[-1:]) if self.held else []
         self.gpu.enqueue(partial(_run, may_run, work))
 
     def hold(self) -> None:
-        """What is given from now on stands still until `let_go`: a forward that runs."""
+        """Work given from now on waits until `let_go`, as behind a forward that runs."""
         self._may_run.append(threading.Event())
         self.held = True
 
@@ -91,7 +92,7 @@ class FakeGpuWorld:
             event.set()
 
     def close(self) -> None:
-        """Of an engine that was closed: no rule of the driver was broken. Its GPU goes, and with it the streams."""
+        """Checks, after the engine was closed, that no rule of the driver was broken. Drops the GPU and its streams."""
         broken = self.gpu.violations()
         self.gpu = self.worker_class.gpu = None
         assert not broken, broken

@@ -1,4 +1,4 @@
-"""A worker whose copies go wrong where a test says so."""
+"""A worker whose copies fail where a test says so."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class FaultyWorker(WorkerSide):
 
 
 def faulty_worker(*faults: Any) -> type[FaultyWorker]:
-    """A class of its own with these rules."""
+    """A separate worker class with these rules."""
 
     class ThisFaultyWorker(FaultyWorker):
         rules: ClassVar[list[Any]] = list(faults)
@@ -36,7 +36,7 @@ def faulty_worker(*faults: Any) -> type[FaultyWorker]:
 
 
 def release_when_given_up(worker: WorkerSide, mover: Any) -> Thread:
-    """A thread that lets stalled copies go once the worker has given a load up, however late that is."""
+    """A thread that releases stalled copies once the worker has given up a load, however late that is."""
 
     def watch() -> None:
         ends_s = time.monotonic() + LONG_S

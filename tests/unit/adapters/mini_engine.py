@@ -1,5 +1,5 @@
-"""A very small engine around the connector's two sides: vLLM's requests, block pool and order of calls, and a
-"forward" that writes what belongs in its pools. What a test sees here is exact."""
+"""A very small engine around the connector's two sides: vLLM's requests, block pool and order of calls, and a "forward"
+that writes the expected numbers into its pools. A test can check every value exactly."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ class MiniEngine:
     """`ranks` workers; `remote` keeps the sides apart as different processes would be.
 
     Args:
-        head_replicas: ranks in a row that have the same KV head.
+        head_replicas: number of adjacent ranks that have the same KV head.
         early_handshake: False leaves the handshakes to the report of the first step, as a MultiConnector does.
-        names: of images and other inputs; names that are digests hold for good, without it too.
+        names: names of images and other inputs; names that are digests are always valid, without it too.
 
     Attributes:
-        failed_by_another: blocks that another connector beside ours failed to load, named in the next report.
+        failed_by_another: blocks that another connector beside flexkv's failed to load, named in the next report.
         takes_back: the model runner takes a running request's computed tokens back where the scheduler does, as V1 does
             and V2 does not.
-        after_layer: called in the forward with the number of each layer that it has written, where the step's stores
-            go by layer.
+        after_layer: called in the forward with the number of each layer that it has written, if the step's stores go
+            by layer.
     """
 
     def __init__(
@@ -102,14 +102,14 @@ class MiniEngine:
         self._held: list[Any] = []
 
     def take_handshakes(self) -> None:
-        """Carries the handshake of every worker that has one to the scheduler's side."""
+        """Passes the handshake of every worker that has one to the scheduler's side."""
         handshakes = {worker.rank: worker.handshake() for worker in self.workers}
         self.side.take_handshake({rank: item for rank, item in handshakes.items() if item is not None})
 
     # --- what the scheduler does ---
 
     def add(self, request: Request) -> int:
-        """Admits a request: lookup, blocks for all of its tokens. Returns the tokens it gets from outside."""
+        """Admits a request: looks it up and takes blocks for all of its tokens. Returns the external tokens it gets."""
         live = self.live[request.request_id] = Live(request)
         tokens, is_async = self._ask(request)
         count = -(-request.num_tokens // BLOCK_TOKENS)
@@ -124,7 +124,7 @@ class MiniEngine:
         return tokens
 
     def _ask(self, request: Request, steps: int = 20_000) -> tuple[int, bool]:
-        """Asks again with every step while the answer is not known."""
+        """Asks again in every step until the answer is known."""
         for _ in range(steps):
             tokens, is_async = self.side.match(request, 0)
             if tokens is not None:
@@ -167,7 +167,8 @@ class MiniEngine:
         self._take(reports)
 
     def hold_reports(self) -> Callable[[], None]:
-        """From now on the scheduler hears nothing of its steps, until the returned function tells it all of them."""
+        """From now on withholds the reports of steps from the scheduler, until the returned function delivers them
+        all."""
         take, held = self._take, self._held
 
         def tell() -> None:
@@ -188,29 +189,29 @@ class MiniEngine:
 
     @property
     def stored_pages(self) -> int:
-        """Pages that have become visible so far."""
+        """Pages published so far."""
         return int(self.unit.manager.stats().stored_pages)
 
     def until(self, done: Callable[[], bool]) -> None:
-        """Empty steps until something is so."""
+        """Runs empty steps until the condition holds."""
         ends_s = time.monotonic() + UNTIL_S
         while not done():
             assert time.monotonic() < ends_s, "it never came to that"
             self.step({})
 
     def end_load(self, name: str) -> None:
-        """Empty steps until the load that a request waits for has ended, if it waits for one."""
+        """Runs empty steps until the load that a request waits for has ended, if it waits for one."""
         live = self.live[name]
         self.until(lambda: not live.waiting_for_load)
 
     def preempt(self, name: str) -> None:
-        """The engine takes a running request's blocks away, and names it with its next step."""
+        """Takes a running request's blocks away, and names it as preempted in the next step."""
         self._lose_blocks(name)
         self._step_naming_preempted(name)
 
     def preempt_and_resume(self, name: str) -> int:
         """A reset with running requests: the step that names a request as preempted has also looked it up again and
-        given it other blocks. Returns the tokens that it gets from outside."""
+        given it other blocks. Returns the external tokens it gets."""
         request = self._lose_blocks(name).request
         tokens = self.add(request)
         self._step_naming_preempted(name)
@@ -239,7 +240,7 @@ class MiniEngine:
         self.until(lambda: not self.side.has_work)
 
     def finish(self, name: str, keep_blocks: bool = False) -> list[KVCacheBlock]:
-        """The request ends; its blocks are freed unless a load is still writing them."""
+        """Ends the request; frees its blocks unless a load is still writing them."""
         live = self.live.pop(name)
         self.side.finished(live.request)
         if not live.waiting_for_load and not keep_blocks:
@@ -247,7 +248,7 @@ class MiniEngine:
         return live.blocks
 
     def run(self, request: Request) -> int:
-        """Admits, loads, computes, finishes and drains; returns the tokens from outside."""
+        """Admits, loads, computes, finishes and drains; returns the external tokens."""
         tokens = self.add(request)
         self.end_load(request.request_id)
         self.step()
@@ -257,7 +258,7 @@ class MiniEngine:
         return tokens
 
     def forget(self) -> None:
-        """The engine drops its prefix cache, and all free blocks are spoiled."""
+        """Drops the engine's prefix cache, and spoils all free blocks."""
         assert self.pool.reset_prefix_cache()
         self.pools.spoil()
 
@@ -268,7 +269,7 @@ class MiniEngine:
         return chain.keys
 
     def wrong(self, name: str, end: int | None = None) -> list[int]:
-        """Positions before `end`, or of all that is computed, whose KV is not what it must be on a layer of a rank."""
+        """Positions before `end`, or among all computed ones, whose KV is wrong on some layer of some rank."""
         live = self.live[name]
         return self.pools.wrong(live, live.request.num_computed_tokens if end is None else end)
 
@@ -307,7 +308,7 @@ class MiniEngine:
         scheduled: dict[str, int],
         before_forward: Callable[[], None] | None,
     ) -> tuple[set[str], set[int], WorkerMetadata | None]:
-        # As either model runner calls: loads that the forward does not read begin behind it.
+        # The order of either model runner: loads that the forward does not read begin after it.
         sync = any(job.sync for job in orders.loads)
         worker.before_forward(orders)
         if sync:
@@ -325,7 +326,7 @@ class MiniEngine:
         return worker.reports.take_finished(), worker.reports.take_failed_blocks(), worker.take_metadata()
 
     def _forward(self, worker: WorkerSide, scheduled: dict[str, int], by_layer: bool) -> None:
-        """Writes what the step computes; with `by_layer` one layer after the other, and says so of each."""
+        """Writes the KV that the step computes; with `by_layer` one layer after the other, each with its hook."""
         parts = self._computed_parts(scheduled)
         if not by_layer:
             self.pools.write(worker.rank, parts)
@@ -335,12 +336,12 @@ class MiniEngine:
             self.after_layer(number)
 
     def _computed_parts(self, scheduled: dict[str, int]) -> list[tuple[Live, int, int]]:
-        """Each request of the step, with the first position that it computes and the one past the last."""
+        """Each request of the step, with the first position that it computes and the one after the last."""
         parts = []
         for name, tokens in scheduled.items():
             live = self.live[name]
             end = live.request.num_computed_tokens + live.ahead
-            # What a runner writes past its request's blocks is not ours to look at.
+            # Values that a runner writes past its request's blocks do not concern flexkv.
             parts.append((live, end - tokens, min(end, len(live.blocks) * BLOCK_TOKENS)))
         return parts
 

@@ -1,4 +1,4 @@
-"""KV pools of small engines, and the numbers that belong in them: they depend on all tokens up to a position."""
+"""KV pools of small engines, and the expected numbers in them: they depend on all tokens up to a position."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LAYERS, HEADS, CONTENT = 2, 2, 8
 
 
 def kv_config(blocks: int, layers: int = LAYERS, heads: int = HEADS, latent: bool = False) -> KVCacheConfig:
-    """One group of full attention in LBHNC, float32; with `latent` of MLA, which has one head and no V."""
+    """One group of full attention in LBHNC, float32; with `latent` an MLA group, which has one head and no V."""
     heads = 1 if latent else heads
     names = [f"layer.{i}" for i in range(layers)]
     page = heads * BLOCK_TOKENS * CONTENT * 4
@@ -73,25 +73,25 @@ Part = tuple[Live, int, int]
 
 
 class MiniPools:
-    """The pools of all ranks: `caches[rank]` by layer name. So many ranks in a row have the same numbers."""
+    """The pools of all ranks: `caches[rank]` by layer name. `replicas` adjacent ranks have the same numbers."""
 
     def __init__(self, config: KVCacheConfig, ranks: int, replicas: int) -> None:
         self.replicas = replicas
         self.caches = [make_caches(config) for _ in range(ranks)]
 
     def expected(self, rank: int, layer: int, tokens: Sequence[int], position: int) -> float:
-        """KV depends on everything before."""
+        """The expected KV, which depends on all tokens up to the position."""
         prefix = ",".join(map(str, tokens[: position + 1])) + f"/{rank // self.replicas}/{layer}"
         return float(zlib.crc32(prefix.encode()) % 100_003)
 
     def spoil(self) -> None:
-        """Nothing that belongs in any block is there any more."""
+        """Overwrites every block."""
         for caches in self.caches:
             for cache in caches.values():
                 cache.fill_(-1.0)
 
     def write(self, rank: int, parts: Sequence[Part]) -> None:
-        """Computes KV; what is computed from wrong KV comes out wrong."""
+        """Computes KV; KV computed from wrong KV comes out wrong."""
         for live, first, end in parts:
             spoiled = 0.5 if self.wrong(live, first, [rank]) else 0.0
             for layer, cache in enumerate(self.caches[rank].values()):
@@ -101,8 +101,8 @@ class MiniPools:
                     cache[live.blocks[block].block_id, :, slot, :] = value + spoiled
 
     def write_by_layer(self, rank: int, parts: Sequence[Part]) -> Iterator[str]:
-        """The same, one layer after the other; yields the name of each when its numbers, and none of a later layer's,
-        are there."""
+        """The same, layer by layer; yields the name of each layer once its numbers are written, and none of a later
+        layer's."""
         blocks: set[int] = set()
         for live, first, end in parts:
             part = live.blocks[first // BLOCK_TOKENS : -(-end // BLOCK_TOKENS)]
@@ -118,7 +118,7 @@ class MiniPools:
             yield name
 
     def wrong(self, live: Live, end: int, ranks: Sequence[int] | None = None) -> list[int]:
-        """Positions before `end` whose KV is not what it must be, on any layer of any of these ranks."""
+        """Positions before `end` whose KV is wrong on any layer of any of these ranks."""
         bad = set()
         for rank in range(len(self.caches)) if ranks is None else ranks:
             for layer, cache in enumerate(self.caches[rank].values()):

@@ -1,6 +1,6 @@
-"""vLLM's two model runners, as a connector's worker sees them: its hooks are called by vLLM's own code
-(`KVConnectorModelRunnerMixin` of Model Runner V1, `ActiveKVConnector` of V2), in the places where `execute_model` and
-`sample_tokens` have them. What these do besides is a function of the test."""
+"""vLLM's two model runners from the view of a connector's worker: vLLM's own code (`KVConnectorModelRunnerMixin` of
+Model Runner V1, `ActiveKVConnector` of V2) calls the worker's hooks, at the places that they have in `execute_model`
+and `sample_tokens`. A function of the test replaces the rest of these two."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class ModelRunner(ABC):
     """The steps of one worker.
 
     Args:
-        config: the engine's.
-        connector: of the worker.
+        config: the engine's configuration.
+        connector: the worker's connector.
         caches: the KV tensors by layer name, as `register_kv_caches` takes them.
     """
 
@@ -37,13 +37,12 @@ class ModelRunner(ABC):
         self._connector = connector
 
     def step(self, output: SchedulerOutput, prepare: Work, forward: Work, sample: Work) -> KVConnectorOutput:
+        """Args:
+        prepare: what the runner does to blocks of the KV cache before its forward: clears and copies them.
+        forward: writes the KV of the scheduled tokens; not called if there are none.
+        sample: what follows the forward: sampling, a draft model.
         """
-        Args:
-            prepare: what the runner does to blocks of the KV cache before its forward: clears and copies them.
-            forward: writes the KV of the scheduled tokens; not called where there are none.
-            sample: what follows the forward: sampling, a draft model.
-        """
-        # One process has one worker's connector; each test has its own.
+        # vLLM keeps one worker's connector per process; each test has its own.
         before, kv_transfer_state._KV_CONNECTOR_AGENT = kv_transfer_state._KV_CONNECTOR_AGENT, self._connector
         try:
             report = self._step(output, prepare, forward, sample)
@@ -59,7 +58,7 @@ class ModelRunner(ABC):
 
 class RunnerV1(ModelRunner):
     """`GPUModelRunner.execute_model` of v1/worker/gpu_model_runner.py: preemptions first, then `_update_states` clears
-    and copies blocks, and every other hook is called before anything is sampled."""
+    and copies blocks, and every other hook is called before sampling."""
 
     def __init__(
         self, config: VllmConfig, connector: KVConnectorBase_V1, caches: Mapping[str, torch.Tensor]
@@ -87,8 +86,8 @@ class RunnerV1(ModelRunner):
 
 class RunnerV2(ModelRunner):
     """`GPUModelRunner` of v1/worker/gpu/model_runner.py: `execute_model` clears and copies blocks in `update_requests`,
-    then calls `pre_forward`, with the preemptions in it, and `finish_forward`; `sample_tokens` calls `post_forward`
-    last, behind sampling and draft model."""
+    then calls `pre_forward`, which includes the preemptions, and `finish_forward`; `sample_tokens` calls `post_forward`
+    last, after sampling and draft model."""
 
     def __init__(
         self, config: VllmConfig, connector: KVConnectorBase_V1, caches: Mapping[str, torch.Tensor]
@@ -118,4 +117,4 @@ RUNNERS: dict[str, type[ModelRunner]] = {"V1": RunnerV1, "V2": RunnerV2}
 
 
 def nothing(*_: Any) -> None:
-    """A part of a step in which a test has nothing to do."""
+    """For a part of a step that a test does not use."""

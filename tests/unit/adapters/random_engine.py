@@ -1,5 +1,5 @@
-"""An engine that does at random what engines do to a connector: asks and does not allocate, ends requests at any
-moment, takes their blocks away, uses their names again, computes in chunks, resets. What its blocks hold is exact."""
+"""An engine that treats a connector at random as engines do: asks without allocating, ends requests at any moment,
+takes their blocks away, reuses their names, computes in chunks, resets. The content of its blocks is exact."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from tests.unit.adapters.vllm_objects import BLOCK_TOKENS, make_request
 
 GARBAGE = -2.0
 NAMES = 6
-"""Requests at once; their names are used again and again."""
+"""Number of concurrent requests; their names are reused."""
 
 LENGTHS = (1, 2, BLOCK_TOKENS - 1, BLOCK_TOKENS, BLOCK_TOKENS + 1, 2 * BLOCK_TOKENS, 23, 24, 25, 40)
 
 
 class RandomEngine(MiniEngine):
-    """Driven by `act`.
+    """An engine driven by `act`.
 
     Attributes:
         waiting: requests that hold no block: new ones, and those that lost theirs.
-        acts: how often each thing was done.
+        acts: how often each action was taken.
     """
 
     def __init__(self, seed: int, **options: Any) -> None:
@@ -40,12 +40,12 @@ class RandomEngine(MiniEngine):
         self._resumed: set[str] = set()
         self._fresh: list[int] = []
         self._late: dict[str, Live] = {}
-        """Requests that ended under their load."""
+        """Requests that ended during their load."""
         for worker in self.workers:
             self._spoil_after(worker)
 
     def _spoil_after(self, worker: WorkerSide) -> None:
-        """Blocks that were handed out hold garbage from when the worker lets the engine write them."""
+        """Makes fresh blocks hold garbage from the moment when the worker lets the engine write them."""
         before_forward = worker.before_forward
 
         def then_spoil(orders: Any) -> None:
@@ -58,7 +58,7 @@ class RandomEngine(MiniEngine):
     # --- what happens ---
 
     def act(self) -> None:
-        """One thing, and then what must always be so."""
+        """Takes one random action, and then checks the invariants."""
         (act,) = self.random.choices(list(self._weights), list(self._weights.values()))
         act()
         self.acts[act.__name__.removeprefix("_")] += 1
@@ -66,7 +66,7 @@ class RandomEngine(MiniEngine):
 
     @property
     def _weights(self) -> dict[Callable[[], None], int]:
-        """How often each thing happens."""
+        """Relative frequency of each action."""
         return {
             self._new: 10,
             self._only_ask: 5,
@@ -79,14 +79,14 @@ class RandomEngine(MiniEngine):
         }
 
     def verify(self) -> None:
-        """Whatever a running request counts as computed is in its blocks."""
+        """Checks that the blocks of every running request hold all that it counts as computed."""
         self.unit.manager.check_integrity()
         for name, live in self.live.items():
             if not live.waiting_for_load:
                 assert self.wrong(name) == [], f"{name}: {live.request.num_computed_tokens} tokens"
 
     def settle(self) -> None:
-        """Ends everything; nothing is left on either side."""
+        """Ends everything and checks that nothing is left on either side."""
         for name in [*self.waiting, *self.live]:
             self._end(name)
         self.drain()
@@ -131,7 +131,7 @@ class RandomEngine(MiniEngine):
             return
         assert tokens < request.num_tokens, "a token is left to compute"
         if self.random.random() < 0.05:
-            tokens, is_async = 0, False  # another connector was faster
+            tokens, is_async = 0, False  # another connector supplied tokens first
         name = str(request.request_id)
         del self.waiting[name]
         live = self.live[name] = Live(request)
@@ -157,7 +157,7 @@ class RandomEngine(MiniEngine):
         self.step({name: self._chunk(name)})
 
     def _chunk(self, name: str) -> int:
-        """Tokens that the request computes next: a part of its prompt, or one more after it."""
+        """How many tokens the request computes next: a part of its prompt, or one more after it."""
         live = self.live[name]
         left = live.request.num_tokens - live.request.num_computed_tokens
         if left:
@@ -195,7 +195,7 @@ class RandomEngine(MiniEngine):
         self.preempt(name)
 
     def _new_weights(self) -> None:
-        """The engine resets its own cache, which it can while nothing runs, and the connector's in any case."""
+        """The engine resets its own cache if nothing runs, and the connector's in any case."""
         if not (self.live or self._late):
             assert self.pool.reset_prefix_cache()
         self.side.reset()
@@ -220,7 +220,7 @@ class RandomEngine(MiniEngine):
 
     def _output(self, scheduled: dict[str, int]) -> SchedulerOutput:
         output = super()._output(scheduled)
-        # A request that lost its blocks comes back as one that was there before.
+        # A request that lost its blocks comes back as a cached request, not as a new one.
         for new in [new for new in output.scheduled_new_reqs if new.req_id in self._resumed]:
             output.scheduled_new_reqs.remove(new)
             self._resumed.discard(new.req_id)

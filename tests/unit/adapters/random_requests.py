@@ -1,4 +1,4 @@
-"""What clients and operators do at random to an engine with vLLM's own scheduler."""
+"""Random actions of clients and operators on an engine with vLLM's own scheduler."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.unit.adapters.scheduled_engine import ScheduledEngine
 
 
 class RandomRequests:
-    """What clients and operators do at random to an engine."""
+    """Random actions of clients and operators on an engine."""
 
     MOST = 6
 
@@ -59,7 +59,7 @@ class RandomRequests:
         loads = any(
             request.status.name == "WAITING_FOR_REMOTE_KVS" for request in scheduler.requests.values()
         )
-        # vLLM refuses while a step is under way that may still write blocks of a request that it preempts.
+        # vLLM refuses during a step that may still write blocks of a request that the reset preempts.
         if not loads and not self.engine.steps_under_way:
             scheduler.reset_prefix_cache(
                 reset_running_requests=True, reset_connector=self.random.random() < 0.5
@@ -75,7 +75,7 @@ class RandomRequests:
         return tokens
 
     def settle(self) -> None:
-        """Nothing is left on either side."""
+        """Ends everything and checks that nothing is left on either side."""
         engine = self.engine
         engine.settle()
         for _ in range(3):

@@ -1,5 +1,5 @@
-"""vLLM's own scheduler and block pools around both sides of the connector, and a "forward" that writes into every KV
-group what belongs there, having checked all that it reads. No model is run."""
+"""vLLM's own scheduler and block pools around both sides of the connector, and a "forward" that checks all that it
+reads and writes the expected numbers into every KV group. No model is run."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ LLAMA = {
 
 
 def do_now(work: Callable[[], None]) -> None:
-    """Of plain memory."""
+    """Runs work on plain memory at once."""
     work()
 
 
@@ -66,20 +66,20 @@ class ScheduledEngine:
 
     Args:
         match_unit: vLLM's `prefix_match_unit`.
-        step_tokens: that a step computes at most.
-        overlap: a step is scheduled before it is known how the one before ended.
-        runner: whose order of calls the worker's hooks get, one of `RUNNERS`.
-        give: gives the memory's work to the stream that the engine has on a device; by default it is done at once.
+        step_tokens: the most tokens that a step computes.
+        overlap: whether a step is scheduled before the result of the step before is known.
+        runner: the model runner whose order of calls the worker's hooks get, one of `RUNNERS`.
+        give: enqueues work on the memory's stream, for an engine on a device; by default it is done at once.
 
     Attributes:
-        specs: of the KV groups.
-        pool_config: of them, as vLLM has it.
+        specs: specifications of the KV groups.
+        pool_config: the groups as vLLM has them.
         worker, connector: both sides.
         scheduler, manager: vLLM's.
-        memory: of all blocks; groups have it one at a time.
+        memory: memory of all blocks; each block belongs to one group at a time.
         hits: tokens of the last load of each request.
-        trouble: what a forward read and was not what belongs there.
-        sample: done in each step behind the forward.
+        trouble: wrong values that a forward has read.
+        sample: called in each step after the forward.
         fresh: blocks handed out since the last step.
     """
 
@@ -124,7 +124,7 @@ class ScheduledEngine:
                 | settings,
             ),
         ).create_engine_config()
-        # vLLM turns it off for a CPU; what is scheduled here runs on none.
+        # vLLM turns it off on a CPU, which this schedule does not depend on.
         config.scheduler_config.async_scheduling = overlap
         self.pool_config = pool_of(specs, blocks)
         cache = config.cache_config
@@ -198,24 +198,24 @@ class ScheduledEngine:
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
 
     def run(self, name: str, tokens: Sequence[int], output: int = 4, **extra: Any) -> int:
-        """From its start to its end, and that of its stores; the tokens that were loaded."""
+        """Runs a request until it and its stores have ended. Returns the tokens that were loaded."""
         self.hits.pop(name, None)
         self.add(name, tokens, output, **extra)
         self.settle()
         return self.hits.get(name, 0)
 
     def forget(self) -> None:
-        """The engine loses its own prefix cache and all KV."""
+        """Drops the engine's own prefix cache and all KV."""
         assert self.scheduler.reset_prefix_cache()
         self.spoil()
 
     def spoil(self) -> None:
-        """All KV is gone."""
+        """Overwrites all KV."""
         self._give(partial(self.memory.fill_, SPOILED))
 
     @property
     def steps_under_way(self) -> int:
-        """Steps of which the scheduler does not know how they ended."""
+        """Number of steps whose result the scheduler does not know yet."""
         return len(self._under_way)
 
     @property
@@ -232,9 +232,8 @@ class ScheduledEngine:
     # --- a step ---
 
     def step(self, between: Callable[[], None] = lambda: None) -> None:
-        """
-        Args:
-            between: called when the step's forward has run and the scheduler does not know yet how it ended.
+        """Args:
+        between: called after the step's forward, before the scheduler knows the step's result.
         """
         output = self.scheduler.schedule()
         self._under_way.append((output, self._run(output)))
@@ -247,7 +246,7 @@ class ScheduledEngine:
         early = bool(copies or output.new_block_ids_to_zero or self.scheduler.has_mamba_layers)
         names = list(output.num_scheduled_tokens)
 
-        # What is handed out for a load is written by that first, and in an async load's step by nothing else.
+        # The load writes the blocks handed out for it first, and in an async load's step nothing else does.
         orders: Any = output.kv_connector_metadata
         graphs = [job.graph for job in orders.loads]
         loaded = {block for graph in graphs for op in graph.ops for block in op.blocks.tolist()}
@@ -291,7 +290,7 @@ class ScheduledEngine:
 
     @staticmethod
     def _tokens(request: Request, count: int) -> list[int]:
-        """Its first tokens, also those that the scheduler has not heard of yet."""
+        """Its first tokens, including those that the scheduler does not know yet."""
         tokens = list(request.all_token_ids[:count])
         while len(tokens) < count:
             tokens.append(3 + zlib.crc32(str(tokens).encode()) % 5)
@@ -300,8 +299,8 @@ class ScheduledEngine:
     # --- numbers ---
 
     def _forward(self, request: Request, tokens: int, group: int) -> None:
-        """Writes a group's part of the request's last `tokens` computed tokens; the scheduler has counted them
-        already."""
+        """Writes a group's part of the request's last `tokens` computed tokens; the scheduler has already counted
+        them."""
         end = request.num_computed_tokens
         start = end - tokens
         spec = self.specs[group]
@@ -335,7 +334,7 @@ class ScheduledEngine:
         return 0
 
     def _value(self, request: Request, group: int, tokens: int) -> float:
-        """What stands for a group's part of the last of so many tokens: it depends on all of them."""
+        """The number for a group's part of the last of so many tokens: it depends on all of them."""
         return float(zlib.crc32(f"{group}/{self._tokens(request, tokens)}".encode()) % 1_000_003)
 
     def _check(self, name: str, group: int, table: Sequence[int], position: int, value: float) -> None:

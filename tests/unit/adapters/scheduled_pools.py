@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 PAGE = 64
-"""Elements of a block in one layer, of every group."""
+"""Elements of a block in one layer, in every group."""
 
 
 def full(block: int) -> KVCacheSpec:
@@ -51,7 +51,7 @@ def state(block: int) -> KVCacheSpec:
 
 
 def pool_of(specs: Sequence[KVCacheSpec], blocks: int) -> KVCacheConfig:
-    """One layer a group; they lie over each other, as vLLM has them."""
+    """One layer per group; the groups share the same memory, as in vLLM."""
     size = blocks * PAGE * 4
     return KVCacheConfig(
         num_blocks=blocks,

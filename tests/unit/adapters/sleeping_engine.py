@@ -1,5 +1,5 @@
-"""A stand-in for vLLM 0.33 whose copies can be made to hang: its order of calls around a sleep, and in a step whose end
-is deferred until a draft model has run. tests/engines_vllm33 runs that engine's own Python through the same."""
+"""A stand-in for vLLM 0.33 whose copies can be made to hang: its order of calls around a sleep, and in a step that ends
+only after a draft model has run. tests/engines_vllm33 runs that engine's own Python through the same cases."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flexkv.adapters.vllm.worker import WorkerSide
 from tests.unit.adapters.mini_engine import MiniEngine
 
 POISON = -7.0
-"""What lies where the KV memory was while the engine sleeps: who reads or writes there is found out."""
+"""The content of the former KV memory while the engine sleeps: it reveals whoever reads or writes there."""
 
 
 class SleepingEngine(MiniEngine):
@@ -42,11 +42,12 @@ class SleepingEngine(MiniEngine):
 
     @property
     def was_touched(self) -> bool:
-        """Whether anything was written where the KV memory had been."""
+        """Whether anything was written to the former KV memory."""
         return any(bool((cache != POISON).any()) for caches in self.pools.caches for cache in caches.values())
 
     def wake_up(self) -> None:
-        """The memory is mapped again with other content, then the hook, then the handshakes once more."""
+        """The memory is mapped again with other content, then the hook is called, then come the handshakes once
+        more."""
         self.pools.spoil()
         for worker in self.workers:
             worker.restore_kv_caches()

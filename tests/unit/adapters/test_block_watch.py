@@ -92,7 +92,7 @@ def test_a_store_that_ends_before_its_request_does_is_forgotten() -> None:
 
 
 def test_held_blocks_say_which_of_them_were_handed_out() -> None:
-    """Each request that left a block hears of it; a store that begins meanwhile does not move them in the queue."""
+    """Each hold on a block is notified; a store that begins meanwhile does not move the blocks in the queue."""
     pool = make_pool(8)
     watch = BlockWatch(pool, 1.0)
     blocks = pool.get_new_blocks(3)
@@ -135,7 +135,7 @@ def test_free_blocks_are_watched_without_moving_them_in_the_queue() -> None:
     watch.add_free(OP, ids(blocks))
     assert [block.block_id for block in pool.free_block_queue.get_all_free_blocks()] == order
     assert watch.take_reused() == {}
-    # A hit takes the block with its content; an allocation takes it for something else.
+    # A hit takes the block with its content; an allocation takes it for new content.
     pool.touch([blocks[0]])
     assert watch.take_reused() == {}
     taken = pool.get_new_blocks(5)
@@ -153,7 +153,7 @@ def test_a_watcher_that_was_there_before_is_called_too() -> None:
     pool.unpin_blocks(blocks, lambda block: told.append(block.block_id))
     watch = BlockWatch(pool, 1.0)
     watch.add(OP, ids(blocks))
-    watch.add(OP, ids(blocks))  # ours twice is not a chain of ours
+    watch.add(OP, ids(blocks))  # two watches of flexkv on one block do not count as another watcher
     pool.free_blocks([blocks[1]])
     pool.get_new_blocks(5)
     assert told == [blocks[1].block_id]
@@ -178,7 +178,7 @@ def test_closing_leaves_the_pool_as_it_was() -> None:
 
 
 def test_a_watcher_that_takes_our_place_makes_the_block_count_as_handed_out() -> None:
-    """Nobody would tell us any more when the block is."""
+    """From then on flexkv would not learn that the block is handed out."""
     pool = make_pool(8)
     blocks = pool.get_new_blocks(3)
     watch = BlockWatch(pool, 1.0)

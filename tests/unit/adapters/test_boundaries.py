@@ -1,5 +1,5 @@
-"""At which lengths a hybrid engine's requests can be resumed, and the pages of windows, chunks and states that it
-takes."""
+"""Lengths at which a hybrid engine's requests can be resumed, and the pages of windows, chunks and states that are
+stored for them."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_states_are_stored_where_a_hit_is_likely_to_end() -> None:
     for end in range(16, 400, 16):
         if some.wants_states(end, after, prompt_tokens=210, shared_tokens=96):
             stored.append(after := end)
-    # Checkpoints, the end of what others share, the checkpoint after that, the prompt's end, and all of the answer.
+    # Checkpoints, the end of the shared beginning, the checkpoint after that, the prompt's end, and all of the answer.
     assert stored == [64, 96, 160, *range(208, 400, 16)]
     assert not some.wants_states(208, 208, 210, 0), "stored before"
 
@@ -135,7 +135,7 @@ def test_pages_that_a_hit_needs(group: BlockGeometry, boundary: int, pages: tupl
 
 
 def hit_tokens(group: BlockGeometry, pages: list[int], tokens: int) -> list[int]:
-    """The hits of up to `tokens` that a lookup finds where host memory has these pages of the group and no others."""
+    """Lengths of the hits of up to `tokens` that a lookup finds if host memory has exactly these pages of the group."""
     blocks = tokens // group.block_tokens
     keys = np.random.default_rng(1).integers(0, 256, (blocks, 16), np.uint8)
     index = BlockIndex([blocks + 1])

@@ -1,4 +1,4 @@
-"""What vLLM's built-in connector class is refused and warned of. Its hits are a test of the real engine."""
+"""Refusals and warnings for vLLM's built-in connector class. A test with the real engine covers its hits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flexkv.errors import ConfigError, KeySchemeError
 
 
 def engine(**changes: Any) -> Any:
-    """An engine's configuration, as far as the connector reads it; changes are `section__field`."""
+    """The parts of an engine's configuration that the connector reads; changes are `section__field`."""
     sections: dict[str, dict[str, Any]] = {
         "kv_transfer_config": {
             "kv_connector_extra_config": {},
@@ -89,7 +89,7 @@ def test_model_runner_v2_is_refused_where_failed_loads_are_computed(policy: str,
 
 
 def test_a_refused_connector_leaves_its_engine_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the exception is kept, and with it the connector. The control: one that works has the place."""
+    """Even if the exception, and with it the connector, is kept. The control: a working connector takes the place."""
     asked = engine()
     with monkeypatch.context() as refused:
         refused.setattr(builtin, "check_agent", fails)

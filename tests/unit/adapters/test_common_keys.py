@@ -1,4 +1,4 @@
-"""The common key scheme: the same keys from every engine for the same KV, and none where tokens do not say it all."""
+"""The common key scheme: every engine has the same keys for the same KV, and none if the tokens do not determine it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Make = Callable[..., MiniEngine]
 
 
 def keys_by_hand(tokens: list[int], seed: bytes = b"") -> np.ndarray:
-    """SGLang's chain of page hashes with hashlib, as index keys."""
+    """SGLang's chain of page hashes, made with hashlib, as index keys."""
     chain, prior = EngineKeyChain(NAMESPACE, 0), seed
     for block in range(len(tokens) // BLOCK_TOKENS):
         content = tokens[block * BLOCK_TOKENS : (block + 1) * BLOCK_TOKENS]
@@ -84,7 +84,7 @@ def test_keys_grow_with_the_request_and_follow_a_session_that_takes_tokens_back(
 
 
 def test_a_session_that_takes_an_image_later_has_no_keys_from_there_on(make_engine: Make) -> None:
-    """vLLM appends a streaming session's images to the list that the request had from the first."""
+    """vLLM appends a streaming session's images to the list that the request had from its beginning."""
     engine = make_engine(**COMMON)
     request = make_request(PROMPT[:8], "one")
     tracker = engine.side.requests.of(request)
@@ -135,9 +135,9 @@ def test_engines_of_one_model_have_one_namespace(folder: Path) -> None:
     settings = load_config(COMMON, {})
     other = EngineArguments.of(arguments(model=str(folder)))
     assert namespace_of_tensorrt_llm(other, settings, 16, "float16") == vllm(folder)
-    # What each engine's library makes of the model's file, and where the pool ends, is no matter.
+    # Neither the engines' own views of the model's file nor the size of the pool matters.
     assert vllm(folder, one_group(16, 16, 7, ("a", "b"), "float16")) == vllm(folder)
-    # Keys of the engines' own are in other namespaces.
+    # Keys of the engines' own schemes are in other namespaces.
     engine = load_config({}, {})
     assert namespace_of_vllm(config(folder), GEOMETRY, engine) != vllm(folder)
     assert namespace_of_tensorrt_llm(other, engine, 16, "float16") not in (

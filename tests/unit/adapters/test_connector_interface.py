@@ -1,4 +1,4 @@
-"""flexkv's connector against what vLLM calls. tests/engines_vllm33 holds the table of 0.33 against that version."""
+"""flexkv's connector against vLLM's calls. tests/engines_vllm33 compares the table of 0.33 with that version."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OURS_IN_ANY_VERSION = ("unregister_kv_caches", "restore_kv_caches")
 
 
 class In033(FlexKVConnector):
-    """Our class over what 0.33 adds to its own, which the installed version may not have."""
+    """flexkv's class with the hooks that 0.33 adds, which the installed version may lack."""
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
@@ -45,13 +45,13 @@ def test_the_connector_has_what_no_version_does_for_it(hook: str) -> None:
 def test_control_a_hook_with_other_parameters_is_found() -> None:
     class Wrong(In033):
         def start_load_kv(self, forward_context: Any) -> None:  # type: ignore[override]
-            """Takes no further keywords."""
+            """Lacks `**kwargs`."""
 
         def request_finished(self, request: Any) -> None:  # type: ignore[override]
             """Lacks the blocks."""
 
         def update_state_after_alloc(self, request: Any, blocks: Any, tokens: int) -> None:  # type: ignore[override]
-            """Has another name for the last."""
+            """Has another name for the last parameter."""
 
         restore_kv_caches = None  # type: ignore[assignment]
 
@@ -65,7 +65,7 @@ def test_control_a_hook_with_other_parameters_is_found() -> None:
 
 
 def test_the_table_is_what_the_installed_engine_calls() -> None:
-    """So the table is right where it can be compared; a new version that adds a hook fails here."""
+    """The table is right for the version that can be compared; a new version that adds a hook fails here."""
     assert public_hooks(KVConnectorBase_V1) == INTERFACES[MAJOR, MINOR]
     assert sorted(KVConnectorBase_V1.__abstractmethods__) == sorted(ABSTRACT)
     names = dir(KVConnectorBase_V1)

@@ -1,4 +1,4 @@
-"""The disk tier under the connector's two sides: what was stored is served by later engines, from real slabs."""
+"""The disk tier under the connector's two sides: later engines are served stored pages, from real slabs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def prompt(number: int) -> list[int]:
 
 @pytest.fixture
 def make_disk_engine(make_engine: Make, tmp_path: Path) -> Make:
-    """Makes engines with a disk tier in the test's folder; each ends the one before."""
+    """Makes engines with a disk tier in the test's folder; each call closes the engine before it."""
     return in_turn(make_engine, tmp_path, role=EngineRole())
 
 
@@ -83,7 +83,7 @@ def test_every_mode_keeps_everything_over_an_orderly_end(
 
 @pytest.mark.parametrize("mode", ["through", "back", "evict"])
 def test_what_leaves_host_memory_is_served_from_disk(make_disk_engine: Make, mode: str) -> None:
-    # Bursts of stores must find slots that were made free before: one in 16 is kept so.
+    # Bursts of stores must find slots that were freed before them: one in 16 is kept free.
     size = "1MiB" if mode == "evict" else "128KiB"
     engine = make_disk_engine(**{"disk.mode": mode, "host.bytes": size})
     slots = engine.unit.slots
@@ -96,7 +96,7 @@ def test_what_leaves_host_memory_is_served_from_disk(make_disk_engine: Make, mod
         served.append(engine.run(make_request(prompt(number), f"b{number}")))
         engine.forget()
     if mode == "evict":
-        # What leaves in one burst is not all written in time; what was is served.
+        # Not all pages that leave in one burst are written in time; those that are written are served.
         assert sum(served) > 0.5 * 20 * prompts
     else:
         assert served == [20] * prompts
@@ -176,7 +176,7 @@ def test_a_reset_reaches_the_disk(make_disk_engine: Make) -> None:
     assert engine.run(make_request(PROMPT, "two")) == 0
     engine.forget()
     assert engine.run(make_request(PROMPT, "three")) == 20
-    # Of the weights after a reset nothing is known but that this process has them.
+    # After a reset, only this process is known to have the weights.
     engine = make_disk_engine()
     assert engine.run(make_request(PROMPT, "four")) == 0
     engine = make_disk_engine()
@@ -288,7 +288,7 @@ def test_what_the_engine_computes_sooner_is_left_to_it(
     assert engine.run(make_request(PROMPT, "two")) == (0 if compute_if_faster else 20)
     left = 5 if compute_if_faster else 0
     assert engine.counters.data.get("flexkv_disk_left_pages_total", {}).get("", 0) == left
-    # What was computed is in host memory now, and is served from there.
+    # The computed pages are in host memory now, and are served from there.
     engine.forget()
     assert engine.run(make_request(PROMPT, "three")) == 20
 

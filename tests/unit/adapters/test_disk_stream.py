@@ -1,4 +1,4 @@
-"""Blocks promised while they come up from disk, under the connector's two sides, from real slabs."""
+"""Blocks promised while they are read from disk, under the connector's two sides, from real slabs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MODES = ("async", "sync", "layerwise")
 
 @pytest.fixture
 def make_streaming(make_engine: Make, tmp_path: Path) -> Make:
-    """Makes engines that stream from the test's folder; each ends the one before."""
+    """Makes engines that stream from the test's folder; each call closes the engine before it."""
     return in_turn(make_engine, tmp_path, **{"disk.stream": True})
 
 
@@ -83,7 +83,7 @@ def test_damaged_pages_are_named_and_computed(make_streaming: Make, tmp_path: Pa
     engine.drain()
     assert engine.counters.data["flexkv_disk_failed_pages_total"]["read"] == 5
     engine.forget()
-    # Computed again, it was stored again.
+    # The recomputed pages were stored again.
     assert engine.run(make_request(PROMPT, "three")) == 20
     assert len(engine.invalid) == 5
 
@@ -130,7 +130,7 @@ def test_a_read_that_the_lane_does_not_take_fails_its_load_at_once(
     make_streaming: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_streaming().run(make_request(PROMPT, "one"))
-    # Its deadline is an hour: only being told can end it here.
+    # The load's deadline is an hour: only the rejected read can end it here.
     engine = make_streaming(**{"load.deadline_s": 3600})
     driver = engine.unit.driver
     monkeypatch.setattr(driver._planes[DISK], "submit", lambda graph: None)
@@ -153,7 +153,7 @@ def test_new_weights_while_pages_come_up(make_streaming: Make, monkeypatch: pyte
 
 
 def test_pages_of_another_units_folder_are_streamed_too(make_streaming: Make, tmp_path: Path) -> None:
-    """With the common key scheme; and a damaged one is named to the engine, which computes it."""
+    """With the common key scheme; a damaged page is reported to the engine, which computes it."""
     common = {"keys.scheme": "common", "host.verify": True}
     make_streaming(**common).run(make_request(PROMPT, "one"))
     make_streaming(**common, **{"disk.folders": str(tmp_path / "elsewhere")})

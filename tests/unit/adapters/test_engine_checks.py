@@ -1,4 +1,4 @@
-"""Engines and models that are refused at their start, and what the refusal says."""
+"""Engines and models that are refused at their start, and the words of the refusal."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def parallel(**fields: Any) -> Any:
 
 
 class Model(SimpleNamespace):
-    """A model's configuration, as far as vLLM itself decides by it."""
+    """The parts of a model's configuration that vLLM's own decisions depend on."""
 
     is_diffusion = ModelConfig.is_diffusion
     is_prefix_caching_supported = ModelConfig.is_prefix_caching_supported
@@ -52,9 +52,8 @@ class Model(SimpleNamespace):
 def model(
     attention: str = "decoder", pooling: tuple[str | None, str | None] | None = None, **config: Any
 ) -> Any:
-    """
-    Args:
-        pooling: of sequences and of tokens; None for a model that generates.
+    """Args:
+    pooling: for sequences and for tokens; None for a model that generates.
     """
     pooler = pooling and SimpleNamespace(seq_pooling_type=pooling[0], tok_pooling_type=pooling[1])
     hf_config = SimpleNamespace(**config)
@@ -131,7 +130,7 @@ def test_a_connector_that_is_gone_is_not_counted() -> None:
 
 
 class Layer(AttentionLayerBase):
-    """An attention layer, as far as its backend is asked for."""
+    """An attention layer with nothing but its backend."""
 
     def __init__(self, backend: type[Any]) -> None:
         self.backend = backend

@@ -1,4 +1,4 @@
-"""What vLLM is told: KV events and metrics."""
+"""flexkv's reports to vLLM: KV events and metrics."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_lazy_stores_are_announced_by_hash(make_engine: Make) -> None:
 
 
 def test_each_way_of_a_store_announces_its_own_blocks() -> None:
-    """A store of which one op goes to disk, and is not announced, and the other to host memory."""
+    """One op of a store goes to disk, and is not announced; the other goes to host memory."""
     log, keys = EventLog(PoolGeometry((BlockGeometry(4, 4, 16, ("layer",)),), 4)), chain(4)
     hashes = [BlockHash(bytes(key)) for key in keys]
     slots = np.arange(2, dtype=np.int32)
@@ -177,7 +177,7 @@ def test_every_series_is_exported_at_zero_before_anything_happens() -> None:
             for values in itertools.product(*(values for _, values in metric.labels)):
                 labels = {"model": "m", "engine": engine, **dict(zip(names, values, strict=True))}
                 assert (f"vllm:{metric.name}", frozenset(labels.items())) in exported
-    # And none twice: what is counted later goes to the same series.
+    # And no series twice: later counts go to the same series.
     counters = Counters()
     counters.add("flexkv_failed_pages_total", 2, direction="store", reason="deadline")
     metrics.observe(counters.data, 1)

@@ -1,4 +1,4 @@
-"""What keeps the partial tails of different callers apart."""
+"""Extra keys that keep the partial tails of different callers apart."""
 
 from __future__ import annotations
 

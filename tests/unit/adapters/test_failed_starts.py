@@ -1,4 +1,4 @@
-"""A start that fails leaves its process as it was: the next engine's start there is none beside another engine."""
+"""A start that fails leaves its process unchanged: the next engine there does not count as a second one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROMPT = list(range(10, 40))
 
 
 class KeptRunner(model_runners.RunnerV1):
-    """Its connector stays with the process as vLLM keeps it, from before it registers the KV cache."""
+    """The process keeps its connector, as vLLM does, from before the connector registers the KV cache."""
 
     def __init__(self, config: VllmConfig, connector: KVConnectorBase_V1, caches: Mapping[str, Any]) -> None:
         assert not has_kv_transfer_group(), "vLLM would go on with the connector of another engine"
@@ -33,7 +33,7 @@ class KeptRunner(model_runners.RunnerV1):
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ScheduledEngine]]:
-    """Starts an engine in this process; what a test leaves is ended after it."""
+    """Starts an engine in this process; engines that a test leaves running are closed after it."""
     monkeypatch.setitem(model_runners.RUNNERS, "kept", KeptRunner)
     monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", None)
     engines: list[ScheduledEngine] = []
@@ -53,7 +53,7 @@ class Misshaped(WorkerSide):
 
 
 def wrong(kind: str, folder: Path) -> tuple[type[FlexKVError], dict[str, Any]]:
-    """What a start is given that ends in an error of this kind."""
+    """The error of this kind, and the arguments with which a start fails by it."""
     (folder / "file").write_text("")
     starts: dict[str, tuple[type[FlexKVError], dict[str, Any]]] = {
         "too little memory": (CapacityError, {"host.bytes": 16}),

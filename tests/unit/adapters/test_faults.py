@@ -1,4 +1,4 @@
-"""What the connector does when copies fail, stall or come late: no wrong byte, no lost and no second report."""
+"""Copies fail, stall or come late: no wrong byte is served, no report is lost, and none is made twice."""
 
 from __future__ import annotations
 
@@ -173,7 +173,8 @@ def test_a_load_finds_its_place_in_a_full_queue(make_engine: Make) -> None:
 
 
 def test_a_load_that_finds_no_place_before_its_deadline_is_given_up(make_engine: Make) -> None:
-    """The one under way is reported when it is quiet; those behind it, of which no byte moves, at their deadline."""
+    """The load under way is reported once its copies have stopped; those behind it, whose copies have not begun, at
+    their deadline."""
     engine, slow, requests = four_loads(make_engine, PROMPT, **{"load.deadline_s": 0.05})
     names = [request.request_id for request in requests]
     assert slow.movers[0].wait_stalled(1, 10.0)
@@ -190,7 +191,7 @@ def test_a_load_that_finds_no_place_before_its_deadline_is_given_up(make_engine:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_client_that_hangs_up_while_its_load_runs_is_no_failure(make_engine: Make, fails: bool) -> None:
-    """With `fails`, the control: its copies fail, and nobody hangs up."""
+    """With `fails`, the control: its copies fail, and no client hangs up."""
     slow = faulty_worker(testing_ext.FaultRule(FAIL if fails else STALL, kind=H2D, times=1))
     engine = stored_engine(make_engine, PROMPT, worker_class=slow)
     engine.add(make_request(PROMPT, "two"))

@@ -1,4 +1,4 @@
-"""What waits for a forward that runs, and what does not: on a fake GPU, whose stream stands still while a test holds
+"""Copies that wait for a running forward, and copies that do not: on a fake GPU, whose stream stops while a test holds
 it, under both of vLLM's model runners."""
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class GpuEngine(ScheduledEngine):
     world: FakeGpuWorld
 
     def copies_end(self, wait_s: float) -> bool:
-        """Whether all copies that were submitted have ended, or do in that time."""
+        """Whether all submitted copies have ended, or end within that time."""
         ops = self.worker.worker._ops
         return all(ops.engine.wait(op.ticket, wait_s) for op in ops._ops.values())
 
@@ -62,7 +62,7 @@ def make_engine(
 
 
 def load_beside_a_forward(engine: GpuEngine) -> None:
-    """An async load is ordered in a step whose forward, of another request, is held then."""
+    """Orders an async load in a step whose forward, for another request, is then held."""
     engine.run("one", PROMPT)
     engine.forget()
     engine.add("busy", OTHER, output=20)
@@ -104,8 +104,8 @@ def test_control_behind_all_that_the_stream_was_given_it_waits(
 def test_loads_wait_where_the_runner_touches_new_blocks(
     make_engine: Make, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, spared: bool
 ) -> None:
-    """The runner clears what is loaded. vLLM's own has it that it does not; `spared` is the control, which takes the
-    order to be enough all the same. V2 clears before its first hook, so that there it is enough."""
+    """The runner clears the blocks of a load. vLLM's own promises not to; with `spared`, the control, flexkv believes
+    the promise anyway. V2 clears before its first hook, so for V2 believing it is harmless."""
     engine = make_engine()
     scheduler: Any = engine.scheduler
     scheduler._get_new_block_ids_to_zero = lambda: list(engine.fresh) or None
@@ -122,14 +122,14 @@ def test_loads_wait_where_the_runner_touches_new_blocks(
 
 
 MANY = {f"r{n}": [10 + n] * 13 for n in range(4)}
-"""Requests whose stores are more than a direction of the lane has under way."""
+"""Requests with more stores than one direction of the lane processes at a time."""
 
 
 def reuse_under_a_forward(engine: GpuEngine, late_copies: bool = False) -> bool:
-    """Requests are aborted while their forward runs, and their blocks are written by the next step.
+    """Aborts requests while their forward runs; the next step writes their blocks.
 
     Args:
-        late_copies: no copy runs before that step's forward has; where that waits for the copies, for ever.
+        late_copies: no copy runs before that step's forward has; if the forward waits for the copies, this never ends.
 
     Returns:
         Whether the worker's thread came back while the first forward still ran.
@@ -166,7 +166,7 @@ SMALL: dict[str, Any] = {"blocks": 20, "step_tokens": 128, "store.max_reference_
 def test_a_long_forward_neither_stalls_the_worker_nor_loses_a_page(
     make_engine: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Whoever waits for the forward now waits until it ends.
+    # A wait for the forward would now last until it ends.
     monkeypatch.setattr(worker, "REUSE_WAIT_S", LONG_S)
     engine = make_engine(**SMALL)
     assert reuse_under_a_forward(engine)
@@ -191,7 +191,7 @@ def test_control_a_wait_for_the_copies_stalls_the_worker(
 
 
 def store_of_generated(engine: GpuEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ends with the step that stores a block which earlier forwards have filled, its own forward held."""
+    """Stops after the step that stores a block filled by earlier forwards, with the step's own forward held."""
     engine.add("one", PROMPT, output=40)
     manager: Any = engine.connector.scheduler.unit.manager
     for _ in range(4):
@@ -244,7 +244,7 @@ def test_control_a_block_that_the_forward_fills_waits_for_it(make_engine: Make) 
 def test_a_store_does_not_wait_for_what_follows_the_forward(
     make_engine: Make, monkeypatch: pytest.MonkeyPatch, hooked: bool
 ) -> None:
-    """Model Runner V2 calls `wait_for_save` behind sampling, V1 before it; the control lacks V2's hook."""
+    """Model Runner V2 calls `wait_for_save` after sampling, V1 before it; the control lacks V2's hook."""
     engine = make_engine()
     if not hooked:
         monkeypatch.setattr(type(engine.worker), "finish_forward", nothing)

@@ -25,7 +25,7 @@ from tests.unit.cache.disk_world import disk_tier
 
 @pytest.fixture
 def make_gds(make_engine: Make, tmp_path: Path) -> Make:
-    """Makes engines with gds loads from the test's folder; each ends the one before."""
+    """Makes engines with gds loads from the test's folder; each call closes the engine before it."""
     return in_turn(make_engine, tmp_path, **{"disk.gds": "on"})
 
 
@@ -54,7 +54,7 @@ def test_every_rank_loads_its_own_stripe(
 
 
 def test_host_pages_first_then_those_on_disk(make_gds: Make) -> None:
-    """What host memory has of a prefix is loaded from there, in one job with what follows on disk."""
+    """The prefix's pages in host memory are loaded from there, in one job with the following pages on disk."""
     engine = make_gds()
     engine.run(make_request(PROMPT, "one"))
     engine.forget()
@@ -111,7 +111,7 @@ def test_loads_inside_the_step(make_gds: Make, mode: str, monkeypatch: pytest.Mo
     assert "flexkv_disk_lookups_total" not in engine.counters.data, "nobody waited for a lookup"
     assert gds_pages(engine) == 5
     assert engine.invalid == set()
-    # Without being asked, no step stands still for a disk.
+    # Without an explicit setting, no step waits for a disk.
     monkeypatch.setattr("flexkv.adapters.vllm.worker.WorkerSide._has_gpudirect", lambda self: True)
     assert make_gds(**{"load.mode": mode, "disk.gds": "auto"}).unit.slabs is None
 
@@ -120,7 +120,7 @@ def test_loads_inside_the_step(make_gds: Make, mode: str, monkeypatch: pytest.Mo
 def test_by_layer_host_pages_and_those_on_disk_in_one_load(
     make_gds: Make, tmp_path: Path, damaged: bool
 ) -> None:
-    """Of the host's pages each layer is waited for; those on disk are whole at the first."""
+    """Each layer of the host's pages is waited for; pages from disk are complete at the first layer."""
     layerwise = {"load.mode": "layerwise"}
     engine = make_gds(**layerwise)
     engine.run(make_request(PROMPT, "one"))
@@ -156,7 +156,7 @@ def test_where_every_rank_has_gpudirect_auto_measures_both_ways(
 
 
 def refuse_rank(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
-    """The slabs cannot be opened on one rank."""
+    """Makes opening the slabs fail on one rank."""
 
     def open_or_refuse(slabs: SlabMap, stripe: int, *args: object, **kwargs: object) -> c_ext.GdsLane:
         if stripe == rank:
@@ -176,7 +176,7 @@ def test_with_auto_a_rank_that_cannot_open_the_slabs_sends_all_loads_through_hos
     refuse_rank(monkeypatch, 1)
     caplog.clear()
     engine = make_gds(**settings, **{"disk.gds": "auto"})
-    # The first load may be planned before the ranks have said anything: it is computed, and nothing is forgotten.
+    # The first load may be planned before the ranks have reported: it is computed, and no page is dropped.
     engine.run(make_request(PROMPT, "two"))
     assert gds_pages(engine) == 0
     assert disk_tier(engine.unit.manager).counts.failed_reads == 0
@@ -221,7 +221,7 @@ def test_damaged_pages_are_named_and_computed(make_gds: Make, tmp_path: Path) ->
     assert gds_pages(engine) == 0
     assert engine.counters.data["flexkv_disk_failed_pages_total"]["read"] == 5
     engine.forget()
-    # Computed again, it was stored again, on disk too.
+    # The recomputed pages were stored again, on disk too.
     engine = make_gds()
     assert engine.run(make_request(PROMPT, "three")) == 20
     assert gds_pages(engine) == 5
@@ -233,7 +233,7 @@ def test_a_slab_that_ends_early_costs_its_last_pages(make_gds: Make, tmp_path: P
     (row,) = engine.unit.slabs.disks[0]
     engine = make_gds()
     assert engine.add(make_request(PROMPT, "two")) == 20
-    # Only now: a slab that is too short at start is made anew.
+    # Truncated only now: a slab that is too short at the start is made anew.
     os.truncate(row.path, row.header_bytes + 2 * row.slot_bytes)
     engine.end_load("two")
     assert 0 < len(engine.invalid) <= 3
@@ -302,7 +302,7 @@ def test_a_slab_that_a_rank_cannot_open_is_said_at_start(
 def test_with_auto_slabs_that_nothing_reaches_straight_are_left(
     monkeypatch: pytest.MonkeyPatch, refusal: str
 ) -> None:
-    """The machine may promise more than its disks keep."""
+    """The machine may promise direct I/O that its disks do not offer."""
     lane: Any = SimpleNamespace(direct_refusal=refusal, close=lambda: closed.append(True))
     closed: list[bool] = []
     monkeypatch.setattr("flexkv.adapters.common.rank_lanes.cuda_device_of", lambda tensors: 0)

@@ -18,7 +18,7 @@ from tests.unit.cache.disk_world import disk_tier
 
 @pytest.fixture
 def make_gds(make_engine: Make, tmp_path: Path) -> Make:
-    """Makes engines with gds stores to the test's folder; each ends the one before."""
+    """Makes engines with gds stores to the test's folder; each call closes the engine before it."""
     return in_turn(make_engine, tmp_path, **{"disk.gds": "on", "disk.gds_stores": True})
 
 
@@ -37,7 +37,7 @@ def on_disk(engine: MiniEngine) -> int:
 
 
 def found_on_disk(engine: MiniEngine) -> int:
-    """Blocks of PROMPT that a lookup would find there."""
+    """Blocks of PROMPT that a lookup would find on disk."""
     return len(disk_tier(engine.unit.manager).leading(0, engine.keys_of(make_request(PROMPT, "x"))))
 
 
@@ -123,8 +123,8 @@ def test_a_store_that_was_barred_is_not_sealed(make_gds: Make) -> None:
 
 
 def test_pages_of_a_slab_that_was_cut_off_are_computed_and_stored_again(make_gds: Make) -> None:
-    """What a rank cannot read fails by SOURCE, so the manager's lane judges the pages first. Then writes make the file
-    longer, and what was stored is there, byte for byte."""
+    """A failed read on a rank is a SOURCE failure, so the manager's lane checks the pages first. Later writes extend
+    the file, and the stored pages are there, byte for byte."""
     engine = make_gds()
     engine.run(make_request(PROMPT, "one"))
     (row,) = engine.unit.slabs.disks[0]

@@ -1,4 +1,4 @@
-"""What the adapter refuses to serve, and what it says then."""
+"""Geometries that the adapter refuses, and the words of the refusal."""
 
 from __future__ import annotations
 
@@ -157,7 +157,8 @@ def test_groups_have_the_rules_that_the_engine_allocates_by() -> None:
     ("tokens", "extra", "pages"), [(9, 0, 2), (10, 0, 3), (8, 0, 2), (8, 2, 3), (2, 0, 1), (1, 1, 1)]
 )
 def test_a_window_reaches_as_many_pages_as_the_engine_keeps(tokens: int, extra: int, pages: int) -> None:
-    """vLLM frees the blocks wholly before the next token's window, and a hit of whole blocks leaves the others."""
+    """vLLM frees the blocks that lie wholly before the next token's window, and a hit of whole blocks leaves the
+    others."""
     (group,) = pool_geometry(config_of(window(tokens, extra=extra))).groups
     assert group.reach == pages
     manager = SlidingWindowManager.__new__(SlidingWindowManager)
@@ -192,7 +193,7 @@ def test_signatures_tell_groups_apart() -> None:
 
 
 def test_a_window_and_a_chunk_of_one_number_have_other_signatures() -> None:
-    """The one counts pages, the other tokens; which layers have which, a model's configuration may change."""
+    """A window counts pages, a chunk counts tokens; a model's configuration may change which layers have which."""
     pages, tokens = pool_geometry(config_of(window(33), CHUNK)).groups
     assert (pages.reach, tokens.reach) == (8, 8)
     assert replace(pages, layer_names=tokens.layer_names).signature != tokens.signature
@@ -239,7 +240,7 @@ def test_ranks_share_a_kv_head_where_every_layer_has_one_a_rank() -> None:
 
 
 def engine_of(heads: int, ranks: int, draft: object = None, **counts: object) -> Any:
-    """A vLLM configuration as far as it says how heads are dealt to ranks."""
+    """The parts of a vLLM configuration that determine how heads are distributed over ranks."""
     named = {"num_attention_heads": 32, "head_dim": 64, **(counts or {"num_key_value_heads": heads})}
     model = SimpleNamespace(
         get_total_num_kv_heads=lambda: heads, hf_text_config=SimpleNamespace(to_dict=lambda: named)
@@ -353,7 +354,7 @@ def test_on_a_cpu_no_layout_is_asked_for_because_there_is_one_only() -> None:
 
 
 def asked_for(monkeypatch: pytest.MonkeyPatch, *layers: str, named: str | None = None) -> str | None:
-    """The order asked for on a GPU, with these attention backends in layers of this process, or one that is named."""
+    """The layout required on a GPU, with these attention backends in layers of this process, or with a named one."""
     monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
     found = [SimpleNamespace(get_attn_backend=AttentionBackendEnum[backend].get_class) for backend in layers]
     monkeypatch.setattr("vllm.config.get_layers_from_vllm_config", lambda *_: dict(enumerate(found)))

@@ -1,4 +1,4 @@
-"""What travels between a scheduler's side and its workers is checked: orders, reports and grants of another unit are
+"""Messages between a scheduler's side and its workers are checked: orders, reports and grants of another unit are
 refused, and so are those for a pool that the engine has replaced."""
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def refused(engine: MiniEngine, kind: str) -> float:
 
 
 def two_engines(make_engine: Make, **options: Any) -> tuple[MiniEngine, MiniEngine]:
-    """Two engines, each with a prompt of its own stored, and one worker: the first one's, as vLLM keeps it."""
+    """Two engines, each with its own stored prompt, and one worker: the first engine's, as vLLM keeps it."""
     first, second = (stored_engine(make_engine, tokens, **options) for tokens in (ONE, TWO))
     second.workers = first.workers
     return first, second
@@ -104,10 +104,10 @@ def test_a_load_of_another_unit_is_refused_and_its_blocks_are_named(
 def test_without_the_check_the_other_engine_reads_wrong_kv(
     make_engine: Make, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The control: the worker takes every step for one of its own unit."""
+    """The control: the worker accepts every step as its own unit's."""
     _, second = two_engines(make_engine, **{"load.mode": mode})
     monkeypatch.setattr(ForeignSteps, "begin", lambda self, orders, own: False)
-    # Reports of the first unit are the second's, too.
+    # The second unit accepts the first unit's reports, too.
     monkeypatch.setattr(second.workers[0], "unit", second.unit.unit_id)
     second.add(make_request(TWO, "two"))
     second.end_load("two")
@@ -129,7 +129,7 @@ def test_stores_of_another_unit_are_refused_and_not_published(make_engine: Make)
 
 
 def test_a_step_of_another_unit_takes_no_report_of_this_one(make_engine: Make) -> None:
-    """What this unit's ops came to is kept for its own scheduler's side."""
+    """Results of this unit's ops are kept for its own scheduler's side."""
     first, second = two_engines(make_engine, remote=True)
     first.add(make_request(list(range(700, 723)), "new"))
     orders = first.side.build(first._output({"new": 23}))
@@ -163,7 +163,7 @@ def test_orders_from_before_a_unit_was_made_are_refused_by_a_rank_that_serves_on
 def test_a_report_of_another_unit_frees_and_publishes_nothing(
     make_engine: Make, own: bool, logged: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With `own` the control: the same report of this unit does both."""
+    """With `own`, the control: the same report from this unit does both."""
     engine = make_engine(remote=True)
     worker = engine.workers[0]
     with monkeypatch.context() as silent:
@@ -195,7 +195,7 @@ def test_reports_of_two_units_are_not_put_together(make_engine: Make) -> None:
     joined = WorkerMetadata(unit, ready={0: 5}).aggregate(WorkerMetadata(other, results=[(1, strange)]))
     assert (joined.unit, joined.ready, joined.results) == (unit, {0: 5}, [])
     assert [(part.unit, len(part.results)) for part in joined.others] == [(other, 1)]
-    # Nothing here is in flight: as a report of this unit it would be an error.
+    # Nothing is in flight here: from this unit the report would be an error.
     engine.side.update(KVConnectorOutput(kv_connector_worker_meta=joined))
     assert WorkerMetadata(unit, others=[joined])
 
@@ -253,7 +253,7 @@ def test_a_grant_of_another_unit_is_not_taken(make_engine: Make) -> None:
 
 
 def test_a_worker_is_attached_once(make_engine: Make) -> None:
-    """Lanes made anew would leave those that have ops in flight without anybody who hears of their ends."""
+    """New lanes would orphan the ops in flight on the old ones: nothing would report their ends."""
     engine = make_engine()
     worker, unit = engine.workers[0], engine.unit
     lanes = worker._ops.engine
@@ -282,7 +282,8 @@ def test_a_scheduler_takes_the_workers_here_whose_pools_its_handshakes_name(make
 
 
 def test_one_name_for_two_engines_pairs_nobody(make_engine: Make) -> None:
-    """Sides are paired by the object that both were made with: an equal one is another engine's."""
+    """Sides are paired by identity of the object that both were made with: an equal object belongs to another
+    engine."""
     engine = make_engine()
     mine, equal = ["cache config"], ["cache config"]
     local_engines.announce(engine.workers[0], mine)
@@ -295,7 +296,7 @@ def test_one_name_for_two_engines_pairs_nobody(make_engine: Make) -> None:
 
 @pytest.fixture
 def current(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """vLLM's configuration of the engine whose worker is being set up; `engine` may be changed."""
+    """vLLM's configuration of the engine whose worker is being set up; a test may replace `engine`."""
     state = SimpleNamespace(engine=object())
     monkeypatch.setattr(local_engines, "get_current_vllm_config_or_none", lambda: state.engine)
     return state
@@ -360,7 +361,7 @@ def test_a_scheduler_beside_the_worker_of_another_engine_is_refused(
 def test_steps_of_several_units_are_one_error_and_their_results_stay_apart(
     logged: pytest.LogCaptureFixture,
 ) -> None:
-    """A step that breaks off is never reported: what it leaves must not be reported to the unit of the next one. The
+    """A step that breaks off is never reported: its remains must not be reported to the unit of the next one. The
     control: within one unit's steps nothing is dropped."""
     own, one, two = (UnitId(random_id()) for _ in range(3))
     foreign = ForeignSteps(load_config({}, {}), 0, Counters())

@@ -1,4 +1,4 @@
-"""Every field of the installed vLLM's configuration either decides the KV of a block, and then changes the namespace of
+"""Every field of the installed vLLM's configuration either affects the KV of a block, and then changes the namespace of
 its keys, or must not change it."""
 
 from __future__ import annotations
@@ -48,12 +48,13 @@ PROCESSOR = "processor_config.json"
 
 
 def write_weights(folder: Path) -> None:
-    """A file whose header says which type they have; it is never loaded."""
+    """A file whose header gives the dtype of the weights; it is never loaded."""
     save_file({"weight": torch.arange(4096, dtype=torch.float32)}, folder / "model.safetensors")
 
 
 def write_image_model(folder: Path) -> Path:
-    """What vLLM reads of a model that takes images at its configuration; the weights are never loaded."""
+    """The files of a model that takes images, as far as vLLM reads them for its configuration; the weights are never
+    loaded."""
     text = LlamaConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=128)
     vision = Idefics3VisionConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2)
     shape = Idefics3Config(vision_config=vision, text_config=text, image_token_id=100)
@@ -79,14 +80,14 @@ def image_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def resolved(folder: Path, **arguments: Any) -> Any:
-    """What the engine makes of its arguments."""
+    """The configuration that the engine makes of its arguments."""
     given = {"skip_tokenizer_init": True, "block_size": 32, "max_model_len": 256, "enforce_eager": True}
     return EngineArgs(model=str(folder), **given | arguments).create_engine_config()
 
 
 @pytest.fixture(scope="module")
 def engines(text_folder: Path, image_folder: Path) -> dict[str, Any]:
-    """One engine with each configuration object."""
+    """An engine for every configuration object."""
     return {
         "": resolved(
             image_folder,
@@ -111,7 +112,7 @@ def namespace(config: Any, **settings: Any) -> bytes:
 
 
 def of_adapter(config: Any) -> bytes:
-    """The namespace of a request with an adapter; its engine's is always the same here."""
+    """The namespace of a request with an adapter; the engine's own is always the same here."""
     names = RequestNamespaces(bytes(32), adapter_settings(config))
     names._loras = SimpleNamespace(name=lambda path: path)  # type: ignore[assignment]
     return names.of(make_request([1, 2, 3], lora_request=lora("x")))
@@ -130,7 +131,7 @@ def class_of(table: FieldTable) -> type:
 
 
 def unlisted(table: FieldTable, kind: type) -> tuple[list[str], list[str], list[str]]:
-    """Fields that the table lacks, that the class lacks, and that stand in two lists."""
+    """Fields that the table lacks, fields that the class lacks, and fields on two lists."""
     names, there = table.names(), [item.name for item in fields(kind)]
     twice = sorted({name for name in names if names.count(name) > 1})
     return sorted(set(there) - set(names)), sorted(set(names) - set(there)), twice
@@ -192,19 +193,19 @@ def varied(config: Any, path: str, name: str) -> Any:
 
 
 def whose(table: FieldTable, engines: dict[str, Any]) -> tuple[Any, Callable[[Any], bytes]]:
-    """An engine that has the table's object, and the keys that the object's fields are for."""
+    """An engine that has the table's object, and the function for the keys that the object's fields affect."""
     return engines["draft" if table is SPECULATIVE else ""], of_adapter if table is LORA else namespace
 
 
 def wrong_fields(table: FieldTable, engines: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """Taken fields that change no key, and left-out fields that change one."""
+    """Fields on the taken list that change no key, and left-out fields that change one."""
     config, keys = whose(table, engines)
     assert object_at(config, table.path) is not None
     usual = keys(config)
     assert keys(copy.copy(config)) == usual
     left_out = [name for names in table.left_out.values() for name in names]
     if table is ENGINE:
-        # Objects with tables of their own are compared field by field.
+        # Objects with their own tables are compared field by field.
         left_out = [name for name in left_out if name not in ENGINE.left_out[identity_fields.OTHERS]]
     return (
         [name for name in (*table.taken, *table.read) if keys(varied(config, table.path, name)) == usual],
@@ -220,7 +221,7 @@ def test_taken_fields_change_the_keys_and_left_out_ones_do_not(
 
 
 def changed_tables(monkeypatch: pytest.MonkeyPatch, table: FieldTable) -> None:
-    """The key is made by this table in place of the one for the same class."""
+    """Makes keys by this table in place of the one for the same class."""
     mine = tuple(table if old.config == table.config else old for old in identity_fields.OF_ALL)
     monkeypatch.setattr(identity_fields, "OF_ALL", mine)
 
@@ -435,7 +436,7 @@ def test_the_draft_models_own_settings_are_in_the_keys(engines: dict[str, Any], 
 
 
 def test_a_setting_that_was_never_given_does_not_part_engines_that_share(text_folder: Path) -> None:
-    """Under the common scheme what vLLM has by default is no reason to be apart."""
+    """Under the common scheme vLLM's default settings do not keep engines apart."""
     config = resolved(text_folder)
     assert identity_fields.unusual_settings(config) == {}
     config.model_config.model_impl = "transformers"

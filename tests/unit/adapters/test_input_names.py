@@ -1,4 +1,5 @@
-"""An image's name that is no digest of its content is good for one run: another run's image may have the same name."""
+"""An image name that is not a digest of the content is valid for one run: another run's image may have the same
+name."""
 
 from __future__ import annotations
 
@@ -30,10 +31,10 @@ PROMPT = list(range(100, 123))
 """5 whole blocks of 4 tokens, and 3 more tokens."""
 
 IMAGE_AT = 9
-"""Within the third block."""
+"""Position of the image, within the third block."""
 
 TEXT_BEFORE, WHOLE = 8, 20
-"""Tokens of a hit that ends before the image's first block, and of one of all whole blocks."""
+"""Tokens of a hit that ends before the image's first block, and of a hit of all whole blocks."""
 
 CAT = hashlib.sha256(b"cat").hexdigest()
 COUNTED = "renderer0-mm-1-image-0"
@@ -41,8 +42,8 @@ RUN = bytes(16)
 
 
 def asks(engine: MiniEngine, name: str, identifier: str) -> int:
-    """Tokens that a prompt with this image gets from the cache. Other prompts push it out of the engine then, so that
-    lazy stores offer it."""
+    """Tokens that a prompt with this image gets from the cache. Afterwards other prompts push it out of the engine, so
+    that lazy stores offer it."""
     hit = engine.run(make_request(PROMPT, name, mm_features=[image(identifier, IMAGE_AT, 3)]))
     for number in range(4):
         engine.run(make_request(range(1000 + 50 * number, 1020 + 50 * number), f"{name} {number}"))
@@ -51,7 +52,7 @@ def asks(engine: MiniEngine, name: str, identifier: str) -> int:
 
 
 def makes(make_engine: Make, folder: Path, mode: str = "eager", **settings: Any) -> Make:
-    """Engines over one disk folder, each of which ends the one before."""
+    """Makes engines over one disk folder; each call closes the engine before it."""
     return in_turn(
         make_engine, folder, blocks=12, **{"store.mode": mode, "store.max_reference_share": 1.0} | settings
     )
@@ -70,7 +71,7 @@ PLAIN = MultiModalHasher.__dict__["hash_kwargs"]
 
 @pytest.fixture(autouse=True)
 def of_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's hasher as its plugin leaves it; as it was when the test ends."""
+    """vLLM's hasher as flexkv's plugin leaves it; restored when the test ends."""
     monkeypatch.setattr(MultiModalHasher, "hash_kwargs", PLAIN)
     register()
 
@@ -191,7 +192,7 @@ def vllm_names(
     algorithm: str,
     media: dict[str, Any] | None = None,
 ) -> list[str]:
-    """What vLLM's own front end calls an image."""
+    """Names that vLLM's own front end gives to images."""
     picture = Image.new("RGB", (4, 4), (1, 2, 3))
     items = MultiModalDataItems({"image": ImageProcessorItems([picture])})
     front = SimpleNamespace(
@@ -262,7 +263,7 @@ def test_control_without_the_plugin_such_a_hash_passes_for_content(
 
 
 def test_a_marked_name_that_a_model_hashes_again_stays_marked() -> None:
-    """As Qwen3-VL does for videos with options of their own."""
+    """Qwen3-VL does so for videos with their own options."""
     again = MultiModalHasher.hash_kwargs("blake3", mm_hash=f"{PREFIX}{CAT}", fps=2)
     assert again.startswith(PREFIX)
     assert DIGEST.fullmatch(MultiModalHasher.hash_kwargs("blake3", mm_hash=CAT, fps=2))

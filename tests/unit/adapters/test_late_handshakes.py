@@ -24,14 +24,14 @@ LATE: dict[str, Any] = {"early_handshake": False}
 
 
 class Mute(WorkerSide):
-    """A worker that never shakes hands, as one of another engine does not."""
+    """A worker that never shakes hands, like one of another engine."""
 
     def handshake(self) -> None:
         return None
 
 
 class HalfMute(WorkerSide):
-    """Of two ranks, the second never shakes hands."""
+    """The second of two ranks never shakes hands."""
 
     def handshake(self) -> Any:
         return None if self.rank == 1 else super().handshake()
@@ -77,7 +77,7 @@ def make_disk_engine(make_engine: Make, tmp_path: Path) -> Make:
 
 
 def restarted(make_disk_engine: Make, reset: bool) -> MiniEngine:
-    """An engine over the pages of one before it. It is reset, if at all, before a rank has shaken hands."""
+    """An engine over the pages of the one before it. If `reset`, it is reset before a rank has shaken hands."""
     make_disk_engine().run(make_request(PROMPT, "before"))
     engine = make_disk_engine(**LATE)
     if reset:
@@ -94,7 +94,8 @@ def test_a_reset_before_the_handshake_makes_what_is_on_disk_a_miss(
     engine = restarted(make_disk_engine, reset)
     assert engine.run(make_request(PROMPT, "after")) == tokens
     assert engine.counters.data.get("flexkv_resets_total", {}) == ({"": 1.0} if reset else {})
-    # What the new weights have computed is for this run alone: a later one starts with those of the model's files.
+    # Pages computed with the new weights are for this run alone: a later run starts with the weights of the model's
+    # files.
     engine.forget()
     assert engine.run(make_request(PROMPT, "again")) == 20
     assert make_disk_engine().run(make_request(PROMPT, "later")) == tokens
@@ -125,8 +126,8 @@ def test_kv_computed_before_such_a_reset_is_not_stored(make_engine: Callable[...
 def test_a_rank_shakes_hands_for_one_pool(
     make_engine: Make, said: pytest.LogCaptureFixture, same: bool
 ) -> None:
-    """Of two engines with one name, the worker of the other must not take a rank's place. The control: the same
-    handshake again, as of a rank that was asked at the start and reports with the first step, is taken."""
+    """Two engines have one name: the other's worker must not take a rank's place. The control: the same handshake
+    again, from a rank that was asked at the start and reports with the first step, is accepted."""
     engine = make_engine(ranks=2, remote=True, **LATE)
     other = engine if same else make_engine(ranks=2, remote=True, **LATE)
     first, second = engine.workers[0].handshake(), other.workers[0].handshake()
@@ -156,14 +157,14 @@ def test_a_handshake_of_another_engines_rank_is_dropped_from_a_report(
     for report in reports[1:]:
         assert report is not None
         first = first.aggregate(report)
-    # What came first has the rank's place: here that is the other engine's.
+    # The first handshake keeps the rank's place: here that is the other engine's.
     engine.side.update(KVConnectorOutput(kv_connector_worker_meta=first))
     assert said.text.count("a rank has one pool") == 1
     assert "rank 1 has shaken hands for KV pool" in said.text
     counted = engine.side.take_counters()
     assert counted is not None
     assert counted["flexkv_refused_messages_total"] == {"reports": 1.0}
-    # So this engine's own rank takes no grant, and nothing of the two pools is mixed up.
+    # So this engine's own rank takes no grant, and the two pools are never mixed up.
     steps(engine, 3)
     assert not engine.workers[1].attached
     assert engine.run(make_request(PROMPT, "one")) == 0
@@ -174,7 +175,7 @@ def test_a_handshake_of_another_engines_rank_is_dropped_from_a_report(
 def test_a_reset_before_the_block_pool_is_bound_is_carried_out(
     make_engine: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, reset: bool
 ) -> None:
-    """By vLLM's MultiConnector, which forwards both calls. The control: without the reset the pages are served."""
+    """vLLM's MultiConnector forwards both calls. The control: without the reset the pages are served."""
     make = in_turn(make_engine, tmp_path)
     make().run(make_request(PROMPT, "before"))
     with monkeypatch.context() as unbound:

@@ -54,7 +54,8 @@ def test_one_stripe_serves_all_ranks(make_engine: Make, remote: bool, verify: bo
 def test_partial_blocks_are_a_choice_with_one_latent_too(
     make_engine: Make, partial_blocks: bool, served: int
 ) -> None:
-    """Nothing of a latent's pages makes the tail that fills no block necessary: it is computed, or stored as asked."""
+    """A latent's pages do not require the tail that fills no block: it is computed, or stored if the setting says
+    so."""
     engine = make_engine(ranks=2, latent=True, **{"store.partial_blocks": partial_blocks})
     engine.run(make_request(PROMPT, "one"))
     engine.forget()

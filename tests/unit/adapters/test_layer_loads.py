@@ -1,4 +1,4 @@
-"""Loads within the forward: each layer when the forward comes to it."""
+"""Loads within the forward: each layer arrives when the forward reaches it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_layer_is_there_while_the_next_is_still_coming(make_engine: Make) -> N
 
 
 class ForgetfulWorker(WorkerSide):
-    """Stands for an engine that does not ask for every layer."""
+    """Stands for an engine that does not wait for every layer."""
 
     def wait_for_layer(self, name: str) -> None:
         if name != "layer.1":
@@ -57,7 +57,8 @@ class ForgetfulWorker(WorkerSide):
 
 
 class EarlyWorker(ForgetfulWorker):
-    """And one that has taken the results of all its copies by then, as it does for a load that is late beside them."""
+    """Like `ForgetfulWorker`, and by then it has taken the results of all its copies, as for a load that is late beside
+    them."""
 
     def wait_for_layer(self, name: str) -> None:
         super().wait_for_layer(name)

@@ -1,4 +1,5 @@
-"""Stores within the forward: each layer when it has been written, and nothing published unless all of them came."""
+"""Stores within the forward: each layer is copied once it has been written, and nothing is published unless all of them
+arrived."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from tests.unit.transfer.transfer_world import FAIL, STALL
 Make = Callable[..., MiniEngine]
 PROMPT = list(range(100, 123))
 WHOLE = 20
-"""Of the prompt's 23 tokens, those in whole blocks of 4."""
+"""Tokens in whole blocks of 4, out of the prompt's 23."""
 H2D, D2H = 0, 1
 LONG_S = 60.0
 BY_LAYER = {"store.mode": "layerwise"}
@@ -41,7 +42,7 @@ def wait_calls(worker: type[FaultyWorker], calls: int, rank: int = 0) -> None:
 
 
 def found(engine: MiniEngine, name: str = "again") -> int:
-    """Tokens of the prompt that a request gets from outside, every byte of them checked."""
+    """External tokens that a request gets for the prompt. Checks every byte of them."""
     engine.forget()
     return engine.run(make_request(PROMPT, name))
 
@@ -52,7 +53,7 @@ def found(engine: MiniEngine, name: str = "again") -> int:
 def test_what_is_stored_by_layer_is_what_was_written(
     make_engine: Make, ranks: int, remote: bool, latent: bool
 ) -> None:
-    """Digests too, which are written layer by layer and checked by the load."""
+    """Including digests, which stores write layer by layer and loads check."""
     engine = make_engine(ranks=ranks, remote=remote, latent=latent, **{"host.verify": True}, **BY_LAYER)
     engine.run(make_request(PROMPT, "one"))
     assert engine.stored_pages == WHOLE // 4
@@ -79,7 +80,7 @@ def test_a_layer_is_copied_while_the_forward_computes_the_next(make_engine: Make
 
 
 class HastyWorker(WorkerSide):
-    """Copies all layers before the forward has written them: the control of the tests that look for it."""
+    """Copies all layers before the forward has written them: the control for tests of that fault."""
 
     def before_forward(self, orders: ConnectorMetadata) -> None:
         super().before_forward(orders)
@@ -103,7 +104,7 @@ def test_control_layers_that_are_copied_too_early_are_seen(make_engine: Make) ->
 
 
 class SilentWorker(WorkerSide):
-    """Hears nothing of layers, as in the replay of a CUDA graph."""
+    """Gets no notice of written layers, as in the replay of a CUDA graph."""
 
     def layer_written(self, name: str) -> None:
         pass
@@ -117,7 +118,7 @@ def test_a_forward_that_does_not_name_its_layers_stores_all_the_same(make_engine
 
 
 class OpsSpy:
-    """What of a rank's ops `LayerStores` uses; writes down what it is told."""
+    """The part of a rank's ops that `LayerStores` uses; records the calls."""
 
     def __init__(self) -> None:
         self.said: list[object] = []
@@ -133,7 +134,7 @@ class OpsSpy:
 
 
 def test_a_layer_waits_for_those_before_it() -> None:
-    """Ops take their layers in order, so a later one that is written first opens with those before it."""
+    """Ops take their layers in order, so a later layer that is written first opens together with those before it."""
     op = TransferOp(
         OpId(1), OpKind.D2H, 0, Priority.STORE, np.zeros(1, np.int32), np.zeros(1, np.int32), layerwise=True
     )
@@ -179,12 +180,12 @@ def test_all_pages_fail_in_a_layer_and_nothing_is_found(make_engine: Make, layer
 
 
 class BrokenForwardError(Exception):
-    """What a forward raises in these tests."""
+    """The error that a forward raises in these tests."""
 
 
 @pytest.mark.parametrize("hooks_run", [False, True])
 def test_a_forward_that_breaks_off_publishes_nothing(make_engine: Make, hooks_run: bool) -> None:
-    """vLLM calls the hook after the forward then too; the step's report reaches nobody."""
+    """vLLM calls the hook after the forward in this case too; the step's report reaches nobody."""
     worker = faulty_worker()
     engine = make_engine(worker_class=worker, **BY_LAYER)
     engine.add(make_request(PROMPT, "one"))
@@ -231,7 +232,7 @@ def test_the_step_after_one_that_broke_off_gives_its_stores_up(make_engine: Make
 def test_nothing_computed_from_a_load_that_failed_is_published(
     make_engine: Make, mode: str, layer: int
 ) -> None:
-    """Its layers were copied while nobody knew; the step's report bars them."""
+    """Its layers were copied before the failure was known; the step's report bars them."""
     fails = faulty_worker(testing_ext.FaultRule(FAIL, kind=H2D, page=2, layer=layer, times=1))
     engine = stored_engine(make_engine, PROMPT[:16], worker_class=fails, **{"load.mode": mode}, **BY_LAYER)
     assert engine.add(make_request(PROMPT, "two")) == 16
@@ -248,7 +249,7 @@ def test_nothing_computed_from_a_load_that_failed_is_published(
 
 
 def test_blocks_that_are_handed_out_under_a_copy(make_engine: Make) -> None:
-    """A request that is preempted right after its step: the next one writes its blocks, and the copies end first."""
+    """A request ends right after its step: the next step writes its blocks, and the copies end first."""
     slow = faulty_worker(testing_ext.FaultRule(STALL, kind=D2H, layer=1, page=3, times=1))
     engine = make_engine(
         blocks=8, remote=True, worker_class=slow, **{"store.max_reference_share": 1.0}, **BY_LAYER
@@ -259,7 +260,7 @@ def test_blocks_that_are_handed_out_under_a_copy(make_engine: Make) -> None:
     engine.finish("one")
     engine.pool.reset_prefix_cache()
     engine.add(make_request(range(300, 323), "two"))
-    # Its store of the same step goes by layer as well.
+    # Its store in the same step goes by layer as well.
     engine.step({"two": 23})
     slow.movers[0].release()
     engine.drain()

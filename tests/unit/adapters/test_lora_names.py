@@ -34,12 +34,12 @@ def write(folder: Path, weights: bytes = b"one", settings: bytes = b'{"r": 8}') 
 
 
 def names() -> LoraNames:
-    """Of an engine that starts when all that the test has written is old."""
+    """The names of an engine that starts when all the test's files are old."""
     return LoraNames(time.time_ns() + LATER_NS)
 
 
 def wait_for_clock(folder: Path, moment_ns: int) -> None:
-    """Until what is written counts as changed after `moment_ns`: the clock of files goes in steps of milliseconds."""
+    """Waits until a write counts as later than `moment_ns`: file times advance in steps of milliseconds."""
     probe = folder / "probe"
     ends_s = time.monotonic() + DEADLINE_S
     while True:
@@ -74,7 +74,7 @@ def test_what_changed_after_the_start_is_of_this_run_alone(tmp_path: Path) -> No
     assert not first.startswith("run:")
     wait_for_clock(tmp_path, start_ns)
     shutil.copy(folder / "adapter_config.json", folder / "adapter_model.safetensors")
-    # A copy that keeps the time of content is noticed too.
+    # A copy that keeps the content's time is noticed too.
     os.utime(folder / "adapter_model.safetensors", ns=(old.st_atime_ns, old.st_mtime_ns))
     changed = known.name(str(folder))
     assert changed.startswith("run:")
@@ -98,7 +98,7 @@ def test_what_is_not_here_is_of_this_run_alone(tmp_path: Path) -> None:
 def test_an_adapter_that_cannot_be_read_is_of_this_run_alone_and_one_warning(
     tmp_path: Path, error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A request of the engine's scheduler asks for the name: no error may reach it."""
+    """A request in the engine's scheduler asks for the name: no error may reach it."""
 
     def fail(*_: Any) -> str:
         raise error
@@ -131,7 +131,7 @@ def test_no_more_is_read_than_fits_the_wait_of_a_request(tmp_path: Path) -> None
 
 
 def download(repository: Path, weights: bytes = b"one", adapter: str = "") -> Path:
-    """An adapter as the hub's cache keeps it: links to files that are named by what they hold."""
+    """An adapter as the hub's cache keeps it: links to files that are named by their content."""
     held = write(repository / "blobs", weights)
     folder = repository / "snapshots" / ("a" * 40) / adapter
     folder.mkdir(parents=True)
@@ -207,7 +207,7 @@ def point_files_elsewhere(root: Path) -> None:
 def test_an_adapter_that_is_swapped_for_an_older_one_is_of_this_run_alone(
     tmp_path: Path, path: str, swap: Callable[[Path], None], named_before: bool
 ) -> None:
-    """Of both every file is as old as the process; which one the engine has read is not known."""
+    """In both adapters every file is as old as the process; it is unknown which of them the engine has read."""
     for name, weights in (("first", b"one"), ("other", b"two")):
         write(tmp_path / name, weights)
     link_to(tmp_path / "first", tmp_path / "latest")
@@ -226,7 +226,7 @@ def test_an_adapter_that_is_swapped_for_an_older_one_is_of_this_run_alone(
 
 
 def test_a_path_that_changed_once_is_never_named_by_content_again(tmp_path: Path) -> None:
-    """The engine may still hold any of what lay there."""
+    """The engine may still hold any earlier content of that path."""
     first, other = write(tmp_path / "first"), write(tmp_path / "other", b"two")
     link_to(first, tmp_path / "latest")
     known = names()
@@ -247,7 +247,7 @@ def test_this_process_began_before_now_and_not_long_ago() -> None:
 def test_kv_of_an_adapter_is_found_until_it_is_trained_anew(
     make_engine: Callable[..., MiniEngine], tmp_path: Path, mode: str
 ) -> None:
-    """Name, number and path stay the same; vLLM's own hashes too."""
+    """Name, number and path stay the same; so do vLLM's own hashes."""
     engine = make_engine(blocks=12, **{"store.mode": mode, "store.max_reference_share": 1.0})
     folder = write(tmp_path / "adapter")
     adapter = lora("x", 1, str(folder))
@@ -266,7 +266,7 @@ def test_kv_of_an_adapter_is_found_until_it_is_trained_anew(
 
 
 def push_out(engine: MiniEngine) -> None:
-    """Other requests take all blocks of the engine, so that lazy stores offer what it had."""
+    """Other requests take all blocks of the engine, so that lazy stores offer its former content."""
     for number in range(4):
         tokens = [1000 + 50 * number + i for i in range(20)]
         engine.run(make_request(tokens, f"other-{number}-{time.monotonic_ns()}"))

@@ -1,4 +1,4 @@
-"""What engines without a hook for metrics show while they run: a line in the log, and their own Prometheus page."""
+"""Metrics of engines without a hook for them: a line in the log while they run, and their own Prometheus page."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_each_interval_in_which_something_was_counted_is_one_line(log: pytest.Lo
     clock.pass_(EVERY_S / 2)
     report.report_if_due()
     assert log.messages == ["metrics of unit tp0, last 60 s: hit_tokens=8, host_slots=7"]
-    # A quiet interval is none; a later one tells what came in it.
+    # A quiet interval logs nothing; a later one reports its own changes.
     clock.pass_(EVERY_S)
     report.report_if_due()
     assert len(log.messages) == 1
@@ -115,7 +115,7 @@ for counters, report in reports:
 print("counted", flush=True)
 sys.stdin.readline()
 """
-"""As a process of the engine: two caches, one page."""
+"""A process of the engine: two caches, one page."""
 
 
 def test_an_engines_page_has_every_series_at_zero_and_then_what_was_counted(tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_without_a_page_no_file_is_written(tmp_path: Path, monkeypatch: pytest.M
 
 
 def scrape(folder: Path) -> dict[Any, float]:
-    """The page as the engine's server makes it: (name, labels as sorted JSON) -> value."""
+    """The page that the engine's server makes: (name, labels as sorted JSON) -> value."""
     registry = CollectorRegistry()
     MultiProcessCollector(registry, path=str(folder))
     return {

@@ -1,4 +1,4 @@
-"""What files beside the weights say: read from a folder, and from nowhere else."""
+"""Facts from files beside the weights: read from a folder, and from nowhere else."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_file_of_another_form_counts_by_its_content(tmp_path: Path, content: b
 
 
 def cached(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hub's cache of this machine has the model's files, and those of its Python code."""
+    """This machine's hub cache has the model's files, including its Python code."""
     for name in (PROCESSOR, "tekken.json", "hf_quant_config.json"):
         (folder / name).write_text('{"size": 3}')
 

@@ -1,5 +1,5 @@
-"""One KV group under both of vLLM's model runners, whose own code calls the hooks, on plain memory and on a fake GPU:
-whatever a forward reads is what belongs there, and what was cached comes back."""
+"""One KV group under both of vLLM's model runners, whose own code calls the hooks, on plain memory and on a fake GPU: a
+forward reads only expected values, and cached KV comes back."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ H2D = 0
 def make_engine(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Make]:
-    """One engine a test: vLLM has one connector in a process, and the fake driver one GPU."""
+    """One engine per test: vLLM has one connector per process, and the fake driver one GPU."""
     engines: list[ScheduledEngine] = []
     worlds: list[FakeGpuWorld] = []
 
@@ -61,7 +61,7 @@ def test_a_prompt_comes_back(make_engine: Make, runner: str, overlap: bool, load
     modes = {"load.mode": load, "store.mode": store}
     engine = make_engine(runner=runner, overlap=overlap, blocks=32, **modes)
     assert engine.run("one", PROMPT) == 0
-    if store == "lazy":  # stored when they are next to be evicted
+    if store == "lazy":  # lazy stores store them shortly before their eviction
         for number in range(4):
             engine.run(f"other{number}", [70 + number] * 50)
     engine.forget()
@@ -80,7 +80,7 @@ def test_tails_and_generated_blocks_come_back(make_engine: Make, runner: str, ov
     engine.settle()
     tokens = list(request.all_token_ids)
     engine.forget()
-    # The last token that was generated was never computed.
+    # The KV of the last generated token was never computed.
     assert engine.run("two", [*tokens[:-1], 5]) == len(tokens) - 1
     engine.check()
 
@@ -111,7 +111,7 @@ def test_an_aborted_request_leaves_nothing_wrong(
     engine.forget()
     engine.add("two", PROMPT)
     engine.step(lambda: engine.end("two"))
-    # Nearly all blocks are taken at once, those of the aborted load too.
+    # Nearly all blocks are taken at once, including those of the aborted load.
     engine.run("three", [70] * 50)
     engine.run("four", PROMPT)
     engine.check()
@@ -153,7 +153,7 @@ def test_nothing_wrong_is_read_whatever_clients_do(make_engine: Make, soak_round
     give = engine._give
 
     def give_late(work: Callable[[], None]) -> None:
-        """The stream is behind the host, as a GPU's is."""
+        """The stream lags behind the host, as a GPU's does."""
 
         def late() -> None:
             time.sleep(rng.choice((0, 0, 0.001)))

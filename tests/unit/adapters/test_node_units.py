@@ -20,7 +20,7 @@ def test_data_parallel_ranks_share_the_memory_unless_told_otherwise() -> None:
 
 
 def ranks(rank: int, local: int = 1, engine_id: str = "e_dp{}", size: int = 1, external: bool = False) -> Any:
-    """What a data-parallel rank is told. One of a model without experts is told that it is alone."""
+    """The configuration of a data-parallel rank. A rank of a model without experts appears to be alone in it."""
     return SimpleNamespace(
         parallel_config=SimpleNamespace(
             data_parallel_size=size,

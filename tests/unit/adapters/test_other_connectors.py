@@ -1,4 +1,5 @@
-"""Loads of another connector beside ours (vLLM's MultiConnector): when they fail, only the step's outcome says so."""
+"""Loads of another connector beside flexkv's (vLLM's MultiConnector): only the step's outcome shows that they
+failed."""
 
 from __future__ import annotations
 
@@ -15,14 +16,14 @@ LAZY = {"store.mode": "lazy", "store.max_reference_share": 1.0}
 
 
 def quiet(engine: MiniEngine) -> None:
-    """The worker's copies have ended, and whatever may be published without a report is published."""
+    """Waits until the worker's copies have ended, and everything that needs no report is published."""
     while engine.workers[0]._ops._ops:
         engine.workers[0].poll(idle=True)
     assert engine.side.match(make_request(range(9), "probe"), 0) == (0, False)
 
 
 def run_beside_a_failed_load(engine: MiniEngine, between: Callable[[], object]) -> None:
-    """Computes a request whose blocks 1 and up came, or were computed, from a load that failed beside ours."""
+    """Computes a request whose blocks 1 and up were loaded, or computed, from another connector's failed load."""
     request = make_request(PROMPT, "one")
     engine.add(request)
     request.num_computed_tokens = 8  # the other connector's tokens
@@ -91,7 +92,7 @@ def test_lazy_stores_hear_of_it_after_the_request_has_gone(
 
     def leave_and_press() -> None:
         leave(engine)
-        # Its blocks lie at the head of the free queue.
+        # Its blocks are at the head of the free queue.
         engine.pool.get_new_blocks(6)
         engine.step({})
 

@@ -1,4 +1,4 @@
-"""Pages that find no room are pending: offered while their request lives, and for a while after its end."""
+"""Pages without room are pending: they are offered while their request lives, and for a while after its end."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MANY_STEPS = 16
 
 
 def two_in_flight(make_engine: Make, **options: Any) -> tuple[MiniEngine, type[FaultyWorker]]:
-    """An engine with places for two pages in flight; its first copy stalls until the worker's mover is released."""
+    """An engine that may have two pages in flight; its first copy stalls until the worker's mover is released."""
     worker = faulty_worker(testing_ext.FaultRule(STALL, kind=D2H, nth_op=0))
     settings = {"blocks": 17, "worker_class": worker, "store.inflight_pages": 2} | options
     return make_engine(**settings), worker
@@ -64,7 +64,7 @@ def hold_three(make_engine: Make, **options: Any) -> tuple[MiniEngine, type[Faul
 
 
 def stores_whole(engine: MiniEngine) -> bool:
-    """Whether the request's whole blocks are all served, with the KV that belongs in them."""
+    """Whether the request's whole blocks are all served, with the right KV."""
     engine.drain()
     engine.forget()
     found = engine.run(make_request(PROMPT, "again"))
@@ -85,7 +85,7 @@ def test_a_live_requests_blocks_need_no_room_by_share(make_engine: Make) -> None
 
 
 def _wait_and_store(make_engine: Make) -> tuple[int, dict[str, int]]:
-    """Two pages find room, and the others none for longer than was ever waited; then the copies end."""
+    """Two pages find room, and the others find none for longer than any store ever waited; then the copies end."""
     engine, worker = two_in_flight(make_engine)
     engine.add(make_request(PROMPT, "one"))
     engine.step()
@@ -122,7 +122,7 @@ def test_control_a_request_that_gives_up_loses_pages(
 def test_a_step_without_room_makes_one_small_offer(
     make_engine: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many pages are pending, of however many requests."""
+    """However many pages of however many requests are pending."""
     blocks = 4 * PROBE_PAGES
     engine, worker = two_in_flight(make_engine, blocks=5 * blocks, **{"host.bytes": "32MiB"})
     for name in range(4):
@@ -177,7 +177,7 @@ def test_a_prompt_longer_than_the_host_tier_keeps_its_beginning(make_engine: Mak
 
 def _fill_lane(make_engine: Make, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int, dict[str, int]]:
     """A rank's queue takes one store, and the first one hangs for many steps; then there is room. Returns the stores
-    that were planned while it hung, the pages stored in the end, and those lost."""
+    planned while it hung, the pages stored in the end, and the pages lost."""
     worker = faulty_worker(testing_ext.FaultRule(STALL, kind=D2H, nth_op=0))
     engine = make_engine(blocks=17, worker_class=worker, **{"transfer.queue_ops": 1})
     offers = 0
@@ -293,7 +293,7 @@ def test_a_tail_for_which_a_rank_has_no_place_is_counted(make_engine: Make) -> N
 
 
 def test_an_aborted_request_is_held_too(make_engine: Make) -> None:
-    """It ends between two steps, in the middle of its prompt."""
+    """The request ends between two steps, in the middle of its prompt."""
     engine, worker = two_in_flight(make_engine)
     engine.add(make_request(PROMPT, "one"))
     engine.step({"one": 3 * BLOCK_TOKENS})
@@ -312,7 +312,7 @@ def test_held_blocks_are_free_for_the_engine(make_engine: Make) -> None:
 
 
 def _take_all_held(make_engine: Make) -> tuple[MiniEngine, dict[str, int]]:
-    """While three pages are held the engine needs all its memory, for KV of its own."""
+    """While three pages are held, the engine needs all its memory for new KV."""
     engine, worker = hold_three(make_engine)
     engine.add(make_request(range(16 * BLOCK_TOKENS), "two", extra_args={"flexkv.skip_save": True}))
     worker.movers[0].release()
@@ -376,7 +376,7 @@ def test_another_watcher_in_our_place_ends_what_is_held(make_engine: Make) -> No
 
 @pytest.mark.parametrize("engine_only", [True, False])
 def test_a_reset_ends_what_is_held(make_engine: Make, engine_only: bool) -> None:
-    """It succeeds, because nothing is referenced; and nothing of what was held is stored after it."""
+    """It succeeds, because nothing is referenced; and no held page is stored after it."""
     engine, worker = hold_three(make_engine)
     assert engine.pool.reset_prefix_cache()
     if not engine_only:
@@ -401,7 +401,7 @@ def test_control_a_hold_that_outlives_a_reset_stores_old_kv(
 
 
 def _expire(make_engine: Make) -> tuple[int, dict[str, int]]:
-    """The time of what is held is over, and then there would be room."""
+    """The time of the held pages expires before there is room."""
     engine, worker = hold_three(make_engine, **{"store.hold_s": 1000})
     (hold,) = holds_of(engine)
     hold.until_s -= 1000
@@ -427,8 +427,8 @@ def test_control_a_hold_beyond_its_time_is_seen(make_engine: Make, monkeypatch: 
 
 
 def _in_flight_of_held(make_engine: Make) -> int:
-    """Two of seventeen blocks that no request holds may have a store in flight, as many as were when "one" ended. Then
-    there are places for more in flight."""
+    """Two of seventeen blocks that no request holds may have a store in flight, as many as when "one" ended. Then the
+    limit of pages in flight is raised."""
     engine, worker = hold_three(make_engine, **{"store.max_reference_share": 0.125})
     manager = engine.unit.manager
     assert isinstance(manager, LocalCacheManager)
@@ -465,7 +465,7 @@ def test_an_engine_at_rest_gives_up_what_nothing_will_make_room_for(make_engine:
 
 
 def test_blocks_behind_a_failed_load_are_not_stored(make_engine: Make) -> None:
-    """Known one step late: the request has ended, and what it computed from them is held."""
+    """The failure is known one step late: the request has ended, and pages computed from the failed blocks are held."""
     engine, worker = two_in_flight(make_engine)
     engine.add(make_request(PROMPT, "one"))
     tell = engine.hold_reports()

@@ -1,4 +1,4 @@
-"""The plugin that vLLM loads in each of its processes: cheap, late, and harmless where something is wrong."""
+"""The plugin that vLLM loads in each of its processes: cheap, late, and harmless if something is wrong."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ KNOWN = "{'FlexKVConnector': ('flexkv.adapters.vllm', 'FlexKVConnector')}"
 
 
 def run(program: str, *paths: Path) -> subprocess.CompletedProcess[str]:
-    """A Python of its own that finds `paths` before everything else."""
+    """Runs a separate Python that finds `paths` before everything else."""
     found = [str(path) for path in (*paths, ROOT)]
     begin = f"import sys; sys.path[:0] = {found!r}\n"
     command = [sys.executable, "-c", begin + program]

@@ -18,12 +18,12 @@ from tests.unit.adapters.vllm_objects import make_request
 
 @pytest.fixture
 def make_disk_engine(make_engine: Make, tmp_path: Path) -> Make:
-    """Makes engines with a disk tier in the test's folder; each ends the one before."""
+    """Makes engines with a disk tier in the test's folder; each call closes the engine before it."""
     return in_turn(make_engine, tmp_path, role=EngineRole())
 
 
 def prefetched(engine: MiniEngine) -> int:
-    """Pages whose read was begun before anybody asked."""
+    """Pages whose read began before the lookup."""
     return engine.unit.manager.tiers[DISK].counts.prefetched
 
 
@@ -62,7 +62,7 @@ def test_what_the_engine_has_itself_is_not_read(make_disk_engine: Make) -> None:
 
 
 class Prefetched:
-    """What a manager is asked to prefetch: request, key bytes and start block of each call."""
+    """Requests to a manager to prefetch: request, key bytes and start block of each call."""
 
     def __init__(self, engine: MiniEngine) -> None:
         self.calls: list[tuple[str, list[bytes], int]] = []

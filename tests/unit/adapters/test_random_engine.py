@@ -1,4 +1,4 @@
-"""Engines that do everything at any moment: no forward reads a wrong number, and nothing is left behind."""
+"""Engines that do everything at any moment: no forward reads a wrong number, and nothing is left over."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def run(engine: RandomEngine) -> None:
 @pytest.mark.parametrize("store", ["eager", "lazy", "layerwise"])
 @pytest.mark.parametrize("load", ["async", "sync", "layerwise"])
 def test_host_memory(make_random: Make, load: str, store: str, fails: bool, soak_round: int) -> None:
-    """Few slots, so that what is promised, loaded and stored is evicted too; one rank, or two apart."""
+    """Few slots, so that promised, loaded and stored pages are evicted too; one rank, or two apart."""
     engine = make_random(
         7 + soak_round,
         ranks=1 + fails,
@@ -73,7 +73,7 @@ def test_host_memory(make_random: Make, load: str, store: str, fails: bool, soak
 @pytest.mark.parametrize("store", ["eager", "layerwise"])
 def test_stores_that_wait_for_room(make_random: Make, store: str) -> None:
     """Few pages in flight, and slow copies: requests end, lose their blocks and come again under the same name while
-    pages of theirs are pending."""
+    their pages are pending."""
     slow = [testing_ext.FaultRule(DELAY, kind=D2H, nth_op=n, delay_s=0.02) for n in range(1, 200, 2)]
     engine = make_random(
         21,
@@ -109,7 +109,7 @@ def test_disks(
     fails: bool,
     soak_round: int,
 ) -> None:
-    """Host memory for 16 blocks, so that most of what is served comes up from disk."""
+    """Host memory for 16 blocks, so that most served pages come from disk."""
     if fails:
         rules = [
             testing_ext.IoFaultRule(0, write=False, times=3),

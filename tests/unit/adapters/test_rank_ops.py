@@ -1,4 +1,4 @@
-"""One rank's ops: each ends in one result, and blocks that may be wrong are named whoever has heard of it."""
+"""One rank's ops: each ends in one result, and blocks that may be wrong are named, whoever took the result."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_every_op_has_its_result_when_the_lanes_have_ended(world: World, ops: Ra
     ops.submit_load(first)
     ops.finish_load(first)
     ops.submit_load(stalled)
-    ops.submit_load(waiting)  # the queue has one place
+    ops.submit_load(waiting)  # the queue has room for one op
     assert world.mover.wait_stalled(1, 60.0)
     world.mover.release()
     ops.close()
@@ -112,7 +112,7 @@ def test_a_copy_kernel_that_could_not_be_started_is_counted_once() -> None:
 
 
 def test_giving_up_one_op_of_a_load_blames_no_page_of_the_others() -> None:
-    """They have one ticket, so cancelling it stops the other half way: that says nothing about its pages."""
+    """They have one ticket, so cancelling it stops the other op halfway, which says nothing about its pages."""
     world = World(rules=[testing_ext.FaultRule(STALL, kind=int(OpKind.H2D), nth_op=0)])
     try:
         ops = RankOps(load_config({}, {}), 0, Counters())
@@ -131,7 +131,7 @@ def test_giving_up_one_op_of_a_load_blames_no_page_of_the_others() -> None:
 
 @pytest.mark.parametrize("in_time", [True, False])
 def test_a_load_whose_layer_was_late_has_failed_though_all_of_it_comes(in_time: bool) -> None:
-    """Its last layer moves when the wait is over, so that nothing of it can be recalled."""
+    """The load's last layer moves when the wait is over, so it is too late to recall it."""
     world = World(rules=[testing_ext.FaultRule(STALL, kind=int(OpKind.H2D), layer=3)])
     try:
         ops = RankOps(load_config({}, {}), 0, Counters())
@@ -172,7 +172,7 @@ def test_a_store_that_outlives_its_step_has_failed_though_all_of_it_was_copied(i
 
 
 def test_a_store_that_cannot_be_enqueued_in_time_tears_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lane enqueues the others while the first one is waited for, if it knows of them by then."""
+    """While the rank waits for the first one, the lane enqueues the others, if it knows of them by then."""
     world = World(rules=[testing_ext.FaultRule(STALL, kind=int(OpKind.D2H))])
     try:
         ops = RankOps(load_config({}, {}), 0, Counters())

@@ -1,4 +1,4 @@
-"""A start that is refused on its way holds nothing: no host memory, no lock of a folder."""
+"""A start that is refused halfway holds nothing: no host memory, no lock of a folder."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Make = Callable[..., MiniEngine]
 
 
 class Late(ConfigError):
-    """The last thing that the start does fails."""
+    """The last action of the start fails."""
 
 
 def fails(*_arguments: object, **_named: object) -> Any:
@@ -32,7 +32,7 @@ def fails(*_arguments: object, **_named: object) -> Any:
 
 @pytest.fixture
 def pools(monkeypatch: pytest.MonkeyPatch) -> list[HostPool]:
-    """Every host pool that is made."""
+    """Every host pool that is created."""
     made: list[HostPool] = []
 
     def make(*arguments: Any, **named: Any) -> HostPool:
@@ -58,7 +58,7 @@ def test_a_refused_start_holds_no_memory_and_no_folder(
     }
     with monkeypatch.context() as broken:
         broken.setattr(module, name, fails)
-        # Whoever has the exception has, by its traceback, everything that the start had made.
+        # The exception's traceback keeps alive everything that the start had made.
         with pytest.raises(Late) as caught:
             make_engine(**settings)
     [pool] = pools
@@ -75,8 +75,8 @@ def test_a_refused_start_holds_no_memory_and_no_folder(
 def test_a_mistyped_profiler_library_refuses_the_start_of_every_rank(
     worker_class: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When its worker is made, whichever process it is in: what a rank of another process is refused later, it only
-    logs, and lives without the cache."""
+    """When its worker is made, whichever process that is in: a rank of another process that is refused later only logs
+    it, and runs without the cache."""
     monkeypatch.setattr(nvtx, "_library", None)
     more = (1,) if worker_class is vllm_worker.WorkerSide else ()
     with pytest.raises(ConfigError, match=r"observe\.nvtx=/no/such\.so: "):

@@ -1,5 +1,4 @@
-"""What callers ask of flexkv with a request or with a piece of a session: read strictly, and never at the cost of the
-request."""
+"""Fields of flexkv in a request or in a piece of a session: they are read strictly, and never make the request fail."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ SKIP, SAVE = {"flexkv.skip_save": True}, {"flexkv.skip_save": False}
 
 
 class Read:
-    """Reads fields, with a clock by hand."""
+    """Reads fields, with a clock set by hand."""
 
     def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
         self.now_s, self.counters, self._caplog = 0.0, Counters(), caplog
@@ -108,7 +107,7 @@ def test_a_storm_is_one_line_a_minute_and_all_of_it_is_counted(read: Read) -> No
 
 
 def test_no_field_ends_the_engine(make_engine: Make) -> None:
-    """What raises in a hook of the scheduler ends vLLM's engine."""
+    """An exception in a hook of the scheduler ends vLLM's engine."""
     engine = make_engine()
     for number, params in enumerate(("abc", {"skip_save": "maybe"}, {"x": object()})):
         engine.run(make_request(PROMPT, f"r{number}", extra_args={"kv_transfer_params": params}))
@@ -131,7 +130,7 @@ def test_spans_of_tokens() -> None:
 
 
 class Session:
-    """A streaming session: the engine goes on with each piece as vLLM's `_update_request_as_session` does."""
+    """A streaming session: the engine continues with each piece as vLLM's `_update_request_as_session` does."""
 
     def __init__(self, engine: MiniEngine, tokens: Sequence[int], extra: dict[str, Any] | None) -> None:
         self.engine = engine
@@ -222,7 +221,7 @@ def test_lazy_stores_end_at_the_first_block_that_is_kept_out(
 def test_pages_that_wait_for_room_leave_out_what_is_kept_out(
     make_engine: Make, asks: list[dict[str, Any] | None], held: int, stored: list[int]
 ) -> None:
-    """Two pages find room, the others when the request has ended. The first row is the control."""
+    """Two pages find room at once, the others when the request has ended. The first row is the control."""
     engine, worker = two_in_flight(make_engine)
     session = Session(engine, range(100, 110), asks[0])
     session.go_on(range(110, 119), asks[1])

@@ -1,5 +1,5 @@
 """A load that fails within a step, on a model runner that goes on where its request was (vLLM's Model Runner V2):
-nothing that is computed from there on is stored, whoever began the load."""
+nothing computed from there on is stored, whichever connector began the load."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MODES = ["eager", "layerwise", "lazy"]
 
 
 def settle(engine: MiniEngine) -> None:
-    """Lazy stores are planned with a step, and all that was planned ends."""
+    """Runs steps, with which lazy stores are planned, and waits until all planned stores have ended."""
     for _ in range(4):
         engine.step({})
         engine.drain()
@@ -54,7 +54,7 @@ def failed_within_a_step(
 
 
 def serves_wrong_kv(engine: MiniEngine) -> bool:
-    """Whether another request with the same tokens gets KV that does not belong there."""
+    """Whether another request with the same tokens gets wrong KV."""
     settle(engine)
     engine.forget()
     engine.add(make_request(PROMPT, "three"))
@@ -123,7 +123,7 @@ def test_nor_is_what_follows_another_connectors_failed_load(make_engine: Make, k
 
 
 def test_a_request_that_waited_for_its_load_is_stored_when_it_is_computed(make_engine: Make) -> None:
-    """Its runner first sees it after the failure was known."""
+    """The runner first gets the request after the failure was known."""
     engine = stored_engine(
         make_engine,
         PROMPT,

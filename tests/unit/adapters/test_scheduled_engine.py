@@ -1,4 +1,4 @@
-"""Engines with several KV groups, driven by vLLM's own scheduler: whatever a forward reads is what belongs there."""
+"""Engines with several KV groups, driven by vLLM's own scheduler: a forward reads only expected values."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Make = Callable[..., ScheduledEngine]
 
 @pytest.fixture(params=RUNNERS)
 def make_scheduled(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
-    """One engine at a time: vLLM has one connector in a process. Its worker is called as either model runner does."""
+    """One engine at a time: vLLM has one connector per process. The calls to its worker follow either model runner."""
     engines: list[ScheduledEngine] = []
 
     def make(*specs: KVCacheSpec, **options: Any) -> ScheduledEngine:
@@ -66,7 +66,7 @@ def test_the_same_prompt_and_one_that_parts_from_it_hit(
     for name, prompt in (("first", PROMPT), ("same", PROMPT), ("other", [*PROMPT[:33], 5, 6, 7])):
         hits.append(engine.run(name, prompt))
         engine.forget()
-    # A prompt that parts stores its windows and states where it does.
+    # A prompt that branches off stores its windows and states at the branch.
     hits.append(engine.run("third", [*PROMPT[:33], 8, 8, 8]))
     engine.check()
     assert hits == [0, 48, 0, 32] or (kind, hits) in (
@@ -96,7 +96,7 @@ def test_a_prompt_is_stored_whole_by_few_pages_in_flight(
     engine.forget()
     found = engine.run("again", PROMPT[::-1])
     if kind == "two full" and not overlap:
-        # The last window is none of the aborted request's, and a step under way counts as not computed.
+        # The aborted request does not have the last window, and a step under way counts as not computed.
         assert found == 48
     engine.check()
 
@@ -116,7 +116,7 @@ def test_a_prompt_at_the_edge_of_a_block_leaves_a_token_to_compute(
 
 
 def test_a_hit_for_which_the_engine_has_no_block_is_computed(make_scheduled: Make) -> None:
-    """It would be promised again at each step, and end the same way."""
+    """Otherwise it would be promised again at each step, and end the same way."""
     engine = make_scheduled(full(4), window(4, 9))
     engine.run("first", PROMPT)
     engine.forget()
@@ -141,7 +141,7 @@ def local(manager: CacheManager) -> LocalCacheManager:
 
 
 def kept(engine: ScheduledEngine, tokens: list[int]) -> list[int]:
-    """Of each group, how many pages of these tokens the cache has."""
+    """Per group: how many pages of these tokens the cache has."""
     side = engine.connector.scheduler
     keys = side.requests.of(engine.add("probe", tokens)).keys()
     counts = [int(local(side.unit.manager).present(at, of_group).sum()) for at, of_group in enumerate(keys)]
@@ -235,7 +235,7 @@ def test_a_failed_page_of_any_group_fails_the_load_and_the_next_is_shorter(
     engine.connector.update_state_after_alloc = note  # type: ignore[method-assign]
     engine.run("same", PROMPT)
     assert worker_class.movers[0].acted == 1
-    # Page 0 of the window is that which ends at 44 of 48 tokens; without page 0 of the full group nothing is left.
+    # The window's page 0 ends at 44 of 48 tokens; without page 0 of the full group nothing is left.
     assert taken[:2] == ([48, 0], [48, 32])[group]
     engine.check()
 
@@ -248,7 +248,7 @@ def random_specs(rng: random.Random) -> list[KVCacheSpec]:
     specs = [full(block)] if rng.random() < 0.8 else []
     if rng.random() < 0.3:
         specs.append(chunk(block, block * rng.choice((1, 2, 3, 4, 8))))
-    # vLLM has no chunks beside blocks of another size.
+    # vLLM does not combine chunks with blocks of another size.
     sizes = (block,) if any(isinstance(spec, ChunkedLocalAttentionSpec) for spec in specs) else (4, 8, 16)
     windows = (2, 3, 4, 5, 8, 9, 13, 16, 17, 30, 33)
     return specs + [window(rng.choice(sizes), rng.choice(windows)) for _ in range(count)]

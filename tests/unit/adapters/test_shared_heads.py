@@ -1,4 +1,4 @@
-"""More ranks than KV heads: ranks in a row hold the same head, so they share a stripe, which the first of them
+"""More ranks than KV heads: adjacent ranks hold the same head, so they share a stripe, which the first of them
 writes."""
 
 from __future__ import annotations

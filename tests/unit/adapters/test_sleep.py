@@ -1,4 +1,5 @@
-"""Engines that take their KV memory away (sleep): no copy touches it, and what waits ends as named failures."""
+"""Engines that release their KV memory (sleep): no copy touches it, and waiting work ends in failures that name the
+sleep."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from tests.unit.transfer.transfer_world import STALL
 PROMPT = list(range(100, 123))
 H2D, D2H = 0, 1
 SHORT = {"transfer.close_s": 0.05, "load.deadline_s": 60.0}
-"""So that a copy that stalls is recalled at once when the engine wants to sleep."""
+"""Makes the worker recall a stalled copy at once when the engine wants to sleep."""
 
 Make = Callable[..., SleepingEngine]
 
@@ -52,13 +53,13 @@ def stored(make: Make, **options: Any) -> SleepingEngine:
 
 
 class DeafWorker(FaultyWorker):
-    """Goes on when the engine takes its memory: the control."""
+    """Goes on when the engine releases its memory: the control."""
 
     rules: ClassVar[list[Any]] = [testing_ext.FaultRule(STALL, kind=H2D, nth_op=0)]
     movers: ClassVar[dict[int, Any]] = {}
 
     def unregister_kv_caches(self) -> None:
-        """Nothing is ended."""
+        """Ends no copy."""
 
 
 def with_stalled_load(make: Make, worker: type[FaultyWorker]) -> SleepingEngine:
@@ -118,7 +119,7 @@ def test_a_copy_that_cannot_be_ended_keeps_the_memory(make_sleeping: Make) -> No
 def test_what_is_asked_of_a_sleeping_engine_ends_refused(make_sleeping: Make, mode: str, ranks: int) -> None:
     engine = stored(make_sleeping, ranks=ranks, remote=ranks > 1, **{"load.mode": mode})
     engine.lose_memory()
-    # The engine's scheduler does not do this while it sleeps; a worker does not rely on that.
+    # The engine's scheduler does not do this while it sleeps, but a worker does not rely on that.
     assert engine.add(make_request(PROMPT, "two")) == 20
     engine.step({"two": 3} if mode == "sync" else {})
     engine.end_load("two")
@@ -155,7 +156,7 @@ def test_the_hooks_may_come_twice_and_before_there_is_a_pool(make_sleeping: Make
         engine.wake_up()
     assert engine.run(make_request(PROMPT, "two")) == 20
     late = make_sleeping(ranks=2, remote=True)
-    late.lose_memory()  # no step has brought the grant of the pool yet
+    late.lose_memory()  # no step has delivered the grant of the pool yet
     late.step({})
     late.wake_up()
     late.run(make_request(PROMPT, "one"))

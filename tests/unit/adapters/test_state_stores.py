@@ -1,4 +1,4 @@
-"""Which states are stored of a request, step by step: those alone that a step of the engine has written."""
+"""Which of a request's states are stored, step by step: only those that a step of the engine has written."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PLACES = 2
 
 @dataclass
 class Offers:
-    """Takes what is offered in the place of a cache manager: (block of the request, engine block) of states."""
+    """Records offers in place of a cache manager: (block of the request, engine block) of states."""
 
     states: list[tuple[int, int]] = field(default_factory=list)
 
@@ -49,10 +49,10 @@ class Offers:
 
 
 class Steps:
-    """One request of an engine with a group of full attention and one of states, in steps that a test says.
+    """One request of an engine with a group of full attention and one of states, in steps that a test chooses.
 
     Args:
-        handed_over: the engine says where states are.
+        handed_over: whether the engine reports where states are.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Steps:
     def step(
         self, end: int, states: Sequence[int], handed_over: Sequence[tuple[int, int, int]] = ()
     ) -> list[tuple[int, int]]:
-        """A step that computes up to `end` tokens, with such a table of states; what is offered of these."""
+        """A step that computes up to `end` tokens, with this table of states. Returns the states that are offered."""
         request, name = self.request, self.request.request_id
         full = list(range(50, 50 + -(-end // BLOCK_TOKENS)))
         self.tracker.tables[FULL].ids[:], self.tracker.tables[STATE].ids[:] = full, states
@@ -133,7 +133,7 @@ def test_the_last_state_of_an_answer_is_stored_at_its_end() -> None:
 
 
 def test_what_a_failed_load_left_in_the_table_is_no_state() -> None:
-    """A request that resumes with its answer: a load of 16 tokens has failed, and a step goes on from 4 past them."""
+    """A request that resumes with its answer: a load of 16 tokens has failed, and a step goes on from 4 after them."""
     steps = Steps(prompt=18, output=8)
     steps.request.num_computed_tokens = 4
     left = 77

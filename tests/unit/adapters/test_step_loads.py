@@ -1,4 +1,4 @@
-"""Loads that end within the step that needs them, before its forward or layer by layer: what is wrong is named."""
+"""Loads that end within the step that needs them, before its forward or layer by layer: wrong blocks are named."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Make = Callable[..., MiniEngine]
 PROMPT = list(range(100, 123))
 H2D = 0
 WAYS = [("sync", None), ("layerwise", 0), ("layerwise", 1)]
-"""Mode, and the layer in which a copy goes wrong; None for all of the page."""
+"""Mode, and the layer in which a copy fails; None for the whole page."""
 
 either_way = pytest.mark.parametrize(("mode", "layer"), WAYS)
 
@@ -42,7 +42,7 @@ def test_nothing_computed_from_a_page_that_failed_is_published(
     assert engine.invalid == {failed}
     assert engine.wrong("two", 23) != []
     engine.drain()
-    # The step computed block 4 from the block that never came whole.
+    # The step computed block 4 from the block that never arrived whole.
     assert engine.stored_pages == 4
     assert request.num_computed_tokens == 8
     engine.step()

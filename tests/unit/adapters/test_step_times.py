@@ -1,4 +1,4 @@
-"""The engine's pace, as its steps tell it: scripted times."""
+"""The engine's pace, measured from its steps: scripted times."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flexkv.cache.ledger.cost import LinearFit
 
 
 class Script:
-    """Steps with the tokens of each of their requests, and a clock."""
+    """Steps, each with its requests' tokens, and a clock."""
 
     def __init__(self) -> None:
         self.now_s = 10.0

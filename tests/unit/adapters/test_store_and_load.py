@@ -1,4 +1,4 @@
-"""Blocks go to host memory and come back as they were: both sides of the connector, with vLLM's own requests."""
+"""Blocks go to host memory and come back unchanged: both sides of the connector, with vLLM's own requests."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_prompt_comes_back(make_engine: Make, mode: str, ranks: int, remote: b
 
 
 def test_corrupted_bytes_are_seen(make_engine: Make) -> None:
-    """The control of every test here: were a load to bring other bytes, the checks would fail."""
+    """The control for every test here: if a load brought other bytes, the checks would fail."""
     rule = testing_ext.FaultRule(CORRUPT, kind=0, page=1)
     engine = make_engine(worker_class=faulty_worker(rule))
     engine.run(make_request(PROMPT, "one"))
@@ -157,7 +157,7 @@ def test_two_tenants_never_share_a_block(make_engine: Make) -> None:
         assert engine.run(make(f"first{number}")) == 0, number
         engine.forget()
     for number, make in enumerate(makers):
-        # Each finds its own: whole blocks, and the tail where its content can be named.
+        # Each finds its own: whole blocks, and the tail if its content can be named.
         has_tail = number < 7
         assert engine.run(make(f"second{number}")) == (22 if has_tail else 20), number
         engine.forget()
@@ -238,7 +238,7 @@ def _blocks(ids: list[int]):
 
 
 def _generate(engine: MiniEngine, request, count: int) -> None:
-    """Prefill, then one token a step; ends the request."""
+    """Prefill, then one token per step; ends the request."""
     engine.add(request)
     engine.step()
     for token in range(count):

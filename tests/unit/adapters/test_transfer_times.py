@@ -1,4 +1,4 @@
-"""What a transfer is said to have taken: never less than it took, or throughputs come out that no machine has."""
+"""The reported time of a transfer is never less than the real one, which would give impossible throughputs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SUBMIT_S = 0.05
 
 
 class LateReturn:
-    """A transfer engine whose `submit` returns late, after the copy has ended, as on a machine with other work."""
+    """A transfer engine whose `submit` returns late, after the copy has ended, as on a busy machine."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner

@@ -1,4 +1,4 @@
-"""Every name of vLLM that the adapter touches is there in the installed version. tests/engines_vllm33 asks 0.33."""
+"""The installed vLLM has every name that the adapter touches. tests/engines_vllm33 checks 0.33."""
 
 from __future__ import annotations
 

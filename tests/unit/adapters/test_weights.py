@@ -1,4 +1,4 @@
-"""Different weights, different identity; the same weights, the same one."""
+"""Different weights have different identities, and equal weights have the same one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 def write(folder: Path, name: str = "model.bin", changed: int | None = None) -> str:
-    """A file of a format whose tensors' places are not known."""
+    """A file in a format whose tensor positions are unknown."""
     folder.mkdir(exist_ok=True)
     content = bytearray(i * 7 % 251 for i in range(SIZE))
     if changed is not None:
@@ -68,7 +68,7 @@ def test_every_tensor_has_a_sample(tmp_path: Path) -> None:
 
 
 def test_control_a_single_value_of_a_large_tensor_is_not_seen(tmp_path: Path) -> None:
-    """What the digest of all content is for."""
+    """Only the digest of all content sees it."""
     before = identity(write_model(tmp_path / "a"))
     change(tmp_path / "a" / "model.safetensors", "model.embed_tokens.weight", 1000 * HIDDEN, 8 * HIDDEN)
     assert identity(tmp_path / "a") == before

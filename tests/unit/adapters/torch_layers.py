@@ -1,4 +1,4 @@
-"""The layerwise pipelines on a device of torch, compared with the straight reference."""
+"""The layerwise pipelines on a device of torch, compared with the straightforward reference."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.unit.transfer.layerwise.layer_world import GENEROUS_S, LayerWorld
 
 
 def turn(layer: int, keys: torch.Tensor, positions: Any) -> None:
-    """As `layer_world.turn`."""
+    """The same as `layer_world.turn`."""
     by = torch.from_numpy(positions.new - positions.old + layer + 1).to(keys.device, keys.dtype)
     keys.copy_(keys * 3 + by[:, None, None])
 
@@ -74,7 +74,7 @@ def check_turned_load(seed: int, where: str) -> None:
         bits = torch.from_numpy(array.view(f"i{array.itemsize}"))
         return bits.view(getattr(torch, world.dtype))
 
-    # Views of the device's own memory, with the strides that the world's have.
+    # Views of the device's own memory, with the strides of the world's.
     memory = [tensor(layer) if where == "cpu" else _like(tensor(layer), where) for layer in world.memory]
     stored = [[tensor(rows) for rows in layer] for layer in world.stored]
     if pinned:

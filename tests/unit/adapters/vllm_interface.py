@@ -1,4 +1,4 @@
-"""What vLLM 0.32 and 0.33 call on a connector: names of hooks and of their parameters."""
+"""vLLM 0.32's and 0.33's calls to a connector: names of hooks and of their parameters."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ PROPERTIES = ("supports_divergent_local_hybrid_hits", "requires_kv_delivery", "r
 
 
 def parameters_of(hook: object) -> Parameters:
-    """Names of a bound or unbound method's parameters but `self`; `**name` for what takes any keyword."""
+    """Names of a bound or unbound method's parameters except `self`; `**name` for one that takes any keyword."""
     found = inspect.signature(hook).parameters.values()  # type: ignore[arg-type]
     named = [p for p in found if p.name != "self"]
     return tuple(f"**{p.name}" if p.kind is p.VAR_KEYWORD else p.name for p in named)
@@ -95,7 +95,7 @@ def public_hooks(connector: type) -> dict[str, Parameters]:
 
 
 def misfits(connector: type, hooks: Mapping[str, Parameters]) -> list[str]:
-    """Hooks that the class lacks, or that could not be called as vLLM calls them: by position, and by name."""
+    """Hooks that the class lacks, or that vLLM could not call as it does: by position, and by name."""
     found = []
     for name, parameters in hooks.items():
         hook = inspect.getattr_static(connector, name, None)

@@ -21,7 +21,7 @@ _hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
 
 
 def make_request(tokens: Sequence[int] | None = None, name: str = "r", **fields: Any) -> Request:
-    """A request whose block hashes vLLM computed itself, `BLOCK_TOKENS` tokens a block."""
+    """A request whose block hashes vLLM computed itself, `BLOCK_TOKENS` tokens per block."""
     extra = fields.pop("extra_args", None)
     ids = None if tokens is None else list(tokens)
     params = SamplingParams(max_tokens=16, extra_args=extra)
