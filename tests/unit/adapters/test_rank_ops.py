@@ -131,7 +131,7 @@ def test_giving_up_one_op_of_a_load_blames_no_page_of_the_others() -> None:
 
 @pytest.mark.parametrize("in_time", [True, False])
 def test_a_load_whose_layer_was_late_has_failed_though_all_of_it_comes(in_time: bool) -> None:
-    """The load's last layer moves when the wait is over, so it is too late to recall it."""
+    """The load's last layer moves when the wait is over, so none of it can be cancelled any more."""
     world = World(rules=[testing_ext.FaultRule(STALL, kind=int(OpKind.H2D), layer=3)])
     try:
         ops = RankOps(load_config({}, {}), 0, Counters())

@@ -24,7 +24,7 @@ from tests.unit.transfer.transfer_world import STALL
 PROMPT = list(range(100, 123))
 H2D, D2H = 0, 1
 SHORT = {"transfer.close_s": 0.05, "load.deadline_s": 60.0}
-"""Makes the worker recall a stalled copy at once when the engine wants to sleep."""
+"""Makes the worker cancel a stalled copy at once when the engine wants to sleep."""
 
 Make = Callable[..., SleepingEngine]
 
