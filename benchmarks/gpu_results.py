@@ -47,7 +47,7 @@ def waiting_rows(status: str) -> list[str]:
 def closing_words(page: Path, status: str) -> str:
     """Says what the person with the GPU does next."""
     lines = [
-        f"{page}: commit it, with a row in the README's table of pages. In docs/gpu.md say what has run; in README.md "
+        f"{page}: commit it, with a row in docs/README.md. In docs/gpu.md say what has run; in README.md "
         "and docs/status.md, of these rows, those that have:"
     ]
     lines += [f'  "{row}"' for row in waiting_rows(status)]

@@ -23,6 +23,7 @@ from flexkv.unit.capacity import PromptLimit, TierCapacity
 
 ROOT = Path(__file__).resolve().parents[3]
 README = (ROOT / "README.md").read_text()
+INDEX = (ROOT / "docs" / "README.md").read_text()
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 CONTRIBUTING = sorted((ROOT / "docs" / "contributing").glob("*.md"))
 PAGES = [
@@ -31,6 +32,33 @@ PAGES = [
     *CONTRIBUTING,
 ]
 LINK = re.compile(r"\[[^\]]+\]\(([^)#]*)(?:#([^)]*))?\)")
+README_WORDS = 520
+"""A stranger reads the whole README in two minutes; commands do not count."""
+ONE_MINUTE_WORDS = 250
+"""A stranger reads so many words of it in one."""
+
+
+def words(text: str) -> list[str]:
+    """Words as they are read: without links' targets, and without the bars of tables."""
+    return [word for word in re.sub(r"\]\([^)]*\)", "]", text).split() if re.search(r"\w", word)]
+
+
+def first_words(text: str, count: int) -> str:
+    """The beginning of a text that a reader gets through in so many words, tables included."""
+    return " ".join(words(text)[:count])
+
+
+def missing_answers(text: str) -> list[str]:
+    """What one minute with the text does not answer."""
+    begin = first_words(text, ONE_MINUTE_WORDS)
+    answers = {
+        "what flexkv does": "keeps the KV cache of vLLM, SGLang and TensorRT-LLM",
+        "for whom": "for engines whose prompts repeat",
+        "how fast": r"after \d+ ms instead of \d+ ms",
+        "how to start": r"`pip install\b.*`vllm serve`",
+        "how to try it": r"`make demo`",
+    }
+    return [question for question, answer in answers.items() if not re.search(answer, begin)]
 
 
 def shell_commands(text: str) -> list[list[str]]:
@@ -86,11 +114,23 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in {re.sub(r"[^a-z0-9 -]", "", h.lower()).replace(" ", "-") for h in headings}
 
 
-def test_the_readme_leads_to_the_pages() -> None:
-    """Each page has its own row in the table of pages."""
-    rows = README.partition("## More to read")[2].partition("\n## ")[0]
-    linked = set(re.findall(r"^\| \[(docs/[a-z-]+\.md)\]\(\1\) \| \S", rows, re.M))
-    assert linked == {f"docs/{page.name}" for page in DOCS}
+def test_the_readme_is_short_and_says_the_main_things_first() -> None:
+    assert len(words(re.sub(r"```.*?```", "", README, flags=re.S))) <= README_WORDS
+    assert missing_answers(README) == []
+
+
+def test_control_a_minute_without_an_answer_is_seen() -> None:
+    assert missing_answers("word " * ONE_MINUTE_WORDS + README) != []
+    assert missing_answers(README.replace("`vllm serve`", "it")) == ["how to start"]
+    assert len(words("| a | [b](c.md) | - |")) == 2
+
+
+def test_the_index_of_docs_leads_to_every_page() -> None:
+    """Each with a row of its own that says when to read it; README leads to the index."""
+    rows = INDEX.partition("## Pages")[2].partition("\n## ")[0]
+    pages = re.findall(r"^\| \[([a-z-]+\.md)\]\(\1\) \| \S", rows, re.M)
+    assert sorted(pages) == sorted(page.name for page in DOCS if page.name != "README.md")
+    assert "(docs/README.md)" in README
     contributing = (ROOT / "CONTRIBUTING.md").read_text()
     linked = set(re.findall(r"\(docs/contributing/([a-z-]+\.md)\)", contributing))
     assert linked == {page.name for page in CONTRIBUTING}
@@ -118,7 +158,8 @@ def test_every_file_has_its_row_in_the_page_of_its_folder(page: str, folder: str
 
 
 def test_folders_that_are_named_exist() -> None:
-    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "docs" / "architecture.md"):
+    pages = ("README.md", "CONTRIBUTING.md", "docs/README.md", "docs/architecture.md")
+    for page in (ROOT / name for name in pages):
         for name in re.findall(
             r"`((?:flexkv|csrc|demo|benchmarks|configs|docs|tests)/[a-z_/]*)`", page.read_text()
         ):
@@ -145,13 +186,14 @@ def test_the_numbers_of_the_readme_are_those_of_the_benchmarks() -> None:
     assert f"come after {zen[2]} ms instead of {zen[1]}." in README
 
 
-def test_the_log_lines_of_the_readme_are_those_of_the_code() -> None:
+def test_the_log_lines_of_the_vllm_page_are_those_of_the_code() -> None:
+    page = (ROOT / "docs" / "vllm.md").read_text()
     host = TierCapacity("host tier", 1024, (KvGroup(128),), 512 << 10, "host.bytes")
     line = f"host tier: {host.words(PromptLimit(2048, 'max_model_len'))}, for 1 rank(s)"
-    assert f"[flexkv.unit.build] {line}\n" in README
+    assert f"[flexkv.unit.build] {line}\n" in page
     assert line in " ".join((ROOT / "docs" / "models.md").read_text().split())
     _, package = next(iter(name_this_package()))
-    assert f"] {package.rpartition(' ')[0]} /" in README
+    assert f"] {package.rpartition(' ')[0]} /" in page
 
 
 def test_variables_that_the_docs_name_exist() -> None:
