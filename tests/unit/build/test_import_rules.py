@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -57,6 +59,19 @@ ADAPTER_ENGINES: dict[str, frozenset[str]] = {
 """Adapter -> engines it may import; the adapters' shared code (`adapters/common`) imports none."""
 BASELINES: dict[str, frozenset[str]] = {"cli/bench/torch_baseline.py": frozenset({"torch"})}
 """File -> the module it imports as a baseline to compare with."""
+NAMED_BY_ENGINES = (
+    "flexkv.adapters.vllm",
+    "flexkv.adapters.vllm.plugin",
+    "flexkv.adapters.sglang",
+    "flexkv.adapters.sglang.plugin",
+    "flexkv.adapters.tensorrt_llm",
+    "flexkv.integration.sglang",
+    "flexkv.integration.tensorrt_llm",
+    "flexkv.integration.vllm.vllm_v1_adapter",
+    "flexkv.common",
+    "flexkv.kvmanager",
+)
+"""What engines import: by their configuration, by an entry point, or where they look for a package named flexkv."""
 RUNNER = "blend.runner"
 RUNNER_ENGINES = frozenset({"transformers", "torch"})
 """Modules that blending's runner for transformers models may import, and the rest of `blend` may not."""
@@ -182,3 +197,93 @@ def test_a_right_import_is_not() -> None:
     assert violations("adapters", "import torch\nimport vllm", "vllm") == []
     assert violations(RUNNER, "import torch\nfrom flexkv.blend.plan import BlendPlan") == []
     assert violations("adapters", "from flexkv.adapters.common.framed import framed", "vllm") == []
+
+
+def package_sources() -> dict[str, str]:
+    """Module -> source, of every module of the package."""
+    paths = sorted((ROOT / "flexkv").rglob("*.py"))
+    named = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in paths}
+    return {name.removesuffix(".__init__"): path.read_text() for name, path in named.items()}
+
+
+@cache
+def named_modules(source: str) -> tuple[str, ...]:
+    """What a file imports, and each module that it names in a string: on first use it is imported by that name, or run
+    as a process of its own."""
+    strings = [node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)]
+    programs = [name for name in strings if isinstance(name, str) and re.fullmatch(r"flexkv(\.\w+)+", name)]
+    return (*imported_modules(source), *programs, *(f"{name}.__main__" for name in programs))
+
+
+def reached_modules(sources: dict[str, str], roots: tuple[str, ...]) -> set[str]:
+    """Modules that the roots import, directly or not, with the packages that hold them."""
+    reached: set[str] = set()
+    waiting = list(roots)
+    while waiting:
+        parts = waiting.pop().split(".")
+        for count in range(1, len(parts) + 1):
+            module = ".".join(parts[:count])
+            if module in sources and module not in reached:
+                reached.add(module)
+                waiting += named_modules(sources[module])
+    return reached
+
+
+def not_serving(page: str) -> list[str]:
+    """Modules and packages that the page names as those that no module which serves imports."""
+    paragraph = " ".join(page.partition("Three quarters of the Python lines")[2].partition("\n\n")[0].split())
+    rest = paragraph.partition("imports the rest:")[2]
+    return [
+        name.removesuffix(".py").rstrip("/").replace("/", ".")
+        for name in re.findall(r"`(flexkv/[^`]+)`", rest)
+    ]
+
+
+def within(module: str, folders: list[str]) -> bool:
+    return any(f"{module}.".startswith(f"{folder}.") for folder in folders)
+
+
+def test_architecture_names_what_does_not_serve() -> None:
+    """The folders that the page names hold all modules that engines never reach, and none that they reach."""
+    sources = package_sources()
+    reached = reached_modules(sources, NAMED_BY_ENGINES)
+    assert set(NAMED_BY_ENGINES) <= reached
+    named = not_serving((ROOT / "docs" / "architecture.md").read_text())
+    assert {"flexkv.blend", "flexkv.simulation", "flexkv.cli", "flexkv.transfer.layerwise"} <= set(named)
+    assert sorted(module for module in sources if within(module, named) == (module in reached)) == []
+    lines = {module: source.count("\n") for module, source in sources.items()}
+    share = sum(lines[module] for module in reached) / sum(lines.values())
+    assert round(4 * share) == 3, f"{share:.0%} serve: docs/architecture.md says three quarters"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import flexkv.blend.cache",
+        "from flexkv.transfer.layerwise import pipeline",
+        "def f():\n    from flexkv.cli.bench.tables import Table",
+        "PLACE = 'flexkv.simulation.run'",
+    ],
+)
+def test_control_a_module_that_serves_is_seen_to_import_one_that_does_not(line: str) -> None:
+    sources = package_sources()
+    before = reached_modules(sources, NAMED_BY_ENGINES)
+    sources["flexkv.unit.build"] += f"\n{line}\n"
+    named = not_serving((ROOT / "docs" / "architecture.md").read_text())
+    added = reached_modules(sources, NAMED_BY_ENGINES) - before
+    assert any(within(module, named) for module in added)
+
+
+def test_control_the_walk_follows_names_strings_and_programs() -> None:
+    sources = {
+        "flexkv": "",
+        "flexkv.a": "from flexkv.b.c import name\nPLACES = {'x': 'flexkv.d'}\n",
+        "flexkv.b": "from flexkv.e import x\n",
+        "flexkv.b.c": "",
+        "flexkv.d": "",
+        "flexkv.d.__main__": "import flexkv.f\n",
+        "flexkv.e": "",
+        "flexkv.f": "",
+        "flexkv.g": "import flexkv.a\n",
+    }
+    assert reached_modules(sources, ("flexkv.a",)) == set(sources) - {"flexkv.g"}
