@@ -237,7 +237,7 @@ def test_the_examples_of_bytes_per_token_are_right() -> None:
 
 
 def test_figures_are_whole() -> None:
-    """GitHub can draw each figure, and every arrow of a sequence connects two participants."""
+    """GitHub can draw each figure, every arrow of a sequence connects two participants, and a node has one label."""
     figures = [
         figure for page in PAGES for figure in re.findall(r"```mermaid\n(.*?)```", page.read_text(), re.S)
     ]
@@ -250,3 +250,6 @@ def test_figures_are_whole() -> None:
             named = {line.split()[1] for line in lines if line.strip().startswith("participant")}
             used = {name for line in lines for name in re.findall(r"^\s*(\w)->>(\w):", line) for name in name}
             assert used == named
+        else:
+            labelled = re.findall(r"\b(\w+)\[", re.sub(r'"[^"]*"', "", figure))
+            assert len(labelled) == len(set(labelled))
