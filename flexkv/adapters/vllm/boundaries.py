@@ -1,13 +1,12 @@
-"""At which lengths a hybrid engine's requests can be resumed later, and which pages of windows, chunks and recurrent
-states that takes.
+"""Decides at which lengths a hybrid engine's requests can be resumed later, and which pages of windows, chunks and
+recurrent states that needs.
 
-A page of such a group is of use near the end of a hit alone, so it is stored only where a hit may end: at the end of a
-prompt and of a request, every `store.checkpoint_tokens` between, and where prompts have parted before.
+A page of such a group is useful only near the end of a hit, so it is stored only where a hit may end: at the end of a
+prompt and of a request, every `store.checkpoint_tokens` between, and where prompts have diverged before.
 
-Where the model has recurrent states, it can be resumed only where a step of the engine has ended: after a step that
-ends with block `p`, entry `p` of the request's table is the state there, and stays so until vLLM frees it. In some
-modes vLLM writes states of other lengths into the table; there the boundaries are those alone that it hands over
-(`boundary_state_offloads`).
+A model with recurrent states can be resumed only where a step of the engine has ended: after a step that ends with
+block `p`, entry `p` of the request's table holds the state there, until vLLM frees it. In some modes vLLM writes states
+of other lengths into the table; the only boundaries are then those that vLLM hands over (`boundary_state_offloads`).
 """
 
 from __future__ import annotations
@@ -19,27 +18,27 @@ from flexkv.facts.keys import Rule
 
 LEAST_CHECKPOINT_TOKENS = 4096
 CHECKPOINT_WINDOWS = 8
-"""By default checkpoints lie so many of the largest window apart, and at least the tokens above: so of a long prompt a
-group of windows stores an eighth of its pages, or fewer."""
+"""By default two checkpoints are this many times the largest window apart, and at least LEAST_CHECKPOINT_TOKENS. So a
+group of windows stores at most an eighth of a long prompt's pages."""
 
 StateBlocks = Mapping[int, int]
-"""At one boundary, by the engine's number of each group of states, the engine block that holds its states. Empty where
-the engine hands none over: then the request's own tables say it."""
+"""For one boundary: the engine's number of a group of states -> the engine block that holds its states. Empty where the
+engine hands none over: the blocks are then in the request's own tables."""
 
 NO_STATES: StateBlocks = {}
 
 
 class Boundaries:
-    """Where hits on one engine's requests may end.
+    """The boundaries of one engine: lengths at which hits on its requests may end.
 
     Args:
-        checkpoint_tokens: distance of checkpoints; None for a default by the largest window. Rounded up to a multiple
-            of the engine's alignment.
+        checkpoint_tokens: distance between checkpoints; None for a default by the largest window. It is rounded up to a
+            multiple of the engine's alignment.
 
     Attributes:
-        groups: those of windows, chunks and states, by their place in `PoolGeometry.groups`.
+        groups: the groups of windows, chunks and states, by their index in `PoolGeometry.groups`.
         has_states: the model has recurrent states, so a hit ends only where a step of the engine has ended.
-        handed_over: of these steps the engine names the boundaries, and the blocks that hold their states.
+        handed_over: the engine names the boundaries of its steps, and the blocks that hold the states there.
         checkpoint_tokens: tokens from one checkpoint to the next.
     """
 
@@ -56,13 +55,13 @@ class Boundaries:
 
     def between(self, after: int, end: int, prompt_tokens: int, shared_tokens: int = 0) -> Iterator[int]:
         """The boundaries in (after, end] of a request without states, ascending: checkpoints, the last boundary of the
-        prompt, and the last of what it shares.
+        prompt, and the last boundary of the tokens that it shares with others.
 
         The last token of a prompt is always computed, so a hit on the same prompt ends before it.
 
         Args:
-            shared_tokens: up to there other requests were the same. What ends there serves the next one that parts
-                there.
+            shared_tokens: number of leading tokens that other requests had too. Pages that end there serve the next
+                request that diverges there.
         """
         first = after // self.checkpoint_tokens + 1
         checkpoints = range(first * self.checkpoint_tokens, end + 1, self.checkpoint_tokens)
@@ -73,7 +72,8 @@ class Boundaries:
         """The boundaries at which the engine hands over the states of every group, ascending, with their blocks.
 
         Args:
-            offers: of one request: the engine's number of the group, the block, and the tokens that its states cover.
+            offers: the engine's offers for one request: (its number of the group, the block, the number of tokens that
+                the states cover).
         """
         found: dict[int, dict[int, int]] = {}
         for number, block, tokens in offers:
@@ -84,12 +84,12 @@ class Boundaries:
     def wants_states(self, boundary: int, after: int, prompt_tokens: int, shared_tokens: int) -> bool:
         """Whether states at a boundary are worth a store.
 
-        Of a prompt these are the states at its last boundary, those at the end of what it shares with others, and
-        others `checkpoint_tokens` apart. Of an answer all are: nobody knows yet which will be its last.
+        In a prompt, that is so at its last boundary, at the end of the tokens that it shares with others, and at others
+        `checkpoint_tokens` apart. In an answer it is always so, because its last boundary is not known yet.
 
         Args:
             after: the last boundary whose states were stored.
-            shared_tokens: as of `between`.
+            shared_tokens: as for `between`.
         """
         if boundary <= after:
             return False
@@ -99,19 +99,19 @@ class Boundaries:
         return ends_a_hit or boundary >= after + self.checkpoint_tokens
 
     def may_end_at(self, tokens: int) -> bool:
-        """Whether a hit may end there at all."""
+        """Whether a hit may end after so many tokens."""
         return tokens % self._alignment == 0
 
     def is_spare(self, boundary: int, prompt_tokens: int, shared_tokens: int = 0) -> bool:
-        """Whether pages that end there are of use only to a request that parts from this one where no other has yet.
+        """Whether pages that end at a boundary serve only a request that diverges where no other has diverged yet.
 
-        Neither the same prompt nor the next turn ends a hit there, and a hit on the whole prompt needs none of them.
+        Neither the same prompt nor the next turn ends a hit there, and a hit on the whole prompt needs no such page.
         """
         of_prompt = self.last_before(prompt_tokens - 1)
         if boundary == self.last_before(shared_tokens):
             return False
         if boundary >= of_prompt:
-            # Nobody knows yet which of an answer's states will be the last.
+            # It is not known yet which of an answer's states will be the last.
             return boundary > of_prompt and not self.has_states
         return all(
             pages_at(group, boundary)[1] <= pages_at(group, of_prompt)[0] for group in self.groups.values()
@@ -123,9 +123,9 @@ class Boundaries:
 
 
 def pages_at(group: BlockGeometry, boundary: int) -> tuple[int, int]:
-    """Which pages a hit of `boundary` tokens needs of a group of windows, chunks or states: [first, end).
+    """The pages [first, end) that a hit of `boundary` tokens needs from a group of windows, chunks or states.
 
-    The same rule as `GroupRule::first_page` in `csrc/index/group_rule.h`, by which lookups go.
+    The rule is that of `GroupRule::first_page` in `csrc/index/group_rule.h`, which lookups use.
     """
     end = boundary // group.block_tokens
     if group.rule is Rule.STATE:
@@ -136,7 +136,7 @@ def pages_at(group: BlockGeometry, boundary: int) -> tuple[int, int]:
 
 
 def _reach_tokens(group: BlockGeometry) -> int:
-    """Tokens of the pages that a hit needs at most."""
+    """The most tokens that the pages of a hit hold in this group."""
     if group.rule is Rule.STATE:
         return group.block_tokens
     return group.reach if group.rule is Rule.CHUNK else group.reach * group.block_tokens

@@ -1,8 +1,9 @@
-"""The same core behind vLLM's built-in `FlexKVConnectorV1`, reduced to what the hooks of that class make safe.
+"""The same core behind vLLM's built-in `FlexKVConnectorV1`, reduced to the modes that are safe with that class's hooks.
 
-That class is not told of the engine's block pool, of preemptions, of a reset, nor of the KV cache configuration, and
-carries no metadata from worker to scheduler. So here stores end inside the step that computed them (no block can be
-reused under a copy), only prompt blocks are stored, loads run inside the step, and both sides share one process.
+That class gets neither the engine's block pool nor the KV cache configuration, is not called for preemptions or a
+reset, and carries no metadata from worker to scheduler. So here stores end inside the step that computed the blocks (no
+block can be reused during its copy), only prompt blocks are stored, loads run inside the step, and both sides share one
+process.
 """
 
 from __future__ import annotations
@@ -58,11 +59,11 @@ FULL_CONNECTOR = '"kv_connector":"FlexKVConnector","kv_connector_module_path":"f
 
 
 class FlexKVConnectorV1Impl:
-    """What vLLM's built-in class delegates to.
+    """The class to which vLLM's built-in class delegates.
 
     Raises:
         ConfigError: a setting is unknown or not allowed, the engine may sleep, has more than one rank or another
-            connector of flexkv, or it or its model is refused by `check_engine`.
+            connector of flexkv, or cannot recover from a failed load as its policy says, or `check_engine` refuses it.
         KeySchemeError: the engine's block hashes are not cryptographic.
     """
 
@@ -99,12 +100,12 @@ class FlexKVConnectorV1Impl:
             self._own_pools = OwnPools()
         else:
             check_agent(vllm_config)
-        # What is refused is not its engine's connector.
+        # A connector that is refused must not be registered as its engine's, so this comes after the checks.
         self._registration = register_only(vllm_config, role, "FlexKVConnectorV1")
         if self._worker is not None:
             local_engines.announce(self._worker, vllm_config.cache_config)
         else:
-            # vLLM's class imports whichever `flexkv` comes first on Python's path.
+            # Logged, because vLLM's class imports whichever `flexkv` comes first on Python's path.
             log_package(logger)
             warn_of_version()
             warn_of_policy(transfer)
@@ -131,8 +132,9 @@ class FlexKVConnectorV1Impl:
         """Takes the engine's pool.
 
         Raises:
-            ConfigError: the class is a child of a MultiConnector.
-            GeometryError: the tensors are not what flexkv stores.
+            ConfigError: the connector is a child of a MultiConnector, belongs to another engine, or the attention
+                backend breaks batch invariance.
+            GeometryError: flexkv does not store such tensors.
         """
         assert self._worker is not None
         self._own_pools.check()
@@ -140,7 +142,7 @@ class FlexKVConnectorV1Impl:
             check_alone(get_kv_transfer_group())
             check_batch_invariance(self._vllm_config)
             config = config_of_tensors(kv_caches, self._vllm_config)
-            one_group_geometry(config)  # refuses others
+            one_group_geometry(config)  # refuses other configurations
             self._worker.register_kv_caches(kv_caches, config)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
@@ -148,12 +150,12 @@ class FlexKVConnectorV1Impl:
         self._worker.start_loads(self._orders())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads that a forward reads have ended before it starts."""
+        """Does nothing: loads that a forward reads have ended before it starts."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
     ) -> None:
-        """Stores move whole blocks after the forward."""
+        """Does nothing: stores copy whole blocks after the forward."""
 
     def wait_for_save(self) -> None:
         assert self._worker is not None
@@ -167,7 +169,7 @@ class FlexKVConnectorV1Impl:
         return self._worker.reports.take_failed_blocks()
 
     def get_kv_connector_stats(self) -> None:
-        """vLLM's class cannot rebuild statistics of ours, and would warn of every report."""
+        """No statistics: vLLM's class cannot rebuild those of flexkv, and would log a warning for every report."""
 
     @staticmethod
     def _orders() -> ConnectorMetadata:
@@ -208,7 +210,7 @@ class FlexKVConnectorV1Impl:
 
     @log_refusal(logger)
     def _side(self) -> SchedulerSide | None:
-        """The scheduler's side, made when the worker has registered its KV caches."""
+        """The scheduler's side, made once the worker has registered its KV caches; None before."""
         if self._scheduler is not None:
             return self._scheduler
         worker = local_engines.worker_of_engine(self._vllm_config.cache_config)
@@ -238,14 +240,14 @@ class FlexKVConnectorV1Impl:
 
 
 def check_alone(agent: Any) -> None:
-    """Refuses a place under another connector: there neither a step's orders nor the engine's policy for failed loads
-    can be had from here.
+    """Refuses to run as a child of a MultiConnector: the step's orders and the engine's policy for failed loads cannot
+    be reached there.
 
     Args:
         agent: the connector that vLLM's worker calls.
 
     Raises:
-        ConfigError: says what to set.
+        ConfigError: the message says what to set.
     """
     if isinstance(agent, MultiConnector):
         raise ConfigError(
@@ -255,13 +257,14 @@ def check_alone(agent: Any) -> None:
 
 
 def _reduced(asked: FlexKVConfig) -> FlexKVConfig:
-    """The settings that this connector can keep; says which of those asked for it cannot."""
+    """The settings, reduced to those that this connector can use; logs a warning for each that it cannot."""
     kept = {
         "store.mode": "eager",
         "store.tokens": "prompt",
         "store.partial_blocks": False,
         "load.mode": "sync",
-        # Not told of new weights, it would write their KV as that of the old ones, for later processes to find.
+        # This connector does not learn of new weights. It would write their KV under the keys of the old weights, where
+        # later processes would find it.
         "disk.folders": (),
     }
     for key, value in kept.items():

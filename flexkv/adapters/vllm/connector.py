@@ -1,4 +1,4 @@
-"""The KV connector that vLLM loads: hands every hook to the side that it concerns."""
+"""The KV connector that vLLM loads: passes every hook on to the side that it concerns."""
 
 from __future__ import annotations
 
@@ -66,22 +66,22 @@ class FlexKVConnector(KVConnectorBase_V1, SupportsHMA):
     `--kv-transfer-config '{"kv_connector":"FlexKVConnector","kv_role":"kv_both","kv_load_failure_policy":"recompute"}'`
 
     Raises:
-        ConfigError: a setting is unknown or not allowed, the engine or its model is refused by `check_engine`, or the
-            engine has a connector of flexkv already.
-        GeometryError: the model's KV cache has something that `pool_geometry` refuses.
+        ConfigError: a setting is unknown or not allowed, `check_engine` refuses the engine or its model, or the engine
+            has a connector of flexkv already.
+        GeometryError: `pool_geometry` refuses the model's KV cache.
         KeySchemeError: the engine's block hashes are not cryptographic.
     """
 
     _cache_hit_source = CacheHitSource.HOST
 
     scheduler: SchedulerSide
-    """Of a connector in the scheduler's role; the other role has no such attribute."""
+    """The scheduler's side. Only a connector in the scheduler's role has this attribute."""
 
     worker: WorkerSide
-    """Of a connector in the worker's role; the other role has no such attribute."""
+    """The worker's side. Only a connector in the worker's role has this attribute."""
 
     worker_class: type[WorkerSide] = WorkerSide
-    """What runs the lanes; a subclass of the connector may decorate the mover with another one."""
+    """The class that runs the lanes; a subclass of the connector may set another one that decorates the mover."""
 
     def __init_subclass__(cls) -> None:
         _make_known(cls)
@@ -128,14 +128,14 @@ class FlexKVConnector(KVConnectorBase_V1, SupportsHMA):
             EngineRole.of(vllm_config),
         )
         self.scheduler = SchedulerSide(spec, events is not None and events.enable_kv_cache_events)
-        # Last: what is refused is not its engine's connector.
+        # Last, because a connector that is refused must not be registered as its engine's.
         self._registration = register_only(vllm_config, self.role, type(self).__name__)
 
     # --- both sides ---
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A dropped store is a later miss, nothing else: preempted output may be used."""
+        """False: preempted output may be used, because a dropped store costs only a later miss."""
         return False
 
     @classmethod
@@ -147,7 +147,7 @@ class FlexKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """A graph of the whole forward would leave out its waits for layers, and the copies of layers within it."""
+        """True with layerwise loads or stores: a graph of the whole forward would leave out the calls per layer."""
         settings = load_config(extra_config)
         return "layerwise" in (settings.load.mode, settings.store.mode)
 
@@ -182,18 +182,18 @@ class FlexKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @log_refusal(logger)
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        # First: where another engine has made this connector, it stays.
+        # First: if another engine has made this connector, a refusal must not shut it down.
         self._own_pools.check()
         with ending_failed_start(self._vllm_config):
             check_batch_invariance(self._vllm_config)
             self.worker.register_kv_caches(kv_caches, self._kv_cache_config)
 
     def unregister_kv_caches(self) -> None:
-        """vLLM 0.33 and later: before a sleep takes the KV memory away."""
+        """vLLM 0.33 and later call this before a sleep takes the KV memory away."""
         self.worker.unregister_kv_caches()
 
     def restore_kv_caches(self) -> None:
-        """vLLM 0.33 and later: when the KV memory is back."""
+        """vLLM 0.33 and later call this when the KV memory is back."""
         self.worker.restore_kv_caches()
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
@@ -217,7 +217,8 @@ class FlexKVConnector(KVConnectorBase_V1, SupportsHMA):
             self.worker.layer_written(layer_name)
 
     def finish_forward(self) -> None:
-        """Called by Model Runner V2 between the forward and what it samples. A draft model writes its KV after it."""
+        """Model Runner V2 calls this between forward and sampling. It is not used with a draft model, which writes its
+        KV later."""
         if self._vllm_config.speculative_config is None and self.has_connector_metadata():
             self.worker.after_forward(cast("ConnectorMetadata", self._get_connector_metadata()))
 
@@ -234,8 +235,8 @@ class FlexKVConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker.poll(orders.idle, orders.disk_busy)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """What `get_finished` says, and of a hybrid engine which of these loads failed: there a block's number does not
-        tell its group, so the engine takes whole requests instead of blocks."""
+        """The result of `get_finished` and, for a hybrid engine, which of these loads failed. A block's number does not
+        tell its group there, so the engine takes whole requests instead of blocks."""
         self._poll_worker()
         finished, failed = self.worker.reports.take_finished_and_failed()
         return KVConnectorTransferResults(
@@ -262,7 +263,7 @@ class FlexKVConnector(KVConnectorBase_V1, SupportsHMA):
             self.scheduler.take_handshake(ours)
 
     def on_new_request(self, request: Request) -> None:
-        """The request enters the engine's queue."""
+        """Called when the request enters the engine's queue: starts to fetch its pages."""
         self.scheduler.prefetch(request)
 
     def get_num_new_matched_tokens(
@@ -278,7 +279,7 @@ class FlexKVConnector(KVConnectorBase_V1, SupportsHMA):
     def get_external_cache_hit_sources(
         self, request: Request, num_external_tokens: int
     ) -> dict[CacheHitSource, int]:
-        """Called after `update_state_after_alloc`."""
+        """vLLM calls this after `update_state_after_alloc`."""
         sources = self.scheduler.supplied(request, num_external_tokens)
         return sources or super().get_external_cache_hit_sources(request, num_external_tokens)
 
@@ -306,7 +307,7 @@ class FlexKVConnector(KVConnectorBase_V1, SupportsHMA):
         return self.scheduler.has_work
 
     def has_pending_block_frees(self) -> bool:
-        """Stores hold no reference on an engine block, so there is nothing to wait for instead of a preemption."""
+        """False: stores hold no reference to an engine block, so the engine cannot avoid a preemption by waiting."""
         return False
 
     def reset_cache(self) -> bool:
@@ -315,8 +316,8 @@ class FlexKVConnector(KVConnectorBase_V1, SupportsHMA):
 
 @log_refusal(logger)
 def _say_layout(transfer: KVTransferConfig, layout: str) -> None:
-    """Where two connectors ask for different layouts, vLLM's error names no remedy, and no other hook of ours comes
-    before it.
+    """Logs the layout and a remedy: if two connectors request different layouts, vLLM's error names none, and vLLM
+    calls no later hook before that error.
 
     Raises:
         ConfigError: a setting is unknown or not allowed.
@@ -331,8 +332,8 @@ def _say_layout(transfer: KVTransferConfig, layout: str) -> None:
 
 
 def _make_known(connector: type[FlexKVConnector]) -> None:
-    """Lets vLLM find the class by its name alone, as a MultiConnector does when it reads the statistics of each of its
-    connectors; a name that it does not find ends the engine's output loop."""
+    """Registers the class, so that vLLM finds it by its name alone. A MultiConnector does so when it reads the
+    statistics of its connectors; a name that it does not find ends the engine's output loop."""
     name = connector.__name__
     if name not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(name, connector.__module__, name)

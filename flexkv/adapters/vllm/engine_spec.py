@@ -1,5 +1,5 @@
-"""What one engine is to its cache: roles, sizes, the share of its node, and the modes of loads and stores that it can
-have. All of it is read off vLLM's configuration once, at the engine's start."""
+"""Describes one engine to its cache: roles, sizes, the share of its node, and the modes of loads and stores that it can
+use. All of it is read from vLLM's configuration once, at the engine's start."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EngineRole(CacheRole):
-    """What a vLLM engine does with the cache: loads unless its kv_role is kv_producer, stores unless it is kv_consumer,
+    """The role of a vLLM engine: it loads unless its kv_role is kv_producer, stores unless it is kv_consumer, and
     recomputes if its kv_load_failure_policy is recompute.
 
     Attributes:
         drop_last_block: see `Loads`.
-        ends_copies: a reset ends every copy before it returns: the engine may take its KV memory away after it and
-            tells no worker (sleep in vLLM 0.32).
+        ends_copies: a reset ends every copy before it returns, because the engine may take its KV memory away after it
+            without a call to its workers (sleep in vLLM 0.32).
         stores_end_in_step: see `EagerStores`.
-        keeps_computed: what a running request has computed from a failed load stays in its KV, although the scheduler
-            takes it back: see `RUNNER_V2`.
+        keeps_computed: KV that a running request has computed from a failed load stays, although the scheduler takes
+            those tokens back: see `RUNNER_V2`.
     """
 
     asks_again: bool = True
@@ -47,7 +47,7 @@ class EngineRole(CacheRole):
 
     @classmethod
     def of(cls, vllm_config: VllmConfig) -> EngineRole:
-        """Of the engine behind the full connector."""
+        """The role of an engine with the full connector."""
         transfer, speculative = vllm_config.kv_transfer_config, vllm_config.speculative_config
         assert transfer is not None, "vLLM makes a connector where it is configured"
         return cls(
@@ -61,7 +61,7 @@ class EngineRole(CacheRole):
 
 
 def sleeps_without_hooks(vllm_config: VllmConfig) -> bool:
-    """Whether this engine may take its KV memory away without a call of its workers' connectors (vLLM 0.32)."""
+    """Whether this engine may take its KV memory away without a call to its workers' connectors (vLLM 0.32)."""
     has_hooks = hasattr(KVConnectorBase_V1, "unregister_kv_caches")
     return bool(vllm_config.model_config.enable_sleep_mode) and not has_hooks
 
@@ -71,10 +71,10 @@ class EngineSpec:
     """One engine, or one of its data-parallel parts.
 
     Attributes:
-        ranks: workers.
-        step_tokens: that the engine computes in one step at most.
-        names: of its images and other inputs.
-        adapters: what decides the KV of requests with an adapter beside the adapter's content; plain values.
+        ranks: number of workers.
+        step_tokens: most tokens that the engine computes in one step.
+        names: names of the engine's images and other inputs.
+        adapters: see `adapter_settings`.
     """
 
     config: FlexKVConfig
@@ -116,11 +116,12 @@ class EngineSpec:
 
     @property
     def namespace(self) -> bytes:
-        """32 bytes, of every key."""
+        """The namespace of the engine's keys, 32 bytes."""
         return self.owner.namespace
 
     def cache_role(self, shared: bool) -> CacheRole:
-        """
+        """The role in the form that the unit takes.
+
         Args:
             shared: workers live in processes of their own.
         """
@@ -131,15 +132,15 @@ UNITS = "host.units_per_node"
 
 
 def units_on_node(settings: FlexKVConfig, vllm_config: VllmConfig) -> int:
-    """Units on this node, as far as vLLM says.
+    """The number of units on this node, as far as vLLM gives it.
 
     Raises:
-        ConfigError: several ranks would each take the share of one. Ranks of a model without experts are told that each
-            is alone: nothing but the name of their engine says that there are others.
+        ConfigError: several data-parallel ranks would each take the share of one. vLLM configures the ranks of a model
+            without experts as if each were alone; only the name of their engine shows that there are others.
     """
     parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
     units = int(parallel.data_parallel_size_local)
-    # Ranks of a model with experts know of each other, but for those that somebody else starts one by one.
+    # The ranks of a model with experts know their number, unless an external launcher starts them one by one.
     told = parallel.data_parallel_size > 1 and not parallel.data_parallel_external_lb
     one_of_several = transfer is not None and str(transfer.engine_id).endswith(
         f"_dp{parallel.data_parallel_index}"
@@ -156,7 +157,7 @@ def units_on_node(settings: FlexKVConfig, vllm_config: VllmConfig) -> int:
 
 
 def _shares(settings: FlexKVConfig) -> tuple[tuple[str, bool], ...]:
-    """Sizes that are a share of what the node has, and whether they are in use."""
+    """Settings that give a share of the node's memory or disks, each with whether it is in use."""
     host, disk = settings.host, settings.disk
     return (
         ("host.memory_share (host.bytes is not set)", host.bytes is None and host.bytes_per_rank is None),
@@ -177,7 +178,7 @@ RUNNER_V2 = (
     "scheduler takes the request back, and would compute wrong tokens",
     "VLLM_USE_V2_MODEL_RUNNER=0",
 )
-"""Why a load within a step cannot be recovered from, and what to set against it."""
+"""Each of these two: why the engine cannot recover from a failed load within a step, and the setting that helps."""
 
 GROUPS_NEED_ASYNC = "with several KV groups vLLM takes back a failed load only while the request waits for it"
 
@@ -202,11 +203,11 @@ LAZY_STORES_NEED_HASHES = (
 
 @dataclass(frozen=True, slots=True)
 class StepLoadNeeds:
-    """What an engine lacks to load within a step.
+    """The reasons why an engine cannot load within a step.
 
     Attributes:
-        because: the reasons, for a sentence; empty where nothing is lacking.
-        settings: to set against them, for a sentence.
+        because: the reasons, as part of a sentence; empty if there are none.
+        settings: the settings that would help, as part of a sentence.
     """
 
     because: str
@@ -216,14 +217,14 @@ class StepLoadNeeds:
     def of(cls, async_scheduling: bool, runner_v2: bool) -> StepLoadNeeds:
         """
         Args:
-            runner_v2: the engine runs Model Runner V2 and computes again what a load did not bring.
+            runner_v2: the engine runs Model Runner V2 and recomputes blocks that a load did not fill.
         """
         lacks = [ASYNC_SCHEDULING] * async_scheduling + [RUNNER_V2] * runner_v2
         return cls("; ".join(why for why, _ in lacks), " and ".join(setting for _, setting in lacks))
 
 
 def step_load_needs(vllm_config: VllmConfig) -> StepLoadNeeds:
-    """What this engine lacks to take back what it computed from a load that failed within a step."""
+    """The reasons why this engine cannot take back tokens that it computed from a load that failed within a step."""
     transfer = vllm_config.kv_transfer_config
     recomputes = transfer is not None and transfer.kv_load_failure_policy == "recompute"
     return StepLoadNeeds.of(
@@ -232,7 +233,7 @@ def step_load_needs(vllm_config: VllmConfig) -> StepLoadNeeds:
 
 
 def possible_load_mode(asked: str, vllm_config: VllmConfig, is_hybrid: bool = False) -> str:
-    """`load.mode` as this engine can have it; says so where that is another than `asked`."""
+    """The `load.mode` that this engine can use; logs a warning if that is not `asked`."""
     if asked != "async" and is_hybrid:
         logger.warning("load.mode=%s: %s; loads are async here", asked, GROUPS_NEED_ASYNC)
         return "async"
@@ -252,7 +253,7 @@ def possible_load_mode(asked: str, vllm_config: VllmConfig, is_hybrid: bool = Fa
 
 
 def possible_store_mode(asked: str, vllm_config: VllmConfig, is_hybrid: bool = False) -> str:
-    """`store.mode` as this engine can have it; says so where that is another than `asked`."""
+    """The `store.mode` that this engine can use; logs a warning if that is not `asked`."""
     if asked != "eager" and is_hybrid:
         logger.warning("store.mode=%s: %s; stores are eager here", asked, GROUPS_NEED_EAGER)
         return "eager"
@@ -273,7 +274,7 @@ def possible_store_mode(asked: str, vllm_config: VllmConfig, is_hybrid: bool = F
 def with_possible_modes(
     settings: FlexKVConfig, vllm_config: VllmConfig, is_hybrid: bool = False
 ) -> FlexKVConfig:
-    """The settings with both modes as this engine can have them."""
+    """The settings, with the modes of loads and stores that this engine can use."""
     load = possible_load_mode(settings.load.mode, vllm_config, is_hybrid)
     store = possible_store_mode(settings.store.mode, vllm_config, is_hybrid)
     return settings.model_copy(

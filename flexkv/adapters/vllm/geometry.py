@@ -1,5 +1,5 @@
-"""Where the engine's KV lies: the views of its pool, and how its configuration is read off the tensors alone, for a
-connector class that is not given vLLM's own."""
+"""Views of the engine's pool. Also derives the pool's configuration from its tensors alone, for a connector class that
+does not get it from vLLM."""
 
 from __future__ import annotations
 
@@ -36,24 +36,24 @@ if TYPE_CHECKING:
 
 CPU_ATTENTION_OWNER = "vllm-cpu-attn"
 BLOCK_FIRST_ORDERS = ("BLHNC", "BLNHC", "BHLNC")
-"""Orders in which a block is one contiguous run over all layers, the one to ask for first."""
+"""Orders in which a block is one contiguous run over all layers, the preferred one first."""
 
 KV_HEADS = re.compile("(key_value|kv).*head|head.*kv|query_group|multi_query")
-"""Of a model's configuration the names that count KV heads."""
+"""Names of entries in a model's configuration that count KV heads."""
 
 HEAD_SPECS = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
-"""Kinds of layers whose blocks are KV heads and nothing else."""
+"""Specs of layers whose blocks hold only KV heads."""
 
 VECTOR_ISA = "vec"
-"""vLLM's name of its attention kernel for AVX-512 and AVX2."""
+"""vLLM's name for its attention kernel for AVX-512 and AVX2."""
 
 
 def required_layout(config: VllmConfig) -> str | None:
-    """The physical order to ask vLLM for: blocks outermost, so that a block is one contiguous run over all layers.
+    """The physical order to request from vLLM: blocks outermost, so that a block is one contiguous run over all layers.
 
-    None where an attention backend in use has another order only: vLLM would drop what it cannot have, with a warning
-    at every start. Which backends are in use is known where the model's layers are in this process, or where the
-    configuration names them; where vLLM's workers have yet to choose, they are taken to accept every order.
+    None where an attention backend in use does not support such an order: vLLM would drop the request, with a warning
+    at every start. The backends in use are known if the model's layers are in this process, or if the configuration
+    names them; backends that vLLM's workers are still to choose are taken to accept every order.
     """
     if current_platform.is_cpu():
         return None
@@ -65,7 +65,7 @@ def required_layout(config: VllmConfig) -> str | None:
 
 
 def _backends_in_use(config: VllmConfig) -> list[type[AttentionBackend]]:
-    """The attention backends that are known; none where the workers choose them in their own processes."""
+    """The attention backends that are known; none if the workers choose them in their own processes."""
     from vllm.config import get_layers_from_vllm_config
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
@@ -78,14 +78,14 @@ def _backends_in_use(config: VllmConfig) -> list[type[AttentionBackend]]:
 
 
 def replicas(config: KVCacheConfig, ranks: int, of_heads: int = 1) -> int:
-    """How many tensor-parallel ranks in a row hold copies of the same KV. (Context parallelism, which would split it by
-    tokens, is refused.)
+    """The number of consecutive tensor-parallel ranks that hold copies of the same KV. (Context parallelism, which
+    would split KV by tokens, is refused.)
 
-    MLA's latent belongs to no head, so no rank has a part of its own; one layer that is split by heads makes the ranks'
+    MLA's latent belongs to no head, so all ranks hold all of it. A single layer that is split by heads makes the ranks'
     blocks differ.
 
     Args:
-        of_heads: ranks that the model gives the same KV head, see `head_replicas`.
+        of_heads: number of consecutive ranks with the same KV head, see `head_replicas`.
     """
     specs = [spec for group in config.kv_cache_groups for spec in layer_specs(group)]
     if all(isinstance(spec, MLAAttentionSpec) for spec in specs):
@@ -95,10 +95,10 @@ def replicas(config: KVCacheConfig, ranks: int, of_heads: int = 1) -> int:
 
 
 def head_replicas(config: VllmConfig) -> int:
-    """How many ranks in a row vLLM gives the same KV head: more than one where there are more ranks than heads.
+    """The number of consecutive ranks to which vLLM gives the same KV head: several if there are more ranks than heads.
 
-    1 where layers may differ in that: a model whose configuration counts the KV heads of some layers apart, or one
-    with a draft model.
+    1 where layers may differ in this: if the model's configuration counts the KV heads of some layers apart, or there
+    is a draft model.
     """
     heads, ranks = config.model_config.get_total_num_kv_heads(), config.parallel_config.tensor_parallel_size
     counts = [name for name in config.model_config.hf_text_config.to_dict() if KV_HEADS.search(name)]
@@ -108,7 +108,7 @@ def head_replicas(config: VllmConfig) -> int:
 
 
 def heads_of_rows(group: KVCacheGroupSpec) -> int:
-    """KV heads of a rank; 0 where K and V of a token and head are not two rows of one size."""
+    """Number of KV heads of a rank; 0 where K and V of a token and head are not two rows of one size."""
     spec, *others = layer_specs(group)
     if (
         others
@@ -121,7 +121,7 @@ def heads_of_rows(group: KVCacheGroupSpec) -> int:
 
 @dataclass(frozen=True, slots=True)
 class GroupView:
-    """One KV group of this rank's pool: where its runs lie (a `KvView`), and what the unit learns of them."""
+    """One KV group of this rank's pool: the `KvView` of its runs, and its facts for the unit."""
 
     view: Any
     facts: GroupFacts
@@ -130,10 +130,13 @@ class GroupView:
 def build_views(
     caches: Mapping[str, torch.Tensor], config: KVCacheConfig, stripes: int
 ) -> tuple[GroupView, ...]:
-    """Of each KV group, in the order of `pool_geometry`.
+    """The view and facts of each KV group, in the order of `pool_geometry`.
+
+    Args:
+        stripes: number of stripes that make up a page: ranks that hold different bytes.
 
     Raises:
-        GeometryError: tensors and configuration disagree, or the pool is not plain memory.
+        GeometryError: tensors and configuration disagree, or no lane can reach the pool's memory.
     """
     cuda_device_of(list(caches.values()))  # raises for memory that no lane can reach
     geometry, handler = pool_geometry(config), _handler(caches, config, stripes)
@@ -154,8 +157,8 @@ def build_views(
 
 
 def _refuse_shared(caches: Mapping[str, torch.Tensor], geometry: PoolGeometry) -> None:
-    """Refuses layers that attend to the KV of earlier ones in a hybrid pool: there vLLM 0.32 itself computes another
-    answer after a hit than before one (seen with a Gemma 3n on a CPU, without any connector)."""
+    """Refuses layers that attend to the KV of earlier layers in a hybrid pool: vLLM 0.32 itself then gives another
+    answer after a hit than before it (seen with a Gemma 3n on a CPU, without any connector)."""
     placed = {name for group in geometry.groups for name in group.layer_names}
     if shared := sorted(set(caches) - placed):
         raise GeometryError(
@@ -166,10 +169,10 @@ def _refuse_shared(caches: Mapping[str, torch.Tensor], geometry: PoolGeometry) -
 
 
 def layer_numbers(caches: Mapping[str, torch.Tensor], config: KVCacheConfig) -> dict[str, int]:
-    """Of each attention layer its number in its group's view; a layer that shares another's KV has that one's.
+    """The number of each attention layer in its group's view. A layer that shares another's KV has the other's number.
 
-    vLLM adds layers that share KV to a copy of its configuration after it has made the connector, so only their
-    tensors show them.
+    vLLM adds layers that share KV to a copy of its configuration after it has made the connector, so they can be found
+    only by their tensors.
     """
     handler = _handler(caches, config, 1)
     names = [name for group in pool_geometry(config).groups for name in group.layer_names]
@@ -180,10 +183,10 @@ def layer_numbers(caches: Mapping[str, torch.Tensor], config: KVCacheConfig) -> 
 
 
 def _cpu_interior(group: KVCacheGroupSpec) -> Interior:
-    """How the CPU's attention kernel arranges a block, where we know it: to the kernels the pool is plain memory. The
-    vector kernel of x86 keeps K by elements and V by tokens; others keep tiles made for their instructions.
+    """The interior of a block, which the CPU's attention kernel arranges; OPAQUE where it is not known. The vector
+    kernel of x86 keeps K by elements and V by tokens; others keep tiles made for their instructions.
     """
-    # On a machine with a GPU nothing of the CPU's attention is needed.
+    # Imported here, because a machine with a GPU does not need the CPU's attention.
     from vllm.v1.attention.backends import cpu_attn
 
     spec = layer_specs(group)[0]
@@ -211,7 +214,7 @@ def _layers_of(config: KVCacheConfig, geometry: BlockGeometry) -> VllmGroup:
     group = config.kv_cache_groups[geometry.number]
     specs = layer_specs(group)
     if isinstance(specs[0], MambaSpec):
-        # Also of kernels on GPUs: nothing but the model's own code says what a state's bytes mean.
+        # On GPUs too, only the model's own code knows what the bytes of a state mean.
         return VllmGroup(
             geometry.layer_names, interior=Interior.OPAQUE, owner=f"vllm-{specs[0].mamba_type.name.lower()}"
         )
@@ -220,8 +223,8 @@ def _layers_of(config: KVCacheConfig, geometry: BlockGeometry) -> VllmGroup:
         interior: Interior | None = _cpu_interior(group)
         owner = CPU_ATTENTION_OWNER if interior is Interior.OPAQUE else ""
     elif len(specs) > 1:
-        # A sparse indexer keeps the values of a block before its scales, others K of another size than V: what one
-        # word would say of all layers is not true.
+        # No single interior describes all layers: a sparse indexer keeps the values of a block before its scales, and
+        # other layers have K of another size than V.
         order = str(config.kv_cache_layout).replace("L", "").replace("B", "")
         interior, owner = Interior.OPAQUE, f"vllm-{order}"
     else:
@@ -230,13 +233,14 @@ def _layers_of(config: KVCacheConfig, geometry: BlockGeometry) -> VllmGroup:
 
 
 def config_of_tensors(caches: Mapping[str, torch.Tensor], vllm_config: VllmConfig) -> KVCacheConfig:
-    """The configuration that these tensors were made from: one group of all layers.
+    """The configuration from which these tensors were made, with one group of all layers.
 
     Args:
-        caches: layer name -> logical [B, H, N, C], as `register_kv_caches` gets them.
+        caches: layer name -> tensor, logical shape [B, H, N, C], as `register_kv_caches` gets them.
 
     Raises:
-        GeometryError: layers of another kind than full attention, or tensors of several groups.
+        GeometryError: a tensor has another shape, layers are of several kinds or share memory, or the sizes of tensors
+            and blocks do not match.
     """
     names = list(caches)
     if not names or not all(isinstance(cache, torch.Tensor) and cache.ndim == 4 for cache in caches.values()):
@@ -276,14 +280,14 @@ def _common_spec(names: Sequence[str], vllm_config: VllmConfig):  # type: ignore
         raise GeometryError(
             f"layers of several kinds: {sorted(kinds)}; the built-in connector class serves one"
         )
-    # One non-causal layer decides for the group, as in vLLM's own merge.
+    # A single non-causal layer makes the group non-causal, as in vLLM's own merge.
     return next((spec for spec in specs if getattr(spec, "non_causal", False)), specs[0])
 
 
 def _placements(
     ordered: Sequence[str], caches: Mapping[str, torch.Tensor], ratio: int
 ) -> list[KVCacheTensor]:
-    """One placement for equally spaced layers of one shape, else one for each layer."""
+    """One placement for all layers if they have one shape and equal distances; otherwise one for each layer."""
     starts = [caches[name].data_ptr() for name in ordered]
     shapes = {(tuple(caches[name].shape), caches[name].stride(), caches[name].dtype) for name in ordered}
     gaps = {after - before for before, after in pairwise(starts)}

@@ -1,5 +1,5 @@
-"""What the engine's KV cache configuration means to flexkv: its KV groups, which pages of each a hit needs, and what is
-refused."""
+"""Reads the engine's KV cache configuration: its KV groups, and which pages of each a hit needs. Refuses configurations
+that flexkv cannot serve."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ class BlockGeometry:
     """One of the engine's KV groups.
 
     Attributes:
-        block_tokens: tokens a block.
+        block_tokens: tokens per block.
         hash_tokens: tokens that one of the engine's block hashes covers; divides `block_tokens`.
-        num_blocks: of the engine's pool, which all groups share.
-        layer_names: in the order of the engine.
-        kv_dtype: of the pool's elements, by name.
-        number: by which the engine knows the group.
+        num_blocks: number of blocks of the engine's pool, which all groups share.
+        layer_names: names of the layers, in the order of the engine.
+        kv_dtype: dtypes of the pool's elements, by name, joined by "+".
+        number: the engine's number of the group.
         reach: see `GroupSpec`.
-        states: shapes of the states that a block holds of a layer; empty of attention.
+        states: shapes of a layer's states in a block; empty for attention.
         states_handed_over: a request's table may hold states that end within a block, so only the engine knows which
-            block holds which; it says so in `boundary_state_offloads`.
+            block holds which state; it hands them over in `boundary_state_offloads`.
     """
 
     block_tokens: int
@@ -61,8 +61,8 @@ class BlockGeometry:
 
     @property
     def signature(self) -> bytes:
-        """32 bytes: of what a group's pages are made of and when they are needed. It keeps the pages of groups apart
-        that hold other layers of the same tokens."""
+        """32 bytes made of everything that decides the content of the group's pages, and when a hit needs them. It
+        keeps apart the pages of groups that hold different layers of the same tokens."""
         facts = {
             "rule": self.rule.value,
             "reach": self.reach,
@@ -78,8 +78,8 @@ class PoolGeometry:
     """The engine's pool.
 
     Attributes:
-        groups: those of full attention first.
-        alignment_tokens: every hit is a multiple of it.
+        groups: the KV groups, those of full attention first.
+        alignment_tokens: every hit is a multiple of so many tokens.
     """
 
     groups: tuple[BlockGeometry, ...]
@@ -91,7 +91,7 @@ class PoolGeometry:
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether a hit needs other pages than all of one group."""
+        """Whether the engine has several groups, or one that is not of full attention."""
         return len(self.groups) > 1 or self.groups[0].rule is not Rule.FULL
 
     @property
@@ -100,7 +100,7 @@ class PoolGeometry:
         return any(group.rule is Rule.STATE for group in self.groups)
 
     def kv_groups(self) -> list[KvGroup]:
-        """The groups as the unit takes them."""
+        """The groups in the form that the unit takes."""
         return [
             KvGroup(group.block_tokens, group.rule, group.reach, group.signature if self.is_hybrid else b"")
             for group in self.groups
@@ -111,8 +111,8 @@ def pool_geometry(config: KVCacheConfig) -> PoolGeometry:
     """Reads and checks the engine's KV cache configuration.
 
     Raises:
-        GeometryError: no KV, a group that `check_group` refuses, layers of several rules in one group, or a block that
-            is no whole number of the tokens that a block hash covers.
+        GeometryError: there is no KV, `check_group` refuses a group, a group has layers of several rules, or a block is
+            no multiple of the tokens that a block hash covers.
     """
     if not config.kv_cache_groups:
         raise GeometryError(
@@ -126,10 +126,10 @@ def pool_geometry(config: KVCacheConfig) -> PoolGeometry:
 
 
 def one_group_geometry(config: KVCacheConfig) -> PoolGeometry:
-    """Of an engine with one group of full attention.
+    """The geometry of an engine with one group of full attention.
 
     Raises:
-        GeometryError: as `pool_geometry`, or other groups.
+        GeometryError: as for `pool_geometry`, or the engine has other groups.
     """
     geometry = pool_geometry(config)
     if geometry.is_hybrid:
@@ -170,8 +170,8 @@ def _group_geometry(config: KVCacheConfig, number: int) -> BlockGeometry:
         rule,
         reach,
         "; ".join(str(one.shapes) for one in recurrent),
-        # With hashes of less than a block a state may end within one, and a kernel that writes a checkpoint on its way
-        # writes it in front of the last state, wherever it ends.
+        # If a hash covers less than a block, a state may end within a block. A kernel that writes a checkpoint on its
+        # way writes it in front of the last state, wherever that ends.
         any(hash_tokens < one.block_size or one.num_prefill_checkpoint_blocks for one in recurrent),
     )
 
@@ -181,7 +181,7 @@ def _dtypes_of(spec: KVCacheSpec) -> tuple[torch.dtype, ...]:
 
 
 def _rule_of(spec: KVCacheSpec) -> tuple[Rule, int]:
-    """Which pages a hit needs of a group, and how far they reach: what vLLM allocates blocks for."""
+    """The rule by which a hit needs pages of a group, and its reach: vLLM allocates blocks for those pages."""
     if isinstance(spec, SlidingWindowSpec):
         return Rule.WINDOW, -(-_window_tokens(spec) // spec.block_size)
     if isinstance(spec, ChunkedLocalAttentionSpec):
@@ -192,14 +192,14 @@ def _rule_of(spec: KVCacheSpec) -> tuple[Rule, int]:
 
 
 def _window_tokens(spec: SlidingWindowSpec) -> int:
-    """Of the next token's window, which that token itself belongs to and is not cached yet."""
+    """Cached tokens of the next token's window. The window includes that token itself, which is not cached yet."""
     return int(spec.sliding_window - 1 + spec.extra_retained_tokens)
 
 
 def layer_specs(group: KVCacheGroupSpec) -> tuple[KVCacheSpec, ...]:
-    """What the layers of a group hold: each distinct spec once.
+    """The specs of a group's layers, each distinct one once.
 
-    Layers of several shapes reach a worker as `UniformTypeKVCacheSpecs`, and the scheduler as the first of them.
+    For layers of several shapes a worker gets `UniformTypeKVCacheSpecs`, and the scheduler only the first spec.
     """
     return tuple(dict.fromkeys(iter_layer_specs(group.kv_cache_spec)))
 
@@ -208,12 +208,12 @@ def check_group(group: KVCacheGroupSpec) -> None:
     """Refuses a KV cache group whose blocks depend on more than the tokens up to their end, or hold neither KV token by
     token nor recurrent states.
 
-    Only the types themselves are served. vLLM derives others from them that mean something else: `RSWASpec` frees
-    blocks of a running request, `HiddenStateCacheSpec` holds no KV, `SinkFullAttentionSpec` has KV that belongs to no
-    token of the prompt.
+    Subclasses of the served specs are refused too, because they mean something else: `RSWASpec` frees blocks of a
+    running request, `HiddenStateCacheSpec` holds no KV, and `SinkFullAttentionSpec` has KV that belongs to no token of
+    the prompt.
 
     Raises:
-        GeometryError: names the type or the field.
+        GeometryError: the message names the type or the field.
     """
     where = f"KV cache group of {len(group.layer_names)} layers"
     for spec in iter_layer_specs(group.kv_cache_spec):

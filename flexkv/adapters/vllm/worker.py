@@ -31,34 +31,34 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 REUSE_WAIT_S = 0.25
-"""How long the worker's thread waits, before a forward that writes into a block, for the copy out of it: on plain
-memory for its end, on a GPU until it is enqueued, which needs no forward to end. Beyond it the page counts as failed: a
-lost page costs a recompute later, a waiting thread costs every running request now."""
+"""Longest time that the worker's thread waits for the copy out of a block before a forward that writes the block: in
+plain memory for the copy to end, on a GPU for the copy to be enqueued, for which no forward must end. After that the
+page counts as failed: a lost page costs a recompute later, while a waiting thread delays every running request now."""
 
 ASLEEP = "the engine's KV memory is released"
 RESET = "the cache was reset"
-"""Reasons of ops that end refused."""
+"""Reasons with which ops are refused."""
 
 IDLE_WAIT_S = 0.002
-"""How long a step without a forward waits for a copy to end. Without it the engine spins through empty steps and takes
-the time from the threads that copy; a new request waits at most this long."""
+"""Longest time that a step without a forward waits for a copy to end. Without this wait the engine would spin through
+empty steps and take time from the threads that copy. A new request waits at most this long."""
 
 
 class WorkerSide(RankWorker):
-    """One rank. All methods are called by the engine's worker thread.
+    """One rank. The engine's worker thread calls all methods.
 
     Attributes:
         kv_config: the engine's KV cache configuration; None before its tensors are registered.
         is_hybrid: see `PoolGeometry`.
-        layer_loads, layer_stores: of the step under way, where they go by layer: `busy` while there are any.
-        settled_step: the last step of which a scheduler in this process knows how it ended, and what failed in it.
-        reports: to the unit that ordered the step under way; what the engine's hooks carry is taken from there.
+        layer_loads, layer_stores: the layerwise loads and stores of the step under way; `busy` while there are any.
+        settled_step: the last step whose outcome, with all its failures, a scheduler in this process knows.
+        reports: the reports for the unit that ordered the step under way, which the engine's hooks carry.
     """
 
     def __init__(self, config: FlexKVConfig, rank: int, ranks: int, head_replicas: int = 1) -> None:
         """
         Args:
-            head_replicas: ranks in a row that the model gives the same KV head.
+            head_replicas: number of consecutive ranks with the same KV head.
         """
         super().__init__(config, rank, _current_stream)
         self._ranks = ranks
@@ -87,7 +87,7 @@ class WorkerSide(RankWorker):
         """Takes the engine's pool.
 
         Raises:
-            GeometryError: the tensors are not what the configuration says.
+            GeometryError: the tensors contradict the configuration.
         """
         same = replicas(config, self._ranks, self._head_replicas)
         groups = build_views(caches, config, self._ranks // same)
@@ -103,7 +103,7 @@ class WorkerSide(RankWorker):
         self._layer_numbers = layer_numbers(caches, config)
 
     def unregister_kv_caches(self) -> None:
-        """The engine is about to take the KV memory away, as it sleeps. Idempotent.
+        """Ends every op, because the engine is about to sleep and take the KV memory away. Idempotent.
 
         Raises:
             ClosedError: a copy neither ended nor could be recalled: the engine must not sleep.
@@ -112,14 +112,14 @@ class WorkerSide(RankWorker):
         self.release_pool(ASLEEP)
 
     def restore_kv_caches(self) -> None:
-        """The KV memory is back where it was, with other content. Idempotent."""
+        """Allows ops again: the KV memory is back at its addresses, with other content. Idempotent."""
         self.restore_pool()
 
     def end_copies(self, early: Sequence[TransferGraph]) -> None:
-        """For an engine that may sleep after this and calls no hook of its workers then.
+        """Ends every op, for an engine that may sleep after this without a call to its workers. Later ops are accepted.
 
         Args:
-            early: stores not begun yet; they end refused.
+            early: stores that were not submitted yet; they end refused.
 
         Raises:
             ClosedError: a copy neither ended nor could be recalled: the engine must not sleep.
@@ -128,14 +128,14 @@ class WorkerSide(RankWorker):
         try:
             self._ops.release(RESET)
         finally:
-            # Also where a copy hangs: nobody else ends these.
+            # Also done if a copy hangs, because nothing else ends these stores.
             self._ops.released = RESET
             for graph in early:
                 self._ops.submit_store(graph)
             self._ops.released = ""
 
     def handshake(self) -> Handshake | None:
-        """What the scheduler needs to size the host pool; None before the KV caches are registered."""
+        """The facts that the scheduler needs to size the host pool; None before the KV caches are registered."""
         facts = self.facts()
         if facts is None:
             return None
@@ -153,9 +153,9 @@ class WorkerSide(RankWorker):
     # --- one step, in the order in which the engine calls ---
 
     def before_forward(self, orders: ConnectorMetadata) -> None:
-        """Takes the pool, submits early stores, and has this step's forward come after copies out of blocks that it may
-        write. Then submits the step's stores that go by layer: nothing of them is copied before the forward has written
-        it. The engine's stream has been given all earlier forwards, and nothing of this one."""
+        """Takes the host pool, submits early stores, and orders this step's forward behind the copies out of blocks
+        that it may write. Then submits the step's layerwise stores, of which each layer is copied once the forward has
+        written it. All earlier forwards are enqueued on the engine's stream by now, and nothing of this one."""
         if orders.grant is not None:
             self.take_grant(orders.grant)
         if orders is not self._orders:
@@ -167,9 +167,9 @@ class WorkerSide(RankWorker):
             self.layer_stores.abandon()
         self._ops.step = max(self._ops.step, orders.step)
         for graph in orders.early:
-            # A forward is waiting for this copy, so it goes before the other stores.
+            # A store of reused blocks goes before the other stores, because the forward waits for it.
             self._ops.submit_store(graph, urgent=any(op.op_id in orders.reused for op in graph.ops))
-        # After the early stores, because one of those may be void from the start.
+        # After the early stores are submitted, because one of them may be void already.
         for op_id in orders.void:
             self._ops.give_up(op_id, RESET)
         for op_id in orders.cancel:
@@ -182,8 +182,8 @@ class WorkerSide(RankWorker):
             self.layer_stores.begin(by_layer, self.views[0].num_layers)
 
     def start_loads(self, orders: ConnectorMetadata) -> None:
-        """Submits the step's loads, and waits for those that its forward reads from its start."""
-        # Not every connector class forwards the hook that comes before.
+        """Submits the step's loads, and waits for those that its forward needs complete when it starts."""
+        # Not every connector class forwards the hook for `before_forward`.
         if orders is not self._orders:
             self._begin_step(orders)
         if self._foreign.unit is not None:
@@ -192,7 +192,7 @@ class WorkerSide(RankWorker):
         self._ops.step = max(self._ops.step, orders.step)
         for job in orders.loads:
             self._ops.submit_load(job, self._before if orders.spares_loads else None)
-            # vLLM may begin a load between steps, and reset before the step that orders it.
+            # vLLM may begin a load between steps, and reset its cache before the step that orders the load.
             if orders.void and any(op.op_id in orders.void for op in job.graph.ops):
                 self._ops.invalidate(job, RESET)
         for job in orders.loads:
@@ -203,9 +203,9 @@ class WorkerSide(RankWorker):
             self.layer_loads.begin(by_layer, self.views[0].num_layers)
 
     def wait_for_layer(self, name: str) -> None:
-        """The forward is about to read this attention layer: returns when the `layer_loads` have filled it.
+        """Called when the forward is about to read this attention layer: waits until the `layer_loads` have filled it.
 
-        An attention layer without KV in the pool, as an encoder has them, is of no load.
+        No load has an attention layer without KV in the pool, such as an encoder's.
         """
         if (number := self._layer_numbers.get(name)) is None:
             return
@@ -213,19 +213,19 @@ class WorkerSide(RankWorker):
         self.layer_loads.wait(number, stream)
 
     def layer_written(self, name: str) -> None:
-        """The forward has written this attention layer's KV: the copies of the `layer_stores` may start."""
+        """Called when the forward has written this attention layer's KV: lets the `layer_stores` copy it."""
         if (number := self._layer_numbers.get(name)) is not None:
             self.layer_stores.written(number)
 
     def after_forward(self, orders: ConnectorMetadata) -> None:
-        """The engine's stream has been given all that writes KV in this step, and nothing else yet. Not called by a
-        runner whose steps have no such place."""
+        """Called when all work of this step that writes KV is enqueued on the engine's stream, and nothing after it.
+        Runners whose steps have no such point do not call it."""
         if orders is self._orders and orders.stores and self._foreign.unit is None:
             self._after = self._ops.point()
 
     def submit_stores(self, orders: ConnectorMetadata) -> None:
-        """Submits the stores of blocks that the step's forward completed, or earlier ones. Its loads have ended when
-        this returns."""
+        """Submits the stores of blocks that this step's forward or earlier ones completed. The step's layerwise loads
+        have ended when this returns."""
         if orders is not self._orders:
             self._begin_step(orders)
         if self._foreign.unit is not None:
@@ -242,13 +242,13 @@ class WorkerSide(RankWorker):
                 self._ops.submit_store(graph, after=self._after)
 
     def finish_stores(self, orders: ConnectorMetadata) -> None:
-        """`submit_stores`, and returns when the copies have ended (or are counted as failed)."""
+        """Calls `submit_stores`, and waits until the copies have ended or count as failed."""
         self.submit_stores(orders)
         if self._foreign.unit is None:
             self._ops.finish_stores([*orders.settled, *orders.stores])
 
     def _begin_step(self, orders: ConnectorMetadata) -> None:
-        """The first hook of a step: from here on the reports are those of the unit that has ordered it."""
+        """Called in the first hook of a step: from here on the reports are for the unit that ordered the step."""
         self._orders = orders
         self._before = self._after = None
         if orders.unit == self.unit:
@@ -257,7 +257,7 @@ class WorkerSide(RankWorker):
             self.reports = self._foreign.begin(orders.unit, self.unit)
 
     def poll(self, idle: bool = False, disk_busy: bool = False) -> None:
-        """Collects ended ops. With `idle`, waits a moment for one if any is under way, here or on the disks."""
+        """Collects ended ops. With `idle`, waits up to IDLE_WAIT_S for one if any is under way here or on the disks."""
         if idle and disk_busy and not self._ops.busy:
             time.sleep(IDLE_WAIT_S)
         self._ops.poll(IDLE_WAIT_S if idle else 0.0)
@@ -300,11 +300,11 @@ class WorkerSide(RankWorker):
         return WorkerMetadata(unit, results=results, errors=errors) if results or errors else None
 
     def take_results_early(self) -> list[OpResult]:
-        """Results for a scheduler in this process, ahead of the step's report.
+        """Takes results for a scheduler in this process, ahead of the step's report.
 
-        Only of steps whose outcome the scheduler knows: a load may have failed in a step, ours or that of another
-        connector beside us, and what was computed from it must not be published before the engine has gone back. With
-        two batches in flight a step is reported when the next one has run.
+        Only results of steps whose outcome the scheduler knows are taken. In a step, a load of ours or of another
+        connector may have failed, and blocks computed from it must not be published before the engine has taken those
+        tokens back. With two batches in flight, a step is reported when the next one has run.
         """
         self._ops.poll()
         return self._ops.reports.take_settled(self.settled_step)
@@ -321,5 +321,5 @@ def current_device_is_host() -> bool:
 
 
 def _current_stream(device: int) -> int:
-    """The stream that this thread gives the engine's work to, as an integer."""
+    """The stream that this thread enqueues the engine's work on, as an integer."""
     return int(torch.cuda.current_stream(device).cuda_stream)
