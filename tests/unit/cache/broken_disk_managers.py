@@ -17,7 +17,7 @@ from tests.unit.cache.disk_world import disk_tier
 
 
 class PromisesBeforeVerified(LocalCacheManager):
-    """What is being fetched counts as a hit at once."""
+    """Counts a page that is being fetched as a hit at once."""
 
     def match(self, *args: Any, **kwargs: Any) -> Any:
         result = super().match(*args, **kwargs)
@@ -29,7 +29,7 @@ class PromisesBeforeVerified(LocalCacheManager):
 
 
 class PublishesFailedReads(LocalCacheManager):
-    """A page that did not verify is taken as good."""
+    """Treats a page that did not verify as good."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -67,7 +67,7 @@ class PublishesFailedWrites(LocalCacheManager):
 
 
 class ReusesSlotsBeingWritten(LocalCacheManager):
-    """Host slots may be evicted while a write to disk still reads them."""
+    """Lets host slots be evicted while a write to disk still reads them."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -90,7 +90,7 @@ class ReusesSlotsBeingWritten(LocalCacheManager):
 
 
 class ReusesPlacesBeingRead(LocalCacheManager):
-    """Places may be evicted and written again while a read still needs them."""
+    """Lets places be evicted and written again while a read still needs them."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -110,7 +110,7 @@ class ReusesPlacesBeingRead(LocalCacheManager):
 
 
 class KeepsDamagedPages(LocalCacheManager):
-    """A page that could not be read stays on disk."""
+    """Keeps a page on disk that could not be read."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -128,7 +128,7 @@ class KeepsTheDiskOverReset(LocalCacheManager):
 
 
 class OverwritesUnannounced(LocalCacheManager):
-    """The index that survives a crash is not told before a place is written again."""
+    """Writes a place again without notifying the index that survives a crash."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -144,7 +144,7 @@ class UsesLostDisks(LocalCacheManager):
 
 
 class DropsWhatWasReadForAnother(LocalCacheManager):
-    """What was fetched for a request may be evicted before the request asks again."""
+    """Lets pages fetched for a request be evicted before the request asks again."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -164,7 +164,7 @@ class DropsWhatWasReadForAnother(LocalCacheManager):
 
 
 class TakesHeldPagesForReady(LocalCacheManager):
-    """What a request has waited for counts as there when it asks again, whatever came of the fetch."""
+    """Counts the pages that a request has waited for as present when it asks again, whatever the fetch's result."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -172,7 +172,7 @@ class TakesHeldPagesForReady(LocalCacheManager):
 
 
 class FetchesTwice(LocalCacheManager):
-    """A lookup does not know of the fetches of others, and begins its own."""
+    """Ignores the fetches of others in a lookup, and begins its own."""
 
     def match(self, *args: Any, **kwargs: Any) -> Any:
         for op in self._ops:
@@ -187,7 +187,7 @@ class ForgetsInHostAlone(LocalCacheManager):
 
 
 class ForgetsWhatNobodyBlames(LocalCacheManager):
-    """A page that failed is forgotten on disk, whatever the cause."""
+    """Drops a page that failed from disk, whatever the cause."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -19,7 +19,7 @@ from tests.unit.cache.disk_world import disk_tier
 
 
 class ReusesPlacesBeingLoaded(LocalCacheManager):
-    """Places are free for the next write while a load from them is under way."""
+    """Frees places for the next write while a load from them is under way."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -37,7 +37,7 @@ class ReusesPlacesBeingLoaded(LocalCacheManager):
             return plans
 
         def end(op: Any, current: bool) -> None:
-            """The lease ended with the plan."""
+            """Does nothing: the lease ended with the plan."""
 
         loads.begin = begun  # type: ignore[assignment,method-assign]
         loads.end = end  # type: ignore[method-assign]
@@ -67,7 +67,7 @@ class LoadsOnePageIntoAnothersBlock(LocalCacheManager):
 
 
 class BrokenGdsStores(LocalCacheManager):
-    """Puts what a subclass does in the place of the end of a store's stripes."""
+    """Replaces the end of a store's stripes with a subclass's method."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -82,14 +82,14 @@ class BrokenGdsStores(LocalCacheManager):
 
 
 class SealsFailedStripes(BrokenGdsStores):
-    """Pages that failed on a rank get their trailer all the same."""
+    """Gives pages that failed on a rank their trailer all the same."""
 
     def stripes_ended(self, op: Any, good: Any) -> Any:
         return self._end(op, good | op.failed)
 
 
 class SealsRevokedPages(BrokenGdsStores):
-    """Also what was computed from a load that failed."""
+    """Does so even for pages computed from a load that failed."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -112,7 +112,7 @@ class SealsWithRanksMixedUp(BrokenGdsStores):
 
 
 class PublishesBeforeTheSeal(BrokenGdsStores):
-    """A page is on disk when its stripes are."""
+    """Publishes a page on disk as soon as its stripes are there."""
 
     def stripes_ended(self, op: Any, good: Any) -> Any:
         disk_tier(self).end_write(op.group, op.entries, good)
@@ -120,7 +120,7 @@ class PublishesBeforeTheSeal(BrokenGdsStores):
 
 
 class ReusesPlacesBeingStored(BrokenGdsStores):
-    """Places are free for the next write while ranks still write their stripes."""
+    """Frees places for the next write while ranks still write their stripes."""
 
     def begin_store(self, *args: Any, **kwargs: Any) -> Any:
         plan = super().begin_store(*args, **kwargs)
@@ -134,7 +134,7 @@ class ReusesPlacesBeingStored(BrokenGdsStores):
 
 
 class KeepsFailedSeals(BrokenGdsStores):
-    """A page whose trailer was not written is taken as there."""
+    """Counts a page whose trailer was not written as present."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -145,7 +145,7 @@ class KeepsFailedSeals(BrokenGdsStores):
 
 
 class KeepsPagesWithBadContent(LocalCacheManager):
-    """A page that did not hold what it should is taken for one that failed by TRANSPORT."""
+    """Treats a page with wrong content as one that failed by TRANSPORT."""
 
     def complete(self, rank: int, result: OpResult) -> Any:
         if self._ops.get(result.op_id).tier != HUB and result.status is OpStatus.FAILED:

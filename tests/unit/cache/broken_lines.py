@@ -12,7 +12,7 @@ from flexkv.cache.promise.room_line import Turn
 
 
 class GivesRoomToHalves(LocalCacheManager):
-    """Whose turn it is takes what room there is, and waits for the rest."""
+    """The first request in line takes the room there is, and waits for the rest."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -30,7 +30,7 @@ class GivesRoomToHalves(LocalCacheManager):
 
 
 class KeepsWhatItHasWhileItWaits(LocalCacheManager):
-    """A request that waits for room keeps what it found in host memory."""
+    """A request that waits for room keeps the pages it found in host memory."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -43,7 +43,7 @@ class KeepsWhatItHasWhileItWaits(LocalCacheManager):
 
 
 class LetsOthersPass(LocalCacheManager):
-    """Who finds room for itself takes it, whoever waits for more."""
+    """A request that finds enough room for itself takes it, even if others wait for more."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -62,7 +62,7 @@ class PassesNobody(LocalCacheManager):
 
 
 class SeesNoRoom(LocalCacheManager):
-    """What holds blocks that nobody leases counts as taken."""
+    """Slots with unleased blocks count as taken."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

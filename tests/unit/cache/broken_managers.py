@@ -48,7 +48,7 @@ def ranks_ops(manager: LocalCacheManager) -> list[RankOp]:
 
 
 def rank_op(manager: LocalCacheManager, op_id: OpId) -> RankOp:
-    """One of them."""
+    """The op of this id, which ranks report."""
     op = manager._ops.get(op_id)
     assert isinstance(op, RankOp)
     return op
@@ -84,7 +84,7 @@ class IgnoresDiscard(LocalCacheManager):
 
 
 class PublishesPoisonSilently(LocalCacheManager):
-    """Answers `discard_from` as if it had obeyed."""
+    """Answers `discard_from` as if it had obeyed, and publishes the pages."""
 
     def discard_from(self, request_id: str, first_token: int) -> int:
         before = {op.op_id: op.revoked.copy() for op in ranks_ops(self)}
@@ -96,7 +96,7 @@ class PublishesPoisonSilently(LocalCacheManager):
 
 
 class LeasesNothing(LocalCacheManager):
-    """Lookups and loads do not keep their slots from being evicted."""
+    """Lets the slots of lookups and loads be evicted."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -126,7 +126,7 @@ class LeasesNothing(LocalCacheManager):
 
 
 class FreesLoadsAtPlan(LocalCacheManager):
-    """A load's slots may be evicted while it is in flight."""
+    """Lets a load's slots be evicted while it is in flight."""
 
     def begin_load(self, *args: Any, **kwargs: Any) -> Any:
         graph = super().begin_load(*args, **kwargs)
@@ -156,7 +156,7 @@ class ReportsFailedLoadsAsGood(LocalCacheManager):
 
 
 class PublishesAfterReset(LocalCacheManager):
-    """A reset forgets what is visible, and lets stores in flight end as if nothing had happened."""
+    """Drops the visible pages at a reset, and lets stores in flight end as if nothing had happened."""
 
     def reset(self) -> int:
         pending = {op.op_id: op.entries for op in self._ops if op.role.value == "store"}
@@ -189,7 +189,7 @@ class PublishesAfterReset(LocalCacheManager):
 
 
 class KeepsLoadsOverReset(LocalCacheManager):
-    """Loads of old weights count as good after a reset."""
+    """Counts loads of old weights as good after a reset."""
 
     def _end_load(self, op: Any) -> Any:
         op.epoch = self._epoch
@@ -197,7 +197,7 @@ class KeepsLoadsOverReset(LocalCacheManager):
 
 
 class LeaksSlots(LocalCacheManager):
-    """A lookup that is released keeps its lease in the index."""
+    """Keeps a lookup's lease in the index after its release."""
 
     def release(self, request_id: str) -> None:
         self._requests.pop_lease(request_id)
@@ -226,7 +226,7 @@ class StoresInLostOrder(LocalCacheManager):
 
 
 class PromisesAgainWhatFailed(LocalCacheManager):
-    """A load that failed is promised to its request again as if nothing had happened."""
+    """Promises a request again what its own load did not bring, as if nothing had happened."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -234,7 +234,7 @@ class PromisesAgainWhatFailed(LocalCacheManager):
 
 
 class RemembersBeyondTheEnd(LocalCacheManager):
-    """What is known of failed loads outlives their request."""
+    """Remembers failed loads after the end of their request."""
 
     def end_request(self, request_id: str) -> None:
         self.release(request_id)

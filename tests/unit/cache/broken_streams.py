@@ -1,4 +1,4 @@
-"""Managers that break a rule of what is promised while it comes up from disk. The simulation must catch every one."""
+"""Managers that break a rule for pages promised while they are read from disk. The simulation must catch every one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.unit.cache.broken_managers import IndexProxy, rank_op
 
 
 class LoadsWithoutWaiting(LocalCacheManager):
-    """What is on its way up is loaded as if it were there."""
+    """Loads pages that are still being read as if they were there."""
 
     def begin_load(self, *args: Any, **kwargs: Any) -> Any:
         graph = super().begin_load(*args, **kwargs)
@@ -23,7 +23,7 @@ class LoadsWithoutWaiting(LocalCacheManager):
 
 
 class WaitsForAnEarlierRead(LocalCacheManager):
-    """A load waits for a read that its slot had before, and takes what is there then."""
+    """Makes a load wait for an earlier read of its slot, and takes the bytes that are there then."""
 
     def begin_load(self, *args: Any, **kwargs: Any) -> Any:
         graph = super().begin_load(*args, **kwargs)
@@ -41,7 +41,7 @@ class WaitsForAnEarlierRead(LocalCacheManager):
 
 
 class PromisesWhatStoresFill(LocalCacheManager):
-    """Also a block that a store in flight is filling is promised."""
+    """Also promises a block that a store in flight is filling."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -54,7 +54,7 @@ class PromisesWhatStoresFill(LocalCacheManager):
 
 
 class ReusesSlotsThatLoadsWaitFor(LocalCacheManager):
-    """What comes up for a load may be evicted before it was loaded."""
+    """Lets pages that are read for a load be evicted before the load."""
 
     def begin_load(self, *args: Any, **kwargs: Any) -> Any:
         graph = super().begin_load(*args, **kwargs)

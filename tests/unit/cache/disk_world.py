@@ -1,4 +1,4 @@
-"""A manager over a host tier and a simulated disk, with a lane that moves everything at once when asked."""
+"""A manager over a host tier and a simulated disk, with a lane that moves pages at once when a test calls it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def traffic(
     gds_stores: bool = False,
     **facts: Any,
 ) -> DiskTraffic:
-    """How disks are used; `facts` as of `TierFacts`."""
+    """How disks are used; `facts` are fields of `TierFacts`."""
     return DiskTraffic(TierFacts("disk", **facts), ttl_s, gds_loads, gds_stores)
 
 
@@ -93,7 +93,7 @@ class DiskWorld:
 
     @property
     def queue(self) -> WriteQueue:
-        """What waits to be written."""
+        """The queue of pages to write."""
         return self.manager.work._writes[DISK]
 
     def _get_slot(self, group: int, slot: int) -> list[Symbol]:
@@ -120,7 +120,7 @@ class DiskWorld:
         return plan.dropped
 
     def load_ended(self, graph: TransferGraph) -> None:
-        """The engine's load ended well."""
+        """Reports that the engine's load ended well."""
         for op in graph.ops:
             self._ended(op)
 
@@ -135,27 +135,27 @@ class DiskWorld:
         return result
 
     def match(self, keys: Keys, name: str = "r") -> MatchResult:
-        """A lookup whose promise is in host memory, and checked."""
+        """A lookup whose promise must be in host memory. Checks every promised byte."""
         result = self.look(keys, name)
         self.check_promise(result, keys)
         return result
 
     def begin(self, blocks: list[int], name: str = "r") -> TransferGraph:
-        """The load to these engine blocks of what the last lookup promised."""
+        """Begins the load of the last promise to these engine blocks."""
         graph = self.manager.begin_load(name, [np.array(blocks, np.int32)])
         assert graph is not None
         self.manager.check_integrity()
         return graph
 
     def load(self, blocks: int, name: str = "r") -> TransferOp:
-        """The only op of a load to so many blocks."""
+        """Begins a load to so many blocks. Returns its only op."""
         (op,) = self.begin(list(range(blocks)), name).ops
         return op
 
     def end_load(
         self, op: TransferOp, failed: list[int] | None = None, status: OpStatus | None = None
     ) -> Completion:
-        """The first rank's report of a load, which is the last one."""
+        """Reports a load for the first rank, which is also the last one."""
         status = status or (OpStatus.FAILED if failed else OpStatus.OK)
         done = self.manager.complete(0, OpResult(op.op_id, status, np.array(failed or [], np.int32), "why"))
         assert done is not None
@@ -163,12 +163,12 @@ class DiskWorld:
         return done
 
     def check_promise(self, result: MatchResult, keys: Keys) -> None:
-        """What is promised is there, byte for byte."""
+        """Checks that the promised pages are there, byte for byte."""
         for slot, key in zip(result.groups[0].slots.tolist(), keys, strict=False):
             assert self.host[0][slot] == (0, key.tobytes())
 
     def hits(self, keys: Keys, name: str = "r") -> int:
-        """Blocks promised after everything that can be brought up was."""
+        """Blocks promised after every fetch has ended."""
         result = self.match(keys, name)
         while result.reads:
             self.run()
@@ -179,7 +179,7 @@ class DiskWorld:
     # --- the lane's part ---
 
     def take(self) -> list[TransferOp]:
-        """Plans what may be written, and takes over the ops."""
+        """Plans the due writes, and submits all planned ops to the lane."""
         ops = [op for _, graph in self.manager.work.poll() for op in graph.ops]
         for op in ops:
             self.lane.submit(op)
@@ -205,7 +205,7 @@ class DiskWorld:
         self.manager.check_integrity()
 
     def run(self, fails: Callable[[int], bool] = lambda page: False) -> list[OpKind]:
-        """Runs ops until none is left; their kinds."""
+        """Runs ops until none is left. Returns their kinds."""
         kinds = []
         while ops := self.take():
             for op in ops:
@@ -214,14 +214,14 @@ class DiskWorld:
         return kinds
 
     def drop_host(self, count: int = 1000) -> None:
-        """Everything that nobody leases leaves host memory."""
+        """Evicts every page without a lease from host memory."""
         for group in range(len(self.host)):
             self.manager.hub.evicted(group, self.manager.hub.index.evict(group, count))
         self.manager.check_integrity()
 
 
 def written(keys: Keys, **kwargs: Any) -> DiskWorld:
-    """A world in which `keys` are on disk and not in host memory; `kwargs` as of `DiskWorld`."""
+    """A world in which `keys` are on disk and not in host memory; `kwargs` are arguments of `DiskWorld`."""
     world = DiskWorld(**kwargs)
     world.store(keys)
     assert OpKind.DISK_WRITE in world.run()
@@ -230,7 +230,7 @@ def written(keys: Keys, **kwargs: Any) -> DiskWorld:
 
 
 def two_groups(count: int, **kwargs: Any) -> tuple[DiskWorld, list[Keys]]:
-    """A world of two groups, each of which has `count` keys on disk and none in host memory."""
+    """A world of two groups, each with `count` keys on disk and none in host memory."""
     keys = [chain(count), chain(count, seed=1)]
     world = DiskWorld(groups=(GroupSpec(BLOCK_TOKENS, 8), GroupSpec(BLOCK_TOKENS, 8)), **kwargs)
     for group in range(2):

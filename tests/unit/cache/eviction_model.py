@@ -1,4 +1,5 @@
-"""One group of a block index written a second time, in plain Python: which blocks are there, and which goes next."""
+"""A second implementation of one group of a block index, in plain Python: which blocks are there, and which leaves
+next."""
 
 from __future__ import annotations
 
@@ -11,9 +12,9 @@ class Block:
     """One block that has an entry.
 
     Attributes:
-        order: of its last use among all uses; 0 before the first.
-        used_at: blocks used, stored or hit until then.
-        put_back: of a spare block, when its last lease ended.
+        order: position of its last use among all uses; 0 before the first.
+        used_at: number of blocks used, stored or hit until then.
+        put_back: position of the end of a spare block's last lease.
     """
 
     pins: int
@@ -31,7 +32,7 @@ def oldest(blocks: Sequence[tuple[bytes, Block]], capacity: int) -> bytes:
 
 
 def oldest_with_bonus(blocks: Sequence[tuple[bytes, Block]], capacity: int) -> bytes:
-    """A block that was hit counts as used one capacity later. Of the same time, one that was not hit goes first."""
+    """A block that was hit counts as used one capacity later. Between equal times, one that was not hit goes first."""
 
     def rank(item: tuple[bytes, Block]) -> tuple[int, bool, int]:
         block = item[1]
@@ -49,10 +50,9 @@ CHOICES: dict[str, Choice] = {"lru": oldest, "bonus_lru": oldest_with_bonus}
 
 
 class ModelIndex:
-    """
-    Args:
-        slots: all of them are up.
-        choice: of the block to evict, of those that may be.
+    """Args:
+    slots: number of slots, all of them ready.
+    choice: chooses the block to evict, among those that may leave.
     """
 
     def __init__(self, slots: int, choice: Choice) -> None:
@@ -68,18 +68,18 @@ class ModelIndex:
 
     @property
     def idle(self) -> int:
-        """Slots without a block that somebody leases."""
+        """Slots without a leased block."""
         return self.slots - sum(block.pins > 0 for block in self.blocks.values())
 
     def ready(self, key: bytes) -> bool:
         return key in self.blocks and self.blocks[key].ready
 
     def spare(self, keys: Sequence[bytes]) -> list[int]:
-        """Of each key that is there, whether it is a spare block."""
+        """For each key that is present: whether it is a spare block."""
         return [int(self.blocks[key].spare) for key in keys if key in self.blocks]
 
     def _use(self, keys: Sequence[bytes], hits: int) -> None:
-        """The first of the keys was used last."""
+        """Marks blocks as used, the first key last."""
         for number in reversed(range(len(keys))):
             block = self.blocks[keys[number]]
             hit = number < hits
@@ -111,7 +111,7 @@ class ModelIndex:
         self._use([key for key, _ in marked], sum(hit for _, hit in marked))
 
     def victims(self, count: int) -> list[bytes]:
-        """In the order in which they go; they stay."""
+        """Blocks in the order of eviction; they stay."""
         left = [(key, block) for key, block in self.blocks.items() if block.ready and not block.pins]
         chosen: list[bytes] = []
         spares = sum(block.spare for block in self.blocks.values())

@@ -1,4 +1,4 @@
-"""A request that asks again after its wait is answered from what is leased for it; all else is looked up anew."""
+"""A request that asks again after its wait gets the pages leased for it; anything else is looked up anew."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ KEYS = chain(6)
 
 
 class LookupCount:
-    """How often a world's manager looks into its tiers."""
+    """Counts how often a world's manager looks into its tiers."""
 
     def __init__(self, world: DiskWorld) -> None:
         self.lookups = 0
@@ -43,7 +43,8 @@ class LookupCount:
 
 
 def waited(in_host: int, **kwargs: Any) -> tuple[DiskWorld, LookupCount]:
-    """A world in which request r has asked for KEYS, the first `in_host` in host memory, and its fetch has ended."""
+    """A world in which request r has asked for KEYS, the first `in_host` of them in host memory, and its fetch has
+    ended."""
     world = written(KEYS, **kwargs)
     if in_host:
         assert world.hits(KEYS[:in_host], "before") == in_host
@@ -123,7 +124,7 @@ def test_a_reset_in_between_leaves_nothing() -> None:
 
 @pytest.mark.parametrize(("compares", "promised"), [(True, 0), (False, 6)])
 def test_a_reset_that_ends_no_lease_is_noticed_by_the_pages(compares: bool, promised: int) -> None:
-    """The second of two guards: what was cleared is not ready. Without it the first is all there is."""
+    """The second of two guards: cleared pages are not ready. Without it only the first guard is left."""
     world, _ = waited(2, manager_class=LocalCacheManager if compares else TakesHeldPagesForReady)
     world.manager._promises.end_all = lambda: None  # type: ignore[method-assign]
     world.manager.reset()
@@ -208,7 +209,7 @@ def test_a_tail_that_is_still_fetched_stays_leased() -> None:
 
 
 def promised_straight(in_host: int, ttl_s: int | None = None) -> tuple[DiskWorld, LookupCount]:
-    """A world in which r was promised KEYS: the first `in_host` in host memory, the others where they lie on disk."""
+    """A world in which r was promised KEYS: the first `in_host` in host memory, the others directly from disk."""
     world = written(KEYS, limits=traffic(gds_loads=GdsUse.ALWAYS, ttl_s=ttl_s))
     if in_host:
         world.store(KEYS[:in_host], "before")
@@ -230,7 +231,7 @@ def test_what_is_promised_where_it_lies_stays_so_whatever_expires_meanwhile(in_h
     for op in world.manager._ops.of_request("r", OpRole.LOAD):
         world.end_load(op.plan)
     assert world.manager.leased_pages("r") == 0
-    # Control: who was promised nothing finds them expired.
+    # Control: for a request without a promise they have expired.
     assert world.look(KEYS, "other").blocks == in_host
 
 

@@ -1,4 +1,4 @@
-"""Hits that groups with other rules can restore together, held against trying every length."""
+"""Hits that groups with different rules can restore together, compared with trying every length."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NOW = 1000
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule as its definition says it: the numbers of the pages that a hit needs, token by token."""
+    """A rule, straight from its definition: numbers of the pages that a hit needs, token by token."""
 
     kind: str
     block: int
@@ -110,7 +110,8 @@ class World:
     def _fill(self, index: BlockIndex, group: int, count: int) -> None:
         rng, states, entries = self.rng, dict[int, str](), dict[int, int]()
         lacks = rng.choice((0.0, 0.02, 0.1, 0.4))
-        # A run of a full group in another tier passes what host memory is being given; tests of TierLookup have that.
+        # A run of a full group in another tier skips pages that a store gives to host memory; tests of TierLookup cover
+        # that.
         full = self.rules[group].kind == "full"
         passed = (
             {page for page, state in self.state[0][group].items() if state == "storing"}
@@ -214,7 +215,7 @@ class World:
         coming: bool,
         before: Sequence[Counter[int]],
     ) -> None:
-        """Exactly what the lengths need is leased, once each, in the tier and state where it lies."""
+        """Checks that exactly the needed pages are leased, once each, in the tier and state where they lie."""
         leased: list[Counter[int]] = [Counter() for _ in self.indexes]
         all_ready = True
         for group, rule in enumerate(self.rules):
@@ -226,7 +227,7 @@ class World:
                     number = page + start // rule.block
                     seen.add(number)
                     if rule.kind == "full":
-                        # A run of a full group goes on in its tier, though an earlier one has pages of it.
+                        # A run of a full group continues in its tier, even if an earlier tier has some of its pages.
                         lies = self.state[tier][group][number]
                         assert mask >> tier & 1
                         assert lies == ("ready", "coming")[state]

@@ -1,5 +1,6 @@
-"""Ends that break off: memory runs out before any line of what takes results in, writes pages out, and ends requests
-and epochs. An op has failed then, with all its pages: nothing stays behind, and nothing that may be bad is visible."""
+"""Ends that break off: memory runs out before any line of the code that takes results, writes pages out, and ends
+requests and epochs. The op has then failed with all its pages: nothing is left over, and no possibly bad page is
+visible."""
 
 from __future__ import annotations
 
@@ -37,22 +38,22 @@ def bad(op: TransferOp) -> OpResult:
 
 @dataclass
 class End(Case):
-    """Of an op.
+    """The end of an op.
 
     Attributes:
-        op: whose result is taken in; None for other ends.
+        op: the op whose result is taken; None for other ends.
     """
 
     op: TransferOp | None = None
 
     def check_nothing_is_left(self) -> None:
         if self.op is not None and self.op.op_id in self.world.manager._ops:
-            self.call()  # it broke off before it began
+            self.call()  # the call broke off before it began
         super().check_nothing_is_left()
 
 
 def case(world: DiskWorld, call: Callable[[], Any], op: TransferOp | None = None) -> Case:
-    """What is promised afterwards is what was stored; a store and a lookup work as ever."""
+    """A case whose later promises are the stored pages, and after which a store and a lookup work as usual."""
 
     def again() -> None:
         world.match(KEYS, "r")
@@ -89,7 +90,7 @@ def gds_store_ends(sealing: bool = False) -> Case:
 
 
 def tier_op_ends(world: DiskWorld) -> Case:
-    """The only op that waits to be handed out is carried out well."""
+    """The only planned op of a tier is carried out well."""
     (op,) = world.take()
     while not world.lane.move_page(op.op_id, False):
         continue
@@ -109,7 +110,7 @@ def load_ends(result: Callable[[TransferOp], OpResult], on_disk: bool = False, *
 
 
 def fetch_ends(fails: bool, loading: bool = False, **facts: Any) -> Case:
-    """For a request that waits for it, or whose load does."""
+    """For a request that waits for the fetch, or whose load does."""
     world = disk_world.written(KEYS, limits=traffic(**facts))
     world.look(KEYS)
     (fetch,) = world.take()

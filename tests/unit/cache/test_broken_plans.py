@@ -1,4 +1,4 @@
-"""Plans that break off: memory runs out before any line of the control plane, once, and nothing stays behind."""
+"""Plans that break off: memory runs out once, before any line of the control plane, and nothing is left over."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from tests.unit.cache.disk_world import BLOCK_TOKENS, DiskWorld, chain, traffic,
 
 CONTROL_PLANE = str(Path(flexkv.cache.__file__).parent)
 NOT_INJECTED = ("broken_plan.py", "op_log.py", "outbox.py")
-"""What carries out the undoing, the log, and a list whose one allocation comes before it changes."""
+"""The code that undoes plans, the log, and a list whose only allocation comes before it changes."""
 
 PAGES = 4
 
 
 class MemoryRunsOut:
-    """Raises MemoryError before step number `at`, counted from 0, of what runs in the control plane; counts all.
+    """Raises MemoryError before step number `at`, counted from 0, of the control plane's code; counts all steps.
 
     Args:
-        each: what a step is: a "line", or an "opcode".
+        each: the kind of step: "line" or "opcode".
     """
 
     def __init__(self, at: int, each: str) -> None:
@@ -76,7 +76,7 @@ class Case:
     """A world, and a call that plans.
 
     Attributes:
-        again: what is to work as ever once the request of the call that broke off has ended.
+        again: a call that must work as usual once the request of the broken call has ended.
     """
 
     world: DiskWorld
@@ -84,7 +84,7 @@ class Case:
     again: Callable[[], Any]
 
     def check_nothing_is_left(self) -> None:
-        """What was in flight before ends, the request ends, and all slots and places can be had."""
+        """Ends earlier ops and the request, and checks that all slots and places can be had."""
         world, manager = self.world, self.world.manager
         manager.check_integrity()
         for op in [op for op in manager._ops if op.role.value in ("load", "store")]:
@@ -112,7 +112,7 @@ def stores(world: DiskWorld, keys: Keys, blocks: BlockIds) -> Case:
 
 
 def store(gds: bool = False) -> Case:
-    """Into a full host tier, some of whose blocks leave, or to disk."""
+    """Stores into a full host tier, which evicts some blocks, or to disk."""
     limits = traffic(gds_loads=GdsUse.ALWAYS, gds_stores=True) if gds else traffic()
     world = DiskWorld(limits=limits)
     if not gds:
@@ -124,7 +124,7 @@ def store(gds: bool = False) -> Case:
 
 
 def store_of_what_is_read(gds: bool) -> Case:
-    """The same of blocks that are being read from disk, and of others."""
+    """Stores blocks that are being read from disk, and others."""
     limits = traffic(gds_loads=GdsUse.ALWAYS, gds_stores=True) if gds else traffic()
     keys = chain(PAGES + 2)
     world = disk_world.written(keys[:PAGES], limits=traffic())
@@ -144,7 +144,7 @@ def _with_disk_of(world: DiskWorld, limits: Any) -> DiskWorld:
 
 
 def look(groups: int = 1, **facts: Any) -> Case:
-    """For blocks in host memory and others on disk."""
+    """Looks up blocks, some in host memory and others on disk."""
     limits = traffic(**facts)
     if groups == 2:
         world, keys = two_groups(PAGES, limits=limits)
@@ -162,7 +162,7 @@ def look(groups: int = 1, **facts: Any) -> Case:
 
 
 def look_again() -> Case:
-    """After the wait, for what is leased already."""
+    """Looks up after the wait, when the blocks are leased already."""
     looking = look()
     looking.call()
     looking.world.run()
@@ -170,7 +170,7 @@ def look_again() -> Case:
 
 
 def look_with_window() -> Case:
-    """Over groups of other rules, some of whose pages are on disk."""
+    """Looks up groups of different rules, some of whose pages are on disk."""
     world = DiskWorld(groups=(GroupSpec(BLOCK_TOKENS, 8), GroupSpec(BLOCK_TOKENS, 8, Rule.WINDOW, 2)))
     keys = [chain(PAGES), chain(PAGES, seed=1)]
     for group, mine in enumerate(keys):
@@ -188,7 +188,7 @@ def look_with_window() -> Case:
 
 
 def prefetch(groups: int = 1, **facts: Any) -> Case:
-    """Of blocks on disk."""
+    """Prefetches blocks on disk."""
     keys, limits = [chain(PAGES)], traffic(**facts)
     if groups == 2:
         world, keys = two_groups(PAGES, limits=limits)
@@ -202,7 +202,7 @@ def prefetch(groups: int = 1, **facts: Any) -> Case:
 
 
 def look_for_prefetched() -> Case:
-    """While it comes."""
+    """Looks up blocks during their prefetch."""
     fetching = prefetch()
     fetching.call()
 
@@ -213,7 +213,7 @@ def look_for_prefetched() -> Case:
 
 
 def load(groups: int = 1, **facts: Any) -> Case:
-    """Of what such a lookup has promised."""
+    """Loads what such a lookup has promised."""
     looking = look(groups, **facts)
     world, promised = looking.world, looking.call()
     assert promised.blocks
@@ -246,7 +246,7 @@ def break_everywhere(make: Callable[[], Case], each: str = "line") -> None:
     """Breaks the call of a case off before each of its steps.
 
     Raises:
-        AssertionError: something stayed behind; names the step.
+        AssertionError: something was left over; names the step.
     """
     counting = MemoryRunsOut(-1, each)
     assert not counting.run(make().call)

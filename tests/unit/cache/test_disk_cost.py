@@ -1,4 +1,5 @@
-"""The scheduler's thread loops over no blocks in Python: a request of many takes as many lines as one of few."""
+"""The scheduler's thread does not loop over blocks in Python: a request of many blocks runs as many lines as one of
+few."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ def lines_of(blocks: int, measured: bool) -> list[int]:
     manager, keys = world.manager, chain(blocks)
     cost = manager.cost
     for n in range(8 if measured else 0):
-        # Slow enough that each prefix is weighed, and not so slow that anything is left.
+        # Slow enough that each prefix is weighed, and fast enough that nothing is left to the engine.
         cost.fetch(DISK).see(n + 1, 1.0 + n, 0.0)
         cost.compute.see(n + 1, 0.3 * (n + 1), world.now_s)
         cost.fetch(DISK).see(n + 1, 1.0 + n, world.now_s)
@@ -81,7 +82,7 @@ def lines_of(blocks: int, measured: bool) -> list[int]:
 
 @pytest.fixture
 def unjudged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No page moves here, so the simulated disk must not ask for it."""
+    """No page moves here, so the simulated disk must not require it."""
     monkeypatch.setattr("flexkv.simulation.symbolic_volumes.require", lambda *_: None)
 
 
@@ -92,7 +93,7 @@ def test_many_blocks_take_as_many_lines_as_few(measured: bool) -> None:
 
 
 def lines_of_a_put_into_full_tiers(blocks: int) -> list[int]:
-    """Lines for a store, and for its write, where each block of it displaces one."""
+    """Lines for a store and for its write, in which each block displaces another."""
     lines: list[int] = []
     world = DiskWorld(slots=blocks, places=blocks, mode=WriteMode.THROUGH)
     manager = world.manager

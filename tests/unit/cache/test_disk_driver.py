@@ -1,4 +1,4 @@
-"""What carries disk ops to the data plane. The data plane is a fake that moves symbols."""
+"""The driver that carries disk ops to the data plane. Here the data plane is a fake that moves symbols."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.unit.cache.disk_world import DiskWorld, chain, traffic
 
 
 class FakePlane:
-    """Ends ops when `steps` polls have passed; `room` graphs fit."""
+    """Ends ops after `steps` polls; takes at most `room` graphs."""
 
     def __init__(self, world: DiskWorld, steps: int = 1, room: int = 100) -> None:
         self.world = world
@@ -26,7 +26,7 @@ class FakePlane:
         self.error: Exception | None = None
         self.close_error: Exception | None = None
         self.strange: list[OpResult] = []
-        """Reported with the next result, before it."""
+        """Results to report just before the next one."""
         self.queue: list[TransferGraph] = []
         self.submitted = 0
         self.closed = False
@@ -95,7 +95,7 @@ def test_pages_go_down_and_come_up() -> None:
 
 
 def test_what_a_journal_had_no_room_for_is_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or an idle engine would not ask for it."""
+    """Otherwise an idle engine would not poll for it."""
     driver, _ = make(DiskWorld())
     assert not driver.busy
     monkeypatch.setattr(SymbolicVolumes, "unflushed", True)
@@ -170,7 +170,7 @@ def test_a_data_plane_that_refuses_turns_the_disks_off(
 
 
 def unfit(op_id: int) -> dict[str, OpResult]:
-    """What a lane could say of the op in flight, and must not."""
+    """Results that a lane could report for the op in flight, and must not."""
     none, far = np.empty(0, np.int32), np.array([99], np.int32)
     return {
         "of an op that is not in flight": OpResult(OpId(op_id + 1000), OpStatus.OK, none),
@@ -210,7 +210,7 @@ def test_a_result_that_does_not_fit_turns_the_disks_off_and_leaves_nothing_pinne
 
 
 def test_a_tier_does_not_end_the_ops_of_another() -> None:
-    """Whose lane may still move their bytes."""
+    """The other tier's lane may still move their bytes."""
     world = DiskWorld()
     world.store(chain(2))
     (op,) = world.take()
@@ -350,7 +350,7 @@ def test_a_close_past_its_deadline_says_so(caplog: pytest.LogCaptureFixture) -> 
 
 
 def test_a_close_that_began_too_few_writes_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that it began end well, so the lane ends in time and the journal too."""
+    """The writes that it began end well, so the lane ends in time and the journal too."""
     world = DiskWorld(mode=WriteMode.EVICT, limits=traffic(write_pages=2))
     driver, _ = make(world)
     world.store(chain(6))

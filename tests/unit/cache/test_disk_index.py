@@ -1,4 +1,4 @@
-"""What is on disk over its life: evicted, expired, lost with a disk, found again by the next process."""
+"""Pages on disk over their life: evicted, expired, lost with a disk, found again by the next process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holds of every promise of pages that are on disk, whichever way they are to come: streamed, or as a gds load."""
+"""Rules for every promise of pages on disk, whichever way they come: streamed, or as a gds load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is read and what is computed, by a scripted clock: no real time passes."""
+"""The choice between reading and computing, with a scripted clock: no real time passes."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_line_is_believed_with_enough_and_recent_samples() -> None:
 def world_with(
     read_page_s: float, token_s: float, latency_s: float = 0.0, load_page_s: float = 0.0, **kwargs: object
 ) -> DiskWorld:
-    """A world in which reads, loads and steps have taken so long."""
+    """A world with these measured times of reads, loads and steps."""
     world = DiskWorld(slots=16, places=64, **kwargs)  # type: ignore[arg-type]
     rates, now_s = world.manager.cost, world.now_s
     for n in (8, 16, 32, 64, 128):
@@ -69,7 +69,7 @@ def world_with(
 
 
 def on_disk(world: DiskWorld, count: int, in_host: slice = slice(0)) -> np.ndarray:
-    """A chain that is on disk, of which a part is in host memory too."""
+    """A chain on disk, of which a part is in host memory too."""
     keys = chain(count)
     world.store(keys)
     world.run()
@@ -99,7 +99,7 @@ def test_a_slow_disk_is_left_alone() -> None:
     left = world.manager.choice.last_left
     assert left is not None
     assert left.fetch_s > left.compute_s == pytest.approx(24.0)
-    # Until the request is let go the choice stands, and is counted once.
+    # Until the request is released, the choice stands and is counted once.
     assert world.match(keys).reads == 0
     assert counts.left == 1
 
@@ -129,7 +129,7 @@ def test_a_busy_disk_is_not_waited_for() -> None:
         world.run()
         world.drop_host()
     assert world.match(others, "other").reads == 1
-    # Six pages ahead: 22 s for five, which take 20 to compute.
+    # Six pages are ahead: 22 s for five pages that take 20 s to compute.
     assert world.match(keys).reads == 0
     world.run()
     world.manager.release("r")
@@ -141,7 +141,7 @@ def test_what_host_memory_has_behind_a_gap_makes_the_gap_worth_reading() -> None
     keys = on_disk(world, 12, in_host=slice(2, 8))
     result = world.match(keys)
     (read,) = world.take()
-    # Two pages to read save eight blocks; the four behind them are left to the engine.
+    # Reading two pages saves eight blocks; the four after them are left to the engine.
     assert (result.reads, read.pages) == (1, 2)
     assert world.tier.counts.left_pages == 4
     world.end(read)
@@ -208,5 +208,5 @@ def test_groups_with_a_window_are_all_or_nothing() -> None:
         world.store(window, group=1)
         world.run()
         world.drop_host()
-        # Eight pages against 24 tokens.
+        # Eight pages to read against 24 tokens to compute.
         assert world.manager.match("r", [full, window], 0).reads == reads

@@ -1,4 +1,4 @@
-"""Pages that come up from disk for a lookup: what is read, who waits, what is verified before it is promised."""
+"""Pages that are read from disk for a lookup: which are read, who waits, and what is verified before it is promised."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_host_blocks_are_leased_while_the_rest_is_read() -> None:
     world.store(keys[:3])
     result = world.match(keys)
     assert (result.blocks, result.reads) == (3, 1)
-    # Five slots are being read into, three are promised: nothing may be evicted.
+    # Five slots are being filled by reads, three are promised: nothing may be evicted.
     assert world.store(chain(4, seed=9), name="other") == 4
     world.run()
     assert world.match(keys).blocks == 8
@@ -45,7 +45,7 @@ def test_a_damaged_page_is_a_miss_and_forgotten() -> None:
     assert world.tier.counts.failed_reads == 1
     assert len(world.tier) == 5
     assert keys[2].tobytes() not in {row[0] for row in world.disk.journal[0].values()}
-    # Computed again, it is stored and written again.
+    # The recomputed page is stored and written again.
     world.store(keys[2:3])
     world.run()
     world.drop_host()
@@ -96,7 +96,7 @@ def test_of_pages_under_way_only_those_that_nobody_reads_are_read() -> None:
     assert world.match(keys[:4], "short").reads == 1
     assert world.match(keys, "long").reads == 2, "the read under way, and one for the rest"
     assert [op.pages for op in world.take()] == [4, 2]
-    # A third one finds all of it under way, and plans nothing.
+    # A third request finds all of it under way, and plans nothing.
     assert world.match(keys, "late").reads == 2
     assert world.take() == []
     for op in list(world.lane.ops.values()):

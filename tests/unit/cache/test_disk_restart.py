@@ -1,4 +1,4 @@
-"""What the order of use and the chains of blocks look like to the next process: the real folders, no page moved."""
+"""The order of use and the chains of blocks as the next process finds them: real folders, no page moved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks promised while they are on their way up from disk (`TierFacts.stream`), outcome by outcome."""
+"""Blocks promised while they are read from disk (`TierFacts.stream`), outcome by outcome."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STREAM = traffic(streams=True)
 
 
 def written(keys: Keys, limits: DiskTraffic = STREAM, **kwargs: object) -> DiskWorld:
-    """A world that streams, in which `keys` are on disk and not in host memory."""
+    """A streaming world in which `keys` are on disk and not in host memory."""
     return disk_world.written(keys, limits=limits, **kwargs)
 
 
@@ -118,7 +118,7 @@ def test_a_block_that_a_store_is_filling_ends_the_promise() -> None:
     world = written(np.delete(keys, 3, axis=0))
     plan = world.manager.begin_store("w2", 0, keys[3:4], np.zeros(1, np.int32), 3)
     assert plan.graph is not None
-    # A store may never be published; what it fills is promised to nobody, nor is what follows.
+    # A store may never be published: blocks that it fills are promised to nobody, nor are those after them.
     result = world.look(keys)
     assert (result.blocks, result.reads) == (3, 0)
     world.manager.complete(0, OpResult(plan.graph.ops[0].op_id, OpStatus.FAILED, np.zeros(1, np.int32)))

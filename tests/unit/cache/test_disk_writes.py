@@ -1,4 +1,4 @@
-"""Pages that go from host memory to disk: when, within which bounds, and what is there afterwards."""
+"""Pages that go from host memory to disk: when, within which limits, and the state afterwards."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_what_is_offered_again_and_again_waits_once() -> None:
     for _ in range(5):
         world.manager.work.offer_all()
         assert world.queue.waiting_pages == 20
-    # What has left host memory does not wait, what came does.
+    # Pages that have left host memory stop waiting; newly stored pages wait.
     world.drop_host(12)
     world.store(chain(6, seed=1), name="b")
     world.manager.work.offer_all()

@@ -1,4 +1,4 @@
-"""What each eviction policy evicts, beside a model; and what a manager counts as a hit."""
+"""What each eviction policy evicts, compared with a model; and what a manager counts as a hit."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class Pair:
     """An index and a model, taken through the same random steps. A block of the model is its group and key.
 
     Args:
-        groups: that share the slots.
+        groups: number of groups that share the slots.
 
     Attributes:
-        spares: share of offers that are of spare blocks.
-        tells: whether the index is told of that.
+        spares: share of offers with spare blocks.
+        tells: whether the index learns that they are spare.
     """
 
     spares = 0.3
@@ -70,12 +70,12 @@ class Pair:
         return np.concatenate([np.empty(0, np.uint32), *found])
 
     def same(self, found: np.ndarray, expected: list[bytes], what: str) -> None:
-        """Keys that were found, all of them of the group that the blocks expected are of."""
+        """Checks keys that were found, all of them in the group of the expected blocks."""
         if [key.tobytes() for key in found] != [block[1:] for block in expected]:
             raise Diverged(what)
 
     def gone(self, found: np.ndarray, expected: list[bytes], what: str) -> None:
-        """Keys that have just left, each told with its group where groups share."""
+        """Checks keys that have just left; with several groups each comes with its group."""
         told = self.index.gone_groups().tolist() if self.groups > 1 else [0] * len(found)
         if len(told) != len(found):
             raise Diverged(f"{what}: {len(told)} groups of {len(found)} blocks")
@@ -205,7 +205,7 @@ def test_groups_that_share_slots_are_evicted_in_one_order(policy: str, soak_roun
 
 
 class SlotsApart(Pair):
-    """The index gives each group slots of its own."""
+    """The index gives each group its own slots."""
 
     def __init__(self, policy: str, modelled: str, seed: int, groups: int) -> None:
         super().__init__(policy, modelled, seed, groups)
@@ -215,7 +215,7 @@ class SlotsApart(Pair):
 
 
 class GroupMistold(Pair):
-    """Each block that left is taken for one of the group that needed room."""
+    """Each block that left is attributed to the group that needed room."""
 
     def gone(self, found: np.ndarray, expected: list[bytes], what: str) -> None:
         first = self.random.randrange(self.groups)
@@ -231,13 +231,13 @@ def test_slots_apart_or_a_group_mistold_do_not_pass(policy: str, pair_class: typ
 
 
 class SparesUntold(Pair):
-    """The index takes spare blocks for any others."""
+    """The index treats spare blocks like any others."""
 
     tells = False
 
 
 class HitsUntold(Pair):
-    """The index does not hear of hits, so spare blocks stay spare."""
+    """The index is not notified of hits, so spare blocks stay spare."""
 
     def step(self) -> None:
         super().step()
@@ -281,7 +281,7 @@ def load(manager: LocalCacheManager, wanted: np.ndarray, request: str) -> None:
 
 
 def left_after_scan(manager: LocalCacheManager, of: np.ndarray, blocks: int) -> int:
-    """How many are there when so many others have been stored, each by a request of its own."""
+    """How many of these blocks are left after so many others were stored, each by its own request."""
     for number in range(blocks):
         store(manager, keys(1, 1000 + number), f"scan {number}")
         manager.end_request(f"scan {number}")
@@ -310,7 +310,7 @@ def test_blocks_that_the_engine_had_itself_count_as_hit() -> None:
 
 
 def test_blocks_that_a_request_only_stored_are_not_hit() -> None:
-    """Its chunks are put in order whenever their number has doubled, and at its end."""
+    """Its chunks are reordered whenever their number has doubled, and at its end."""
     manager = manager_of("bonus_lru")
     wanted = keys(4)
     manager.match("a", [wanted], 0)
@@ -321,7 +321,7 @@ def test_blocks_that_a_request_only_stored_are_not_hit() -> None:
 
 
 def test_a_request_that_keeps_asking_hits_its_blocks_once() -> None:
-    """Else the time of the policy would run with the engine's steps, and a bonus be worth less than a capacity."""
+    """Otherwise the policy's time would advance with the engine's steps, and a bonus be worth less than a capacity."""
     manager = manager_of("bonus_lru")
     wanted, waiting = keys(4), keys(2, 1)
     store(manager, wanted, "a")

@@ -26,7 +26,7 @@ def fail_a_load(
     start: int = 0,
     status: OpStatus = OpStatus.FAILED,
 ) -> int:
-    """Looks up, loads all that is promised and fails some pages of it; how many blocks were promised."""
+    """Looks up, loads all that is promised and fails some of its pages. Returns how many blocks were promised."""
     blocks = manager.match(request, [chain], start * BLOCK_TOKENS).blocks
     if blocks:
         graph = manager.begin_load(request, [np.arange(blocks, dtype=np.int32)])
@@ -50,7 +50,7 @@ def test_what_came_before_the_failed_page_is_promised_once_more_and_then_nothing
     promised = []
     for failed in ([4], [1]):
         promised.append(fail_a_load(manager, chain, failed))
-        # Computed and stored by somebody else: what a load did not bring is there again.
+        # Somebody else computed and stored it: the page that a load did not bring is there again.
         store(manager, chain, "other")
     assert promised == [6, 4]
     assert manager.match("r", [chain], 0).blocks == 0

@@ -38,7 +38,7 @@ def test_what_is_on_disk_is_promised_and_loaded_where_it_lies() -> None:
     assert (from_disk.kind, from_disk.blocks.tolist()) == (OpKind.GDS_READ, [12, 13, 14, 15])
     assert len(from_disk.slots) == 0
     assert [bytes(key) for key in tag_fields(from_disk.tags)["key"]] == [bytes(key) for key in keys[2:]]
-    # The places are those that hold these pages.
+    # The places hold exactly these pages.
     for place, key in zip(from_disk.places.tolist(), keys[2:], strict=True):
         content = world.disk.content[0][place]
         assert content[0][0] == bytes(key)
@@ -49,7 +49,7 @@ def test_what_is_on_disk_is_promised_and_loaded_where_it_lies() -> None:
 
 
 def test_a_page_that_failed_bars_the_stores_of_what_follows_and_no_other() -> None:
-    """The pages of the load are counted from the promise's start, of which the first two come from host memory."""
+    """The load's pages are counted from the promise's start, and its first two come from host memory."""
     keys = chain(6)
     world = written(keys)
     world.store(keys[:2])
@@ -89,11 +89,11 @@ def test_only_a_page_whose_content_failed_is_forgotten(cause: FailureCause) -> N
     assert done.failed_blocks.tolist() == [1, 2, 3]
     forgotten = 2 if cause in (FailureCause.UNKNOWN, FailureCause.CONTENT) else 0
     assert len(world.tier) == 4 - forgotten
-    # A disk that does not give its pages shows in the same count as one that gives others, on either way.
+    # A disk that does not deliver its pages shows in the same count as one that delivers wrong ones, in either way.
     counted = 2 if cause <= FailureCause.SOURCE else 0
     counts = world.tier.counts
     assert (counts.failed_reads, counts.unread) == (counted, 3 - counted)
-    # What goes on to fail so, or may be the disk's, is judged on the way through host memory.
+    # If the failure would repeat, or may be the disk's fault, the page is checked by a read through host memory.
     reads = 1 if cause in (FailureCause.SOURCE, FailureCause.TRANSPORT) else 0
     assert world.look(keys[:1], "next").reads == reads
 
@@ -124,7 +124,7 @@ def test_what_was_never_read_is_no_damage(status: OpStatus) -> None:
 def test_after_a_lane_brought_nothing_pages_go_through_host_memory_for_a_while(status: OpStatus) -> None:
     keys, others = chain(4), chain(4, 100)
     world = written(np.concatenate((keys, others)))
-    # What brought some of a load goes on.
+    # A lane that brought a part of a load goes on.
     world.look(others)
     world.end_load(world.load(4), failed=[3], status=OpStatus.FAILED)
     assert world.look(others[:3], "still").reads == 0
@@ -149,7 +149,7 @@ def test_places_are_kept_until_every_rank_has_reported() -> None:
     op = world.load(6)
 
     def left_after(seed: int) -> int:
-        """Places that still hold `keys` after two more pages were to be written."""
+        """Number of `keys` still on disk after two more pages were to be written."""
         world.drop_host()
         world.store(chain(2, seed), name=f"other {seed}")
         world.run()
@@ -206,7 +206,7 @@ def test_what_the_disks_have_only_a_part_of_comes_up() -> None:
     for _, graph in world.manager.work.poll():
         for op in graph.ops:
             world.lane.submit(op)
-    # Block 3 is in host memory alone, its write has not ended.
+    # Block 3 is in host memory alone: its write has not ended.
     world.manager.work.poll()
     result = world.look(keys)
     assert (result.blocks, result.reads) == (0, 1)
@@ -233,7 +233,7 @@ def test_a_tail_comes_up_when_the_blocks_before_it_are_with_the_engine() -> None
 
 
 def through(world: DiskWorld, keys: np.ndarray, seconds: float) -> bool:
-    """A load of `keys` that takes so long, whichever way it goes; whether as a gds load."""
+    """Loads `keys` in so many seconds, whichever way it goes. Returns whether it was a gds load."""
     world.drop_host()
     result = world.look(keys)
     if result.reads:

@@ -1,4 +1,4 @@
-"""Simulations of one to six groups with other rules and blocks of other sizes."""
+"""Simulations of one to six groups with different rules and block sizes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BEHIND = {
     "symbolic tier": ("tier_places",),
     "both": ("disk_places", "tier_places"),
 }
-"""What lies behind host memory, by the settings of its room."""
+"""Tiers behind host memory, by the settings of their room."""
 
 
 def random_config(
@@ -96,7 +96,7 @@ def test_no_rule_is_broken_where_groups_share_slots(behind: str, soak_round: int
 
 
 class _OtherRules(LocalCacheManager):
-    """Looks up by other rules than its groups have."""
+    """Looks up by other rules than its groups'."""
 
     def __init__(self, groups: Sequence[GroupSpec], limits: ManagerLimits, **more: Any) -> None:
         super().__init__(groups, limits, **more)
@@ -145,8 +145,8 @@ class BarsByBlocksOfTheFirstGroup(LocalCacheManager):
 
 
 class TakesFailedPagesForTokens(LocalCacheManager):
-    """Remembers of a failed load the number of its page where the token is asked for: of pages of other sizes that is
-    another place."""
+    """Remembers a failed load by its page number in blocks of the first group: with other page sizes that is another
+    token."""
 
     def __init__(self, groups: Sequence[GroupSpec], limits: ManagerLimits, **more: Any) -> None:
         super().__init__(groups, limits, **more)
@@ -159,7 +159,7 @@ class TakesFailedPagesForTokens(LocalCacheManager):
 
 
 class TellsOneGroupOfAllEvictions(LocalCacheManager):
-    """What is evicted of groups that share slots is told as if it were the group's that needed room."""
+    """Attributes every eviction among groups that share slots to the group that needed room."""
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)

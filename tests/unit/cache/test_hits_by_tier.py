@@ -1,4 +1,4 @@
-"""A hit says which tier supplied it: what was in host memory, waited for, streamed, or loaded where it lies."""
+"""A hit names the tier that supplied it: pages in host memory, waited for, streamed, or loaded directly."""
 
 from __future__ import annotations
 
@@ -68,13 +68,13 @@ def test_pages_that_failed_are_nobodys() -> None:
     world = half_in_host_memory(keys, WAITS)
     world.match(keys)
     (read,) = world.take()
-    # Of four pages the third: the hit ends before it.
+    # The third of four pages fails: the hit ends before it.
     world.end(read, lambda page: page == 2)
     assert blocks_by_tier(world.match(keys)) == (2, 2)
 
 
 def test_of_what_was_fetched_only_blocks_after_the_start_count() -> None:
-    """Between two lookups the engine's own cache may have got what the request waited for."""
+    """Between two lookups the engine's own cache may have got blocks that the request waited for."""
     keys = chain(6)
     world = half_in_host_memory(keys, WAITS)
     world.match(keys)
@@ -106,7 +106,8 @@ def test_what_was_fetched_counts_once_over_tiers() -> None:
 
 
 def hybrid(on_disk: bool) -> tuple[DiskWorld, list[Keys]]:
-    """Eight pages of a full group, half as many of twice the size of a window's; in host memory, or on disk alone."""
+    """Eight pages of a full group, and half as many pages of a window group, twice as large; in host memory, or on disk
+    alone."""
     world = DiskWorld(groups=(GroupSpec(4, 16), GroupSpec(8, 16, Rule.WINDOW, 2)))
     keys = [chain(8), chain(4, seed=1)]
     for group in range(2):
@@ -141,13 +142,14 @@ def test_a_window_that_is_partly_on_disk_is_waited_for_as_a_whole() -> None:
     assert (result.tokens, result.reads) == (16, 2)
     world.run()
     result = world.manager.match("r", keys, 0)
-    # Of ten pages the window's first two are not needed any more: four of the full group were in host memory.
+    # The window's first two pages are not needed any more: of ten pages, four of the full group were in host memory.
     assert (result.tokens, result.by_tier) == (32, (13, 19))
     world.manager.check_integrity()
 
 
 def test_a_hit_that_needs_no_page_is_host_memorys() -> None:
-    """Every group goes on behind a whole chunk without what lies before; the request waited for pages all the same."""
+    """Every group continues after a whole chunk without the pages before it; the request waited for pages all the
+    same."""
     world, keys = DiskWorld(groups=(GroupSpec(4, 16, Rule.CHUNK, 8),)), [chain(3)]
     world.store(keys[0])
     world.run()
@@ -178,7 +180,7 @@ def test_what_is_weighed_against_computing_is_what_the_fetch_adds(monkeypatch: p
 def test_pages_that_are_not_in_host_memory_are_waited_for(
     on_disk: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And weighed so, with the time that a fetch takes to begin."""
+    """And are weighed as such, with the time that a fetch takes to begin."""
     world, keys = hybrid(on_disk=True)
     weighed: list[tuple[list[int], list[bool]]] = []
 

@@ -1,4 +1,4 @@
-"""Loads from host memory: what they read, and what a failure leaves."""
+"""Loads from host memory: what they read, and the state after a failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lookups over host memory: what is promised, for how long, and how much at once."""
+"""Lookups over host memory: which blocks are promised, for how long, and how many at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cache manager as a whole: resets, what its listener hears, and calls that break its contract."""
+"""The cache manager as a whole: resets, its listener's notifications, and calls that break its contract."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the log tells of a manager's ops: failures at the default level, the rest for one who debugs."""
+"""The log's lines about a manager's ops: failures at the default level, the rest for debugging."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_failed_load_straight_from_disk_is_named(lines: Lines) -> None:
 
 
 def test_what_nobody_waits_for_may_fail(lines: Lines) -> None:
-    """A request that was aborted, a load that a reset overtook: no failure, and no line."""
+    """An aborted request, and a load that a reset overtook: no failure, and no line."""
     manager, chain = make(), keys(4)
     for what in ("aborted", "overtaken"):
         store(manager, chain)

@@ -1,4 +1,4 @@
-"""One span per op, for whoever traces the process; OpenTelemetry's own SDK takes them."""
+"""One span per op, for a process that traces; OpenTelemetry's own SDK receives them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.unit.cache.host_world import end, ids, keys, make
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
-    """What a provider took that was set for this test alone: a process sets its own once for all."""
+    """Spans received by a provider that is set for this test alone: a process normally sets its own once."""
     memory = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(memory))

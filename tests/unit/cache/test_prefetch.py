@@ -30,7 +30,7 @@ SLOTS = 32
 
 
 def begin(world: DiskWorld, keys: Keys, name: str = "r", start: int = 0) -> int:
-    """A prefetch, which promises nothing and which nobody waits for."""
+    """Begins a prefetch, and checks that it promises nothing and that nobody waits for it."""
     fetches = world.manager.prefetch(name, [keys], start * BLOCK_TOKENS)
     world.manager.check_integrity()
     assert world.manager.leased_pages(name) == 0
@@ -163,7 +163,7 @@ def test_a_request_that_ends_in_the_queue_gives_its_slots_back() -> None:
 
 
 def test_reads_for_requests_that_have_ended_count_until_they_have_come() -> None:
-    """Clients that hang up one after the other must not fill host memory with what nobody waits for."""
+    """Clients that disconnect one after the other must not fill host memory with pages that nobody waits for."""
     keys = chain(16)
     world = written(keys, slots=SLOTS)
     for name in range(8):
@@ -230,7 +230,7 @@ def test_several_groups_are_prefetched_together() -> None:
 
 
 def test_groups_with_a_window_are_not_prefetched() -> None:
-    """Which of their pages are needed is known with the end of the hit alone."""
+    """Which of their pages are needed is known only with the end of the hit."""
     world = DiskWorld(groups=(GroupSpec(4, SLOTS), GroupSpec(4, SLOTS, Rule.WINDOW, 2)))
     keys = [chain(6), chain(6, seed=1)]
     for group in range(2):
@@ -271,7 +271,7 @@ class PrefetchesWithoutBound(LocalCacheManager):
 
 
 class PrefetchDropsPins(LocalCacheManager):
-    """What was prefetched may be evicted while the read still writes it."""
+    """Lets prefetched pages be evicted while the read still writes them."""
 
     def prefetch(self, request_id: str, keys: object, start_tokens: int = 0) -> int:
         fetches = super().prefetch(request_id, keys, start_tokens)  # type: ignore[arg-type]

@@ -91,7 +91,7 @@ def test_the_reserve_takes_neither_leased_nor_unwritten_blocks() -> None:
     assert manager.match("reader", [leased], 0).blocks == len(leased)
     unwritten = plan(manager, late, "unwritten")
     finish(manager, plan(manager, keys(2, seed=2), "ends"))
-    # Only the two that just ended were there to take.
+    # Only the two blocks that just ended could be evicted.
     assert manager.free_slots(0) == 10 < reserve_pages(SLOTS)
     assert manager.match("again", [leased], 0).blocks == len(leased)
     finish(manager, unwritten)

@@ -1,4 +1,5 @@
-"""A reset has two phases: every tier forgets at once, then each is waited for until nothing older survives a crash."""
+"""A reset has two phases: every tier drops its pages at once, then each is waited for until no older page survives a
+crash."""
 
 from __future__ import annotations
 
@@ -17,14 +18,14 @@ from tests.unit.cache.disk_world import chain
 from tests.unit.cache.test_tier_seam import ToyTier, store
 
 Call = tuple[str, str, float]
-"""Which phase of which tier, and until when it may last."""
+"""Phase, tier, and the time by which the phase must end."""
 
 
 class WatchedReset:
-    """A manager over host memory and two toy tiers, and the phases of its reset in their order.
+    """A manager over host memory and two toy tiers, and the phases of its reset in order.
 
     Attributes:
-        within: is called in the second phase of each tier, with the tier's name.
+        within: called in the second phase of each tier, with the tier's name.
     """
 
     def __init__(self, manager_class: type[LocalCacheManager] = LocalCacheManager) -> None:
@@ -53,10 +54,10 @@ class WatchedReset:
         return make
 
     def check(self, keys: Keys) -> None:
-        """The reset keeps the rules, with these keys stored before it.
+        """Resets after these keys were stored, and checks the rules.
 
         Raises:
-            AssertionError: it does not.
+            AssertionError: the reset breaks one.
         """
         store(self.manager, keys)
         assert self.manager.match("before", [keys], 0).blocks == len(keys)
@@ -82,7 +83,7 @@ def test_all_tiers_forget_before_the_first_is_waited_for() -> None:
 
 
 class WaitsBetween(LocalCacheManager):
-    """Each tier forgets and is waited for in turn, with time of its own."""
+    """Each tier drops its pages and is waited for in turn, with its own time limit."""
 
     def reset(self) -> int:
         self._promises.end_all()
@@ -111,7 +112,7 @@ class KeepsLeases(LocalCacheManager):
 
 
 class ServesUntilTheEnd(LocalCacheManager):
-    """Host memory forgets when the others have been waited for."""
+    """Host memory drops its pages only after the others have been waited for."""
 
     def reset(self) -> int:
         self._promises.end_all()

@@ -34,7 +34,7 @@ def queued(prompts: Sequence[Keys], slots: int, **kwargs: Any) -> DiskWorld:
 
 
 def ask(world: DiskWorld, name: str, keys: Keys) -> MatchResult | None:
-    """As an engine does with each step; None while the request waits."""
+    """Asks as an engine does in each step; None while the request waits."""
     if world.manager.still_waits(name):
         return None
     result = world.look(keys, name)
@@ -54,7 +54,7 @@ def end(world: DiskWorld, ops: Sequence[TransferOp]) -> None:
 
 
 def blocker(world: DiskWorld, pages: int) -> None:
-    """Another request's lease on so many host slots."""
+    """Takes another request's lease on so many host slots."""
     keys = chain(pages, seed=99)
     world.store(keys, "b")
     world.run()
@@ -65,7 +65,7 @@ class Engine:
     """Runs queued prompts as vLLM does: each step asks for all that wait, and admits up to `most` at a time.
 
     Attributes:
-        loaded: by prompt, blocks that were not computed.
+        loaded: by prompt, number of blocks that were not computed.
     """
 
     def __init__(self, world: DiskWorld, prompts: Sequence[Keys], most: int) -> None:
@@ -126,7 +126,7 @@ def test_prompts_of_all_sizes_are_served() -> None:
 
 
 def test_two_prompts_of_which_there_is_room_for_a_half_each_do_not_wait_for_each_other() -> None:
-    """Seven pages each, three of them in host memory, and no room for these and the rest of one together."""
+    """Seven pages each, three of them in host memory, and no room for these and the rest of one prompt together."""
     a, b = chain(7, 1), chain(7, 2)
     world = queued([a, b], slots=8)
     for keys in (a, b):

@@ -1,4 +1,4 @@
-"""Whole lives of requests through all tiers, call by call, with what may go wrong in each; and managers that break a
+"""Whole lives of requests through all tiers, call by call, with the possible faults of each; and managers that break a
 rule in the middle of one."""
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Managers = type[LocalCacheManager]
 
 
 def half_on_disk(slots: int = 96, **kwargs: Any) -> tuple[DiskWorld, Keys]:
-    """Of 64 blocks the first half is in host memory and the second on disk alone."""
+    """64 blocks: the first half is in host memory and the second on disk alone."""
     keys = chain(BLOCKS)
     world = written(keys[HALF:], slots=slots, places=128, **kwargs)
     world.store(keys[:HALF])
@@ -143,7 +143,7 @@ def a_streamed_page_fails(load_first: bool, manager_class: Managers = LocalCache
     assert (world.look(keys).blocks, world.manager.waits("r")) == (BLOCKS, False)
     (read,) = world.take()
     op = world.load(BLOCKS)
-    # What the step computes behind the load is offered before the load has ended.
+    # The step offers blocks that it computes after the load before the load has ended.
     behind = chain(2, seed=9)
     store = world.manager.begin_store("r", 0, behind, np.array([70, 71], np.int32), BLOCKS)
     assert store.graph is not None
@@ -192,7 +192,7 @@ def a_page_of_a_gds_load_fails(cause: FailureCause, manager_class: Managers = Lo
     assert len(stored.published) == 0, "it was computed from a page that did not come"
     kept = cause is not FailureCause.CONTENT
     assert world.tier.present(0, keys[HALF:]).tolist() == [kept or page != 17 for page in range(HALF)]
-    # The request is served through host memory now, where the disk's own lane judges the page.
+    # The request is now served through host memory, where the disk's own lane checks the page.
     assert world.look(keys).reads == 1
     assert world.run() == [OpKind.DISK_READ]
     assert world.match(keys).blocks == (BLOCKS if kept else HALF + 17)
@@ -220,7 +220,7 @@ def a_reset_comes_while_pages_move(manager_class: Managers = LocalCacheManager) 
     world.manager.end_request("r")
     (write,) = world.take()
     assert write.kind is OpKind.DISK_WRITE
-    # A burst: what is being written stays, all else may go.
+    # A burst of stores: pages being written stay, all others may leave.
     assert world.store(chain(12, seed=2), name="burst") == 4
     assert world.manager.hub.there(0, keys).all()
     overtaken = world.manager.begin_store("late", 0, late, np.array([8, 9], np.int32), 0)
@@ -229,7 +229,7 @@ def a_reset_comes_while_pages_move(manager_class: Managers = LocalCacheManager) 
         overtaken = world.manager.begin_store("late", 0, late, np.array([8, 9], np.int32), 0)
     world.manager.reset()
     assert world.match(keys).blocks == 0
-    # The same blocks again, of the new weights, while the old write still moves.
+    # The same blocks again, with the new weights, while the old write is still under way.
     world.store(keys, name="again")
     again = [op for op in world.take() if op.kind is OpKind.DISK_WRITE]
     assert not set(write.places.tolist()) & {place for op in again for place in op.places.tolist()}

@@ -1,4 +1,4 @@
-"""Groups whose pages have one size share their slots: what was used longest ago leaves first, of whichever group."""
+"""Groups whose pages have one size share their slots: the least recently used page leaves first, whatever its group."""
 
 from __future__ import annotations
 

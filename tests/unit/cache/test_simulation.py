@@ -61,7 +61,7 @@ def test_no_rule_is_broken_with_any_eviction_policy(policy: str) -> None:
 
 
 def test_eviction_policies_take_runs_apart() -> None:
-    """So the runs above are not those of one policy under two names."""
+    """So the runs above do not run one policy under two names."""
     differ = [
         Simulation(narrow).run() != Simulation(replace(narrow, policy="bonus_lru")).run()
         for narrow in narrow_configs(seeds=3)
@@ -91,7 +91,7 @@ def test_every_action_and_outcome_occurs() -> None:
 
 
 def narrow_configs(seeds: int = 12, failure_rate: float = 0.05) -> Iterator[SimulationConfig]:
-    """Few slots and short queues, so that eviction and BUSY are common; no `check_integrity` to lean on."""
+    """Few slots and short queues, so that eviction and BUSY are common, and no `check_integrity` to rely on."""
     for seed in range(seeds):
         yield SimulationConfig(
             seed=seed,
@@ -118,7 +118,8 @@ BYTES_ALONE = ["PublishesFailedPages", "IgnoresDiscard", "ReportsFailedLoadsAsGo
 
 @pytest.mark.parametrize("name", BYTES_ALONE)
 def test_wrong_bytes_alone_are_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the model's view of the manager's answers is switched off, the symbols in blocks and slots still tell."""
+    """With the model's checks of the manager's answers switched off, the symbols in blocks and slots still show the
+    fault."""
 
     def require_bytes_only(holds: bool, what: str) -> None:
         if not holds and "bytes" in what:
@@ -127,6 +128,6 @@ def test_wrong_bytes_alone_are_seen(name: str, monkeypatch: pytest.MonkeyPatch) 
     for part in ("run", "model", "world", "lookups", "requests", "ranks", "fault_events"):
         monkeypatch.setattr(f"flexkv.simulation.{part}.require", require_bytes_only)
     (manager_class,) = (broken for broken in BROKEN if broken.__name__ == name)
-    # Even so, what was computed from a failed load is served in one run of six only.
+    # Even so, only one run in six serves a block computed from a failed load.
     configs = narrow_configs(seeds=60, failure_rate=0.2)
     assert "bytes" in caught_by(configs, manager_class, integrity_every=5)

@@ -1,5 +1,5 @@
-"""Spare blocks, of use only to requests that part from theirs: they have a share of host memory, and leave it first
-where they are more, until they turn out to be of use."""
+"""Spare blocks, of use only to requests that branch off: they have a share of host memory, and beyond it they leave
+first, until they turn out to be of use."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def offer(manager: LocalCacheManager, offered: Keys, request: str, spare: bool) 
 
 
 def full_of_spares() -> LocalCacheManager:
-    """Its spare blocks were stored last."""
+    """A full manager whose spare blocks were stored last."""
     manager = make(SLOTS)
     store(manager, OTHERS, "others")
     manager.end_request("others")
@@ -38,7 +38,7 @@ def full_of_spares() -> LocalCacheManager:
 
 
 def left_after(manager: LocalCacheManager) -> tuple[int, int]:
-    """How many spare and other blocks are there when others came that had no slot."""
+    """How many spare and other blocks are left after others came that needed slots."""
     store(manager, LATER, "later")
     manager.end_request("later")
     assert manager.present(0, LATER).all()

@@ -1,4 +1,4 @@
-"""The real manager with a symbolic tier, alone and after disks, against the model; and what must be caught."""
+"""The real manager with a symbolic tier, alone and after disks, against the model; and tiers that must be caught."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_tier_that_says_it_has_what_it_lacks_costs_its_pages_only(monkeypatch:
 
 
 def _keep_old_epochs(tier: SymbolicTier) -> None:
-    """A reset forgets nothing."""
+    """A reset drops nothing."""
 
 
 def _bring_whatever_is_there(
@@ -117,6 +117,6 @@ def _bring_whatever_is_there(
 def test_a_broken_tier_is_caught(
     owner: type[Any], name: str, broken: Any, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that keeps what it could not give, that keeps pages over a reset, or that calls other bytes good."""
+    """A tier that keeps pages it could not deliver, keeps pages over a reset, or calls wrong bytes good."""
     monkeypatch.setattr(owner, name, broken)
     assert re.search(words, caught_by(configs(), LocalCacheManager, integrity_every=10))

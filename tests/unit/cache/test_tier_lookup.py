@@ -1,4 +1,4 @@
-"""One lookup over all tiers, held against a model that goes page by page."""
+"""One lookup over all tiers, compared with a model that goes page by page."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STEPS = 12
 
 
 def run(seed: str, blocks: int, model: type[TierModel] = TierModel) -> TierWorld:
-    """A world in which pages are found, kept, finished, evicted and given back, checked after each step."""
+    """A world in which pages are found, kept, finished, evicted and released; checks it after each step."""
     rng = random.Random(seed)
     world = TierWorld(rng, model, blocks)
     world.check()
@@ -185,7 +185,7 @@ def test_tiers_in_turn_are_asked_in_windows_until_their_runs_are_longer() -> Non
     host, disk = index_of(slots=2000), index_of(slots=2000)
     for i in range(2000):
         odd = i % 2 == 1
-        # Behind the first window the disk has every block, in the third one host memory has none.
+        # After the first window the disk has every block; in the third one host memory has none.
         if odd and i < turns + 512:
             host.finish(host.insert(0, chain[i : i + 1], 1)[1], np.ones(1, np.uint8))
         if not odd or i >= turns:

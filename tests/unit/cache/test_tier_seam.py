@@ -1,4 +1,4 @@
-"""What a tier is to the manager: nothing outside `cache/tiers` knows one, and a new one takes a page of code."""
+"""The manager's view of a tier: nothing outside `cache/tiers` knows one, and a new one takes a page of code."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SLOTS = 16
 
 
 class ToyTier(Tier, Source, Sink):
-    """Pages in a dictionary, moved by the test. All that a tier needs."""
+    """Pages in a dictionary, moved by the test: all that a tier needs."""
 
     def __init__(self, context: TierContext) -> None:
         self.facts, self.counts = TierFacts("toy", write=WriteMode.THROUGH), TierCounts()
@@ -87,7 +87,7 @@ def make() -> LocalCacheManager:
 
 
 def run(manager: LocalCacheManager) -> list[OpKind]:
-    """Ends well whatever the toy is to do."""
+    """Ends every op of the toy well. Returns the ops' kinds."""
     kinds = []
     while planned := manager.work.poll():
         for tier, graph in planned:
@@ -167,7 +167,7 @@ def imports_of(source: str) -> set[str]:
 
 
 def tiers_named(source: str) -> set[str]:
-    """What a file imports of tiers, but for the contract that all of them share."""
+    """Imports of tiers, except for the contract that all of them share."""
     shared = {f"flexkv.cache.tiers.{name}" for name in ("contract", "routes", "tables")}
     outside = ("flexkv.cache.tiers", "flexkv.storage")
     return {module for module in imports_of(source) - shared if module.startswith(outside)}

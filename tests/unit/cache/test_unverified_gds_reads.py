@@ -22,7 +22,7 @@ BLOCKS = 4
 
 
 def stored_on_disk(keys: Keys, loads: GdsUse = GdsUse.ALWAYS) -> DiskWorld:
-    """A world that stores straight to disk, where `keys` are."""
+    """A world that stores directly to disk, where `keys` are."""
     world = make_world(limits=traffic(gds_loads=loads, gds_stores=True))
     (op,) = plan(world, keys, "first").graph.ops  # type: ignore[union-attr]
     stripes(world, op)
@@ -38,14 +38,14 @@ def keys() -> Keys:
 
 @pytest.fixture
 def loading(keys: Keys) -> tuple[DiskWorld, TransferOp]:
-    """Blocks on disk, and their gds load to engine blocks 0 to 3 under way."""
+    """Blocks on disk, with their gds load to engine blocks 0 to 3 under way."""
     world = stored_on_disk(keys)
     assert world.look(keys).blocks == BLOCKS
     return world, world.load(BLOCKS)
 
 
 def fail(world: DiskWorld, op: TransferOp, pages: list[int]) -> None:
-    """Places of a gds load did not hold what they should."""
+    """Reports that pages of a gds load had wrong content."""
     failed = np.array(pages, np.int32)
     causes = np.full(len(pages), FailureCause.CONTENT, np.uint8)
     world.manager.complete(0, OpResult(op.op_id, OpStatus.FAILED, failed, "why", causes=causes))
@@ -53,7 +53,7 @@ def fail(world: DiskWorld, op: TransferOp, pages: list[int]) -> None:
 
 
 def leading_hit(world: DiskWorld, keys: Keys) -> int:
-    """Blocks that another request is promised once nothing moves any more."""
+    """Blocks promised to another request once nothing moves any more."""
     world.run()
     world.manager.end_request("r")
     blocks = world.look(keys, "later").blocks
@@ -125,7 +125,7 @@ def test_what_is_on_no_tier_goes_to_disk_beside_what_is_being_read(
     assert (to_host.kind, to_host.blocks.tolist()) == (OpKind.D2H, [10, 11, 12, 13])
     assert planned.stored.tolist() == [4, 5, 0, 1, 2, 3], "in the order of the ops"
     assert (planned.known, planned.dropped) == (0, 0)
-    # A failed load bars the stores of its request by their blocks' numbers, whichever way they go.
+    # A failed load bars its request's stores by block number, whichever way they go.
     assert world.manager.discard_from("w", 5 * BLOCK_TOKENS) == 1
     assert world.manager.discard_from("w", 2 * BLOCK_TOKENS) == 3
     stripes(world, to_disk)
@@ -163,7 +163,7 @@ def test_what_the_offer_has_in_host_memory_is_not_evicted_for_the_rest(
 
 @pytest.fixture
 def reading(keys: Keys) -> tuple[DiskWorld, TransferOp]:
-    """Blocks on disk, and their read to host memory under way."""
+    """Blocks on disk, with their read to host memory under way."""
     world = stored_on_disk(keys)
     world.tier.straight.stop("a rank cannot")  # type: ignore[union-attr]
     world.look(keys)
@@ -200,7 +200,7 @@ def test_blocks_of_a_disk_that_was_lost_under_their_read_are_stored_on_the_other
 
 
 class TakesReadsForStored(LocalCacheManager):
-    """What is being read from disk counts as stored, though the read may fail."""
+    """Counts pages that are being read from disk as stored, though the read may fail."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Blocks that are offered for a store while they are on their way up from disk, which may yet fail."""
+"""Blocks that are offered for a store while they are being read from disk, where the read may yet fail."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tests.unit.cache.disk_world import NONE, DiskWorld, chain, traffic, written
 from tests.unit.cache.test_disk_simulation import narrow_configs
 
 Coming = tuple[DiskWorld, Keys, TransferOp]
-"""A world, blocks that are on its disk, and their read under way."""
+"""A world, blocks on its disk, and their read under way."""
 
 
 def offer(world: DiskWorld, keys: Keys, first_engine_block: int = 20, name: str = "computed") -> StorePlan:
-    """Another request has computed these blocks, in engine blocks of its own."""
+    """Offers blocks that another request has computed, in its own engine blocks."""
     blocks = np.arange(len(keys), dtype=np.int32) + first_engine_block
     plan = world.manager.begin_store(name, 0, keys, blocks, 0)
     world.manager.check_integrity()
@@ -109,7 +109,8 @@ def test_a_streamed_load_takes_its_pages_from_the_read_all_the_same() -> None:
 
 
 def test_blocks_that_the_read_itself_fills_are_not_copied_back() -> None:
-    """A step plans its stores before its load has ended. If that fails, the blocks are computed and offered again."""
+    """A step plans its stores before its load has ended. If the load fails, the blocks are computed and offered
+    again."""
     keys = chain(4)
     world = written(keys, limits=traffic(streams=True))
     world.look(keys)
@@ -167,7 +168,7 @@ def test_a_page_that_a_gds_load_found_bad_is_written_again_from_host_memory() ->
 
 
 class TakesReadsForStored(LocalCacheManager):
-    """What is on its way up counts as stored, though it may never come."""
+    """Counts pages that are being read as stored, though they may never arrive."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)  # type: ignore[arg-type]

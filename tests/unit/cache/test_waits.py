@@ -1,4 +1,4 @@
-"""How long what is leased or waited for is kept: no shorter than is promised, and no longer for ever."""
+"""How long leased and awaited pages are kept: as long as promised, and not for ever."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What lookups over several tiers find and lease, told slowly: dictionaries instead of indexes, page by page."""
+"""What lookups over several tiers find and lease, computed slowly: dictionaries instead of indexes, page by page."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHORT_RUNS, SHORT_PAGES, WINDOW = 8, 32, 512
 
 @dataclass(slots=True)
 class Page:
-    """A block in a tier. `filler`: of one that is pending, 0 where a store fills it. `expiry`: 0 is never."""
+    """A block in a tier. `filler`: number of the op that fills a pending block, 0 for a store. `expiry`: 0 is never."""
 
     tier: int
     group: int
@@ -31,7 +31,7 @@ class Page:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What a lookup is asked. `room_pages`: over all groups. `coming`: pages that ops are filling count."""
+    """A lookup's arguments. `room_pages`: over all groups. `coming`: whether pages that ops are filling count."""
 
     keys: Sequence[Sequence[bytes]]
     start: int
@@ -52,7 +52,7 @@ class Answer:
     expired: set[tuple[int, int, int]] = field(default_factory=set)
 
     def runs(self, group: int) -> list[tuple[int, int, int, int]]:
-        """Tier, state, first page and count of pages in a row that lie alike."""
+        """(tier, state, first page, count) for each run of pages with one tier and state."""
         rows, first = [], 0
         for (tier, state), alike in groupby((page.tier, state) for page, state in self.pages[group]):
             count = len(list(alike))
@@ -145,7 +145,7 @@ class TierModel:
     def _run(
         self, ask: Ask, group: int, keys: Sequence[bytes], expired: set[tuple[int, int, int]]
     ) -> list[tuple[Page, int]]:
-        """What the first tier that has the first key has of the keys."""
+        """The run of the keys in the first tier that has the first key."""
         for tier, wanted, how in self._ways(ask, group, keys[0]):
             run = []
             for key in keys:
@@ -160,7 +160,7 @@ class TierModel:
         return []
 
     def _ways(self, ask: Ask, group: int, key: bytes) -> Iterator[tuple[int, State, int]]:
-        """In the order of preference: a tier, the state that a page must have in it, and how it then is found."""
+        """In order of preference: a tier, the state that a page must have in it, and how it then counts as found."""
         for tier in self.order(ask):
             yield tier, "ready", READY
             if tier != HOST:

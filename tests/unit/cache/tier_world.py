@@ -1,4 +1,4 @@
-"""Block indexes of several tiers with the model that tells what lookups over them find; both hold the same pages."""
+"""Block indexes of several tiers, and the model of lookups over them; both hold the same pages."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ SEGMENTS = ((1, 1), (1, 3), (2, 40), (60, 70), (5000, 5000))
 
 
 class TierWorld:
-    """Tiers, filled at random.
+    """Tiers with random content.
 
     Args:
-        blocks: of the chain that lookups ask for.
+        blocks: length of the chain that lookups ask for.
     """
 
     def __init__(self, rng: random.Random, model: type[TierModel], blocks: int) -> None:
@@ -47,7 +47,7 @@ class TierWorld:
     # --- pages ---
 
     def _fill(self, tier: int, group: int) -> None:
-        """Parts of the chain, each in one state."""
+        """Inserts parts of the chain, each in one state."""
         rng = self.rng
         if tier > 0 and rng.random() < 0.1:
             return
@@ -57,7 +57,7 @@ class TierWorld:
         while at < self.blocks:
             end = min(self.blocks, at + rng.randint(shortest, longest))
             parts.append((at, end))
-            # Without a gap the next part goes on, likely in another state.
+            # Without a gap the next part follows directly, likely in another state.
             at = end + (0 if rng.random() < 0.3 else rng.randint(shortest, longest))
         if rng.random() < 0.3:
             rng.shuffle(parts)
@@ -67,7 +67,8 @@ class TierWorld:
             self.insert(tier, group, first, end, state)
 
     def _deal(self, group: int) -> None:
-        """The whole chain in short parts, each to some of the tiers: what one lacks another has."""
+        """Inserts the whole chain in short parts, each into some of the tiers: each part that one tier lacks is in
+        another."""
         rng, longest = self.rng, self.rng.choice((1, 3, 40))
         at = 0
         while at < self.blocks:
@@ -109,7 +110,7 @@ class TierWorld:
                 self.model.remove(page)
 
     def pending(self, tier: int) -> list[Page]:
-        """One group's pages that ops fill."""
+        """One group's pages that ops are filling."""
         group = self.rng.randrange(self.groups)
         return [p for p in self.model.pages.values() if (p.tier, p.group) == (tier, group) and not p.ready]
 
@@ -161,7 +162,7 @@ class TierWorld:
             self.model.end_lease([page for page, _ in pages])
 
     def take_over(self, found: Found, answer: Answer) -> None:
-        """What an op does: it ends the leases through the tiers' own indexes."""
+        """Acts like an op: ends the leases through the tiers' own indexes."""
         found.detach()
         for group, pages in enumerate(answer.pages):
             entries = found.entries(group)
