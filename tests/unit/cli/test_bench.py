@@ -53,7 +53,7 @@ def test_without_a_gpu_the_host_lanes_are_measured_and_said_to_be(tmp_path: Path
     rows = content["rows"]
     assert {row["path"] for row in rows} == {"cpu"}
     assert {row["direction"] for row in rows} == {"H2D", "D2H", "both"}
-    # Every length that matters has its row, and both ways at once are put beside one.
+    # Every relevant length has its row, and both ways at once are compared with one.
     assert {32 << 10, 256 << 10, 1 << 20, 2 << 20} <= {row["run_bytes"] for row in rows}
     one_way: dict[int, list[float]] = {row["run_bytes"]: [] for row in rows}
     for row in rows:
@@ -76,7 +76,7 @@ def test_without_a_gpu_the_host_lanes_are_measured_and_said_to_be(tmp_path: Path
         "bare reads of 2 MiB",
         "load, by CUDA events",
     }
-    # 80 layers of K and V are 160 runs of a page: a call each and one for the trailer, or one for all.
+    # 80 layers of K and V are 160 runs of a page: one call each and one for the trailer, or one for all.
     pages = {row["run_bytes"]: row["calls"] for row in compared if row["what"] == "disk to host page to pool"}
     for row in compared:
         if row["what"] == "disk to pool, staged":
@@ -94,7 +94,7 @@ def test_without_a_gpu_the_host_lanes_are_measured_and_said_to_be(tmp_path: Path
     for row in compared:
         if row["what"].startswith("disk to "):
             assert any(row["share"] == pytest.approx(row["gbps"] / rate) for rate in bare)
-    # What did not run says why; and nothing that went through plain memory is called GDS.
+    # A measurement that did not run gives the reason; and nothing that went through plain memory is called GDS.
     assert all(row["gbps"] or row["p99_ms"] or row["note"] for row in compared)
     assert not any("GDS" in row["note"] or "GPUDirect" in row["note"] for row in compared)
 

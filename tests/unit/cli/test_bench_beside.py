@@ -1,4 +1,5 @@
-"""What `flexkv bench transfer` says copies cost: every figure is of copies that were under way, and sums are right."""
+"""The cost of copies that `flexkv bench transfer` reports: every figure comes from copies under way, and sums are
+right."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ BOTH = [OpKind.H2D, OpKind.D2H]
 
 
 class Lanes:
-    """A transfer engine that ends ops when the test says so."""
+    """A transfer engine that ends ops when the test calls it."""
 
     device = None
 
@@ -130,7 +131,7 @@ def rows() -> list[BesideRow]:
 
 def test_every_work_has_a_row_beside_every_kind_of_copies(rows: list[BesideRow]) -> None:
     found = {(row.work, row.direction, row.layerwise, row.run_bytes) for row in rows}
-    # Of 8 MiB a block there are four.
+    # There are four blocks of 8 MiB each.
     wanted = {
         (work, kind.direction, kind.layerwise, run)
         for work in (*WORKS, LAUNCH)
@@ -158,7 +159,7 @@ def test_a_row_names_rates_of_its_own_directions(rows: list[BesideRow]) -> None:
     for row in rows:
         assert (row.load_gbps is not None) is (row.direction in ("H2D", "both"))
         assert (row.store_gbps is not None) is (row.direction in ("D2H", "both"))
-    # A window may be shorter than an op, but not every one.
+    # A window may be shorter than one op, but not all of them are.
     assert any(row.load_gbps for row in rows)
     assert any(row.store_gbps for row in rows)
 

@@ -36,7 +36,7 @@ def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def slab(tmp_path: Path) -> Path:
-    """Four pages of one model, closed."""
+    """A closed slab with four pages of one model."""
     world = DiskWorld([tmp_path])
     _, generations = world.write(range(4), range(4))
     world.wait_durable(range(4), generations)
@@ -73,7 +73,7 @@ def test_ls_shows_models_sizes_and_ages(
     assert "in use" in shown
     assert "0.0 h ago" in shown
     assert other.close()
-    # Somebody looks two days later.
+    # As if somebody looked two days later.
     for path in tmp_path.rglob("*"):
         os.utime(path, (time.time() - 2 * 86_400,) * 2)
     assert main(["disk", "ls", str(tmp_path)]) == 0
@@ -82,7 +82,7 @@ def test_ls_shows_models_sizes_and_ages(
 
 @pytest.fixture
 def several(tmp_path: Path) -> Path:
-    """Pages of three groups that share a slab, closed: two, one and three."""
+    """Closed slabs with pages of three groups that share them: two, one and three pages."""
     first, *more = sharing_groups()
     world = DiskWorld([tmp_path], first, more=more)
     for of, numbers, places in ((0, [1, 2], [0, 1]), (1, [3], [2]), (2, [4, 5, 6], [3, 4, 5])):
@@ -280,7 +280,7 @@ def test_fsck_of_a_folder_in_use_is_an_error(
 
 
 def test_nothing_there_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A folder that was mistyped does not look sound."""
+    """A mistyped folder does not look sound."""
     assert main(["fsck", str(tmp_path)]) == 2
     assert "no slabs" in capsys.readouterr().err
     assert main(["disk", "ls", str(tmp_path), "--json"]) == 0
@@ -321,7 +321,7 @@ def test_ls_goes_on_where_a_unit_is_gone_before_it_is_looked_at(
 
 @pytest.fixture
 def open_to_all() -> Iterator[Path]:
-    """A folder that a user without rights can come to, which pytest's own are not."""
+    """A folder that an unprivileged user can reach, unlike pytest's own."""
     made = Path(tempfile.mkdtemp(prefix="flexkv-ls-"))
     made.chmod(0o755)
     yield made
@@ -330,7 +330,7 @@ def open_to_all() -> Iterator[Path]:
 
 @contextmanager
 def without_rights() -> Iterator[None]:
-    """Root could read everything."""
+    """Drops root's rights, because root could read everything."""
     user = os.geteuid()
     if user == 0:
         os.seteuid(65534)

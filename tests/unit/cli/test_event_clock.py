@@ -1,4 +1,5 @@
-"""The clock of CUDA events: what it asks of the driver, in order, and what it gives back. The driver is a stand-in."""
+"""The clock of CUDA events: its calls to the driver, in order, and the handles that it releases. The driver is a
+stand-in."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ GIVEN = {
 
 
 class StandIn:
-    """Takes down every call; `fails` is refused."""
+    """Records every call; the call named by `fails` is refused."""
 
     CUstream_flags = SimpleNamespace(CU_STREAM_NON_BLOCKING=1)
     CUevent_flags = SimpleNamespace(CU_EVENT_DEFAULT=0)
@@ -106,7 +107,7 @@ def test_each_run_has_a_row_with_its_share_and_one_that_is_too_long_has_none() -
 
 
 def test_a_load_lies_between_start_and_stop() -> None:
-    """The real transfer, of plain memory, where there is no stream."""
+    """The real transfer, in plain memory, where there is no stream."""
     asked: list[str] = []
     clock: Any = SimpleNamespace(
         stream=None,

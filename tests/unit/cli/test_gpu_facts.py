@@ -29,7 +29,7 @@ class Result(IntEnum):
 
 
 class Attribute(IntEnum):
-    """Of a driver that is older than `numa_node`; one attribute is refused."""
+    """The attributes of a driver that is older than `numa_node`; one of them is refused."""
 
     CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT = 16
     CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR = 75
@@ -72,7 +72,7 @@ class StandIn:
 
 
 def give(monkeypatch: pytest.MonkeyPatch, driver: Any) -> None:
-    """Puts a stand-in where the extra's packages would be."""
+    """Puts a stand-in in place of the extra's packages."""
     bindings = types.ModuleType("cuda.bindings")
     bindings.driver = driver  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "cuda", types.ModuleType("cuda"))
@@ -112,7 +112,7 @@ def test_what_the_driver_refuses_is_the_reason(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_without_a_driver_the_reason_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bindings name everywhere that they have looked."""
+    """The bindings list every path that they have searched."""
 
     class Silent:
         def cuInit(self, flags: int) -> None:

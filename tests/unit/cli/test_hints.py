@@ -1,4 +1,4 @@
-"""`flexkv info` names what could be changed about a machine, with the command, and nothing where all is well."""
+"""`flexkv info` names improvements to a machine, with the command for each, and none if all is well."""
 
 from __future__ import annotations
 

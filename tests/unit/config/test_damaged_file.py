@@ -1,4 +1,4 @@
-"""A bit flipped in a configuration file, or its end cut off, is a configuration or an error that names the file."""
+"""A configuration file with one bit flipped, or its end cut off, is a configuration or an error that names the file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEP = 8
 
 
 def refusal(path: Path, content: bytes) -> str | None:
-    """The error that these bytes of a file are, or nothing."""
+    """The error that a file with these bytes gives, or None."""
     path.write_bytes(content)
     try:
         load_config(None, {"FLEXKV_CONFIG": str(path)})

@@ -1,4 +1,4 @@
-"""Which engine uses which setting: all settings in all engines, and the warnings of those that were given in vain."""
+"""Which engine uses which setting: all settings in all engines, and warnings for settings without effect."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def uses(key: str) -> dict[str, str]:
     """By engine: "works", or why not.
 
     Raises:
-        KeyError: the tables say nothing of the setting, or two things.
+        KeyError: the tables do not contain the setting, or both do.
     """
     if (key in EVERYWHERE) == (key in PARTLY):
         raise KeyError(key)
@@ -31,7 +31,7 @@ def uses(key: str) -> dict[str, str]:
 
 
 def readers(key: str) -> set[str]:
-    """The engines in whose adapter alone the setting is read, or `SHARED` where other code reads it."""
+    """The engines whose adapters alone read the setting, or `SHARED` if other code reads it."""
     found = set()
     for path in PACKAGE.rglob("*.py"):
         parts = path.relative_to(PACKAGE).parts
@@ -96,7 +96,7 @@ GIVEN = {
 def test_a_setting_without_effect_is_named_once_with_its_reason(key: str, engine: str) -> None:
     said = without_effect(load_config({key: GIVEN[key]}, {}), engine)
     use = uses(key)[engine]
-    if use == "works" or key == "disk.stream":  # of which the disk tier warns
+    if use == "works" or key == "disk.stream":  # the disk tier warns of it instead
         assert said == []
         return
     (words,) = said

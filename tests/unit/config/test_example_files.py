@@ -1,4 +1,4 @@
-"""Every sample file is complete, loads, and each of its lines has an effect; an engine's file names what is there."""
+"""Every sample file is complete, loads, and each of its lines has an effect; an engine's file names existing things."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_tensorrt_llms_file_names_what_is_here() -> None:
 
 
 def test_sglangs_file_names_the_linker() -> None:
-    """Its own parser takes the file in tests/engines_sglang/test_own_flag.py."""
+    """In tests/engines_sglang/test_own_flag.py SGLang's own parser reads the file."""
     document = yaml.safe_load(sample_text("engine-sglang"))
     linker = json.loads(document["unified-cache-external-linker-config"])
     source = (ROOT / "flexkv" / "adapters" / "sglang" / "linker.py").read_text()

@@ -1,4 +1,4 @@
-"""Sources, their order, aliases, origins, and the errors for what is not allowed."""
+"""Sources, their order, aliases, origins, and the errors for values that are not allowed."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def test_an_empty_variable_is_refused_by_its_name(key: str) -> None:
 
 
 def test_names_of_another_system_are_one_short_error() -> None:
-    """Each is named once, with the nearest right name or none: no list of all settings."""
+    """Each is named once, with the most similar right name or none: no list of all settings."""
     extra = {"local_cpu": True, "max_local_cpu_size": 5, "remote_url": "x", "host.byts": 1}
     with pytest.raises(ConfigError) as caught:
         load_config(extra, {})
@@ -333,7 +333,7 @@ def test_settings_that_do_not_go_together(key: str, value: str, allowed: str) ->
     with pytest.raises(ConfigError, match=re.escape(message + "'disk.gds_stores' from engine extra config")):
         load_config(extra, {environment_name(key): value})
     assert load_config({"disk.gds_stores": False}, {environment_name(key): value}).disk.gds_stores is False
-    # What counts is what they are in the end, whichever source said so.
+    # The final values count, whichever source set them.
     assert load_config(GDS_STORES | {key: allowed}, {environment_name(key): value}).disk.gds_stores
 
 
@@ -365,7 +365,7 @@ def _takes_numbers(key: str) -> bool:
 
 @pytest.mark.parametrize("key", [key for key in setting_fields() if _takes_numbers(key)])
 def test_far_too_much_of_anything_is_refused_by_its_name(key: str) -> None:
-    """And not by an overflow, or by a thousand threads, when the engine starts."""
+    """Rather than by an overflow, or by starting a thousand threads, when the engine starts."""
     with pytest.raises(ConfigError) as caught:
         load_config({key: 1 << 62}, {})
     assert f"{key!r} from engine extra config has the value {1 << 62}: " in str(caught.value)

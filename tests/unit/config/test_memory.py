@@ -1,4 +1,4 @@
-"""Free memory as the kernel and the control groups tell it, and what a unit takes of it."""
+"""Free memory as reported by the kernel and the control groups, and the share that a unit takes of it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_limit_of_version_1_groups_counts(tmp_path: Path) -> None:
     }
     assert read_memory(machine(tmp_path, files)).usable == 13000
     files["sys/fs/cgroup/memory/memory.limit_in_bytes"] = (
-        "9223372036854771712\n"  # how version 1 writes "none"
+        "9223372036854771712\n"  # version 1's way to write "none"
     )
     assert read_memory(machine(tmp_path, files)).limited_by == "MemAvailable"
 

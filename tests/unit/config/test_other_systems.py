@@ -1,4 +1,4 @@
-"""A name of another system is answered with the setting that does the same, row by row."""
+"""A name from another system gets an answer that names the setting with the same effect, row by row."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from flexkv.config.sources import OTHER_VARIABLES
 from flexkv.errors import ConfigError
 
 GIB = 1 << 30
-# Name there -> the value there, what to write here, what that means here. The bytes are those that the other
-# system takes for its number.
+# Name there -> the value there, the setting here, its value here. The numbers of bytes are those that the other system
+# derives from its value.
 SAME: dict[str, tuple[object, dict[str, object], object]] = {
     "local_cpu": (True, {"host.bytes": "5GiB"}, 5 * GIB),
     "max_local_cpu_size": (2.5, {"host.bytes_per_rank": "2.5GiB"}, int(2.5 * GIB)),
@@ -99,7 +99,7 @@ def test_every_name_has_an_example_or_a_reason() -> None:
     assert all(OTHER_NAMES[name].how for name in OTHER_NAMES)
     ours = {*setting_fields(), *OTHER_VARIABLES}
     assert {row.setting for row in OTHER_NAMES.values() if row.setting} <= ours
-    # What is accepted as it is needs no hint.
+    # A name that is accepted here needs no hint.
     assert not set(OTHER_NAMES) & (set(ALIASES) | ours)
 
 
@@ -116,7 +116,7 @@ def test_a_name_without_a_setting_here_is_answered_with_the_reason(name: str) ->
         ("FLEXKV_CPU_CACHE_GB", "16", "here it is 'FLEXKV_HOST_BYTES', with its unit (16GiB)"),
         ("FLEXKV_CONFIG_PATH", "flexkv.yml", "here it is 'FLEXKV_CONFIG'"),
         ("FLEXKV_SERVER_CLIENT_MODE", "1", "flexkv has no server"),
-        # Looks like a variable that Kubernetes makes, and holds no address as those do.
+        # Looks like a variable that Kubernetes makes, but does not hold an address as those do.
         ("FLEXKV_SERVER_RECV_PORT", "ipc:///tmp/flexkv_server", "flexkv has no server"),
     ],
 )

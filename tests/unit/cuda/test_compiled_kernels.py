@@ -1,4 +1,4 @@
-"""What nvcc makes of the kernels: no registers kept in memory, accesses of 16 bytes, blocks that fit."""
+"""nvcc's output for the kernels: no registers kept in memory, accesses of 16 bytes, blocks that fit."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from tests.unit.cuda.toolkit import NVCC, require
 SOURCES = ("cuda/copy_kernel.cu", "gds/gds_layout_transform.cu", "rope/rotate_kernel.cu")
 ARCHS = tuple(arch.removesuffix("+PTX") for arch in DEFAULT_CUDA_ARCHS.split(";"))
 READ_ARCH = "90"
-"""Whose PTX is read."""
+"""The architecture whose PTX is read."""
 
 REGISTERS = 65_536
-"""Of a multiprocessor, since compute capability 3.5."""
+"""Registers of a multiprocessor, since compute capability 3.5."""
 
 VECTOR_LOAD = r"\bld(?:\.global)?(?:\.nc)?\.v(?:2\.[bu]64|4\.[bfu]32)\b"
 VECTOR_STORE = VECTOR_LOAD.replace("ld", "st", 1)
@@ -45,9 +45,9 @@ class Entry:
     """One kernel of a file.
 
     Attributes:
-        stack_bytes: of memory that a thread has for arrays and registers it cannot keep.
-        block_threads: the most that its launch may ask for.
-        blocks: that a multiprocessor must hold.
+        stack_bytes: memory per thread for arrays and for registers that do not fit.
+        block_threads: the most threads per block that its launch may request.
+        blocks: number of blocks that a multiprocessor must hold.
         code: its PTX.
     """
 
@@ -69,7 +69,7 @@ def nvcc(source: Path, kind: str, arch: str, output: Path, *more: str) -> subpro
 
 
 def compiled(source: Path, arch: str, folder: Path) -> dict[str, Entry]:
-    """The kernels of one file by their names. The two steps are what nvcc does, with the text between them kept."""
+    """The kernels of one file by name. Runs nvcc's own two steps, and keeps the text between them."""
     ptx = folder / f"{source.stem}-{arch}.ptx"
     translated = nvcc(source, "ptx", arch, ptx)
     assert translated.returncode == 0, translated.stderr
@@ -94,7 +94,7 @@ def compiled(source: Path, arch: str, folder: Path) -> dict[str, Entry]:
 
 
 def _directive(name: str, code: str) -> int:
-    """The number after a directive of PTX, which launch bounds become; 0 without it."""
+    """The number after a PTX directive, which launch bounds become; 0 without one."""
     found = re.search(rf"\.{name} (\d+)", code)
     return int(found[1]) if found else 0
 
@@ -128,7 +128,7 @@ def test_every_kernel_moves_sixteen_bytes_at_a_time(
 ) -> None:
     for kernel, entry in kernels[name, READ_ARCH].items():
         assert re.search(VECTOR_LOAD, entry.code), kernel
-        only_reads = "transform_kernelILb1ELb0E" in kernel  # digests of what lies in the pool
+        only_reads = "transform_kernelILb1ELb0E" in kernel  # digests the bytes in the pool
         assert bool(re.search(VECTOR_STORE, entry.code)) != only_reads, kernel
 
 
@@ -146,7 +146,7 @@ def test_all_kernels_are_looked_at(kernels: dict[tuple[str, str], dict[str, Entr
 def test_as_many_loads_are_under_way_as_the_code_says(
     kernels: dict[tuple[str, str], dict[str, Entry]],
 ) -> None:
-    """Before the first store of what they brought: eight in the copy kernel and in the transform."""
+    """Eight loads before the first store of their data, in the copy kernel and in the transform."""
     for name, wanted in (("cuda/copy_kernel.cu", 8), ("gds/gds_layout_transform.cu", 8)):
         for kernel, entry in kernels[name, READ_ARCH].items():
             moves = re.findall(f"({VECTOR_LOAD})|({VECTOR_STORE})", entry.code)

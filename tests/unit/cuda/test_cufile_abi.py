@@ -1,4 +1,4 @@
-"""csrc/gds/cufile_shim.h declares what cufile.h does: held against the real headers of CUDA 12 and 13."""
+"""csrc/gds/cufile_shim.h declares what cufile.h does: compared with the real headers of CUDA 12 and 13."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ STRUCTS = {
         },
     ),
 }
-"""Ours -> (theirs, member of ours -> of theirs)."""
+"""Our name -> (NVIDIA's name, our member -> theirs)."""
 
 GPU_STATISTICS = {
     "uuid": "uuid",
@@ -59,10 +59,10 @@ GPU_STATISTICS = {
     "rerouted_writes": "n_dr_writes",
     "write_errors": "n_writes_err",
 }
-"""Members of CufileGpuStatistics, which came with cuFile 1.15: of CUDA 13's header alone."""
+"""Members of CufileGpuStatistics, which came with cuFile 1.15: only CUDA 13's header has them."""
 
 ROOM = {"CufileProperties"}
-"""Structures that the library fills in; ours are larger, for what newer ones write."""
+"""Structures that the library fills in; ours are larger, because newer libraries write more."""
 
 PROLOGUE = """
 #include <cufile.h>
@@ -79,13 +79,13 @@ def found_functions() -> dict[str, str]:
 
 
 def already_open() -> int:
-    """The code that csrc/gds/cufile_shim.cpp takes for a driver that somebody else has opened."""
+    """The code by which csrc/gds/cufile_shim.cpp recognises a driver that another user has opened."""
     (number,) = re.findall(r"kDriverAlreadyOpen = (\d+);", "".join(TEXTS))
     return int(number)
 
 
 def statistics_assertions() -> list[str]:
-    """That the statistics of cuFile 1.20 are laid out as csrc/gds/cufile_statistics reads them."""
+    """Assertions that cuFile 1.20 lays out its statistics as csrc/gds/cufile_statistics reads them."""
     ranges = re.findall(r"version >= (\d+) && version < (\d+)\) return (\d+);", "".join(TEXTS))
     (offset,) = (at for first, end, at in ranges if int(first) <= 1200 < int(end))
     mine, theirs = "CufileGpuStatistics", "CUfilePerGpuStats_t"
@@ -103,8 +103,8 @@ def statistics_assertions() -> list[str]:
 
 
 def assertions(major: int) -> str:
-    """A program that compiles only where the shim agrees with the cufile.h of CUDA `major`. Functions that the header
-    does not have are those of newer libraries."""
+    """A program that compiles only if the shim agrees with the cufile.h of CUDA `major`. Functions that the header does
+    not have belong to newer libraries."""
     lines = [PROLOGUE]
     for ours, (theirs, members) in STRUCTS.items():
         relation = ">" if ours in ROOM else "=="

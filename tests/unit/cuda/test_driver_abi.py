@@ -1,4 +1,4 @@
-"""csrc/cuda/driver.h declares what cuda.h does: held against the real headers of CUDA 12 and 13."""
+"""csrc/cuda/driver.h declares what cuda.h does: compared with the real headers of CUDA 12 and 13."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HEADER = (ROOT / "csrc" / "cuda" / "driver.h").read_text()
 FINDER = (ROOT / "csrc" / "cuda" / "driver.cpp").read_text()
 
 OPAQUE = {"ContextHandle": "CUcontext", "StreamHandle": "CUstream", "EventHandle": "CUevent"}
-"""Handles, which point to what nobody sees into."""
+"""Handles, which point to opaque structures."""
 
 STRUCTS = {
     "MemoryLocation": ("CUmemLocation", {"type": "type", "id": "id"}),
@@ -48,7 +48,7 @@ STRUCTS = {
         },
     ),
 }
-"""Ours -> (theirs, member of ours -> of theirs); an inner structure before the one that has it."""
+"""Our name -> (NVIDIA's name, our member -> theirs); an inner structure before the one that contains it."""
 
 VALUES = {
     "kSuccess": "CUDA_SUCCESS",
@@ -79,10 +79,10 @@ VALUES = {
 }
 
 POINTERS = {"kLegacyStream": "CU_STREAM_LEGACY"}
-"""Numbers of ours for which theirs is a pointer, which no compiler compares: `((CUstream)0x1)`."""
+"""Our numbers that are pointers in NVIDIA's header, which no compiler compares: `((CUstream)0x1)`."""
 
 BATCH_OF = {12: "batch_12080", 13: "batch_13000"}
-"""The entry that the cuMemcpyBatchAsync of a header's version is."""
+"""The entry that corresponds to the cuMemcpyBatchAsync of a header's version."""
 
 PROLOGUE = """
 #include <cuda.h>
@@ -93,7 +93,7 @@ using namespace flexkv::cuda;
 
 
 def declared_values() -> set[str]:
-    """The constants of driver.h, an enumeration's with its name before them."""
+    """The constants of driver.h; those of an enumeration have its name as prefix."""
     enumerations = re.findall(r"^enum class (\w+) : int \{(.*?)^\};", HEADER, re.S | re.M)
     inner = {
         f"{name}::{value}" for name, body in enumerations for value in re.findall(r"^\s*(k\w+) =", body, re.M)
@@ -108,13 +108,13 @@ def declared_functions() -> set[str]:
 
 
 def found_functions() -> dict[str, str]:
-    """Entry of the table -> name that the driver is asked for."""
+    """Entry of the table -> the name that is looked up in the driver."""
     asked = re.findall(r'\((?:find, )?"(cu[A-Z]\w+)", (?:\w+, )?d\.(\w+)\)', FINDER)
     return {field: name for name, field in asked}
 
 
 def assertions(major: int) -> str:
-    """A program that compiles only where driver.h agrees with the cuda.h of `major`."""
+    """A program that compiles only if driver.h agrees with the cuda.h of `major`."""
     lines = [PROLOGUE, "namespace abi {"]
     for ours, theirs in OPAQUE.items():
         lines.append(

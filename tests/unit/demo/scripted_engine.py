@@ -1,4 +1,5 @@
-"""An engine that answers by a rule, in the place of vLLM: only so can a wrong token or a hit that never came be had."""
+"""An engine that answers by a rule, in place of vLLM: only such an engine can give a wrong token or miss a hit on
+demand."""
 
 from __future__ import annotations
 
@@ -15,10 +16,10 @@ BYTES_A_TOKEN = 1000
 
 
 class ScriptedEngine:
-    """Answers follow from the prompt; a cache of prompts outlives `reset` where there is a connector, and lies in the
-    folder of its disk tier when the engine is closed.
+    """Answers follow from the prompt. With a connector, a cache of prompts outlives `reset`, and is saved in the disk
+    tier's folder when the engine is closed.
 
-    `spoil` changes an answer of the engine with a connector, `serve` says how many of the tokens found it serves.
+    `spoil` changes an answer of the engine with a connector; `serve` decides how many of the found tokens it serves.
     """
 
     spoil: Callable[[list[int]], list[int]] = staticmethod(lambda answer: answer)

@@ -1,4 +1,4 @@
-"""The demo's own judgement: it exits with 0 only if every answer agrees and flexkv served what it should."""
+"""The demo's own verdict: it exits with 0 only if every answer agrees and flexkv served what it should."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.unit.demo.scripted_engine import ScriptedEngine
 
 Engine = type[ScriptedEngine]
 WINDOWS = hybrid.HybridRun((1, 2), (1, 2), (1, 2), cached=1376, stored_pages=100)
-"""What the second part says when all is well: it has real engines."""
+"""The second part's result when all is well: that part has real engines."""
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
 
 
 def turn(phase: str, alone_s: float, with_s: float, served: int, answer: int = 0) -> tuple[Turn, Turn]:
-    """A turn with flexkv, and the same without."""
+    """A turn with flexkv, and the same turn without."""
     mine = Turn(phase, 0, 0, 64, (answer,), with_s, served)
     return mine, Turn(phase, 0, 0, 64, (0,), alone_s)
 
@@ -59,7 +59,7 @@ def test_the_headline_has_the_least_and_the_median_gain_and_what_a_miss_costs() 
         turn("disk", 1.0, 2.0, 32),
     )
     assert equal.endswith("token for token: 4/4")
-    # A hit that was slower is told like the others.
+    # A slower hit is reported like the others.
     assert (
         "in the 3 turns in which it served tokens: least 0.5, median 4.0 (medians: warm 7.0, disk 0.5)"
         in gain
@@ -119,7 +119,7 @@ def test_a_good_run_is_told_drawn_and_written(
     assert run() == 0
     said = capsys.readouterr().out
     assert f"token for token: {turn_count()}/{turn_count()}" in said
-    # No terminal here: a line a phase instead of a bar.
+    # No terminal here: one line per phase instead of a bar.
     steps = ["starting vLLM with flexkv", "starting vLLM alone", "both engines: crowd"]
     assert [step for step in steps if step not in said.splitlines()] == []
     assert said.count("both engines: ") == len(PHASES)

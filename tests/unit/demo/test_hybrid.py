@@ -1,4 +1,4 @@
-"""The demo's judgement of its second part: what it calls a failure."""
+"""The demo's verdict on its second part: the conditions that it calls a failure."""
 
 from __future__ import annotations
 

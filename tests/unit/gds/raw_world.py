@@ -1,4 +1,5 @@
-"""Raw files and an engine's pool in plain memory, and what a transfer between them must do, computed apart."""
+"""Raw files and an engine's pool in plain memory, and the expected result of a transfer between them, computed
+independently."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from flexkv import c_ext
 VLLM, TRTLLM, SGLANG = 0, 1, 2
 Bytes = NDArray[np.uint8]
 KEEP = 0xA5
-"""What a pool and its padding hold before a transfer: bytes that must survive where nothing is to move."""
+"""Content of a pool and its padding before a transfer: these bytes must survive wherever nothing is moved."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,11 @@ class Case:
     devices: int = 1
     files: int = 1
     round_robin: int = 1
-    kv_outermost: bool = False  # of a vLLM layer: [kv][block] instead of [block][kv]
-    ranks: int = 1  # that share a file chunk
+    kv_outermost: bool = False  # in each layer of a vLLM pool: [kv][block] instead of [block][kv]
+    ranks: int = 1  # ranks that share a file chunk
     rank: int = 0
     gap: int = 0
-    align: int = 1  # of block strides, in bytes
+    align: int = 1  # alignment of block strides, in bytes
     element_bytes: int = 1  # a chunk holds whole elements
     io: str = "auto"
 
@@ -73,7 +74,7 @@ class Case:
         return -(-self.blocks // (self.devices * self.files)) + self.round_robin
 
     def place(self, block: int) -> tuple[int, int, int]:
-        """Device, file and offset of a block, by the written rule."""
+        """Device, file and offset of a block, by the documented rule."""
         turn, within = divmod(block, self.round_robin)
         device = turn % self.devices
         on_device = (turn // self.devices) * self.round_robin + within
@@ -111,7 +112,7 @@ class Pool:
             self.kv_stride = case.chunk if together else self.block_stride * case.blocks
             sizes = [self.block_stride * case.blocks * (1 if together else case.kv)] * case.layers
         for size in sizes:
-            # Starts on a 4 KiB boundary unless the case asks for odd ones.
+            # Starts on a 4 KiB boundary unless the case asks for odd addresses.
             raw = np.full(size + 8192, KEEP, np.uint8)
             start = -raw.ctypes.data % 4096 + (3 if case.gap % 2 else 0)
             self.memory.append(raw)
@@ -133,7 +134,7 @@ class Pool:
 
 
 class World:
-    """Files, pool and manager of one case, filled with random bytes on the side that is read."""
+    """Files, pool and manager of one case, with random bytes on the side that is read."""
 
     def __init__(self, case: Case, folder: Path) -> None:
         self.case = case
@@ -169,7 +170,7 @@ class World:
         return c_ext.GDSManager(self.paths, case.devices, case.round_robin, **given)  # type: ignore[arg-type]
 
     def arguments(self) -> tuple[object, ...]:
-        """What the transfer functions take after the manager, up to `is_read`."""
+        """The transfer functions' arguments after the manager, up to `is_read`."""
         case, pool = self.case, self.pool
         return (
             np.array(case.layer_list, np.int32),
@@ -199,7 +200,7 @@ class World:
         return self.files[device, number][start : start + case.chunk]
 
     def expect(self) -> None:
-        """Does on `files` and `pool` copies what the transfer has to do: call before it, on the model."""
+        """Applies the transfer to copies of `files` and `pool` by the model; call it before the real transfer."""
         self.expected_pool = [tensor.copy() for tensor in self.pool.memory]
         self.expected_files = {key: content.copy() for key, content in self.files.items()}
         model = Pool(self.case)
@@ -215,7 +216,7 @@ class World:
         self.files = source
 
     def differences(self) -> list[str]:
-        """Every place where a byte of pool or files is not what it must be."""
+        """Every place where a byte of pool or files is wrong."""
         found = []
         for i, (tensor, expected) in enumerate(zip(self.pool.memory, self.expected_pool, strict=True)):
             wrong = np.flatnonzero(tensor != expected)

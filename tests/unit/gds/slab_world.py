@@ -1,4 +1,4 @@
-"""Ranks with pools of their own over one disk tier: each moves its stripe by a gds lane, and the manager's engine seals
+"""Ranks with their own pools over one disk tier: each moves its stripe by a gds lane, and the manager's engine seals
 and reads the same pages through host slots."""
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class SlabWorld:
         return self.run(self.manager, self.op(OpKind.DISK_SEAL, places, (), (), digests, **change))[0]
 
     def store(self, places: Sequence[int], blocks: Sequence[int], **change: int) -> None:
-        """Every rank its stripe, then the trailer."""
+        """Writes every rank's stripe, then the trailer."""
         written = self.write_stripes(places, blocks)
         assert [result.reason for result in written] == [""] * len(written)
         digests = np.concatenate([result.digests for result in written], axis=1)
@@ -182,7 +182,7 @@ class SlabWorld:
             os.fsync(slab.fileno())
 
     def image_at(self, place: int) -> int:
-        """Of the page's image in the file of its disk."""
+        """Offset of the page's image in the file of its disk."""
         row = self.slabs.disks[place % self.unit.disks][0]
         return row.header_bytes + place // self.unit.disks * row.slot_bytes
 

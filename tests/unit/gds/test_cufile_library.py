@@ -1,5 +1,5 @@
-"""libcufile is found where it is, and what was searched is said where it is not. Children, because a process that has
-loaded a library keeps it."""
+"""libcufile is found where it is, and an error lists the searched places if it is missing. Each test runs a child,
+because a process that has loaded a library keeps it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ sys.path[:0] = sys.argv[1:]
 from flexkv.transfer import cufile_library
 print(json.dumps(asdict(cufile_library.find_cufile()) | {"wheels": cufile_library.name_wheels()}))
 """
-"""Prints what is found with folders in front of sys.path."""
+"""Prints the library that is found with these folders in front of sys.path."""
 
 LIBRARY = """
 #include <cstdint>
@@ -126,7 +126,7 @@ def test_what_was_searched_is_said(tmp_path: Path) -> None:
 
 
 def test_the_real_library_loads_without_a_gpu() -> None:
-    """Its functions are there under the names that are looked up, and it says its version before any driver."""
+    """Its functions have the names that are looked up, and it reports its version without any driver."""
     require(FOLDER / "cu13" / "lib" / "libcufile.so.0")
     found = find(FOLDER.parent)
     assert found["found"] == "in a wheel"

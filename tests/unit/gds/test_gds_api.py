@@ -1,4 +1,4 @@
-"""The functions as their callers know them: names, order, defaults, dtypes, and what they say to bad input."""
+"""The functions as their callers know them: names, order, defaults, dtypes, and errors for bad input."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_bad_input_is_refused_and_nothing_moves(
 
 
 def test_a_pool_of_one_layer_is_the_backend_it_says(tmp_path: Path) -> None:
-    """One address may be a layer-first pool of one layer: the type decides, not the count."""
+    """A single address may be a layer-first pool of one layer: the type decides, not the count."""
     world = World(Case(VLLM, 2, 512, 1, 8, 8, True, True, 5, kv_outermost=True), tmp_path)
     manager = world.manager()
     world.expect()
@@ -180,7 +180,7 @@ def test_a_transfer_error_is_an_os_error() -> None:
 @pytest.mark.parametrize("backend", [VLLM, TRTLLM, SGLANG])
 @pytest.mark.parametrize("to_pool", [True, False])
 def test_copies_between_a_pool_and_a_tensor(backend: int, to_pool: bool, tmp_path: Path) -> None:
-    """`transfer_kv_blocks`: the same arithmetic with a tensor in the place of the files."""
+    """`transfer_kv_blocks`: the same arithmetic with a tensor in place of the files."""
     case = Case(backend, 2, 250, 4, 9, 7, to_pool, True, 13, gap=5)
     world = World(case, tmp_path)
     tensor = world.files[0, 0]

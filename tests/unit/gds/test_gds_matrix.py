@@ -1,4 +1,4 @@
-"""Transfers between raw files and a pool, byte for byte, untouched bytes included, over sampled geometries."""
+"""Transfers between raw files and a pool, byte for byte, including untouched bytes, over sampled geometries."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from tests.unit.gds.raw_world import SGLANG, TRTLLM, VLLM, Case, World
 
 CASES = 150 * soak_factor()
 ELEMENT_BYTES = (1, 2, 4, 8)
-"""Of float8, bfloat16, float32 and what counts in 64 bits."""
+"""Element sizes of float8, bfloat16, float32 and 64-bit types."""
 ELEMENTS = (1, 2, 7, 16, 48, 250, 512, 1000, 1024, 4096, 4100, 6144, 9216)
-"""Of a run of fewer than 80 layers; 80 have `DEEP_ELEMENTS`."""
+"""Elements of a run with fewer than 80 layers; 80 layers have `DEEP_ELEMENTS`."""
 DEEP_ELEMENTS = (3, 64, 1024, 4096)
 DEEP = 80
 NO_URING = c_ext.uring_refusal()
 
 
 def sampled(seed: int) -> Case:
-    """A geometry drawn by its seed; about half of them are aligned, so that they go through direct I/O."""
+    """A geometry drawn from its seed; about half of them are aligned and go through direct I/O."""
     random = np.random.default_rng(seed)
 
     def one_of(*values: int) -> int:
@@ -71,7 +71,7 @@ def move(world: World, manager: c_ext.GDSManager) -> None:
 
 
 def levels(case: Case) -> dict[str, object]:
-    """Where a case lies on each axis of the matrix."""
+    """A case's position on each axis of the matrix."""
     return {
         "backend": case.backend,
         "kv": case.kv,
@@ -94,7 +94,7 @@ IMPOSSIBLE = {frozenset({("layers", 1), ("layer range", "part")})}
 
 
 def missing_pairs(cases: list[Case]) -> set[frozenset[tuple[str, object]]]:
-    """Of all pairs of levels of two axes, those that no case has."""
+    """Pairs of levels of two axes that no case has."""
     seen = [levels(case) for case in cases]
     of_axis = {axis: {level[axis] for level in seen} for axis in seen[0]}
     wanted = {
@@ -137,7 +137,7 @@ def test_the_samples_cover_what_they_should() -> None:
 
 @pytest.mark.parametrize("where", ["pool", "file"])
 def test_a_dropped_tail_would_be_seen(where: str, tmp_path: Path) -> None:
-    """The control: one byte less, and the comparison speaks."""
+    """The control: with one byte less the comparison fails."""
     case = replace(sampled(0), read=where == "pool", chunk=250, layers=3, lo=0, hi=None, staged=True)
     world = World(case, tmp_path)
     manager = world.manager()
@@ -150,7 +150,7 @@ def test_a_dropped_tail_would_be_seen(where: str, tmp_path: Path) -> None:
 
 
 def test_staging_cuts_the_calls(tmp_path: Path) -> None:
-    """80 layers of K and V, layer-first: one call a block instead of 80 (vLLM) and 160 (SGLang)."""
+    """80 layers of K and V, layer-first: one call per block instead of 80 (vLLM) and 160 (SGLang)."""
     for backend, factor in ((VLLM, 80), (SGLANG, 160)):
         calls = []
         for staged in (True, False):

@@ -1,4 +1,4 @@
-"""The C++ template over torch tensors: compiled in a caller, linked to the extension alone, and run."""
+"""The C++ template over torch tensors: compiled into a caller, linked to the extension alone, and run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.unit.gds.raw_world import SGLANG, TRTLLM, VLLM
 
 ROOT = Path(__file__).resolve().parents[3]
 COMPILE_S = 1200
-"""torch's headers take 10 s of an idle core, and minutes of a busy one."""
+"""torch's headers take 10 s to compile on an idle core, and minutes on a busy one."""
 
 
 @pytest.mark.timeout(COMPILE_S + 60)
@@ -40,7 +40,7 @@ def test_the_template_compiles_links_and_moves_bytes(tmp_path: Path) -> None:
         "-ltorch_cpu",
         "-lc10",
         f"-Wl,-rpath,{home}/lib",
-        # Nothing may be missing at run time that the extension does not export.
+        # The extension must export everything that is needed at run time.
         "-Wl,-z,defs",
         "-Wl,--allow-shlib-undefined",
     ]

@@ -1,4 +1,4 @@
-"""The worker takes its settings from the configuration, its arguments win, and it moves what it is told."""
+"""The worker takes its settings from the configuration, its arguments win, and it moves the requested blocks."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_the_environment_is_read_where_no_config_is_given(
     assert worker.manager.totals["io_calls"] == 2 * 2 * LAYERS
     worker.close()
 
-    # Arguments win over it, and a config replaces it.
+    # Arguments override it, and a config replaces it.
     worker = GDSTransferWorker(
         rank.pool, rank.files, rank.paths, use_staged_transfer=True, max_staging_blocks=2
     )
@@ -131,7 +131,7 @@ def test_staging_that_is_not_there_is_an_error_at_the_start_with_what_to_set(ran
     assert "are available (MemAvailable)" in words or "cgroup" in words
     assert f"{2**31 - 1} staging slots of {rank.files.block_stride} bytes" in words
     assert "lower gds.max_staging_blocks or gds.max_staging_bytes" in words
-    # Nothing of it stays: the files can be opened again, with less.
+    # Nothing is left of the failed worker: the files can be opened again, with less staging.
     GDSTransferWorker(rank.pool, rank.files, rank.paths, max_staging_blocks=1).close()
 
 

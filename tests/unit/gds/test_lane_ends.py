@@ -1,4 +1,4 @@
-"""Files and threads of a gds lane end with it: where what was to use it could not be made, too."""
+"""Files and threads of a gds lane end with it, even if the object that was to use it could not be made."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def world(tmp_path: Path) -> Iterator[SlabWorld]:
 
 
 def open_slabs() -> int:
-    """Descriptors of this process that are slabs, whoever holds them."""
+    """Number of this process's file descriptors that are slabs, whoever holds them."""
     paths = []
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # the listing's own
+        with contextlib.suppress(FileNotFoundError):  # the listing's own descriptor
             paths.append(os.readlink(f"/proc/self/fd/{name}"))
     return sum(path.endswith(".slab") for path in paths)
 
@@ -102,7 +102,7 @@ def test_a_start_that_succeeds_serves_until_its_engine_is_closed(world: SlabWorl
     (result,) = world.run(engine, world.op(OpKind.GDS_READ, [3], [5]))
     assert result.status is OpStatus.OK
     assert engine.close(30.0)
-    assert open_slabs() == before  # though the engine's object is still there
+    assert open_slabs() == before  # even while the engine's object still exists
 
 
 def test_a_closed_lane_refuses_and_may_be_closed_again(world: SlabWorld) -> None:

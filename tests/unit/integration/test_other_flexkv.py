@@ -12,8 +12,8 @@ from flexkv.errors import ConfigError
 
 LINKER_FLAG = "--enable-unified-cache-external-linker"
 
-# The guard around SGLang's imports from the other package: 0.5.23 has these names, in this order, and takes an
-# ImportError for a package that is not installed.
+# The guard around SGLang's imports from the other package: 0.5.23 imports these names, in this order, and reads an
+# ImportError as a package that is not installed.
 SGLANG_GUARD = """
 try:
     from flexkv.common.request import KVResponseStatus
@@ -55,7 +55,7 @@ def test_what_sglang_prints_at_its_start_names_the_flags() -> None:
 
 
 def test_an_import_error_would_have_been_hidden() -> None:
-    """A control: what the guard makes of a package without these modules."""
+    """A control: how the guard reacts to a package without these modules."""
     program = SGLANG_GUARD.replace("flexkv.common.request", "flexkv.no_such_module.request")
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.stderr.strip().splitlines()[-1] == "RuntimeError: FlexKV is not installed"

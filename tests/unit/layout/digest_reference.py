@@ -1,4 +1,4 @@
-"""The digest of docs/digest.md written from its text in plain integers, to check the native one against."""
+"""The digest of docs/digest.md, written from its text in plain integers, to check the native one against."""
 
 from __future__ import annotations
 

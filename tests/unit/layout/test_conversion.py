@@ -1,4 +1,4 @@
-"""A block stored from one engine's pool and loaded into another's: every number of K and V at its token and head."""
+"""A block stored from one engine's pool and loaded into another's: every number of K and V is at its token and head."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.unit.layout.vllm_pool import Shape, build_pool
 BLOCKS, LAYERS, HEADS, TOKENS, SIZE, ITEM = 6, 3, 2, 4, 8, 2
 ROW = SIZE * ITEM
 Numbers = NDArray[np.uint8]
-"""Of one block, [layers, K and V, tokens, heads, row bytes]."""
+"""The numbers of one block, [layers, K and V, tokens, heads, row bytes]."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def vllm(order: str, heads: int = HEADS, layers: int = LAYERS) -> EnginePool:
 
 
 def vllm_cpu(heads: int = HEADS, layers: int = LAYERS) -> EnginePool:
-    """vLLM's pool as its vector attention on a CPU fills it: per head K by elements, then V by tokens."""
+    """vLLM's pool in the order that its vector attention on a CPU uses: per head K by elements, then V by tokens."""
     plain = vllm("LBHNC", heads, layers)
     format_id = replace(plain.encoding.format_id, interior=Interior.K_TRANSPOSED)
     half = TOKENS * ROW
@@ -95,7 +95,7 @@ POOLS: dict[str, Callable[..., EnginePool]] = {
 
 
 def move(one: EnginePool, from_block: int, other: EnginePool, to_block: int) -> None:
-    """Pool to page, page to page, page to pool."""
+    """Moves a block from pool to page, page to page, page to pool."""
     stripe = np.zeros(one.view.stripe_bytes, np.uint8)
     c_ext.gather(one.view, from_block, stripe)
     rewrite = conversion(one.encoding, other.encoding)
@@ -134,7 +134,7 @@ def test_every_pair_of_encodings(source: str, target: str, heads: int, layers: i
 
 @pytest.mark.parametrize("target", ["vllm-LBHNC", "vllm-LBNHC", "vllm-BHLNC", "vllm-cpu", "trtllm"])
 def test_without_conversion_the_numbers_are_elsewhere(target: str) -> None:
-    """The control: pages of the same size whose bytes are taken as they are."""
+    """The control: pages of the same size whose bytes are taken unchanged."""
     one, other = sglang(), POOLS[target]()
     one.raw[:] = np.random.default_rng(5).integers(0, 256, one.raw.size, dtype=np.uint8)
     stripe = np.zeros(one.view.stripe_bytes, np.uint8)
@@ -172,7 +172,7 @@ def test_what_cannot_be_exact_is_refused(change: dict[str, Any], said: str) -> N
 
 
 def test_encodings_of_runs_and_formats_of_text_are_the_same() -> None:
-    """What a slab's header says is enough."""
+    """The text in a slab's header is enough."""
     for pool in (make() for make in POOLS.values()):
         encoding, runs = pool.encoding, pool.view.runs[:, [3, 2, 4]]
         format_id = FormatId.parse(str(encoding.format_id))

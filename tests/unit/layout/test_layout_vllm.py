@@ -1,6 +1,4 @@
-"""vLLM pools: every run maps to its page bytes and back, whatever the order; wrong geometry is refused by
-name.
-"""
+"""vLLM pools: every run maps to its page bytes and back, in every order; the error for a wrong geometry names it."""
 
 from __future__ import annotations
 

@@ -29,10 +29,10 @@ from tests.unit.transfer.fake_nvtx import build_fake_nvtx
 TAG_BYTES = 40
 
 NEED_A_GPU = ("HostPool.pin", "TransferEngine.record")
-"""Calls that are refused here, however they are made."""
+"""Calls that are refused here, whatever their arguments."""
 
 NO_CONSTRUCTOR = ("Found.__init__", "FoundLengths.__init__")
-"""Of classes whose objects come from calls of others."""
+"""Constructors of classes whose objects only come from calls of others."""
 
 
 def _address(world: World) -> dict[str, object]:
@@ -185,7 +185,7 @@ OPTIONAL = {
 
 
 def valid_arguments(target: Target, world: World) -> dict[str, Any]:
-    """What a caller would give: parameters with a default may be left out."""
+    """The arguments that a caller would give: parameters with a default may be left out."""
     if target.name in ARGUMENTS:
         return dict(ARGUMENTS[target.name](world))
     return {p.name: valid_argument(p, world, target) for p in target.parameters if not _optional(target, p)}

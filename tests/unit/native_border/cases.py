@@ -1,6 +1,6 @@
-"""Cases of the fuzzer: a few calls in a row on objects that they share, all decided by a seed and the case's number.
+"""Cases of the fuzzer: a few calls in a row on shared objects, all determined by a seed and the case's number.
 
-Each call has a seed of its own, so that a case can be run again with some of its calls left out.
+Each call has its own seed, so that a case can be run again with some of its calls left out.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from tests.unit.native_border.world import TICKET_S, World
 MOST_CALLS = 6
 JOIN_S = 60.0
 AT_ONCE = 0.2
-"""Share of the calls that are made beside another: the same, or a good one of the same class."""
+"""Share of the calls that run beside another one: the same call, or a good one of the same class."""
 TURNS = 3
-"""How often each of two calls at once is made: the first of them seldom meet."""
+"""How often each of two concurrent calls is made: a single pair seldom overlaps."""
 
 RAW_ADDRESSES = {
     ("transfer_kv_blocks*", "gpu_*"): "addresses of an engine's tensors, and what is added to them",
@@ -39,16 +39,16 @@ RAW_ADDRESSES = {
     ("GDSManager.__init__", "engine_stream"): "a cudaStream_t",
     ("rotate_rows", "stream"): "a cudaStream_t",
 }
-"""Arguments that are believed, as nothing tells whether memory is there. They are given null, what is misaligned,
-negative or of another type, and valid values. A `KvView` is believed too: those of hostile runs are dropped and never
-read through."""
+"""Arguments that the core must trust, because it cannot check that the memory exists. They get null, misaligned or
+negative values, values of another type, and valid ones. A `KvView` is trusted too: views of hostile runs are dropped
+and never read through."""
 
 TIMED_SIZES = {
     ("time_transform", "blocks"): "moved as often as asked",
     ("time_transform", "layers"): "the same",
     ("time_transform", "repeats"): "the same",
 }
-"""Sizes that take as much time as they say: two calls at once with 65,535 of them take a sanitizer a minute."""
+"""Sizes that take time in proportion: two concurrent calls with 65,535 of them take a sanitizer a minute."""
 MOST_TIMED = 1024
 REFUSED_SIZE = 2**31 - 1
 
@@ -56,7 +56,7 @@ EXPECTED = (FlexKVError, TypeError, ValueError, hostile.HostileError)
 
 
 class Wrong(Exception):
-    """A call ended as none may: names how."""
+    """A call ended in a way that is not allowed; names how."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +69,8 @@ class Fuzzer:
     """Makes and runs the cases of one seed.
 
     Args:
-        say: told of each call before it is made.
-        at_once: share of the calls that are made beside another.
+        say: called with a description of each call before it is made.
+        at_once: share of the calls that run beside another one.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Fuzzer:
 
     def calls(self, case: int) -> list[Call]:
         rng = random.Random(f"{self.seed}/{case}")
-        # Each target has its turn: the first call of consecutive cases goes through all of them.
+        # Each target gets its turn: the first calls of consecutive cases cycle through all of them.
         first = self.targets[(case + self.seed) % len(self.targets)]
         near = [t for t in self.targets if t.owner == first.owner] if first.owner else self.targets
         chosen = [first]
@@ -99,9 +99,8 @@ class Fuzzer:
         return [Call(target, rng.getrandbits(32)) for target in chosen]
 
     def run(self, case: int, only: Sequence[int] | None = None) -> None:
-        """
-        Raises:
-            Wrong: a call raised what is not expected of it.
+        """Raises:
+        Wrong: a call raised an error that is not expected of it.
         """
         world = World(self.folder)
         try:
@@ -113,7 +112,7 @@ class Fuzzer:
             world.close()
 
     def run_valid(self, target: Target) -> None:
-        """The call as a caller would make it: what it raises comes out."""
+        """Makes the call as a caller would; its errors are raised."""
         world = World(self.folder)
         try:
             self.say(target.name)
@@ -134,7 +133,7 @@ class Fuzzer:
             made = partial(self._make, target, function, positional, named)
             beside, name = self._beside(target, function, given, world, rng)
         except FlexKVError:
-            return  # earlier calls closed what this one would be given
+            return  # earlier calls closed an object that this one needs
         self.say(f"{place}: {describe(target, positional, named)}{name}")
         if beside is None:
             made()
@@ -144,12 +143,13 @@ class Fuzzer:
     def _beside(
         self, target: Target, function: Callable[..., object], given: int, world: World, rng: random.Random
     ) -> tuple[Callable[[], None] | None, str]:
-        """What another thread calls at the same time, if anything, and how a log names it."""
+        """The call that another thread makes at the same time, if any, and its name in the log."""
         roll = rng.random()
         if roll > self.at_once:
             return None, ""
         if roll > self.at_once / 2 or target.owner in NOT_MADE:
-            # The same objects, but not the same buffers: two calls that write into one are their caller's race.
+            # The same objects, but not the same buffers: if two calls write into one buffer, the race is their
+            # caller's.
             positional, named = self._arguments(target, world, random.Random(given))
             return partial(self._make, target, function, positional, named), " twice at once"
         other = rng.choice([t for t in self.targets if t.owner == target.owner])
@@ -200,7 +200,7 @@ class Fuzzer:
     # --- what is called, on what ------------------------------------------------------------------------------------
 
     def _function(self, target: Target, world: World, rng: random.Random | None) -> Callable[..., object]:
-        """The callable; a method bound to an object that is good, or (with `rng`) now and then is not."""
+        """The callable; a method bound to a good object, or (with `rng`) sometimes to a bad one."""
         if not target.owner:
             return getattr(self.module, target.member)  # type: ignore[no-any-return]
         cls = self.classes[target.owner]
@@ -224,7 +224,7 @@ class Fuzzer:
         return self._no_object(name, rng)
 
     def _no_object(self, name: str, rng: random.Random) -> object:
-        """What looks like an object of the class and is none."""
+        """An object that looks like one of the class and is not."""
         cls = self.classes.get(name, object)
         heir = self._heir(cls)
         made: tuple[Callable[[], object], ...] = (
@@ -257,7 +257,7 @@ class Fuzzer:
             named[parameter.name] = bad
         deadline = named.get("deadline_s")
         if "gated" in world.kept and isinstance(deadline, int | float) and deadline > TICKET_S:
-            # Whoever waits for a graph that nobody opens waits for as long as it says.
+            # A wait for a graph that nobody opens lasts until its deadline.
             named["deadline_s"] = TICKET_S
         positional: list[object] = []
         if rng.random() < 0.05:
@@ -277,7 +277,7 @@ class Fuzzer:
         return self._hostile_like(valid, parameter, rng)
 
     def _hostile_like(self, valid: Any, parameter: Parameter, rng: random.Random) -> object:
-        """Of the kind that is asked for, and wrong."""
+        """A value of the requested kind, but wrong."""
         name = type(valid).__name__
         if name in self.classes:
             return self._no_object(rng.choice((name, name, *self.classes)), rng)
@@ -311,7 +311,7 @@ def named_in(table: dict[tuple[str, str], str], target: Target, parameter: Param
 
 
 def _bad_address(valid: Any, rng: random.Random) -> object:
-    """What must be refused before an address is used; or the valid one."""
+    """A value that must be refused before an address is used; or the valid one."""
     if type(valid).__module__ == "numpy":
         wrong = valid.astype("f8")
         return rng.choice(
@@ -329,7 +329,7 @@ def describe(target: Target, positional: Sequence[object], named: dict[str, obje
 
 
 def _shown(value: object) -> str:
-    """Type and start of what it prints as; hostile objects by their type alone."""
+    """Type and beginning of the value's text; hostile objects by their type alone."""
     kind = type(value).__name__
     if kind in ("int", "float", "str", "bytes", "bool", "NoneType"):
         return ascii(value)[:60]

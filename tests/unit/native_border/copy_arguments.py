@@ -1,4 +1,4 @@
-"""What a caller gives the functions that copy and turn raw memory."""
+"""Valid arguments for the functions that copy and rotate raw memory."""
 
 from __future__ import annotations
 

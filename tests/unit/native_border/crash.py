@@ -1,4 +1,4 @@
-"""Code that crashed the process once, run in a child: a crash is a failed test, and not the end of all tests."""
+"""Code that crashed the process once, run in a child: a crash is one failed test, and not the end of all tests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def caught(function, *arguments, **named):
 
 
 def run(code: str) -> str:
-    """What `code` prints; it ends by itself, without a signal and without an exception."""
+    """The output of `code`, which must end by itself, without a signal and without an exception."""
     done = subprocess.run(
         [sys.executable, "-c", PRELUDE + textwrap.dedent(code)], capture_output=True, text=True, timeout=RUN_S
     )

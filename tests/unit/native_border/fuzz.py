@@ -1,4 +1,4 @@
-"""Runs the fuzzer's cases in child processes and, where one dies, finds the calls that it takes."""
+"""Runs the fuzzer's cases in child processes and, if one dies, finds the calls that cause it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from tests.unit.native_border.cases import AT_ONCE, MOST_CALLS
 
 CHILD_S = 600.0
 CASE_S = 90.0
-"""A case that takes longer hangs."""
+"""A case that takes longer counts as hung."""
 
 SHOWN_CHARACTERS = 4000
 
 
 @dataclass
 class Counts:
-    """How many calls of each name returned, and how many raised what they may."""
+    """How many calls of each name returned, and how many raised an allowed error."""
 
     returned: Counter[str] = field(default_factory=Counter)
     raised: Counter[str] = field(default_factory=Counter)
@@ -38,7 +38,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a child ended: what it was at last, what it said, and why that is wrong (empty where it is not)."""
+    """How a child ended: its last call, its output, and why that is wrong (empty if it is not)."""
 
     why: str
     last: str
@@ -55,7 +55,7 @@ class Ended:
 
 
 class CrashError(AssertionError):
-    """A call ended the process, or ended as none may; names seed, case and call."""
+    """A call ended the process, or ended in a way that is not allowed; names seed, case and call."""
 
 
 def fuzz(
@@ -66,9 +66,8 @@ def fuzz(
     case_s: float = CASE_S,
     at_once: float = AT_ONCE,
 ) -> Counts:
-    """
-    Args:
-        at_once: share of the calls that are made beside another in a second thread.
+    """Args:
+        at_once: share of the calls that run beside another one in a second thread.
 
     Raises:
         CrashError: a case went wrong.
@@ -83,7 +82,7 @@ def fuzz(
 
 
 class Run(Protocol):
-    """Runs cases `first` to `end` of a module and a seed, of each the `calls` (none given: all)."""
+    """Runs cases `first` to `end` of a module and a seed, each with the given `calls` (all if none are given)."""
 
     def __call__(self, first: int, end: int, calls: tuple[int, ...] = ()) -> Ended: ...
 
@@ -148,12 +147,12 @@ def _report(run: Run, first: int, ended: Ended) -> str:
             )
         else:
             text.append(f"it takes cases {_latest_start(run, first, ended.case)} to {ended.case}")
-    said = ended.output  # a sanitizer begins with what is wrong, Python ends with it
+    said = ended.output  # a sanitizer's output begins with the fault, Python's ends with it
     return "\n".join([*text, said[:SHOWN_CHARACTERS], said[SHOWN_CHARACTERS:][-SHOWN_CHARACTERS:]])
 
 
 def _fewest_calls(run: Run, ended: Ended) -> tuple[int, ...]:
-    """Of the case's calls those without which it ends well; none where the case alone ends well."""
+    """The fewest calls of the case that still go wrong; empty if the case alone ends well."""
 
     def is_wrong(chosen: tuple[int, ...]) -> bool:
         return bool(run(ended.case, ended.case + 1, chosen).why)

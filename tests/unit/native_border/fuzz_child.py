@@ -1,10 +1,10 @@
-"""Runs cases of the fuzzer, in a process of their own.
+"""Runs cases of the fuzzer, in a separate process.
 
 `python -m tests.unit.native_border.fuzz_child MODULE SEED FIRST END FOLDER LOG CASE_S AT_ONCE [CALLS]`
 
-What it is about to call stands in LOG, so that the parent knows it when this process dies. Exit code 0: all ended as
-they may; 3: one did not, and the last line of the output names how; 1: a case took longer than CASE_S. `valid` for SEED
-makes each call once as it is meant.
+LOG has the next call, so that the parent knows it when this process dies. Exit code 0: all calls ended as allowed; 3:
+one did not, and the last line of the output names how; 1: a case took longer than CASE_S. `valid` for SEED makes each
+call once with valid arguments.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from tests.unit.native_border.recipes import NOT_MADE
 
 WRONG = 3
 MEMORY_BYTES = 1 << 30
-"""What the process may take more than it has at the start. Not under AddressSanitizer, whose shadow is terabytes."""
+"""Memory that the process may use beyond that at its start. Not under AddressSanitizer, whose shadow is terabytes."""
 
 SWITCH_S = 1e-5
-"""Threads take turns often, so that calls at once meet in the core."""
+"""Threads switch often, so that concurrent calls overlap in the core."""
 
 FILE_BYTES = 64 << 20
 GC_CASES = 50
@@ -46,7 +46,7 @@ def main() -> None:
     faulthandler.enable()
     module = importlib.import_module(name)
     told = open(log, "w", buffering=1, encoding="ascii", errors="backslashreplace")  # noqa: SIM115
-    os.chdir(folder)  # relative paths of hostile calls stay there
+    os.chdir(folder)  # files of hostile relative paths stay there
 
     def say(line: str) -> None:
         told.write(line + "\n")

@@ -1,4 +1,4 @@
-"""Values that no caller should give: of each kind of parameter, those that break what takes them too lightly."""
+"""Values that no caller should give: for each kind of parameter, values that break careless code."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ DTYPES = ("u1", "i1", "i4", "u4", "i8", "u8", "f4", "f8", "c16", "?", ">i4", "O"
 
 
 class HostileError(Exception):
-    """What hostile objects raise: it may come out of a call as it is."""
+    """The error that hostile objects raise: a call may pass it on."""
 
 
 class Raising:
-    """Every protocol that a core may ask for raises."""
+    """Raises in every protocol that a core may use."""
 
     def _raise(self, *_: object) -> int:
         raise HostileError("hostile object")
@@ -36,7 +36,7 @@ class Raising:
 
 
 class Index:
-    """An integer that runs `then` when it is asked what it is."""
+    """An integer that runs `then` when its value is read."""
 
     def __init__(self, value: int, then: Callable[[], object] = int) -> None:
         self.value, self.then = value, then
@@ -47,7 +47,7 @@ class Index:
 
 
 class OnDemand(Sequence[Any]):
-    """Makes its items when asked; may claim another length, first or later."""
+    """Makes its items on demand; may claim another length, at first or later."""
 
     def __init__(self, items: Sequence[object], *lengths: int) -> None:
         self.items, self.lengths = list(items), list(lengths)
@@ -62,14 +62,14 @@ class OnDemand(Sequence[Any]):
 
 
 def _copy(item: object) -> object:
-    """Another object of the same value, that nothing else holds."""
+    """Another object of the same value, with no other reference to it."""
     if isinstance(item, int) and not isinstance(item, bool):
         return int(str(item)) if item < 10**9 else item
     return (*item,) if isinstance(item, tuple) else item
 
 
 class Tensor:
-    """A tensor of no library, in host memory, that claims what cannot be."""
+    """A tensor of no library, in host memory, that makes impossible claims."""
 
     dtype, device = "int64", "cpu"
 
@@ -115,7 +115,7 @@ def text(rng: random.Random) -> object:
 
 
 def numbers(rng: random.Random, dtype: str = "") -> object:
-    """An array that is wrong, or right and odd."""
+    """An array that is wrong, or right and unusual."""
     kind = dtype if dtype and rng.random() < 0.5 else rng.choice(DTYPES)
     shape = rng.choice(((0,), (1,), (4,), (4, 16), (0, 16), (3, 5), (2, 3), (), (2, 2, 2), (1, 0), (4, 5)))
     try:

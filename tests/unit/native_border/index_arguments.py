@@ -1,4 +1,4 @@
-"""What a caller gives the index and the lookup: entries in the state that a call wants them in."""
+"""Valid arguments for the index and the lookup: entries in the state that a call needs."""
 
 from __future__ import annotations
 

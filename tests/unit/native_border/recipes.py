@@ -1,4 +1,4 @@
-"""How a valid object of every class of the native core is made, small and quickly.
+"""Makes a valid object of every class of the native core, small and quickly.
 
 A class without a recipe in `RECIPES` (or a reason in `NOT_MADE`) fails the completeness test.
 """
@@ -32,7 +32,7 @@ NOT_MADE = {
     "StreamPoint": "needs a GPU",
     "PageMover": "abstract: movers are made as their own classes",
 }
-"""Classes of which no object can be made here: their members are called with hostile ones alone."""
+"""Classes whose objects cannot be made here: their members are called with hostile objects alone."""
 
 
 def random_keys(count: int = 4, seed: int = 0) -> np.ndarray:
@@ -93,7 +93,8 @@ def _lookup(world: World) -> c_ext.TierLookup:
 
 
 def lookup_of_three(world: World) -> dict[str, object]:
-    """Of each group a page that is ready in host memory, one that is filled there, and one in the tier behind."""
+    """In each group: a page that is ready in host memory, one that is being filled there, and one in the tier
+    behind."""
     world.get("TierLookup")
     host, behind = world.get("BlockIndex"), world.kept["behind"]
     offered = []

@@ -1,4 +1,4 @@
-"""A module in the core's place, with the faults that the fuzzer is there to find: FAULT in the environment chooses."""
+"""A module in place of the core, with the faults that the fuzzer must find: FAULT in the environment chooses."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ MOST_CALLS = 20
 
 
 class Counter:
-    """How often something was called; more than a case does."""
+    """Counts calls, over more than one case."""
 
     calls = 0
 
 
 def reads_an_address(where: int, times: int) -> int:
-    """Takes any `where` that is no integer, and goes wrong with None."""
+    """Takes any `where` that is not an integer, and fails with None."""
     Counter.calls += 1
     if where is None and FAULT == "null":
         ctypes.string_at(0)

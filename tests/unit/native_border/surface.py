@@ -1,7 +1,7 @@
-"""What a module offers to Python: every function, constructor, method and property, with its parameters.
+"""Everything that a module offers to Python: every function, constructor, method and property, with its parameters.
 
-Found by introspection, so that a new binding is fuzzed without a line here. The stub tells what the parameters are for;
-`tests/unit/build/test_stub.py` holds it against the core.
+Found by introspection, so that a new binding is fuzzed without a line here. The stub tells the parameters' types;
+`tests/unit/build/test_stub.py` compares it with the core.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SPECIAL = ("__len__", "__repr__", "__eq__")
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """`annotation`: as the stub has it; empty where it has none."""
+    """`annotation`: the stub's; empty if it has none."""
 
     name: str
     annotation: str = ""
@@ -30,7 +30,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Something that can be called. `owner`: its class; `member`: its name there."""
+    """A callable. `owner`: its class; `member`: its name there."""
 
     kind: Kind
     owner: str
@@ -78,7 +78,7 @@ def _members(owner: str, cls: type, stub: dict[str, ast.FunctionDef]) -> Iterato
 
 
 def _parameters(native: object, stub: ast.FunctionDef | None) -> tuple[Parameter, ...]:
-    """Those that the core names; what the stub says of each."""
+    """The parameters that the core names, with their annotations from the stub."""
     args = stub.args if stub else None
     known = [*args.posonlyargs, *args.args, *args.kwonlyargs] if args else []
     by_name = {arg.arg: ast.unparse(arg.annotation) if arg.annotation else "" for arg in known}
@@ -88,7 +88,7 @@ def _parameters(native: object, stub: ast.FunctionDef | None) -> tuple[Parameter
 
 
 def _names(native: object) -> tuple[str, ...]:
-    """From the signature, or from the first line that pybind11 writes into the doc."""
+    """Names from the signature, or from the first line that pybind11 writes into the doc."""
     first = (getattr(native, "__doc__", "") or "").partition("\n")[0]
     match = re.match(r"^\w+\((.*)\) -> ", first)
     if match is not None:
@@ -102,7 +102,7 @@ def _names(native: object) -> tuple[str, ...]:
 
 
 def _stub_of(module: ModuleType) -> dict[str, ast.FunctionDef]:
-    """Functions by name, methods by `Class.name`; nothing where the module has no stub."""
+    """Functions by name, methods by `Class.name`; empty if the module has no stub."""
     path = Path(inspect.getfile(module)).with_name(f"{module.__name__.rpartition('.')[2]}.pyi")
     if not path.exists():
         return {}

@@ -1,4 +1,5 @@
-"""What NVIDIA's own Python bindings say of the structures and numbers that the native core hands to its libraries."""
+"""The structures and numbers that the native core passes to NVIDIA's libraries, compared with NVIDIA's own Python
+bindings."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ COPY_2D: dict[str, tuple[str, Any]] = {
     "width": ("WidthInBytes", 0x1522334455667788),
     "height": ("Height", 0x1622334455667788),
 }
-"""Field of ours -> theirs, and a value of its full width."""
+"""Our field -> NVIDIA's, and a value of its full width."""
 BATCH: dict[str, tuple[str, Any]] = {
     "order": ("srcAccessOrder", ANY_ORDER),
     "source_hint": ("srcLocHint", (2, 0x71223344)),
@@ -43,7 +44,7 @@ BATCH: dict[str, tuple[str, Any]] = {
 
 
 def differences(make: Callable[[], Any], fields: dict[str, tuple[str, Any]], layout: Layout) -> list[str]:
-    """Fields that their object keeps elsewhere, or in another width, than our structure does."""
+    """Fields that NVIDIA's object keeps at another offset, or in another width, than our structure."""
     _, total = layout[""]
     wrong = []
     for ours, (theirs, value) in fields.items():

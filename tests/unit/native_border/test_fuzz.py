@@ -1,6 +1,6 @@
 """No input from Python crashes the native core: every function, constructor, method and property with hostile values.
 
-Seeds and case numbers decide everything but the threads' turns; a failure names both, and the calls that it takes.
+Seeds and case numbers determine everything but the threads' order; a failure names both, and the calls that cause it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from tests.unit.native_border.surface import classes, targets
 
 CHILDREN = 3
 CASES = 1000 if not c_ext.build_info()["sanitizer"] else 450
-"""A child; each case begins with the next of all calls, and makes up to five more."""
+"""Cases per child; each case begins with the next call in turn, and makes up to five more."""
 
 STAND_IN = "tests.unit.native_border.stand_in"
 LEAST_RETURNED = 0.2
-"""Share of the calls that return: hostile values reach into the core only beside good ones."""
+"""Share of the calls that return: hostile values only get deep into the core beside good ones."""
 
 
 def test_every_class_has_a_recipe() -> None:

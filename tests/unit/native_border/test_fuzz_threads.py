@@ -1,4 +1,4 @@
-"""Calls from two threads at once, hostile ones on objects that both share, race for nothing in the core.
+"""Concurrent calls from two threads, hostile ones on shared objects, do not race in the core.
 
 Without ThreadSanitizer only a crash is found; under it the first data race ends the child.
 """
@@ -18,7 +18,7 @@ from tests.unit.native_border.surface import targets
 
 CASES = 260
 FIRST_SEED = 1000
-"""Others than those of test_fuzz.py."""
+"""Different seeds from those of test_fuzz.py."""
 
 RACING = """
 static long counter = 0;

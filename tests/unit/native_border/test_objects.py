@@ -1,4 +1,4 @@
-"""Objects that are none: None, of another class, never initialised, or taken by somebody else already."""
+"""Wrong objects: None, of another class, never initialised, or already taken."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sizes that cannot be are refused, by name and value, before anything is allocated for them."""
+"""Impossible sizes are refused, by name and value, before anything is allocated for them."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def test_slab_offsets_end_with_the_slab(tmp_path: Path) -> None:
 
 
 class Tensor:
-    """A tensor in host memory that claims what it is told to."""
+    """A tensor in host memory that makes the given claims."""
 
     def __init__(self, array: np.ndarray, **claims: object) -> None:
         self.array, self.claims = array, claims

@@ -1,4 +1,4 @@
-"""Text of any kind goes through: what is no UTF-8 becomes no other error."""
+"""Text of any kind goes through: bytes that are not UTF-8 do not become another error."""
 
 from __future__ import annotations
 

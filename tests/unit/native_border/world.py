@@ -12,10 +12,10 @@ from flexkv.transfer.graph import OpId, OpKind, Priority, TransferOp
 from tests.unit.native_border.recipes import BLOCKS, RECIPES, RUN, RUNS, WAIT_S
 
 TICKET_S = 0.2
-"""For a graph to end; behind one whose layers nobody opens it does not."""
+"""Time for a graph to end; behind a graph whose layers nobody opens it does not end."""
 
 NO_TICKET = 2**40
-"""Of no graph: an engine whose queue is full gives none."""
+"""A ticket of no graph: an engine with a full queue gives none."""
 
 
 class World:
@@ -41,7 +41,7 @@ class World:
 
     @property
     def pointers(self) -> np.ndarray:
-        """Addresses of the layers of a pool, K and V of each block together."""
+        """Addresses of the layers of a pool, with K and V of each block together."""
         pair = RUNS * BLOCKS * RUN
         return np.array([self.memory.ctypes.data, self.memory.ctypes.data + pair], np.int64)
 
@@ -58,13 +58,13 @@ class World:
         return TransferOp(OpId(next(self.numbers)), OpKind.D2H, 0, Priority.LOAD, ids, ids, layerwise)
 
     def gated(self) -> int:
-        """A ticket of a graph whose layers are to be opened: where the queue is full, of the last one made."""
+        """A ticket of a graph whose layers are still to be opened; if the queue is full, the last one made."""
         made = self.get("TransferEngine").submit([self.op(layerwise=True)], [], None, True)
         self.kept["gated"] = made or self.kept.get("gated", NO_TICKET)
         return int(self.kept["gated"])
 
     def close(self) -> None:
-        """What has threads ends; what was closed by a call already does not mind."""
+        """Closes the objects with threads; they may be closed twice."""
         for name in ("TransferEngine", "GDSManager", "HostPool"):
             if name in self.kept:
                 self.kept[name].close(*((WAIT_S,) if name == "TransferEngine" else ()))

@@ -1,4 +1,4 @@
-"""Counters add up over ranks and intervals, and refuse what the table does not name."""
+"""Counters add up over ranks and intervals, and refuse names that the table does not have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Threads of our own are found by name in the system's own lists."""
+"""The operating system's own lists show flexkv's threads by name."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_name_that_would_not_be_found_is_refused(name: str) -> None:
 
 
 def test_the_package_starts_no_other_threads() -> None:
-    """But for the benchmarks' own, which end with them."""
+    """Except for the benchmarks' own threads, which end with them."""
     unnamed = {
         str(path.relative_to(ROOT))
         for path in (ROOT / "flexkv").rglob("*.py")

@@ -1,4 +1,4 @@
-"""Another package of the same name is found wherever it is installed, and this one is named with its place."""
+"""Another package of the same name is found wherever it is installed, and the message names this one and its path."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HERE = Path(flexkv.__file__).resolve().parent
 
 
 def install(site: Path, name: str, version: str, editable: Path | None = None) -> None:
-    """What pip leaves of a distribution with a package `flexkv`."""
+    """The files that pip installs for a distribution with a package `flexkv`."""
     about = site / f"{name.replace('-', '_')}-{version}.dist-info"
     about.mkdir(parents=True)
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
@@ -31,7 +31,7 @@ def install(site: Path, name: str, version: str, editable: Path | None = None) -
 
 @pytest.fixture
 def sites(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Two folders that are all of Python's path, as for metadata."""
+    """Two folders that are the whole of Python's path, for package metadata."""
     found = [tmp_path / "first", tmp_path / "second"]
     monkeypatch.setattr("sys.path", [str(site) for site in found])
     return found
@@ -69,7 +69,7 @@ def test_another_distribution_of_another_name_is_found(sites: list[Path]) -> Non
 
 
 def test_a_package_among_this_ones_files_is_found(sites: list[Path]) -> None:
-    """As after one was installed over the other."""
+    """As if one had been installed over the other."""
     install(sites[0], "flexkv", "9.9", editable=HERE.parent)
     assert other_packages() == [OtherPackage("flexkv", "9.9", HERE)]
 

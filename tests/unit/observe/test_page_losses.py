@@ -1,4 +1,4 @@
-"""Every reason why a page is lost is in one list, is counted somewhere, and is told to the operator."""
+"""Every reason for a lost page is in one list, is counted somewhere, and is documented for the operator."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def named_in(module: ast.Module) -> set[str]:
 
 
 def counted_by_name(module: ast.Module) -> set[str]:
-    """Metrics of the list that a module counts past it."""
+    """Metrics of the list that a module counts without going through the list."""
     metrics = {loss.metric for loss in PageLoss}
     return {
         node.args[0].value

@@ -1,4 +1,4 @@
-"""The NVTX of fake_nvtx.c, compiled."""
+"""Compiles fake_nvtx.c, a fake NVTX."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ COMPILE_S = 180
 
 @functools.cache
 def build_fake_nvtx(folder: Path) -> Path:
-    """Its library in `folder`."""
+    """Builds the library in `folder`."""
     library = folder / "libfake_nvtx.so"
     command = [*(compiler() or "g++").split(), "-x", "c", "-std=gnu11", "-shared", "-fPIC"]
     command += [str(Path(__file__).with_suffix(".c")), "-o", str(library)]
-    # Not with a sanitizer's runtime, under which this process may be.
+    # Without a sanitizer's runtime, which this process may run under.
     environ = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     subprocess.run(command, check=True, env=environ, timeout=COMPILE_S)
     return library

@@ -1,4 +1,4 @@
-"""Moves that are large, far apart or verified, between a host pool and memory of the CPU or of a GPU, by one text.
+"""Moves that are large, far apart or verified, between a host pool and memory of the CPU or of a GPU, by the same code.
 
 `device` is a CUDA device, or None for plain memory.
 """
@@ -30,16 +30,16 @@ def pattern(block: int, layer: int, run_bytes: int, salt: int = 0) -> Bytes:
 
 
 def pool_for(page_bytes: int, runs: int, slots: int, shared: bool = False) -> HostPool:
-    """With room behind each page for a digest a run."""
+    """A pool with room after each page for one digest per run."""
     return HostPool(-(-(page_bytes + runs * DIGEST_BYTES) // 4096) * 4096, slots, shared=shared)
 
 
 class MovesWorld:
-    """A layer-first pool of `blocks` blocks, a host pool, and an engine between.
+    """A layer-first pool of `blocks` blocks, a host pool, and an engine between them.
 
     Args:
         verify: stores make digests, and loads check them.
-        pool: of the caller's; None makes one of `slots`.
+        pool: the caller's pool; None makes one of `slots` slots.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class MovesWorld:
         self._ids = itertools.count(1)
 
     def wait_pinned(self, slots: int) -> None:
-        """The kernel reads registered memory alone, so a test of it must not begin before."""
+        """Waits for pinned slots: the kernel reads registered memory alone, so a test of it must not begin before."""
         if self.device is not None:
             self.pool.pin(self.device)
         assert self.pool.wait_ready(slots, LONG_S), self.pool.stopped_reason
@@ -139,7 +139,7 @@ class MovesWorld:
         assert result.status is OpStatus.OK, result.reason
 
     def paths(self) -> dict[str, int]:
-        """Bytes by each path of the GPU; empty for plain memory."""
+        """Bytes moved by each path of the GPU; empty for plain memory."""
         lane = self.engine.cuda_lane
         return {} if lane is None else {path: moved for path, _, moved, _ in lane.counts() if moved}
 
@@ -150,7 +150,8 @@ class MovesWorld:
 
 
 def check_runs(device: int | None, run_bytes: int, kernel: bool = True) -> dict[str, int]:
-    """Blocks there and elsewhere back, equal, with nothing else touched; returns the bytes by path."""
+    """Moves blocks to host memory and back into others, and checks that they are equal and nothing else changed;
+    returns the bytes by path."""
     world = MovesWorld(device, 3, run_bytes, 6, 4, kernel=kernel)
     for block in (0, 1, 5):
         world.write(block)
@@ -166,7 +167,7 @@ def check_runs(device: int | None, run_bytes: int, kernel: bool = True) -> dict[
 
 
 def check_far_blocks(device: int | None) -> None:
-    """In a pool of more than 4 GiB, whose last blocks no 32-bit offset reaches."""
+    """Checks a pool of more than 4 GiB, whose last blocks no 32-bit offset reaches."""
     run_bytes, blocks = 1 << 20, 2200
     world = MovesWorld(device, 2, run_bytes, blocks, 4)
     assert 2 * blocks * run_bytes > 1 << 32
@@ -175,14 +176,14 @@ def check_far_blocks(device: int | None) -> None:
         world.write(block)
     world.move(OpKind.D2H, [0, last], [0, 1])
     world.move(OpKind.H2D, [last - 1, 1], [1, 0])
-    # 2 GiB and 4 GiB before the last block: where an offset would wrap to.
+    # 2 GiB and 4 GiB before the last block: the places to which a wrapped offset would lead.
     for block, of in ((last, last), (last - 1, last), (1, 0), (0, 0), (2, None), (last - 2, None)):
         assert world.holds(block, of), block
     world.close()
 
 
 def check_digests(device: int | None, verify: bool) -> None:
-    """A flipped byte in host memory is found at the load; without digests (a control) it arrives."""
+    """A flipped byte in host memory is found by the load; without digests (a control) it arrives."""
     world = MovesWorld(device, 4, 4096, 6, 3, verify=verify)
     for block in (0, 1, 2):
         world.write(block)
@@ -199,7 +200,8 @@ SECOND_LAYERS, SECOND_RUN, SECOND_BLOCKS = 4, 8192, 4
 
 
 def _second_process(connection: Connection, descriptor: PoolDescriptor, device: int | None) -> None:
-    """Stores its own blocks, then loads what the first process has put in the slots, and says whether it is that."""
+    """Stores its own blocks, then loads the first process's bytes from the slots, and reports whether they are
+    right."""
     pool = HostPool.attach(descriptor)
     world = MovesWorld(device, SECOND_LAYERS, SECOND_RUN, 2 * SECOND_BLOCKS, SECOND_BLOCKS, pool=pool)
     slots = list(range(SECOND_BLOCKS))

@@ -1,5 +1,5 @@
-"""Opens a rank's lanes with the settings of its environment, moves pages by every lane that there is without a GPU, and
-prints what the fake NVTX at argv[1] was called with. argv[2] is a folder for a disk tier."""
+"""Opens a rank's lanes with the settings of its environment, moves pages by every lane that works without a GPU, and
+prints the calls to the fake NVTX at argv[1]. argv[2] is a folder for a disk tier."""
 
 from __future__ import annotations
 

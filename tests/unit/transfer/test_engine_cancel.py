@@ -1,4 +1,4 @@
-"""Cancel: what was not issued ends at once, what moves ends when it is quiet, and each op ends once."""
+"""Cancel: copies that were not issued end at once, those under way end when they are quiet, and each op ends once."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_cancel_between_layers_stops_after_the_one_that_moves(make_world: Callab
     world.engine.cancel(ticket)
     world.mover.release()
     result = world.results(1)[op.op_id]
-    # Bytes of both pages moved, so the op is not CANCELLED: its targets are spoiled.
+    # Bytes of both pages moved, so the op is not CANCELLED: its targets are overwritten.
     assert (result.status, result.failed.tolist()) == (OpStatus.FAILED, [0, 1])
     assert world.counter.count(OpKind.H2D)[0] == 4
 

@@ -1,4 +1,4 @@
-"""Edges: what may start when, and how failure travels along them."""
+"""Edges: which op may start when, and how a failure travels along them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def test_a_stream_lets_each_page_follow_at_once_and_never_early(make_world: Call
 @pytest.mark.parametrize("kind", [EdgeKind.STREAM, EdgeKind.BARRIER])
 @pytest.mark.parametrize("threads", [1, 4])
 def test_edges_order_the_bytes(make_world: Callable[..., World], kind: EdgeKind, threads: int) -> None:
-    # A chain through the same slots: block -> slot -> block -> slot -> block. Delays would let a hasty page overtake.
+    # A chain through the same slots: block -> slot -> block -> slot -> block. With the delays a premature page would
+    # overtake.
     world = make_world(
         rules=[testing_ext.FaultRule(DELAY, kind=OpKind.D2H, delay_s=0.001)], copy_threads=threads
     )

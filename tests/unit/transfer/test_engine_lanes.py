@@ -1,4 +1,4 @@
-"""Lanes: who goes first, who never starves, and what a device that hangs takes down."""
+"""Lanes: which op goes first, which never starves, and the effect of a device that hangs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MIB = 1 << 20
 
 
 def busy_world(make_world: Callable[..., World], blocks: int = 40) -> World:
-    """One thread, held in page 0 of a first op; pages of 8 MiB, so that each is a piece of its own."""
+    """One thread, held in page 0 of a first op; pages of 8 MiB, so that each is a separate piece."""
     world = make_world(
         layers=2,
         blocks=blocks,
@@ -63,7 +63,7 @@ def test_loads_go_before_stores_whatever_came_first(make_world: Callable[..., Wo
 def test_a_waiting_load_gets_in_between_the_pieces_of_a_running_store(
     make_world: Callable[..., World],
 ) -> None:
-    # 512 KiB pages, 16 a piece: the store of 40 pages is three pieces.
+    # 512 KiB pages, 16 per piece: the store of 40 pages is three pieces.
     world = make_world(
         layers=2,
         blocks=48,
@@ -103,7 +103,7 @@ def threads() -> dict[str, str]:
 
 def test_idle_threads_sleep(world: World) -> None:
     def wakes() -> int:
-        """How often these threads went to sleep so far."""
+        """How often these threads have gone to sleep so far."""
         said = [Path(f"/proc/self/task/{task}/status").read_text() for task in mine]
         return sum(int(status.partition("\nvoluntary_ctxt_switches:")[2].split()[0]) for status in said)
 
@@ -113,7 +113,7 @@ def test_idle_threads_sleep(world: World) -> None:
     assert mine
     before = wakes()
     time.sleep(0.5)
-    # A poll each millisecond would be 500.
+    # A poll per millisecond would be 500.
     assert wakes() - before < 50
 
 
@@ -151,7 +151,7 @@ def test_a_hung_op_takes_its_lane_down_and_stays_open_until_it_ends(make_world: 
     down = next(lane for lane in world.engine.lanes() if lane.kind is OpKind.D2H)
     assert down.stuck == (hung.op_id,)
     assert f"op {hung.op_id} has not moved for 0.1" in down.reason
-    # Later ops end at once; what waits for them is skipped; the other direction has a thread left and works.
+    # Later ops end at once; ops that wait for them are skipped; the other direction has a thread left and works.
     late, after = world.op(OpKind.D2H, [3]), world.op(OpKind.H2D, [4], [3])
     results = world.run(queued, late, after, edges=[(1, 2, EdgeKind.BARRIER)])
     assert results[queued.op_id].status is results[late.op_id].status is OpStatus.LANE_DOWN

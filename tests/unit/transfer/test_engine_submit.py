@@ -1,4 +1,4 @@
-"""What submit takes, what it refuses, and that refusing leaves nothing behind."""
+"""Submit: the graphs that it accepts, those that it refuses, and that a refusal leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -200,10 +200,10 @@ def test_a_full_queue_is_busy_for_the_whole_graph_and_loads_have_places_of_their
     one = world.submit(world.op(OpKind.D2H, [4]))
     assert world.engine.submit(TransferGraph((world.op(OpKind.D2H, [5]),))) is None
     loads = [world.op(OpKind.H2D, [10 + i], [20 + i]) for i in range(4)]
-    world.submit(*loads)  # stores do not take their places
+    world.submit(*loads)  # stores do not use up their room
     world.mover.release()
     assert world.engine.wait(one, GENEROUS_S)
-    # Ended but not polled: the place is still held, so that results are bounded too.
+    # Ended but not polled: the op still counts, so that results are bounded too.
     assert world.engine.submit(two) is None
     assert len(world.results(8)) == 8
     assert world.engine.submit(two) is not None

@@ -1,4 +1,4 @@
-"""Stores that are submitted before their layers are written, and copy each layer when it is named."""
+"""Stores that are submitted before their layers are written, and copy each layer once it is opened."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def store(world: World, blocks: Sequence[int] = BLOCKS) -> TransferOp:
 
 
 def copied(world: World) -> int:
-    """Layers of pages that were copied out of the engine's pool."""
+    """Number of layers of pages that were copied out of the engine's pool."""
     return int(world.counter.count(OpKind.D2H)[0])
 
 
@@ -40,7 +40,7 @@ def wait_copied(world: World, moves: int) -> None:
 
 
 def test_each_layer_is_copied_when_it_is_named_and_not_before(world: World) -> None:
-    """The forward of a step, layer by layer: what the page holds in the end is what it wrote."""
+    """A step's forward, layer by layer: the page finally holds what the forward wrote."""
     world.scribble(seed=1)
     op = store(world)
     ticket = gated(world, op)
@@ -71,7 +71,7 @@ def test_several_layers_and_graphs_at_once(world: World) -> None:
     world.engine.open_layers(tickets[:2], 2)
     wait_copied(world, 2 * 3 * 2)
     before = world.scribble()
-    # Layers 0 and 1 of the first two are what they were; layers are opened once.
+    # Layers 0 and 1 of the first two graphs keep their bytes; layers are opened once.
     world.engine.open_layers(tickets, world.layers)
     world.engine.open_layers(tickets, 1)
     assert all(world.engine.wait(ticket, GENEROUS_S) for ticket in tickets)

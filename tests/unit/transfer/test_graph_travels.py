@@ -1,4 +1,4 @@
-"""A graph that was pickled is the graph that was planned."""
+"""A pickled graph equals the planned one after its journey."""
 
 from __future__ import annotations
 

@@ -228,7 +228,7 @@ def test_a_descriptor_is_picklable() -> None:
     c_ext.build_info()["sanitizer"] == "thread", reason="ThreadSanitizer starts under no such stack limit"
 )
 def test_a_pool_without_a_thread_is_refused_by_name() -> None:
-    """A stack that no address space holds, so that the system starts no thread."""
+    """Asks for a stack that no address space holds, so that the system starts no thread."""
     code = (
         "from flexkv.errors import CapacityError\n"
         "from flexkv.transfer.host_pool import HostPool\n"

@@ -1,4 +1,4 @@
-"""What tests/gpu runs on a GPU, on plain memory: long runs, a pool beyond 4 GiB, digests, a pool of two processes."""
+"""The moves of tests/gpu, in plain memory: long runs, a pool beyond 4 GiB, digests, a pool of two processes."""
 
 from __future__ import annotations
 

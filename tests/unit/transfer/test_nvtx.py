@@ -1,4 +1,5 @@
-"""Ranges for a profiler: off they load and call nothing, on every thread's are balanced. The NVTX here is a fake."""
+"""Ranges for a profiler: when off, nothing is loaded or called; when on, every thread's ranges are balanced. The NVTX
+here is a fake."""
 
 from __future__ import annotations
 

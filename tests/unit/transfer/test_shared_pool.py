@@ -29,7 +29,7 @@ def pattern(slot: int, salt: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
 
 
 def attach_and_answer(connection: Connection, descriptor: PoolDescriptor) -> None:
-    """Checks the creator's bytes, writes its own, says how it went."""
+    """Checks the creator's bytes, writes its own, and reports the result."""
     pool = HostPool.attach(descriptor)
     ready = pool.wait_ready(SLOTS, GENEROUS_S)
     wrong = [slot for slot in range(SLOTS) if not (pool.slot(slot) == pattern(slot, 1)).all()]
@@ -50,7 +50,7 @@ def create_and_hang(connection: Connection) -> None:
 
 
 def load_what_comes(connection: Connection, descriptor: PoolDescriptor) -> None:
-    """Loads slots 0 to 3 as the other process says that reads 8 (of the first three) and 9 have filled them."""
+    """Loads slots 0 to 3 while the other process reports reads 8 (of the first three) and 9 as ended."""
     pool = HostPool.attach(descriptor)
     memory = np.zeros((4, SLOT_BYTES), np.uint8)
     view = c_ext.KvView(np.array([[memory.ctypes.data, SLOT_BYTES, SLOT_BYTES, 0, 0]]), 4, SLOT_BYTES)
@@ -175,7 +175,7 @@ def test_numbers_that_name_something_else_now_are_refused() -> None:
     foreign = os.memfd_create("flexkv-pool")
     os.ftruncate(
         foreign, descriptor.file_bytes
-    )  # right name, right size, not sealed: it could shrink under us
+    )  # right name, right size, not sealed: it could shrink while mapped
     with pytest.raises(ClosedError, match="sealed"):
         HostPool.attach(dataclasses.replace(descriptor, fd=foreign, token=bytes(16)))
     os.close(foreign)

@@ -1,4 +1,4 @@
-"""A stream is taken from whatever library it comes from, and what is no stream is refused by name."""
+"""A stream is accepted from any library, and the error for anything else names it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ADDRESS = 0x7F00_1234_5678
 
 
 class Speaks:
-    """An object with the protocol, as cuda.core's streams are."""
+    """An object with the protocol, as cuda.core's streams have it."""
 
     def __init__(self, answer: object) -> None:
         self.answer = answer
@@ -30,13 +30,13 @@ class Speaks:
 
 
 class SpeaksBoth(Speaks):
-    """Of a newer torch."""
+    """A stream of a newer torch."""
 
     cuda_stream = 5
 
 
 class Broken:
-    """Its own code raises, where it is asked for a number and where it is named."""
+    """Raises when asked for a number, and when asked for its name."""
 
     def __index__(self) -> int:
         raise ValueError("no number")
@@ -117,7 +117,7 @@ def test_what_is_no_stream_is_named(stream: Any, words: str) -> None:
 
 
 class Native:
-    """Takes down what the native engine is given."""
+    """Records the native engine's arguments."""
 
     def __init__(self) -> None:
         self.streams: list[object] = []

@@ -1,4 +1,5 @@
-"""A small world for the data plane's tests: an engine's pool in plain memory, a host pool, and an engine between."""
+"""A small world for the data plane's tests: an engine's pool in plain memory, a host pool, and an engine between
+them."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ def ids(values: Sequence[int]) -> NDArray[np.int32]:
 
 
 class World:
-    """`layers` arrays of [blocks, run_bytes] (layer-first), one group, block b's page as big as all layers of b."""
+    """`layers` arrays of [blocks, run_bytes] (layer-first), one group; block b's page consists of all layers of b."""
 
     def __init__(
         self,
@@ -72,7 +73,7 @@ class World:
         return self.memory.copy()
 
     def page(self, block: int) -> NDArray[np.uint8]:
-        """Bytes of a block as they lie in a page."""
+        """A block's bytes in the order of a page."""
         return self.memory[:, block, :].reshape(-1)
 
     def stored(self, slot: int) -> NDArray[np.uint8]:
@@ -97,7 +98,7 @@ class World:
         return ticket
 
     def run(self, *ops: TransferOp, edges: Sequence[tuple[int, int, EdgeKind]] = ()) -> dict[OpId, OpResult]:
-        """Submits one graph and returns its results, which must be all there are."""
+        """Submits one graph and returns its results; there must be no others."""
         ticket = self.submit(*ops, edges=edges)
         assert self.engine.wait(ticket, GENEROUS_S)
         return self.results(len(ops))
