@@ -1,4 +1,4 @@
-"""Completions: how ops and steps ended, what is published, and whose publishing is revoked."""
+"""Completions: takes the ends of ops and steps, publishes stores, and revokes the publishing of bad blocks."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Retired:
-    """A block table that its request has lost before the outcome of the last step that may have used it was reported.
+    """A block table that its request lost before the outcome of the last step that may have used it was reported.
 
     Attributes:
-        step: that step.
+        step: number of that step.
     """
 
     step: int
@@ -38,13 +38,13 @@ class Retired:
 
 
 class CompletionHandler:
-    """Hands the workers' reports to the manager, failures first.
+    """Passes the workers' reports to the manager, failures first.
 
-    What a step computed is published only after the step's outcome was reported: until then it is not known whether a
-    load that it read has failed, ours or another connector's.
+    Blocks that a step computed are published only after the step's outcome was reported: until then it is not known
+    whether a load that the step read has failed, ours or another connector's.
 
     Args:
-        workers: all ranks' worker sides if they live in this process, else none.
+        workers: the worker sides of all ranks if they live in this process; empty otherwise.
 
     Attributes:
         changed: an op has ended since this was set to False. True at first, so that the gauges show the sizes of the
@@ -79,13 +79,13 @@ class CompletionHandler:
     def collect_early(self) -> None:
         """Takes results from workers in this process without waiting for a step's report."""
         if self._workers and self._unit.manager.inflight_ops():
-            # Only of steps whose outcome was reported: see WorkerSide.take_results_early.
+            # Takes only results of steps whose outcome was reported: see WorkerSide.take_results_early.
             for worker in self._workers:
                 for result in worker.take_results_early():
                     self._complete(worker.rank, result)
 
     def take(self, report: WorkerMetadata) -> None:
-        """A step's report, after the blocks that failed in it."""
+        """Takes a step's report. `take_failed_blocks` must come first, with the blocks that failed in the step."""
         for rank, error in report.errors.items():
             self._unit.disable(rank, error)
         for rank, reason in report.no_gds.items():
@@ -100,8 +100,8 @@ class CompletionHandler:
             self._retired = [table for table in self._retired if table.step > report.step]
 
     def take_failed_blocks(self, failed: set[int]) -> None:
-        """Nothing that was computed from these blocks is published; the engine computes them again, unless the request
-        runs on Model Runner V2."""
+        """Revokes the publishing of all blocks that were computed from these ones. The engine computes them again,
+        unless it runs Model Runner V2 and the request was running."""
         for tracker in self._requests.live.values():
             first = first_failed(tracker.block_ids, failed)
             if first is None:
@@ -130,7 +130,8 @@ class CompletionHandler:
         )
 
     def retire(self, tracker: RequestTracker, step: int) -> None:
-        """The request loses its blocks. Its stores may still be under way, and `step` not reported."""
+        """Keeps the block table of a request that loses its blocks until `step` is reported, because its stores may
+        still be under way."""
         if tracker.block_ids and self._unit.unit_id != NO_UNIT:
             self._retired.append(Retired(step, tracker.request_id, tracker.block_ids))
 

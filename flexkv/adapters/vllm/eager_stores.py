@@ -1,8 +1,8 @@
-"""Eager stores: each block is offered as soon as the step that completes it has been planned, and windows, chunks and
-states at the boundaries that the step reaches.
+"""Eager stores: each block is offered as soon as the step that completes it is planned. Windows, chunks and states are
+offered at the boundaries that the step reaches.
 
 A block of full attention that finds no room is pending: it is offered again at every step while its request lives, and
-then while it is held (`holds.py`). Pending blocks are a range of each block table; they are not listed.
+then while it is held (`holds.py`). The pending blocks of each block table are a range, so they need no list.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ if TYPE_CHECKING:
 
 PROBE_PAGES = 64
 PROBE_GROWTH = 4
-"""A request with pending pages first offers this many, and PROBE_GROWTH times more each time all of them found room. So
-a step without room makes one small offer, however many pages of however many requests are pending."""
+"""A request with pending pages first offers PROBE_PAGES of them, and PROBE_GROWTH times as many each time all found
+room. So a step without room makes one small offer, however many pages of however many requests are pending."""
 
 
 class EagerStores(RequestStores):
     """Offers the certain blocks of every scheduled request.
 
-    With `store.mode` layerwise a step's stores are copied layer by layer, while its forward runs. Where stores end in
-    the step (`stores_end_in_step`), what the steps did not store is not stored at the request's end either: no hook of
-    that connector class names the blocks that the engine hands out again.
+    With `store.mode` layerwise, a step's stores are copied layer by layer while its forward runs. Where stores end in
+    the step (`stores_end_in_step`), blocks that no step stored are not stored at the request's end either, because no
+    hook of that connector class names the blocks that the engine hands out again.
     """
 
     holds: Holds
@@ -52,14 +52,14 @@ class EagerStores(RequestStores):
         self._boundaries = Boundaries(geometry, store.checkpoint_tokens)
         self._full_groups = [at for at, group in enumerate(self._groups) if group.rule is Rule.FULL]
         self._tables = range(len(self._groups))
-        # With a tier behind host memory, what is pushed out of that is still cached.
+        # With a tier behind host memory, pages that are evicted from host memory are still cached.
         self._most_blocks = sys.maxsize if tables.unit.has_tiers else tables.unit.slots
         self._by_layer = store.mode == "layerwise"
         self._within_steps = tables.spec.role.stores_end_in_step
         self._unit = tables.unit
         self.holds = Holds(tables.unit.manager, tables.watch, store.hold_s, tables.counters)
         self._full: set[int] = set()
-        """Groups that had no room for a page since the step began: nobody else offers any of them."""
+        """Groups that had no room for a page since the step began: none of their pages is offered again in the step."""
 
     def plan_step(self, output: SchedulerOutput, step: int, orders: ConnectorMetadata) -> None:
         self._full.clear()
@@ -70,10 +70,10 @@ class EagerStores(RequestStores):
             if tracker is not None:
                 certain = tracker.certain = self._certain_after_step(tracker, scheduled)
                 if self._boundaries.groups:
-                    # Windows go first: blocks of full attention can be offered again, they cannot.
+                    # Windows go first, because they cannot be offered again, while blocks of full attention can.
                     self._note_end(tracker, tracker.request.num_computed_tokens + scheduled)
                     orders.stores += self._plan_boundaries(tracker, certain, output)
-                # Of what was generated the forwards of earlier steps wrote the KV: this one only reads it.
+                # Forwards of earlier steps wrote the KV of generated tokens. This step's forward only reads it.
                 settled = certain <= tracker.request.num_computed_tokens
                 for graph in self._plan(tracker, certain, request_id):
                     if settled:
@@ -82,14 +82,15 @@ class EagerStores(RequestStores):
                         orders.stores.append(graph.layerwise() if self._by_layer else graph)
 
     def preempted(self, tracker: RequestTracker) -> None:
-        """What was certain has been offered at every step; what found no room until now is lost."""
+        """Counts pages that found no room until now: certain blocks were offered at every step, so these are lost."""
         self._watch.release(tracker.request_id)
         self._give_up(tracker, tracker.certain, PageLoss.PREEMPTED)
 
     def ended(
         self, tracker: RequestTracker, step: int, blocks: BlocksByGroup | None = None
     ) -> list[TransferGraph]:
-        """What was generated since the last whole block was stored, and the tail. What finds no room is held."""
+        """Plans stores of whole blocks that were generated since the last store, and of the tail. Pages of full
+        attention that find no room are held."""
         certain = self._certain_at_end(tracker)
         if self._within_steps:
             self._give_up(tracker, certain, PageLoss.ENDED)
@@ -108,8 +109,8 @@ class EagerStores(RequestStores):
         return graphs
 
     def load_failed(self, blocks: Iterable[int]) -> None:
-        """Blocks are offered for a request, and their publishing is revoked with it. A held request offers none from
-        the first of these on."""
+        """Drops pending blocks of holds from the first of these on. Stores in flight need nothing here: they belong to
+        requests, and their publishing is revoked by request."""
         if self.holds:
             bad = set(blocks)
             for hold in self.holds:
@@ -117,7 +118,7 @@ class EagerStores(RequestStores):
                     self.holds.cut(hold, group, bad, None)
 
     def unpublished(self, blocks: BlockIds) -> None:
-        """A request offers its blocks once; the next request with the same tokens offers them again."""
+        """Does nothing: a request offers its blocks once. The next request with the same tokens offers them again."""
 
     def reset(self, stale_hashes: dict[int, bytes]) -> None:
         self.holds.end_all(PageLoss.RESET)
@@ -126,10 +127,10 @@ class EagerStores(RequestStores):
     # --- whole blocks of full attention ---
 
     def _plan(self, tracker: RequestTracker, certain_tokens: int, holder: str | None) -> list[TransferGraph]:
-        """Stores of certain whole blocks that are not stored yet, as far as there is room.
+        """Plans stores of certain whole blocks that are not stored yet, as far as there is room.
 
         Args:
-            holder: the request, while it holds its blocks; None at its end.
+            holder: the request while it holds its blocks; None at its end.
         """
         graphs: list[TransferGraph] = []
         for group in self._full_groups:
@@ -156,7 +157,7 @@ class EagerStores(RequestStores):
         return graphs
 
     def _runs(self, tracker: RequestTracker, group: int, end: int) -> Iterator[tuple[int, int]]:
-        """The runs of a group's blocks, [first, end), from the cursor to `end`, with no token that the caller keeps
+        """The runs [first, end) of a group's blocks from the cursor to `end` that have no token that the caller keeps
         out."""
         first, block = tracker.tables[group].cursor, self._groups[group].block_tokens
         while first < end:
@@ -167,7 +168,7 @@ class EagerStores(RequestStores):
             first = end if kept is None else min(end, -(-kept[1] // block))
 
     def _end_of(self, tracker: RequestTracker, group: int, certain_tokens: int) -> int:
-        """The end of a group's blocks that are certain and have a key; 0 for a group that is not of full attention."""
+        """End of a group's blocks that are certain and have a key; 0 for a group that is not of full attention."""
         if group not in self._full_groups:
             return 0
         table = tracker.tables[group]
@@ -177,7 +178,7 @@ class EagerStores(RequestStores):
     def _offer(
         self, tracker: RequestTracker, group: int, end: int, holder: str | None, held: bool = False
     ) -> list[TransferGraph]:
-        """Offers blocks from the cursor to `end` and moves the cursor over all that need not be offered again."""
+        """Offers blocks from the cursor to `end`, and moves the cursor past all that need not be offered again."""
         table = tracker.tables[group]
         graphs: list[TransferGraph] = []
         fits = min(end, self._most_blocks)
@@ -203,21 +204,21 @@ class EagerStores(RequestStores):
             if (graph := self._planned(tracker, group, plan, first, holder, held)) is not None:
                 graphs.append(graph)
         if fits < end and table.cursor >= fits:
-            # They would push out the request's own blocks before them, without which they are of no use.
+            # The other blocks would evict the request's own blocks before them, without which no hit reaches them.
             self.holds.count(end - table.cursor, PageLoss.NO_SLOT)
             table.cursor = end
         table.has_pending = table.cursor < end
         return graphs
 
     def _give_up(self, tracker: RequestTracker, certain_tokens: int, reason: PageLoss) -> None:
-        """Counts the request's pending pages; its blocks are lost."""
+        """Counts the pending pages of a request whose blocks are lost."""
         for group in self._full_groups:
             for first, end in self._runs(tracker, group, self._end_of(tracker, group, certain_tokens)):
                 self.holds.count(end - first, reason)
 
     def _end_of_hold(self, tracker: RequestTracker, group: int, certain_tokens: int) -> int:
-        """The end of the pending blocks that are worth a hold; counts those after it. No lookup reaches blocks
-        behind one that the caller keeps out."""
+        """End of the pending blocks that are worth a hold. Counts the pending blocks after it as lost: no lookup
+        reaches blocks behind one that the caller keeps out."""
         runs = list(self._runs(tracker, group, self._end_of(tracker, group, certain_tokens)))
         for first, end in runs[1:]:
             self.holds.count(end - first, PageLoss.NO_SLOT)
@@ -226,13 +227,13 @@ class EagerStores(RequestStores):
     # --- ended requests ---
 
     def _plan_holds(self, idle: bool) -> list[TransferGraph]:
-        """Stores of the pending pages of ended requests, as far as there is room. Requests that have none any more, or
-        whose time is over, are forgotten."""
+        """Plans stores of the pending pages of ended requests, as far as there is room. Ends holds that have no pages
+        left or have expired."""
         graphs: list[TransferGraph] = []
         now_s = time.monotonic()
         for hold in self.holds:
             has_changed = self.holds.drop_lost(hold)
-            # Without room a hold costs a step some comparisons, however many there are.
+            # Without room, each hold costs a step only a few comparisons.
             if len(self._full) < len(self._full_groups) and self._watch.room > 0 and self._places > 0:
                 has_changed = True
                 for group in self._full_groups:
@@ -244,12 +245,12 @@ class EagerStores(RequestStores):
             elif now_s > hold.until_s:
                 self.holds.end(hold, PageLoss.HOLD_EXPIRED)
             elif idle and not graphs and not self._manager.inflight_ops() and not self._unit.busy:
-                # Nothing moves whose end would make room.
+                # No copy is under way that could make room when it ends.
                 self.holds.end(hold, PageLoss.NO_SLOT)
         return graphs
 
     def _drop_unwatched(self, hold: Hold, group: int) -> None:
-        """Drops pending blocks whose watcher was replaced: nothing would report their reuse."""
+        """Drops pending blocks whose watcher was replaced, because their reuse would go unnoticed."""
         table = hold.tracker.tables[group]
         if hold.pending(group) and not self._watch.still_held(table.ids[table.cursor : table.cursor + 1]):
             self.holds.cut_at(hold, group, table.cursor, PageLoss.REUSED)
@@ -275,15 +276,15 @@ class EagerStores(RequestStores):
     # --- windows, chunks and states ---
 
     def _note_end(self, tracker: RequestTracker, tokens: int) -> None:
-        """Notes that the step's forward ends after so many of the request's tokens, and leaves their states there."""
+        """Notes that the step's forward ends after so many of the request's tokens, and so leaves the states there."""
         if self._boundaries.may_end_at(tokens) and not self._boundaries.handed_over:
             tracker.states_at = tokens
 
     def _plan_boundaries(
         self, tracker: RequestTracker, certain_tokens: int, output: SchedulerOutput
     ) -> list[TransferGraph]:
-        """Stores of the windows, chunks and states that end at the boundaries which this step reaches. Now or never:
-        with the next step their first blocks may be another request's."""
+        """Plans stores of the windows, chunks and states that end at the boundaries which this step reaches. They
+        cannot be stored later: in the next step their first blocks may be another request's."""
         state = output.kv_connector_block_state
         boundaries = list(self._reached(tracker, certain_tokens, output))
         if tracker.stale:
@@ -294,7 +295,7 @@ class EagerStores(RequestStores):
             return []
         prompt, shared = tracker.request.num_prompt_tokens, shared_tokens(tracker)
         spare = [self._boundaries.is_spare(boundary, prompt, shared) for boundary, _ in boundaries]
-        # Spare pages come last: they may be dropped.
+        # Spare pages come last, because they may be dropped.
         in_turn = sorted(zip(boundaries, spare, strict=True), key=lambda planned: planned[1])
         return [
             graph
@@ -305,7 +306,7 @@ class EagerStores(RequestStores):
     def _reached(
         self, tracker: RequestTracker, certain_tokens: int, output: SchedulerOutput
     ) -> Iterator[tuple[int, StateBlocks]]:
-        """The boundaries that this step reaches, ascending, and where the states at each lie."""
+        """Notes the boundaries that this step reaches; yields them, ascending, each with the blocks of its states."""
         request, reached = tracker.request, tracker.reached_tokens
         prompt, shared = request.num_prompt_tokens, shared_tokens(tracker)
         if not self._boundaries.has_states:
@@ -323,14 +324,14 @@ class EagerStores(RequestStores):
     def _with_states(
         self, tracker: RequestTracker, certain_tokens: int, output: SchedulerOutput
     ) -> list[tuple[int, StateBlocks]]:
-        """The boundaries whose states the engine has now, ascending, each with the blocks that hold the states; without
-        blocks where the engine hands none over, and the request's tables have them."""
+        """The boundaries whose states the engine has now, ascending, each with the blocks that hold the states. The
+        blocks are empty where the engine hands none over: they are then in the request's tables."""
         if self._boundaries.handed_over:
             state = output.kv_connector_block_state
             offers = state.boundary_state_offloads if state is not None else {}
             return self._boundaries.among(offers.get(tracker.request_id, ()))
-        # A block in the table is no proof of a state: only a step that ended there has written it. A load that failed
-        # leaves blocks in the table too.
+        # A block in the table does not prove that it holds a state: only a step that ended there has written one, and a
+        # failed load leaves blocks in the table too.
         return [(tracker.states_at, NO_STATES)] if tracker.states_at <= certain_tokens else []
 
     def _plan_pages_at(
@@ -341,14 +342,14 @@ class EagerStores(RequestStores):
         states: StateBlocks = NO_STATES,
         spare: bool = False,
     ) -> list[TransferGraph]:
-        """Stores of all windows, chunks and states that a hit of `boundary` tokens needs. None of them is stored where
-        the engine has given away a page that one needs: without it no hit could end there."""
+        """Plans stores of all windows, chunks and states that a hit of `boundary` tokens needs. Plans none if the
+        engine has given away one of these pages, without which no hit could end there."""
         if tracker.stale or not boundary:
             return []
         pages: dict[int, tuple[int, list[int]]] = {}
         for at, group in self._boundaries.groups.items():
             first, end = pages_at(group, boundary)
-            # A state is made of all tokens before it.
+            # A state depends on all tokens before it.
             oldest = 0 if group.rule is Rule.STATE else first * group.block_tokens
             if tracker.kept_out.within(oldest, boundary):
                 return []
@@ -376,7 +377,7 @@ class EagerStores(RequestStores):
         return [graph for graph in graphs if graph is not None]
 
     def _plan_tail(self, tracker: RequestTracker, certain_tokens: int) -> TransferGraph | None:
-        """The store of the tokens after the last whole block, at the request's end."""
+        """Plans the store of the tokens after the last whole block, at the request's end."""
         block, tokens = divmod(certain_tokens, self._block_tokens)
         if tracker.stale or tracker.kept_out.within(certain_tokens - tokens, certain_tokens):
             return None
@@ -406,5 +407,5 @@ class EagerStores(RequestStores):
 
 
 def shared_tokens(tracker: RequestTracker) -> int:
-    """How many leading tokens of the request others had too, as far as flexkv's lookup and vLLM know."""
+    """Number of the request's leading tokens that others had too, as far as flexkv's lookup and vLLM know."""
     return int(max(tracker.shared_tokens, tracker.request.shared_prefix_boundary))

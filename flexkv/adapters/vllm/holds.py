@@ -1,5 +1,5 @@
-"""Holds: pages of ended requests whose stores are pending. Their blocks lie in the engine's free queue
-(`store_watch.py`) until the copies before them have ended, for `store.hold_s` at most."""
+"""Holds: pages of ended requests whose stores are pending. Their blocks stay in the engine's free queue
+(`store_watch.py`) until earlier copies have made room, for `store.hold_s` at most."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Hold:
     """One ended request.
 
     Attributes:
-        ends: per KV group, the end of its pending blocks: [`cursor`, end). Only groups of full attention have any.
-        blocks: per KV group, what is watched of them; None where none is pending.
-        numbers: per KV group, where in the request each watched block lies.
-        until_s: end of its time, in seconds of the monotonic clock.
+        ends: per KV group, the end of its pending blocks [`cursor`, end). Only groups of full attention have any.
+        blocks: per KV group, the watched blocks; None if none was pending.
+        numbers: per KV group, watched block -> its index in the request.
+        until_s: when the hold expires (`time.monotonic`).
     """
 
     tracker: RequestTracker
@@ -31,20 +31,20 @@ class Hold:
     until_s: float
 
     def pending(self, group: int) -> int:
-        """Pages of a group."""
+        """Number of pending pages of a group."""
         return max(0, self.ends[group] - self.tracker.tables[group].cursor)
 
     @property
     def pages(self) -> int:
-        """Pending pages of all groups."""
+        """Number of pending pages of all groups."""
         return sum(self.pending(group) for group in range(len(self.ends)))
 
 
 class Holds:
     """The holds of one engine, oldest first. Pages that leave a hold unstored are counted by reason.
 
-    A block stands in as many holds as requests have left it, and each held block lies in the engine's free queue or is
-    another request's prefix hit; so holds are bounded by the engine's pool and `hold_s`.
+    A block is in as many holds as requests have left it, and each held block is in the engine's free queue or is
+    another request's prefix hit. So the engine's pool and `hold_s` bound the holds.
     """
 
     def __init__(self, manager: CacheManager, watch: StoreWatch, hold_s: float, counters: Counters) -> None:
@@ -64,7 +64,8 @@ class Holds:
         return iter(list(self._of_request.values()))
 
     def begin(self, tracker: RequestTracker, ends: Sequence[int]) -> None:
-        """The request is about to lose its blocks; those from each table's cursor to `ends` are pending."""
+        """Begins the hold of a request that is about to lose its blocks: in each table, those from the cursor to the
+        end in `ends` are pending."""
         blocks = [
             self._watch.hold(table.ids[table.cursor : end]) if end > table.cursor else None
             for table, end in zip(tracker.tables, ends, strict=True)
@@ -78,8 +79,8 @@ class Holds:
         )
 
     def drop_lost(self, hold: Hold) -> bool:
-        """Drops the blocks that the engine has taken and all behind them: no hit reaches those. Returns whether there
-        were any."""
+        """Drops the blocks that the engine has taken, and all blocks behind them, which no hit could reach. Returns
+        whether the engine has taken any."""
         has_lost = False
         for group, blocks in enumerate(hold.blocks):
             if blocks is not None and blocks.lost:
@@ -89,7 +90,7 @@ class Holds:
         return has_lost
 
     def cut(self, hold: Hold, group: int, lost: set[int], reason: PageLoss | None) -> None:
-        """Ends a group's pending blocks before the first of these; counts them where there is a reason to name."""
+        """Drops a group's pending blocks from the first of `lost` on; counts them if there is a reason."""
         numbers, cursor, end = hold.numbers[group], hold.tracker.tables[group].cursor, hold.ends[group]
         # Blocks before the cursor have been offered and stay watched.
         first = min(
@@ -99,24 +100,24 @@ class Holds:
             self.cut_at(hold, group, first, reason)
 
     def cut_at(self, hold: Hold, group: int, number: int, reason: PageLoss | None) -> None:
-        """As `cut`, before block `number` of the request."""
+        """Drops a group's pending blocks from block `number` of the request on; counts them if there is a reason."""
         if reason is not None:
             self.count(hold.ends[group] - number, reason)
         hold.ends[group] = number
 
     def end(self, hold: Hold, reason: PageLoss | None = None) -> None:
-        """Forgets a request; its pending pages are counted by the reason. The manager ends the request only now."""
+        """Ends a hold, counts its pending pages if there is a reason, and ends the request in the manager."""
         if reason is not None:
             self.count(hold.pages, reason)
         for blocks in hold.blocks:
             if blocks is not None:
                 self._watch.end_hold(blocks)
         del self._of_request[hold.tracker.request_id]
-        # Last, because it marks the request's blocks as used together.
+        # Last, because this marks all the request's blocks as used together.
         self._manager.end_request(hold.tracker.request_id)
 
     def end_request(self, request_id: str, reason: PageLoss) -> None:
-        """`end` for a request that may have no hold."""
+        """Calls `end` for the request's hold, if it has one."""
         if (hold := self._of_request.get(request_id)) is not None:
             self.end(hold, reason)
 
@@ -125,5 +126,5 @@ class Holds:
             self.end(hold, reason)
 
     def count(self, pages: int, reason: PageLoss) -> None:
-        """These pages were computed and will not be stored."""
+        """Counts pages that were computed and will not be stored."""
         reason.count(self._counters, pages)

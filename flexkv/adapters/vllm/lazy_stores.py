@@ -1,5 +1,5 @@
-"""Lazy stores: blocks that the engine is about to evict, read off its free queue; and, at a request's end, the blocks
-that the next step may take before the queue is read again."""
+"""Lazy stores: stores blocks that the engine is about to evict, which it finds in the engine's free queue. At a
+request's end it also stores blocks that the next step may take before the queue is read again."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 STEPS_AHEAD = 2
-"""How many full steps' worth of blocks at the head of the free queue are kept stored: the next step may take one
-step's worth before the copies planned now have ended."""
+"""The blocks at the head of the free queue that are kept stored, in blocks of full steps: the next step may take one
+step's blocks before the copies planned now have ended."""
 
 LAZY_REQUEST = "flexkv-lazy"
 
@@ -36,17 +36,18 @@ LAZY_REQUEST = "flexkv-lazy"
 class LazyStores(RequestStores, CacheListener):
     """Offers the blocks at the head of the engine's free queue.
 
-    The engine names a block by its hash when it plans to compute it, so a free block may carry a hash and not the KV.
-    `suspects` are those, and the blocks that are to be kept out.
+    The engine gives a block its hash when it plans to compute the block, so a free block may have a hash without the
+    KV. `suspects` has such blocks, and blocks that must be kept out of the cache: block -> hash.
 
-    A block is offered once, and again when its store was not published or the cache has lost it.
+    A block is offered once, and again if its store was not published or the cache has lost it.
     """
 
     def __init__(self, tables: StoreTables) -> None:
         super().__init__(tables)
         spec = tables.spec
         self._namespace = spec.namespace
-        # What is kept stored must not push itself out of a small host tier, or it would be stored over and over.
+        # Bounded by half of the host tier: in a small tier, more blocks would evict one another and be stored over and
+        # over.
         step_blocks = -(-spec.step_tokens // self._block_tokens)
         self._most = max(1, tables.unit.slots // 2)
         self._ahead = min(STEPS_AHEAD * step_blocks, self._most)
@@ -56,13 +57,13 @@ class LazyStores(RequestStores, CacheListener):
         self._block_of_key: dict[bytes, int] = {}
         self.suspects: dict[int, bytes] = {}
         self._key_parts: dict[int, tuple[bytes, bytes, bytes]] = {}
-        """By block whose hash does not tell its content: the hash, the namespace of the request that left it, and
-        what stands for the hash in its key."""
+        """For each block whose hash does not identify its content: the hash, the namespace of the request that left the
+        block, and the hash to use in its key."""
         self._passed_over: dict[int, bytes] = {}
 
     def plan_step(self, output: SchedulerOutput, step: int, orders: ConnectorMetadata) -> None:
         for request_id, scheduled in output.num_scheduled_tokens.items():
-            # Its blocks are looked at only when it has lost them.
+            # A request's blocks are looked at only once it has lost them.
             if tracker := self._requests.live.get(request_id):
                 tracker.certain = self._certain_after_step(tracker, scheduled)
         self._count_missed()
@@ -71,11 +72,12 @@ class LazyStores(RequestStores, CacheListener):
             orders.early.append(graph)
 
     def before_load(self, blocks: int) -> TransferGraph | None:
-        """Loads may be handed more blocks than a step computes. What of them is not stored in the end is counted."""
+        """Plans stores of free blocks that the load may be handed, which may be more than a step computes. Blocks that
+        are handed out without being stored are counted."""
         return self._plan_free(blocks + self._ahead)
 
     def preempted(self, tracker: RequestTracker) -> None:
-        # The engine has already set the request back to nothing computed.
+        # Uses the tracker's count, because the engine has already reset the request's computed tokens to none.
         self._settle(tracker, tracker.certain)
         if not tracker.stale:
             self._count_preempted(tracker)
@@ -89,26 +91,28 @@ class LazyStores(RequestStores, CacheListener):
         return [graph] if graph is not None else []
 
     def load_failed(self, blocks: Iterable[int]) -> None:
-        # They may have been free when the last steps were planned. What is revoked in vain is offered again.
+        # These blocks may have been free, and offered, when the last steps were planned. This revokes all lazy stores
+        # in flight; those that were sound are offered again.
         self._manager.discard_from(LAZY_REQUEST, 0)
         self._suspect(blocks)
 
     def unpublished(self, blocks: BlockIds) -> None:
-        """They are offered again."""
+        """Makes these blocks be offered again."""
         for block in blocks.tolist():
             self._withdraw(block)
         if len(blocks):
             self._seen = (-1, -1)
 
     def on_evict(self, group: int, keys: Keys) -> None:
-        """The host tier has lost these blocks; those that the engine still has are offered when its queue moves on."""
+        """Called when the cache has lost these blocks: those that the engine still has are offered again when its queue
+        moves on."""
         if self._block_of_key:
             for row in keys:
                 if (block := self._block_of_key.get(row.tobytes())) is not None:
                     self._withdraw(block)
 
     def reset(self, stale_hashes: dict[int, bytes]) -> None:
-        """Everything stored became a miss; blocks that still hold KV of the old weights stay out."""
+        """Called when everything stored became a miss: blocks that still hold KV of the old weights are kept out."""
         self._stale_hashes = stale_hashes
         self.suspects = dict(stale_hashes)
         self._offered.clear()
@@ -117,7 +121,8 @@ class LazyStores(RequestStores, CacheListener):
         self._seen = (-1, -1)
 
     def _settle(self, tracker: RequestTracker, certain_tokens: int) -> None:
-        """Which of the request's blocks hold what their hash says, now that it loses them."""
+        """Finds out which blocks of a request that loses them hold the KV that their hash stands for; the others become
+        suspects."""
         if tracker.stale:
             self._suspect(tracker.block_ids)
             self._taint(tracker, tracker.block_ids)
@@ -125,7 +130,7 @@ class LazyStores(RequestStores, CacheListener):
         good = max(0, certain_tokens) // self._block_tokens
         if tracker.suspect_from is not None:
             for block in tracker.block_ids[tracker.suspect_from : good]:
-                self.suspects.pop(block, None)  # it was computed again
+                self.suspects.pop(block, None)  # the block was computed again
         if tracker.namespace != self._namespace or tracker.block_keys.first_of_run() is not None:
             self._note_key_parts(tracker)
         # Blocks that the caller or `store.tokens` keeps out must not be stored. No lookup reaches blocks behind one
@@ -136,7 +141,8 @@ class LazyStores(RequestStores, CacheListener):
         self._suspect(tracker.block_ids[first:])
 
     def _note_key_parts(self, tracker: RequestTracker) -> None:
-        """A block's hash does not tell the content of an adapter, nor that of an input which somebody else named."""
+        """Notes how to make the keys of the request's blocks, because a block's hash does not identify the content of
+        an adapter, nor that of an input whose name is valid for this run alone."""
         blocks, keys = self._watch.pool.blocks, tracker.block_keys
         first = keys.first_of_run()
         for number, block_id in enumerate(tracker.block_ids):
@@ -147,8 +153,8 @@ class LazyStores(RequestStores, CacheListener):
                 self._key_parts[block_id] = (block_hash, tracker.namespace, engine_key)
 
     def _keys(self, blocks: Sequence[tuple[int, bytes]]) -> Keys:
-        """Keys of blocks by their numbers and hashes, each in the namespace of the request that left it. Shape [blocks,
-        KEY_BYTES]."""
+        """Keys of blocks that are given by number and hash, each in the namespace of the request that left it. Shape
+        [blocks, KEY_BYTES]."""
         positions: dict[bytes, list[int]] = {}
         engine_keys: list[bytes] = []
         for position, (block_id, block_hash) in enumerate(blocks):
@@ -167,14 +173,14 @@ class LazyStores(RequestStores, CacheListener):
         return keys
 
     def _suspect(self, block_ids: Iterable[int]) -> None:
-        """Blocks not to be stored under the hash that they carry now."""
+        """Marks blocks that must not be stored under the hash that they have now."""
         blocks = self._watch.pool.blocks
         for block_id in block_ids:
             if (block_hash := blocks[block_id].block_hash) is not None:
                 self.suspects[block_id] = block_hash
 
     def _plan_head(self) -> TransferGraph | None:
-        """Stores of blocks that the engine may hand out next and that the cache does not have."""
+        """Plans stores of blocks that the engine may hand out next and that the cache does not have."""
         queue = self._watch.pool.free_block_queue
         head = queue.fake_free_list_head.next_free_block
         seen = (head.block_id if head is not None else -1, queue.num_free_blocks)
@@ -184,8 +190,8 @@ class LazyStores(RequestStores, CacheListener):
         return self._plan_free(self._ahead)
 
     def _plan_free(self, count: int) -> TransferGraph | None:
-        """Stores of blocks among the first `count` of the free queue that the cache does not have, as far as there is
-        room."""
+        """Plans stores of those of the first `count` blocks of the free queue that the cache does not have, as far as
+        there is room."""
         candidates = self._candidates(count)
         room = max(0, min(self._watch.room, self._most)) if self._places > 0 else 0
         if len(candidates) > room:
@@ -193,7 +199,7 @@ class LazyStores(RequestStores, CacheListener):
             del candidates[room:]
         if not candidates:
             return None
-        # The queue has the ends of conversations first; the cache evicts a batch's last blocks first.
+        # The queue has the ends of conversations first, while the cache evicts the last blocks of a batch first.
         candidates.reverse()
         graph = self._offer(candidates)
         for op in graph.ops if graph is not None else ():
@@ -201,14 +207,14 @@ class LazyStores(RequestStores, CacheListener):
         return graph
 
     def _plan_end(self, tracker: RequestTracker, certain_tokens: int) -> TransferGraph | None:
-        """Stores of the last blocks of a request that ends, as far as the engine may hand them out in its next step,
-        before anybody looks at the queue: in a small pool these are all. They need no room by share, as the blocks of a
-        live request do not."""
+        """Plans stores of the last blocks of a request that ends, as far as the engine may hand them out in its next
+        step, before the queue is read again: in a small pool these are all blocks. Like the blocks of a live request,
+        they are not limited by `store.max_reference_share`."""
         if tracker.stale:
             return None
         pool, ids = self._watch.pool, tracker.block_ids
         end = min(certain_tokens // self._block_tokens, len(ids))
-        # What lies behind its whole blocks is freed too, and handed out before them.
+        # Blocks behind the request's certain whole blocks are freed too, and handed out before those.
         free = pool.free_block_queue.num_free_blocks + len(ids) - end
         first = max(0, end - max(0, self._step_blocks - free))
         if first == end:
@@ -225,7 +231,7 @@ class LazyStores(RequestStores, CacheListener):
         return graph
 
     def _offer(self, blocks: list[KVCacheBlock]) -> TransferGraph | None:
-        """Offers blocks in the order of their conversations. What finds no room is looked at again."""
+        """Offers blocks in the order of their conversations. Blocks that find no room are offered again later."""
         keys = self._keys([(block.block_id, block.block_hash) for block in blocks])
         ids = np.array([block.block_id for block in blocks], dtype=np.int32)
         plan = self._manager.begin_store(LAZY_REQUEST, GROUP, keys, ids, 0)
@@ -244,13 +250,13 @@ class LazyStores(RequestStores, CacheListener):
         return plan.graph
 
     def _pass_over(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """There is no room for these now and are looked at again in the next step, if the engine still has them."""
+        """Notes blocks without room, which are offered again in the next step if the engine still has them."""
         self._passed_over.update((block.block_id, block.block_hash) for block in blocks)
         self._seen = (-1, -1)
 
     def _count_missed(self) -> None:
-        """What was passed over and has lost its hash since is lost for the cache, unless that has it: the engine has
-        given it away."""
+        """Counts blocks that were passed over and have lost their hash since: the engine has handed them out, so the
+        cache can no longer get them, unless it has them from elsewhere."""
         if not self._passed_over:
             return
         blocks = self._watch.pool.blocks
@@ -269,7 +275,8 @@ class LazyStores(RequestStores, CacheListener):
             )
 
     def _count_preempted(self, tracker: RequestTracker) -> None:
-        """What the engine has handed out already was not looked at before, and is lost if it is not stored."""
+        """Counts the preempted request's blocks that the engine has handed out already and that were not offered: they
+        are lost."""
         keys, pool = tracker.block_keys.keys(), self._watch.pool
         end = min(max(0, tracker.certain) // self._block_tokens, len(tracker.block_ids), len(keys))
         if kept := tracker.kept_out.within(0, end * self._block_tokens):
@@ -281,7 +288,7 @@ class LazyStores(RequestStores, CacheListener):
         PageLoss.PREEMPTED.count(self._counters, len(gone))
 
     def _withdraw(self, block: int) -> None:
-        """The block counts as never offered."""
+        """Makes a block count as never offered."""
         if (offered := self._offered.pop(block, None)) is not None:
             self._block_of_key.pop(offered[1], None)
 
@@ -290,7 +297,7 @@ class LazyStores(RequestStores, CacheListener):
         return [block for block in islice(queue, count) if self._is_new(block)]
 
     def _is_new(self, block: KVCacheBlock) -> bool:
-        """Whether a block has a hash of all its tokens, has not been offered, and may be."""
+        """Whether a block has a hash of all its tokens, was not offered yet, and may be offered."""
         block_hash = block.block_hash
         if block_hash is None or block.is_null:
             return False

@@ -1,4 +1,4 @@
-"""Loads: how much of a request can be loaded, the load that keeps such a promise, and the loads in flight."""
+"""Loads: promises of tokens that can be loaded, the loads that keep them, and the loads in flight."""
 
 from __future__ import annotations
 
@@ -28,27 +28,26 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 SOURCES = {"host": CacheHitSource.HOST, "disk": CacheHitSource.DISK, "peers": CacheHitSource.DISK}
-"""What vLLM calls the tiers; other units' folders lie on disks of this machine."""
+"""Tier -> vLLM's name for it. Peers count as disk, because other units' folders lie on disks of this machine."""
 
 
 def forward_spares_loads(geometry: PoolGeometry, output: SchedulerOutput) -> bool:
-    """Whether nothing that a model runner does in a step, from our first hook to the end of its forward, can touch
-    blocks that an async load of the step fills: then the load need not wait for that forward.
+    """Whether the model runner touches no block that an async load of the step fills, from our first hook to the end of
+    its forward. Such a load need not wait for that forward.
 
-    Those blocks were free. Who had them last is in no batch any more, and every forward that had them was given to the
-    engine's stream before the step's first hook. Who waits for them is in no batch either, and the rows that pad a
-    batch write to the null block. What is left is the copying and clearing of new blocks, which Model Runner V1 does
-    after that hook (V2 before it), and blocks of several groups, in which runners move states about.
+    Those blocks were free. The request that had them last is in no batch any more, and every forward that used them was
+    enqueued on the engine's stream before the step's first hook. The request that waits for them is in no batch either,
+    and the rows that pad a batch write to the null block. There are two exceptions: Model Runner V1 copies and clears
+    new blocks after that hook (V2 does it before), and in hybrid engines runners move states between blocks.
     """
     return not (geometry.is_hybrid or output.kv_cache_block_copies or output.new_block_ids_to_zero)
 
 
 class Loads:
-    """Lookups and loads of one engine, from its question how much of a request is cached to the load's end on every
-    rank.
+    """Lookups and loads of one engine, from the engine's lookup of a request to the end of its load on every rank.
 
-    `load.mode` decides when they run: async loads between steps, sync ones within the step that needs them, layerwise
-    ones too, and there the forward waits for each layer when it comes to it.
+    `load.mode` decides when loads run: async loads between steps, sync loads within the step that needs them.
+    Layerwise loads run within the step too, and its forward waits for each layer just before it reads the layer.
     """
 
     def __init__(self, unit: EngineUnit, spec: EngineSpec, counters: Counters) -> None:
@@ -60,8 +59,8 @@ class Loads:
         self._alignment_tokens = geometry.alignment_tokens
         self._block_tokens = geometry.groups[0].block_tokens
         self._hashes_per_block = geometry.groups[0].hashes_per_block
-        # A hit leaves a block to compute where a draft model reads the main model's hidden states (EAGLE, MTP): it
-        # needs them for the end of the prompt. The engine does so with its own prefix cache too.
+        # If a draft model reads the main model's hidden states (EAGLE, MTP), a hit leaves a block to compute, because
+        # the draft needs the states at the end of the prompt. The engine treats its own prefix cache in the same way.
         self._drop_last_block = spec.role.drop_last_block
         self._with_tails = (
             spec.config.store.partial_blocks and not self._drop_last_block and not geometry.is_hybrid
@@ -74,16 +73,17 @@ class Loads:
     # --- promises ---
 
     def match(self, tracker: RequestTracker, computed_tokens: int) -> int | None:
-        """Tokens that can be loaded beyond `computed_tokens`; they are leased until they are loaded or released.
+        """Leases tokens that can be loaded beyond `computed_tokens`, and returns their number.
 
-        None while more is being read from disk, or waits for room in host memory: the engine asks again with the next
-        step.
+        Returns:
+            None while more pages are being read from disk, or wait for room in host memory: the engine asks again with
+            the next step.
         """
         manager, request_id = self._manager, tracker.request_id
         if manager.still_waits(request_id):
             return None
         request = tracker.request
-        # The engine has to compute at least one token to sample from.
+        # The engine must compute at least one token to sample from.
         wanted_end = request.num_tokens - 1
         tracker.promise = None
         if (
@@ -96,7 +96,7 @@ class Loads:
             return 0
         keys = tracker.keys()
         if self._is_hybrid:
-            # A hit cut short afterwards would need other pages.
+            # Cut before the match, because a shorter hit needs other pages.
             keys = self._cut(keys, wanted_end)
         match = manager.match(request_id, keys, computed_tokens)
         tracker.shared_tokens = match.shared_tokens
@@ -112,7 +112,7 @@ class Loads:
         if self._drop_last_block:
             tokens = max(0, (tokens - 1) // self._block_tokens * self._block_tokens)
         if not tracker.counted:
-            # The engine asks again at every step in which the request finds no room.
+            # Counted once, because the engine asks again at every step in which the request finds no room.
             self._counters.add("flexkv_lookup_tokens_total", wanted_end - computed_tokens)
             tracker.counted = True
         if tokens <= 0:
@@ -122,14 +122,17 @@ class Loads:
         return tokens
 
     def _cut(self, keys: Sequence[Keys], tokens: int) -> list[Keys]:
-        """Of each group, the keys of the first `tokens`."""
+        """The keys of the first `tokens` tokens, per group."""
         return [of[: tokens // group.block_tokens] for of, group in zip(keys, self._groups, strict=True)]
 
     def prefetch(self, tracker: RequestTracker, has_cached: Callable[[bytes], bool]) -> int:
-        """Begins to fetch what follows the blocks that the engine has itself; how many fetches are under way.
+        """Starts to fetch the pages that follow the blocks which the engine has itself.
 
         Args:
-            has_cached: whether the engine's own prefix cache has the block of a hash.
+            has_cached: whether the engine's own prefix cache has a block with this hash.
+
+        Returns:
+            The number of fetches under way.
         """
         request = tracker.request
         if request.skip_reading_prefix_cache or request.num_computed_tokens or self._is_hybrid:
@@ -138,15 +141,15 @@ class Loads:
         return self._manager.prefetch(tracker.request_id, tracker.keys(), start * self._block_tokens)
 
     def _own_blocks(self, hashes: Sequence[bytes], has_cached: Callable[[bytes], bool]) -> int:
-        """Leading blocks that the engine has, found in a few steps: it gives up the last blocks of a request first."""
+        """Number of leading blocks that the engine has, by binary search: it evicts a request's last blocks first."""
         if self._hashes_per_block != 1:
-            return 0  # the engine knows its blocks by other hashes
+            return 0  # the engine caches its blocks under other hashes
         return bisect.bisect_left(hashes, True, key=lambda block_hash: not has_cached(block_hash))
 
     def _tail_candidates(self, tracker: RequestTracker, base_block: int) -> TailCandidates | None:
         request = tracker.request
         first = base_block * self._block_tokens
-        # A tail that ends with the prompt serves all of it but the token that is computed anyway.
+        # A tail that ends with the prompt serves all its tokens but the one that is computed anyway.
         end = min(first + self._block_tokens - 1, request.num_tokens)
         if end <= first:
             return None
@@ -161,11 +164,11 @@ class Loads:
     # --- loads ---
 
     def begin(self, tracker: RequestTracker, blocks: KVCacheBlocks, external_tokens: int) -> LoadJob | None:
-        """The engine has allocated the blocks of a request that was promised something, or takes some: it takes
-        `external_tokens` of what was promised.
+        """Called when the engine has allocated the blocks of a request: plans the load of the `external_tokens` that
+        the engine takes from the promise.
 
         Returns:
-            What the workers are to load; None where the engine takes nothing.
+            The load for the workers; None if there is nothing to load.
         """
         promise, tracker.promise = tracker.promise, None
         tracker.supplied = ()
@@ -174,7 +177,7 @@ class Loads:
         if external_tokens == 0:
             return None
         if promise is None:
-            # The engine counts on blocks that nobody fills. They are reported as failed.
+            # The engine counts on blocks that no load will fill, so they are reported as failed.
             logger.error(
                 "request %s: %d tokens were taken without a promise", tracker.request_id, external_tokens
             )
@@ -186,7 +189,7 @@ class Loads:
             targets = self._targets(tracker, promise, external_tokens)
             if targets is None:
                 self._manager.release(tracker.request_id)
-                # The engine asks again, and the same answer would end the same way.
+                # The engine will ask again, and another promise would fail in the same way.
                 tracker.unloadable = True
                 return self._lost(tracker, blocks)
             graph = self._manager.begin_load(tracker.request_id, targets)
@@ -207,9 +210,9 @@ class Loads:
     def _plan(
         self, tracker: RequestTracker, match: MatchResult, external_tokens: int
     ) -> TransferGraph | None:
-        """The load that fills the allocated blocks; the engine may take less than it was promised."""
+        """Plans the load that fills the allocated blocks. The engine may take fewer tokens than it was promised."""
         blocks = match.tokens // self._block_tokens
-        # The last block may be needed in part only.
+        # Rounded up, because the engine may need only a part of the last block.
         pages = min(-(-external_tokens // self._block_tokens), blocks + bool(match.tail_tokens))
         start = match.start_tokens // self._block_tokens
         targets = tracker.tables[0].blocks(start, start + pages)
@@ -218,8 +221,8 @@ class Loads:
     def _targets(
         self, tracker: RequestTracker, promise: Promise, external_tokens: int
     ) -> list[BlockIds] | None:
-        """The engine blocks that take what was promised of each group; None where the engine has none for a page that
-        the hit needs, or takes another length that the cache has not."""
+        """The engine blocks to load the promised pages into, per group. None if the engine has no block for a page that
+        the hit needs, or takes another number of tokens, for which the cache has no hit."""
         match = promise.match
         if external_tokens != promise.tokens:
             end = match.start_tokens + external_tokens
@@ -248,14 +251,14 @@ class Loads:
         return targets
 
     def _lost(self, tracker: RequestTracker, blocks: KVCacheBlocks) -> LoadJob:
-        """A load that fails: the engine counts on what nobody brings."""
+        """A load without ops, all of whose blocks are reported as failed: the engine counts on KV that never comes."""
         ids = blocks.get_block_ids()
         lost = tuple(block for group in self._groups for block in ids[group.number])
         return LoadJob(tracker.request_id, NO_OPS, self._sync, lost)
 
     def _supplied(self, match: MatchResult, tokens: int) -> tuple[int, ...]:
-        """Of the tokens that the engine takes, those that each tier has supplied: what lies in host memory comes first,
-        but for a partial tail, which lies there too."""
+        """The tokens that the engine takes, by the tier that supplied them. Tokens in host memory come first in a hit,
+        except those of a partial tail, which is in host memory too."""
         supplied, left = [], tokens
         for of_tier in match.by_tier or (0,):
             supplied.append(min(of_tier, left))
@@ -264,7 +267,7 @@ class Loads:
         return tuple(supplied)
 
     def sources(self, tracker: RequestTracker, external_tokens: int) -> dict[CacheHitSource, int]:
-        """Tokens of the request's last load by where they came from; empty where that load was of another number."""
+        """Tokens of the request's last load, by source; empty if that load had another number of tokens."""
         if sum(tracker.supplied) != external_tokens:
             return {}
         sources: dict[CacheHitSource, int] = {}
@@ -277,10 +280,10 @@ class Loads:
     # --- in flight ---
 
     def end(self, op_id: OpId, tracker: RequestTracker | None) -> None:
-        """The load's op has ended on every rank; `tracker` is that of its request, if that still lives."""
+        """Forgets a load's op that has ended on every rank; `tracker` is that of its request, if that still lives."""
         job = self._jobs.pop(op_id, None)
         if tracker is not None and tracker.loading == op_id:
-            # A load from both tiers has two ops; by either of them all of it is cancelled.
+            # A load from two tiers has two ops. The load can be cancelled as a whole by either of them.
             others = () if job is None else (op.op_id for op in job.graph.ops if op.op_id in self._jobs)
             tracker.loading = next(iter(others), None)
 

@@ -1,5 +1,5 @@
-"""The live requests: what the scheduler's side remembers of each from its first lookup to its end, and their block
-tables, which it keeps from what the engine schedules in each step."""
+"""The live requests: the scheduler's side's records of each from its first lookup to its end, and their block tables,
+which follow the engine's schedule of each step."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """The last answer given to the engine for a request, if it was not "nothing".
+    """The last answer to the engine for a request, if it was not zero tokens.
 
     Attributes:
-        tokens: promised beyond those that the engine had itself when it asked.
+        tokens: tokens promised beyond those that the engine had itself when it asked.
     """
 
     tokens: int
@@ -43,11 +43,11 @@ class BlockTable:
     """A request's blocks of one KV group.
 
     Attributes:
-        keys: makes their keys.
-        ids: the engine's blocks, in order, as it gave them; 0 where it gave none. A block that has left the window, and
-            that the engine has taken back, still stands here.
-        cursor: blocks before it are stored or being stored, or are not to be.
-        has_pending: blocks behind it are certain and found no room yet.
+        keys: makes the keys of the blocks.
+        ids: the engine's blocks, in order, as the engine gave them; 0 where it gave none. A block that has left the
+            window stays in the list, although the engine has taken it back.
+        cursor: all blocks before this index are stored, being stored, or not to be stored.
+        has_pending: certain blocks from the cursor on have found no room yet.
     """
 
     keys: BlockKeys
@@ -65,26 +65,28 @@ class RequestTracker:
     """One live request.
 
     Attributes:
-        namespace: of all its keys, 32 bytes.
-        tables: one per KV group, in the order of `PoolGeometry.groups`.
-        kept_out: tokens that its caller keeps out of the cache.
-        sampling: parameters of the piece of a streaming session that `kept_out` knows; vLLM replaces them.
-        reached: tokens that its steps have computed so far, those that are not accepted among them.
+        namespace: namespace of the request's keys, 32 bytes.
+        tables: one block table per KV group, in the order of `PoolGeometry.groups`.
+        kept_out: tokens that the caller keeps out of the cache.
+        sampling: sampling parameters of the last piece of a streaming session that was passed to `kept_out`; vLLM
+            replaces the object with each piece.
+        reached: tokens that the request's steps have computed so far, including those that are not accepted.
+        promise: the last promise that the engine has not taken up.
         loading: op of the async load in flight, if any.
-        stale: the KV held was computed with weights that have been replaced, or from a failed load that the engine did
-            not take back; nothing of it may be stored.
-        suspect_from: number of the first group's first block computed from a failed load and not computed again yet.
-        own_from: number of the first group's first block that the engine's own prefix cache did not give.
+        stale: the request's KV was computed with weights that have been replaced, or from a failed load that the engine
+            did not take back; nothing of it may be stored.
+        suspect_from: index of the first group's first block that was computed from a failed load and not again yet.
+        own_from: index of the first group's first block that did not come from the engine's own prefix cache.
         certain: tokens whose KV was certain after the last step that computed some of the request.
-        reached_tokens: boundaries up to there have been stored or passed over; see `Boundaries`. With states, the last
-            that was stored.
-        states_at: the last boundary with which a step of the engine ended: its state is in the request's table.
-        shared_tokens: how many leading tokens others had too, as far as the last lookup knows.
-        counted: this admission's lookup is in the metrics.
-        preemptions: of the request that its block table takes into account.
-        supplied: tokens of its last load, by the number of the tier that supplied them.
-        made_way: its load has waited a step already for stores of the blocks that it will be handed.
-        unloadable: the engine has taken a promise and had no blocks for it: nothing more is promised.
+        reached_tokens: boundaries up to here have been stored or passed over; see `Boundaries`. With states, the last
+            boundary that was stored.
+        states_at: the last boundary at which a step of the engine ended: the request's table has its state.
+        shared_tokens: number of leading tokens that other requests had too, as far as the last lookup knows.
+        counted: the metrics include the lookup of this admission.
+        preemptions: number of the request's preemptions that its block tables take into account.
+        supplied: tokens of the last load, by the number of the tier that supplied them.
+        made_way: the request's load has already waited one step for stores of the blocks that it will be handed.
+        unloadable: the engine took up a promise without having the blocks for it: nothing more is promised.
     """
 
     request_id: str
@@ -110,12 +112,12 @@ class RequestTracker:
     unloadable: bool = False
 
     def keys(self) -> list[Keys]:
-        """Per group, of all whole blocks whose tokens are known."""
+        """The keys of all whole blocks whose tokens are known, per group."""
         return [table.keys.keys() for table in self.tables]
 
     @property
     def block_ids(self) -> list[int]:
-        """The engine's blocks of the first group, in order: of an engine that is not hybrid, all."""
+        """The engine's blocks of the first group, in order. An engine that is not hybrid has no others."""
         return self.tables[0].ids
 
     @property
@@ -124,9 +126,9 @@ class RequestTracker:
         return self.tables[0].keys
 
     def restart(self) -> None:
-        """The engine took all blocks away; the request starts again with others."""
+        """Resets the tracker: the engine took all blocks away, and the request starts again with others."""
         for table in self.tables:
-            # A new list: the old one may still be looked at.
+            # A new list, because the old one may still be in use.
             table.ids = []
             table.cursor = 0
             table.has_pending = False
@@ -144,7 +146,7 @@ class RequestTable:
 
     Args:
         scheme: `keys.scheme`.
-        names: of the engine's images and other inputs.
+        names: names of the engine's images and other inputs.
         adapters: see `RequestNamespaces`.
 
     Attributes:
@@ -169,7 +171,7 @@ class RequestTable:
         self.live: dict[str, RequestTracker] = {}
 
     def of(self, request: Request) -> RequestTracker:
-        """The request's tracker; a new one where there is none."""
+        """The request's tracker; made if there is none."""
         tracker = self.live.get(request.request_id)
         if tracker is None:
             namespace = self._namespaces.of(request)
@@ -189,12 +191,12 @@ class RequestTable:
         return tracker
 
     def begin_lookup(self, tracker: RequestTracker, preempted: Callable[[RequestTracker], None]) -> None:
-        """The engine asks what is cached of the request, so the request holds no block any more.
+        """Called when the engine looks a request up, which means that the request holds no block any more.
 
-        After a reset with running requests the engine asks before a step names the preempted ones.
+        After a reset with running requests, the engine looks up preempted requests before a step names them.
 
         Args:
-            preempted: takes a request that has lost its blocks, while the tracker still knows them.
+            preempted: called with a request that has lost its blocks, while the tracker still has them.
         """
         if tracker.block_ids:
             _lose(tracker, preempted)
@@ -203,15 +205,15 @@ class RequestTable:
     def follow(
         self, output: SchedulerOutput, stores: StoreMode, preempted: Callable[[RequestTracker], None]
     ) -> None:
-        """Keeps the block tables: O(new blocks).
+        """Updates the block tables by a step's schedule. Costs O(requests + new blocks).
 
         Args:
-            stores: called for each request that gets new blocks.
-            preempted: called for each request that loses its blocks, while the tracker still knows them.
+            stores: its `started` is called for each request that gets a new block table.
+            preempted: called with each request that loses its blocks, while the tracker still has them.
         """
         for request_id in output.preempted_req_ids or ():
             tracker = self.live.get(request_id)
-            # A lookup may have come before the step that names the preemption: the table is then of other blocks.
+            # If a lookup came before the step that names the preemption, the table has other blocks already.
             if tracker is not None and tracker.preemptions != tracker.request.num_preemptions:
                 _lose(tracker, preempted)
         for new in output.scheduled_new_reqs:
@@ -231,8 +233,8 @@ class RequestTable:
                 self._reach(tracker, tokens)
 
     def _reach(self, tracker: RequestTracker, scheduled_tokens: int) -> None:
-        """Notes what the step computes of the request, and what a piece of a session asks that begins with it. A piece
-        that says nothing goes on as the one before."""
+        """Notes which tokens the step computes, and whether a piece of a session that begins with it is kept out. A
+        piece that does not say is treated like the one before."""
         request = tracker.request
         computed = request.num_computed_tokens
         if request.sampling_params is not tracker.sampling:
@@ -243,8 +245,8 @@ class RequestTable:
         tracker.reached = max(tracker.reached, computed + scheduled_tokens)
 
     def _start(self, tracker: RequestTracker, blocks: Sequence[Sequence[int]], stores: StoreMode) -> None:
-        """The request begins, or begins again, with these blocks."""
-        # What was loaded before a reset is still there; only losing the blocks ends that.
+        """Called when the request starts, or starts again, with these blocks."""
+        # KV that was loaded before a reset is still in the blocks. Only a loss of the blocks ends that.
         stale = tracker.stale
         tracker.restart()
         tracker.stale = stale
@@ -257,7 +259,7 @@ class RequestTable:
 
 
 def _lose(tracker: RequestTracker, preempted: Callable[[RequestTracker], None]) -> None:
-    """The engine has taken the request's blocks."""
+    """Resets the tracker of a request whose blocks the engine has taken."""
     preempted(tracker)
     tracker.restart()
     tracker.preemptions = tracker.request.num_preemptions

@@ -1,4 +1,4 @@
-"""The scheduler's side: drives one cache manager with what the engine says, and turns its plans into orders."""
+"""The scheduler's side: drives one cache manager by the engine's hooks, and turns its plans into orders."""
 
 from __future__ import annotations
 
@@ -43,17 +43,18 @@ logger = get_logger(__name__)
 
 
 class SchedulerSide:
-    """One ownership unit. All methods are called by the engine's scheduler thread; none waits for a copy.
+    """One ownership unit. The engine's scheduler thread calls all methods; only `close`, and `reset` for an
+    engine that may sleep after it, wait for copies.
 
     Args:
         with_events: the engine publishes KV cache events.
 
     Attributes:
         requests: the live requests.
-        events: KV cache events that the engine has not taken yet; None where it publishes none.
-        orders: what has been ordered since the last step.
-        unit: one that has nothing until every rank has shaken hands.
-        workers: all ranks' worker sides if they live in this process, else none.
+        events: KV cache events that the engine has not taken yet; None if it publishes none.
+        orders: the orders given since the last step.
+        unit: the engine's unit; a `NullUnit` until every rank has shaken hands.
+        workers: the worker sides of all ranks if they live in this process; empty otherwise.
     """
 
     unit: EngineUnit
@@ -78,16 +79,16 @@ class SchedulerSide:
     # --- set up ---
 
     def bind_block_pool(self, pool: BlockPool) -> None:
-        """Takes the engine's block pool, which says when a block is handed out again."""
+        """Takes the engine's block pool, and watches which of its blocks are handed out again."""
         self.bind_watch(BlockWatch(pool, self._spec.config.store.max_reference_share))
 
     def bind_watch(self, watch: StoreWatch) -> None:
-        """Takes what says when a block is handed out again."""
+        """Takes the watch that reports which blocks are handed out again."""
         self._watch = watch
         self._watch_bound = True
 
     def take_handshake(self, ranks: Mapping[int, Handshake]) -> None:
-        """When every rank's geometry is known: builds the unit. Until then nothing is promised.
+        """Takes handshakes, and builds the unit once those of all ranks are known. Until then nothing is promised.
 
         Raises:
             ContractError: a rank has shaken hands for another pool before. One of the two is another engine's.
@@ -102,7 +103,7 @@ class SchedulerSide:
                 self._reset_built_unit()
 
     def _build(self) -> None:
-        """Makes the unit, and what serves the engine with it."""
+        """Builds the unit and attaches the workers in this process to it."""
         assert self._watch_bound, "the engine binds its block pool before the handshake"
         spec = self._spec
         self.handshakes.check_blocks(spec.geometry.num_blocks)
@@ -137,7 +138,7 @@ class SchedulerSide:
         return mode(StoreTables(unit, spec, self.requests, self._watch, self.counters, self.events))
 
     def _serve(self, unit: EngineUnit, workers: tuple[WorkerSide, ...], stores: StoreMode) -> None:
-        """From now on the engine is served by `unit`."""
+        """Makes `unit` serve the engine from now on."""
         self.unit, self.workers, self._stores = unit, workers, stores
         self._loads = Loads(unit, self._spec, self.counters)
         self._completions = CompletionHandler(
@@ -158,7 +159,7 @@ class SchedulerSide:
     # --- lookups and loads ---
 
     def prefetch(self, request: Request) -> None:
-        """Reads of what tiers behind host memory have of a request begin while it waits in the engine's queue."""
+        """Starts to fetch a request's pages from the tiers behind host memory while it waits in the engine's queue."""
         if not self.unit.usable or not self.unit.has_tiers or not self._spec.role.loads:
             return
         if self.unit.growing:
@@ -167,10 +168,11 @@ class SchedulerSide:
             self._poll()
 
     def match(self, request: Request, computed_tokens: int) -> tuple[int | None, bool]:
-        """Tokens that can be loaded beyond those that the engine has, and whether the load runs between its steps.
+        """Promises tokens beyond those that the engine has; returns their number, and whether the load runs between
+        steps.
 
-        (None, False) while more is read from disk, or for a step in which blocks are stored that the load would be
-        handed: the engine asks again with its next step.
+        Returns (None, False) while more pages are read from disk, and for one step in which free blocks that the load
+        may be handed are stored first. The engine asks again with its next step.
         """
         unit = self.unit
         if not unit.usable or not self._spec.role.loads:
@@ -186,15 +188,15 @@ class SchedulerSide:
         tracker.own_from = computed_tokens // self._spec.geometry.groups[0].block_tokens
         tokens = self._loads.match(tracker, computed_tokens)
         if unit.has_tiers:
-            # What the lookup found on disk is asked for at once.
+            # Starts to read the pages that the lookup found on disk.
             self._poll()
         if tokens is None or (tokens and self._awaits_stores(tracker, tokens)):
             return None, False
         return tokens, tokens > 0 and self._spec.config.load.mode == "async"
 
     def _awaits_stores(self, tracker: RequestTracker, tokens: int) -> bool:
-        """Begins the stores of free blocks that a load of so many tokens may be handed; whether it waits for them. It
-        waits one step, so that the copies run beside that step's forward, and not between two of them."""
+        """Orders the stores of free blocks that a load of so many tokens may be handed; returns whether the load waits
+        for them. It waits one step, so that the copies run during that step's forward, and not between two forwards."""
         graph = self._stores.before_load(-(-tokens // self._spec.geometry.groups[0].block_tokens))
         if graph is None:
             return False
@@ -203,7 +205,8 @@ class SchedulerSide:
         return waits
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external_tokens: int) -> None:
-        """The engine gave the request its blocks, and takes `external_tokens` of what was promised."""
+        """Called when the engine has given the request its blocks: orders the load of the `external_tokens` that the
+        engine takes from the promise."""
         if self.unit.state is UnitState.AWAITING_RANKS:
             return
         tracker = self._tracker(request)
@@ -214,13 +217,12 @@ class SchedulerSide:
             self.orders.loads.append(job)
 
     def supplied(self, request: Request, external_tokens: int) -> dict[CacheHitSource, int]:
-        """Tokens of the load that was begun last for the request, by where they came from; empty where that is not
-        known."""
+        """Tokens of the request's last load, by source; empty if the sources are not known."""
         tracker = self.requests.live.get(request.request_id)
         return self._loads.sources(tracker, external_tokens) if tracker is not None else {}
 
     def _tracker(self, request: Request) -> RequestTracker:
-        """The request's tracker. The manager knows requests by their ids: one that is used again ends its hold."""
+        """The request's tracker. The manager knows requests by their ids, so an id that is used again ends its hold."""
         if self._stores.holds:
             self._stores.holds.end_request(request.request_id, PageLoss.HOLD_EXPIRED)
         return self.requests.of(request)
@@ -228,7 +230,7 @@ class SchedulerSide:
     # --- the step ---
 
     def build(self, output: SchedulerOutput) -> ConnectorMetadata:
-        """The step's orders. Costs O(requests + new blocks)."""
+        """Makes the step's orders. Costs O(requests + new blocks)."""
         self._step += 1
         unit = self.unit
         if unit.state is UnitState.AWAITING_RANKS:
@@ -253,7 +255,7 @@ class SchedulerSide:
         if self._steps is not None and output.total_num_scheduled_tokens:
             sync = any(job.sync for job in self.orders.loads)
             self._steps.began(self._forward_step, output, sync)
-        # Also of a unit that is disabled: its last ops end by these orders' reports.
+        # Set for a disabled unit too, because the reports on these orders end its last ops.
         self.orders.unit = unit.unit_id
         self.orders.idle = output.total_num_scheduled_tokens == 0
         self.orders.spares_loads = forward_spares_loads(self._spec.geometry, output)
@@ -261,7 +263,7 @@ class SchedulerSide:
         return orders
 
     def update(self, output: KVConnectorOutput) -> None:
-        """Takes the workers' reports of a step: failures first, so that nothing computed from them is published."""
+        """Takes the workers' reports of a step. Failed blocks come first, so nothing made from them is published."""
         if output.invalid_block_ids:
             self._completions.take_failed_blocks(set(output.invalid_block_ids))
         report = output.kv_connector_worker_meta
@@ -275,12 +277,12 @@ class SchedulerSide:
                 self._take_reports(report)
 
     def finished(self, request: Request, blocks: BlocksByGroup | None = None) -> None:
-        """The request has ended, its blocks are about to be freed; see `StoreMode.ended`."""
+        """Called when the request has ended and its blocks are about to be freed; see `StoreMode.ended`."""
         tracker = self.requests.live.pop(request.request_id, None)
         if tracker is None:
             return
         if tracker.loading is not None:
-            # Nobody waits for the load any more; its blocks stay with the request until the workers have reported.
+            # The load is not needed any more. Its blocks stay with the request until the workers have reported.
             self.orders.cancel.append(tracker.loading)
         else:
             self._completions.collect_early()
@@ -289,11 +291,11 @@ class SchedulerSide:
             if self.orders.early and self.workers and current_device_is_host():
                 self._submit_early()
         if not self._stores.holds or tracker.request_id not in self._stores.holds:
-            # Last, because it marks the request's blocks as used together.
+            # Last, because this marks all the request's blocks as used together.
             self.unit.manager.end_request(tracker.request_id)
 
     def _submit_early(self) -> None:
-        """The forward that wrote the blocks has returned, and no further step may ever come."""
+        """Submits early stores at once: the forward that wrote their blocks has returned, and no step may follow."""
         early, self.orders.early = self.orders.early, []
         for worker in self.workers:
             worker.before_forward(ConnectorMetadata(self.unit.unit_id, step=self._forward_step, early=early))
@@ -306,7 +308,7 @@ class SchedulerSide:
         for part in (report, *report.others):
             own = self.unit.unit_id
             if part.unit == own != NO_UNIT:
-                # Also of a rank whose engine has registered another pool, which reports so itself.
+                # Taken from a rank whose engine has registered another pool too: it reports that itself.
                 self._completions.take(part)
                 if self._steps is not None and part.step:
                     self._steps.ended(part.step)
@@ -316,16 +318,16 @@ class SchedulerSide:
             self._poll()
 
     def _poll(self) -> None:
-        """Gives the tiers of the unit what there is to do, and takes what they have done."""
+        """Drives the unit's tiers, and takes the results of their work."""
         if self.unit.poll():
             self._completions.changed = True
 
     def _order_ends(self, reused: dict[OpId, list[int]], output: SchedulerOutput) -> None:
-        """Orders that blocks which the engine has handed out again are read by their stores before the step writes
-        them."""
+        """Orders the workers to end the copies out of blocks that the engine has handed out again, before the step
+        writes these blocks."""
         self.orders.reused = reused
         if self._spec.geometry.has_states or output.kv_cache_block_copies or output.new_block_ids_to_zero:
-            # Some model runners copy, clear and move states into new blocks before they call the connector.
+            # Some model runners copy into new blocks, clear them or move states there before they call the connector.
             self.orders.void += reused
 
     # --- state ---
@@ -340,24 +342,23 @@ class SchedulerSide:
             if unit.busy:
                 return True
         if not unit.usable:
-            # A rank that cannot use the pool may never report its ops.
+            # False, because a rank that cannot use the pool may never report its ops.
             return False
         if unit.manager.inflight_ops() or self.orders.early or self.orders.cancel or unit.grant:
             return True
         if self._stores.holds:
             return True
-        # One more step, so that the gauges show the end of the last copy and not the state before.
+        # One more step is needed, so that the gauges show the state after the last copy.
         return self._completions.changed
 
     def reset(self) -> bool:
-        """New weights: nothing stored before is ever a hit again.
+        """Called when the weights change: makes everything stored before a miss for good.
 
         Returns:
-            False when a load is in flight: its request would go on with KV of the old weights, and so is told that
-            the load failed. The engine should reset again when its own blocks are free. Where the engine may sleep
-            after it, also when a copy is left that could not be ended: vLLM then does not sleep. True before every
-            rank has shaken hands: then the reset is carried out as soon as they have, before anything is stored or
-            promised.
+            False if a load is in flight. The load is then reported as failed, because its request would go on with KV
+            of the old weights, and the engine should reset again when its own blocks are free. For an engine that may
+            sleep after a reset, False also if a copy could not be ended: vLLM then does not sleep. True before every
+            rank has shaken hands: the reset is then carried out once all have, before anything is stored or promised.
         """
         self._completions.collect_early()
         self.unit.manager.reset()
@@ -378,9 +379,10 @@ class SchedulerSide:
         return not self._loads
 
     def _reset_built_unit(self) -> None:
-        """Carries out a reset that came before there was anything to reset: disks may hold pages of the old weights.
+        """Carries out a reset that came before the unit was built, because disks may hold pages of the old weights.
 
-        What the engine had computed before it may have spread since, so then nothing of what it has now is stored.
+        If the engine had computed KV before that reset, the KV may have spread since, so nothing that the engine has
+        now is stored.
         """
         if self._old_kv:
             self.reset()
@@ -389,13 +391,13 @@ class SchedulerSide:
             self.counters.add("flexkv_resets_total")
 
     def _hashed_blocks(self) -> dict[int, bytes]:
-        """Blocks that the engine's own prefix cache knows, and their hashes."""
+        """Blocks in the engine's own prefix cache, and their hashes."""
         if not self._watch_bound:
             return {}  # there is no block pool yet, so nothing was computed
         return {b.block_id: b.block_hash for b in self._watch.pool.blocks if b.block_hash is not None}
 
     def _end_copies(self) -> bool:
-        """Ends every copy, and drops stores that are not begun yet; whether nothing moves any more."""
+        """Ends every copy, and drops stores that were not submitted yet; returns whether all copies have ended."""
         if not self.workers:
             pending = self.unit.manager.inflight_ops()
             if pending:
@@ -417,19 +419,19 @@ class SchedulerSide:
         return ended
 
     def take_counters(self) -> dict[str, Any] | None:
-        """Values of the metrics since the last call, as plain data; None when nothing happened."""
+        """Takes the metrics since the last call, as plain data; None if nothing was counted."""
         if self._completions.changed:
             self._completions.changed = False
             self.unit.count(self.counters)
         return self.counters.take() if self.counters.data else None
 
     def close(self) -> None:
-        """Ends tiers and host pool; the workers' lanes have ended, or end by themselves. Idempotent."""
+        """Closes the workers in this process, the tiers and the host pool. Idempotent."""
         if self.unit.state is UnitState.CLOSED:
             return
         for worker in self.workers:
             worker.close()
-        # What has ended in these workers, also while they closed, is stored, and so goes to other tiers.
+        # Stores that have ended in these workers, also while they closed, are published, so they go to other tiers.
         self._completions.collect_early()
         self._watch.close()
         self.unit.close()

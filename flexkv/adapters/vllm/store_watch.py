@@ -1,15 +1,15 @@
-"""Engine blocks that stores read after their request has lost them, and what happens when the engine hands one out.
+"""Watches engine blocks that stores read after their request has lost them, for the moment when the engine reuses one.
 
-Nobody is handed a block that a request holds, so the blocks of live requests need no bound. A request that ends leaves
-blocks whose copy is under way, and blocks that found no room for a copy yet. Both stay what they are until the engine
-hands them out: they lie in its free queue, where those used last are handed out last. So flexkv holds them there, for a
-bounded time, without a reference. A reference would make `reset_prefix_cache` fail before any connector hears of it,
-and turn memory pressure into waiting and preemptions; without one the engine takes a block in the moment in which it
-needs it.
+The engine hands out no block that a request holds, so the blocks of live requests need no bound. A request that ends
+leaves blocks whose copy is under way, and blocks that found no room for a copy yet. Both keep their content until the
+engine hands them out: they lie in its free queue, from which the blocks used last are handed out last. So flexkv holds
+them there, for a bounded time, without a reference. A reference would make `reset_prefix_cache` fail before it calls
+any connector, and turn memory pressure into waiting and preemptions. Without a reference, the engine takes a block as
+soon as it needs it.
 
-The engine's pool tells when it hands such a block out, or resets (`BlockPool.unpin_blocks`). Where a copy is under way,
-that step's metadata orders every worker to end the copy before its forward may write the block, or to count the page as
-failed. Where none is, the block is held no more.
+The engine's pool calls back when it hands such a block out, or resets (`BlockPool.unpin_blocks`). If a copy is under
+way, that step's metadata orders every worker to end the copy before its forward may write the block, or to count the
+page as failed. Otherwise the block is no longer held.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 
 class HeldBlocks:
-    """Blocks that an ended request has left, of which no copy is under way yet.
+    """Blocks of an ended request that wait for a copy.
 
     Attributes:
-        lost: those that the engine has handed out since, or forgotten in a reset.
+        lost: blocks that the engine has handed out since, or dropped in a reset.
         was_reset: the engine has reset its pool since.
     """
 
@@ -43,7 +43,7 @@ class HeldBlocks:
 
 
 class StoreWatch(Protocol):
-    """What a planner of stores needs to know of the engine's pool.
+    """The part of the engine's pool that a planner of stores needs. `BlockWatch` documents the methods.
 
     Attributes:
         ops: stores in flight, and their blocks.
@@ -53,22 +53,22 @@ class StoreWatch(Protocol):
 
     @property
     def room(self) -> int:
-        """How many more blocks that no request holds may have a store in flight."""
+        """Number of further blocks that may have a store in flight although no request holds them."""
 
     @property
     def has_pool(self) -> bool: ...
     @property
     def pool(self) -> BlockPool:
-        """The engine's pool; asked for only if `has_pool`."""
+        """The engine's pool; use it only if `has_pool`."""
 
     def has_cached(self, block_hash: bytes) -> bool:
-        """Whether the engine's own prefix cache has the block of a hash, as far as is known."""
+        """Whether the engine's own prefix cache has a block with this hash, as far as is known."""
 
     def add(self, op_id: OpId, blocks: BlockIds, holder: str | None = None) -> None: ...
     def add_free(self, op_id: OpId, blocks: BlockIds) -> None: ...
     def add_held(self, op_id: OpId, blocks: BlockIds) -> None: ...
     def release(self, holder: str) -> None:
-        """The request holds its blocks no more, or is about to lose them."""
+        """Called when a request no longer holds its blocks, or is about to lose them."""
 
     def end(self, op_id: OpId) -> None: ...
     def hold(self, block_ids: Sequence[int]) -> HeldBlocks: ...
@@ -126,13 +126,14 @@ class NoWatch:
 
 
 class BlockWatch:
-    """Which engine blocks have a store in flight, and which of ended requests are to have one.
+    """The engine blocks with a store in flight, and those of ended requests that wait for one.
 
-    `share` bounds the stores in flight of blocks that no request holds, because a step that is handed one out comes
-    after its copy. What was in flight when its request ended counts too, and may exceed the bound.
+    `share` bounds the number of blocks that have a store in flight and that no request holds, as a share of the pool:
+    a step that is handed such a block must wait for the copy. Stores in flight when their request ends count too, and
+    may exceed the bound.
 
-    The engine's pool knows one watcher a block. One that is there already (another connector's, or vLLM's own) is
-    called after ours, and put back by `close`. One that takes our place later makes the block count as handed out.
+    The engine's pool has one watcher per block. If a block has one already (another connector's, or vLLM's own), it is
+    called after ours, and `close` puts it back. If another watcher replaces ours later, the block counts as handed out.
     """
 
     has_pool = True
@@ -145,10 +146,11 @@ class BlockWatch:
         self._ops_of_holder: dict[str, set[OpId]] = {}
         self._holder_of_op: dict[OpId, str] = {}
         self._unheld = 0
-        """Blocks with a store in flight that no request holds."""
+        """Number of blocks with a store in flight that no request holds."""
         self._free: dict[OpId, list[tuple[KVCacheBlock, bytes]]] = {}
         self._watched: dict[OpId, list[int]] = {}
-        """Those of them that lie under our watcher. What a request holds is not looked at, however much it is."""
+        """Blocks of stores in flight that no request holds and our watcher covers, by op. Blocks that requests hold are
+        left out, so `take_reused` does not look at them, however many there are."""
         self._reused: dict[OpId, set[int]] = {}
         self._held: dict[int, list[HeldBlocks]] = {}
         self._callback = self._on_reuse
@@ -156,7 +158,7 @@ class BlockWatch:
 
     @property
     def room(self) -> int:
-        """How many more blocks that no request holds may have a store in flight."""
+        """Number of further blocks that may have a store in flight although no request holds them."""
         return self._limit - self._unheld
 
     @property
@@ -172,7 +174,7 @@ class BlockWatch:
         """Watches blocks that a live request holds.
 
         Args:
-            holder: the request, where it holds them until `release`; None where the engine may take them back before.
+            holder: the request if it holds the blocks until `release`; None if the engine may take them back before.
         """
         self._watch(self._enter(op_id, blocks))
         if holder is None:
@@ -182,7 +184,7 @@ class BlockWatch:
             self._holder_of_op[op_id] = holder
 
     def add_free(self, op_id: OpId, blocks: BlockIds) -> None:
-        """Watches blocks that lie in the engine's free queue with their hash, without moving them in it."""
+        """Watches blocks that lie in the engine's free queue with their hash, without moving them in the queue."""
         self._free[op_id] = [(block, block.block_hash) for block in self._enter(op_id, blocks)]
         self._unheld += len(blocks)
 
@@ -192,13 +194,13 @@ class BlockWatch:
         self._count_unheld(op_id)
 
     def release(self, holder: str) -> None:
-        """The request holds its blocks no more, or is about to lose them: they count from now on."""
+        """Called when a request no longer holds its blocks, or is about to lose them: they count towards the bound."""
         for op_id in self._ops_of_holder.pop(holder, ()):
             del self._holder_of_op[op_id]
             self._count_unheld(op_id)
 
     def end(self, op_id: OpId) -> None:
-        """The store has ended everywhere."""
+        """Stops watching the blocks of a store that has ended on every rank."""
         self._reused.pop(op_id, None)
         blocks = self.ops.pop(op_id, None)
         if blocks is None:
@@ -218,16 +220,16 @@ class BlockWatch:
                 del self._op_of_block[block]
 
     def take_reused(self) -> dict[OpId, list[int]]:
-        """Blocks handed out since the last call: op -> positions in the op."""
+        """Takes the blocks handed out since the last call: op -> positions in the op."""
         watchers = self._pool._reuse_watchers
         for op_id, watched in self._watched.items():
-            # Ours is gone when it was called, and then the block is known, or when another took its place unchained.
+            # Our watcher is gone if it was called, which has noted the block, or if another one replaced it.
             lost = {block for block in watched if watchers.get(block) is not self._callback}
             if lost:
                 self._reused.setdefault(op_id, set()).update(lost)
                 self._watched[op_id] = [block for block in watched if block not in lost]
         for op_id, free in self._free.items():
-            # Handing a block out drops its hash; a hit takes it with the hash, and its content stays.
+            # The engine drops the hash of a block that it hands out. A hit takes the block with its hash and content.
             gone = {block.block_id for block, block_hash in free if block.block_hash != block_hash}
             if gone:
                 self._reused.setdefault(op_id, set()).update(gone)
@@ -240,7 +242,7 @@ class BlockWatch:
     # --- blocks that wait for a store ---
 
     def hold(self, block_ids: Sequence[int]) -> HeldBlocks:
-        """Watches blocks that a request is about to lose, until `end_hold`. They stay free for the engine to take."""
+        """Watches blocks that a request is about to lose, until `end_hold`. The engine may take them at any time."""
         held = HeldBlocks(block_ids)
         self._watch([self._pool.blocks[block] for block in block_ids])
         for block in block_ids:
@@ -249,7 +251,7 @@ class BlockWatch:
 
     def end_hold(self, held: HeldBlocks) -> None:
         for block in held.block_ids:
-            # By identity: a block is held once for each request that has left it.
+            # Compared by identity, because a block is held once for each request that has left it.
             others = [other for other in self._held.get(block, ()) if other is not held]
             if others:
                 self._held[block] = others
@@ -257,7 +259,7 @@ class BlockWatch:
                 self._held.pop(block, None)
 
     def still_held(self, block_ids: Sequence[int]) -> int:
-        """How many leading blocks still have our callback. A callback that replaced ours does not call it."""
+        """Number of leading blocks that still have our callback. A callback that replaced ours does not call it."""
         watchers = self._pool._reuse_watchers
         for number, block in enumerate(block_ids):
             if watchers.get(block) is not self._callback:
@@ -267,7 +269,7 @@ class BlockWatch:
     # --- life ---
 
     def close(self) -> None:
-        """Takes our watchers off the engine's pool and puts back those that were there before."""
+        """Removes our watchers from the engine's pool, and puts back those that were there before."""
         watchers = self._pool._reuse_watchers
         for block_id in [block_id for block_id, watcher in watchers.items() if watcher is self._callback]:
             if (other := self._others.pop(block_id, None)) is not None:
@@ -286,7 +288,7 @@ class BlockWatch:
             other = self._pool._reuse_watchers.get(block.block_id)
             if other is not None and other is not self._callback:
                 self._others[block.block_id] = other
-        # A reference that is taken and given back at once leaves the count as it was and the callback behind.
+        # Taking a reference and dropping it at once sets the callback, and leaves the count as it was.
         self._pool.touch(blocks)
         self._pool.unpin_blocks(blocks, self._callback)
 
@@ -300,7 +302,7 @@ class BlockWatch:
             self._reused.setdefault(op_id, set()).add(block.block_id)
         for held in self._held.pop(block.block_id, ()):
             held.lost.add(block.block_id)
-            # A block that is handed out has left the free queue by now; a reset leaves it there.
+            # A block that is handed out has left the free queue by now. A reset leaves it in the queue.
             held.was_reset = held.was_reset or block.next_free_block is not None
         other = self._others.pop(block.block_id, None)
         if other is not None:

@@ -1,5 +1,5 @@
 """Stores: the contract of the modes, which decide when blocks are offered to the cache (`eager_stores.py`,
-`lazy_stores.py`), and what they share: which tokens of a request are certain."""
+`lazy_stores.py`), and their common part: which tokens of a request are certain."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ BlocksByGroup = Sequence[Sequence[int]]
 
 
 class StoreMode(ABC):
-    """One engine's stores. Called by the scheduler's thread; plans and never waits.
+    """One engine's stores. The scheduler's thread calls all methods, which plan stores and never wait.
 
     Attributes:
-        holds: ended requests with pending pages; None for a mode that has none.
+        holds: ended requests with pending pages; None for a mode without holds.
     """
 
     holds: Holds | None = None
@@ -41,43 +41,47 @@ class StoreMode(ABC):
 
     @abstractmethod
     def started(self, tracker: RequestTracker) -> None:
-        """The request has a new block table."""
+        """Called when the request has a new block table."""
 
     @abstractmethod
     def preempted(self, tracker: RequestTracker) -> None:
-        """The engine takes the request's blocks away; the tracker still knows them."""
+        """Called when the engine takes the request's blocks away, while the tracker still has them."""
 
     @abstractmethod
     def ended(
         self, tracker: RequestTracker, step: int, blocks: BlocksByGroup | None = None
     ) -> list[TransferGraph]:
-        """The request has ended and its blocks are about to be freed: the last stores of what it computed.
+        """Plans the last stores of a request that has ended and whose blocks are about to be freed.
 
         Args:
-            blocks: that it has now, by the engine's numbers of the groups; None where the engine does not say.
+            blocks: the request's blocks now, by the engine's numbers of the groups; None if the engine does not say.
         """
 
     def before_load(self, blocks: int) -> TransferGraph | None:
-        """The engine is about to hand so many of its free blocks to a load: plans stores that should begin first."""
+        """Plans the stores that should begin before the engine hands so many of its free blocks to a load."""
         return None
 
     @abstractmethod
     def load_failed(self, blocks: Iterable[int]) -> None:
-        """These blocks hold no valid KV: targets of a failed load, and what requests that have lost them computed from
-        those. Of live requests their `cursor` and `suspect_from` tell."""
+        """Takes blocks without valid KV: targets of a failed load, and blocks that were computed from them by requests
+        that have lost their blocks since. Live requests have `cursor` and `suspect_from` for this instead."""
 
     @abstractmethod
     def load_kept(self, tracker: RequestTracker, first_block: int) -> None:
-        """From this block of the first group on the request has wrong KV that the engine does not compute again:
-        nothing of it is stored, nor what others compute from these blocks."""
+        """Called when a request keeps wrong KV from this block of the first group on, which the engine does not compute
+        again: neither this KV is stored, nor any that other requests compute from it."""
 
     @abstractmethod
     def unpublished(self, blocks: BlockIds) -> None:
-        """A store of these engine blocks ended without being published."""
+        """Called when a store of these engine blocks ended without being published."""
 
     @abstractmethod
     def reset(self, stale_hashes: dict[int, bytes]) -> None:
-        """New weights. `stale_hashes`: engine blocks that still carry the hash of KV of the old ones."""
+        """Called when the weights change.
+
+        Args:
+            stale_hashes: engine block -> its hash, for blocks that may still hold KV of the old weights.
+        """
 
 
 class NoStores(StoreMode):
@@ -112,7 +116,7 @@ class NoStores(StoreMode):
 
 @dataclass(frozen=True, slots=True)
 class StoreTables:
-    """Of one engine's scheduler: what a mode that stores reads, and where it reports to."""
+    """The parts of one engine's scheduler that a mode that stores reads or reports to."""
 
     unit: EngineUnit
     spec: EngineSpec
@@ -123,8 +127,8 @@ class StoreTables:
 
 
 class RequestStores(StoreMode):
-    """What the modes that store know of requests: which tokens are certain, and which blocks hold KV of replaced
-    weights, or from a failed load."""
+    """The common part of the modes that store: which tokens of a request are certain, and which blocks hold KV of
+    replaced weights or from a failed load."""
 
     def __init__(self, tables: StoreTables) -> None:
         spec = tables.spec
@@ -141,15 +145,15 @@ class RequestStores(StoreMode):
 
     @property
     def _places(self) -> int:
-        """How many more stores every rank's queue has a place for, at least: a store has its place on a rank until the
-        rank's report of it is under way."""
+        """Number of further stores that every rank's queue takes for certain: a store keeps its entry in a rank's queue
+        until the rank's report of it is under way."""
         return self._queue_ops - len(self._watch.ops)
 
     def _certain_after_step(self, tracker: RequestTracker, scheduled_tokens: int) -> int:
-        """Tokens whose KV is computed and accepted once this step's forward has run.
+        """Number of tokens whose KV is computed and accepted once this step's forward has run.
 
-        Prompt tokens of this step count: they are known. What the step generates does not, nor what earlier steps
-        drafted and nobody has accepted yet.
+        Prompt tokens of this step count, because they are known. Tokens that the step generates do not count, nor do
+        drafts of earlier steps that are not accepted yet.
         """
         request = tracker.request
         computed, prompt = request.num_computed_tokens, request.num_prompt_tokens
@@ -160,7 +164,7 @@ class RequestStores(StoreMode):
         return int(min(computed - request.num_output_placeholders, request.num_tokens))
 
     def _certain_at_end(self, tracker: RequestTracker) -> int:
-        """Tokens whose KV is computed and accepted when the request ends, without steps still under way."""
+        """Number of tokens whose KV is computed and accepted when the request ends, without steps still under way."""
         request = tracker.request
         # A preemption or a failed load takes computed tokens back while their steps are still under way.
         certain = min(max(0, request.num_computed_tokens - request.num_in_flight_tokens), request.num_tokens)
@@ -171,10 +175,10 @@ class RequestStores(StoreMode):
         self._taint(tracker, tracker.block_ids[first_block:])
 
     def started(self, tracker: RequestTracker) -> None:
-        """Notes whether the request took blocks whose KV must not be stored from the engine's own cache."""
+        """Marks the request as stale if it took blocks whose KV must not be stored from the engine's own cache."""
         if self._stale_hashes and not tracker.stale:
             blocks = self._watch.pool.blocks
-            # Nobody finds a block by a hash that it has no more.
+            # A block that has lost its hash cannot be found by it, so its entry is dropped.
             self._stale_hashes = {
                 block: block_hash
                 for block, block_hash in self._stale_hashes.items()
@@ -187,8 +191,8 @@ class RequestStores(StoreMode):
             )
 
     def _taint(self, tracker: RequestTracker, block_ids: Iterable[int]) -> None:
-        """What was computed from KV that must not be stored is as bad, also for those who find it in the engine's
-        cache."""
+        """Marks these blocks of a stale request, so that requests that find them in the engine's own cache become stale
+        too: KV computed from KV that must not be stored must not be stored either."""
         if tracker.stale and self._watch.has_pool:
             blocks = self._watch.pool.blocks
             for block in block_ids:
@@ -197,7 +201,7 @@ class RequestStores(StoreMode):
 
 
 def first_failed(block_ids: list[int], failed_blocks: set[int]) -> int | None:
-    """Number of the first block of a request's table among the failed ones; None if it holds none of them."""
+    """Index of the first block in a request's table that is among the failed ones; None if none is."""
     if failed_blocks.isdisjoint(block_ids):
         return None
     held = np.array(block_ids, dtype=np.int64)
