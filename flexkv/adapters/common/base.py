@@ -1,4 +1,4 @@
-"""The contract between the sides of an adapter: what the scheduler's side orders a rank to load.
+"""The contract between the sides of an adapter: the loads that the scheduler's side orders from a rank.
 
 A rank and its unit introduce themselves with the records of `flexkv.facts.ranks`. From then on the scheduler's side
 orders loads as `LoadJob`s, and the rank reports every op once (`RankReports`). These records are plain and picklable,

@@ -1,4 +1,4 @@
-"""The common key scheme: a namespace made of what decides KV, without the engine, so that engines share pages.
+"""The common key scheme: a namespace of everything that decides KV but the engine, so that engines share pages.
 
 Its keys are those of the token chain (`flexkv.cache.keys.TokenChain`), which is the chain that SGLang hashes.
 """
@@ -113,7 +113,7 @@ def _weights(model: SharedModel, settings: FlexKVConfig) -> str:
 
 
 def _architecture(path: str) -> Any:
-    """The model's own `config.json`: each engine's library adds entries of its own to what it reads there.
+    """The model's own `config.json`: each engine's library adds entries of its own to those that it reads.
 
     Raises:
         ConfigError: the file is damaged.

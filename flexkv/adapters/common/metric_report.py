@@ -69,12 +69,12 @@ class MetricReport:
             self._interval, self._logged_at_s = Counters(), now_s
 
     def close(self) -> None:
-        """Reports what is left, and logs the sums since the start."""
+        """Reports the remaining counts, and logs the sums since the start."""
         self._take()
         self._log("since the start", self._counters)
 
     def _take(self) -> None:
-        """Adds what was counted since the last call to the page and to the interval's sums."""
+        """Adds the counts since the last call to the page and to the interval's sums."""
         self._gauges(self._counters)
         new: dict[str, Any] = {}
         for name, values in list(self._counters.data.items()):
@@ -136,7 +136,7 @@ class PrometheusFiles:
             return None
 
     def add(self, data: Mapping[str, Any]) -> None:
-        """Adds what was counted since the last call, as the plain data of `Counters`."""
+        """Adds the counts since the last call, as the plain data of `Counters`."""
         for name, values in data.items():
             for series, value in values.items():
                 bound = self._series[name, series]

@@ -264,7 +264,7 @@ class RankCache:
         return True
 
     def new_weights(self) -> None:
-        """Makes everything stored before a miss, and keeps what is stored from now on apart from all other runs.
+        """Makes everything stored before a miss, and keeps pages stored from now on apart from all other runs.
 
         The namespace was made of the weights that the engine was started with; nothing names its weights now.
         """

@@ -153,7 +153,7 @@ class SchedulerSide:
             self._promises.cancel(joined, tracked, start, end)
 
     def forget(self, request_id: int) -> None:
-        """Forgets a request that lost its blocks and starts again: the new blocks hold nothing of what it computed."""
+        """Forgets a request that lost its blocks and starts again: its new blocks hold nothing that it has computed."""
         joined = self.ranks.joined
         tracked = joined.requests.get(request_id) if joined is not None else None
         if joined is not None and tracked is not None:

@@ -91,7 +91,7 @@ class BlockKeys(ABC):
         """Keys of all whole blocks whose tokens are known, [blocks, KEY_BYTES]."""
         hashes, ratio = self.request.block_hashes, self._ratio
         known = len(self._chain)
-        # A streaming session may remove its last tokens, and so the hash of a block.
+        # A streaming session may remove its last tokens, and with them the hash of a block.
         if known and (len(hashes) < known * ratio or hashes[known * ratio - 1] != self._last_hash):
             self._forget()
             known = 0

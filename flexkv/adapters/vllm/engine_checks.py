@@ -148,7 +148,7 @@ def warn_of_version() -> None:
 
 
 def warn_of_policy(transfer: KVTransferConfig) -> None:
-    """Warns what a failed load costs, unless vLLM is configured to recompute it."""
+    """Warns of the cost of a failed load, unless vLLM is configured to recompute it."""
     policy = transfer.kv_load_failure_policy
     if policy != "recompute":
         logger.warning(
@@ -159,7 +159,7 @@ def warn_of_policy(transfer: KVTransferConfig) -> None:
 
 
 def warn_of_sudden_end(settings: FlexKVConfig, vllm_config: VllmConfig) -> None:
-    """Warns what is lost when a server stops: by default vLLM ends its engine at once."""
+    """Warns of the blocks that a server loses when it stops: by default vLLM ends its engine at once."""
     if settings.disk.folders and settings.disk.mode != "through" and vllm_config.shutdown_timeout == 0:
         logger.warning(
             "disk.mode=%s and vLLM's --shutdown-timeout is 0: a server that is told to stop ends its engine before "
