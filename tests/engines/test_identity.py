@@ -10,41 +10,77 @@ import pytest
 from demo.engine_process import SEPARATE_CORE
 
 from .conftest import Engines
-from .session import Prompt
+from .session import EngineSession, Prompt
 from .test_disk import start, wait_durable
 
-OF_NO_KV: list[dict[str, Any]] = [
-    {"max_num_batched_tokens": 256, "max_num_seqs": 2},
-    {"enable_prefix_caching": False},
-    {"max_model_len": 1024, "num_gpu_blocks_override": 60},
-    {"load_format": "safetensors", "seed": 3, "model_impl": "auto"},
-    {"async_scheduling": False, "generation_config": "vllm"},
-]
-"""Arguments that look as if they affected KV, and do not."""
+pytestmark = pytest.mark.long
+
+OF_NO_KV: dict[str, Any] = {
+    "async_scheduling": False,
+    "disable_cascade_attn": True,
+    "disable_log_stats": True,
+    "enable_chunked_prefill": False,
+    "enable_prefix_caching": False,
+    "enable_prompt_embeds": True,
+    "generation_config": "vllm",
+    "gpu_memory_utilization": 0.5,
+    "load_format": "safetensors",
+    "logits_processors": [],
+    "logprobs_mode": "raw_logits",
+    "max_logprobs": 3,
+    "max_model_len": 1024,
+    "max_num_batched_tokens": 256,
+    "max_num_seqs": 2,
+    "model_impl": "auto",
+    "num_gpu_blocks_override": 80,
+    "scheduling_policy": "priority",
+    "seed": 3,
+    "served_model_name": "another",
+    "skip_tokenizer_init": True,
+    "stream_interval": 3,
+    "use_tqdm_on_load": False,
+}
+"""Arguments that look as if they affected KV, and do not; each with another value than elsewhere in these tests."""
 
 OF_KV: dict[str, Any] = {"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}}
+STORED = Prompt.of(601, 3131)
 
 
-@pytest.mark.long
-def test_equal_keys_mean_equal_answers(engines: Engines, stream: int, tmp_path: Path) -> None:
-    stored = Prompt.of(601, stream)
-    session = start(engines, tmp_path / "disk")
-    assert session.check_one(stored).cached == 0
+@pytest.fixture(scope="module")
+def folder(all_engines: Engines, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A disk folder that has the whole blocks of STORED."""
+    made = tmp_path_factory.mktemp("stored") / "disk"
+    session = start(all_engines, made)
+    assert session.check_one(STORED).cached == 0
     wait_durable(session)
-    for number, arguments in enumerate(OF_NO_KV, 1):
-        session = start(engines, tmp_path / "disk", engine=arguments)
-        # The keys are equal: the engine is served what the first one stored.
-        assert session.check_one(stored).cached == stored.whole_blocks, arguments
-        # Its own computation equals that of an engine without these arguments.
-        assert session.check_one(Prompt.of(601, stream + number)).cached == 0, arguments
-        session.settle()
+    return made
 
-    # Nor if the scheduler reads the configuration in another process than the one that loads the model.
-    session = start(engines, tmp_path / "disk", SEPARATE_CORE)
-    assert session.check_one(stored).cached == stored.whole_blocks
 
-    # The control: another rotary embedding gives other answers, and other keys.
-    session = start(engines, tmp_path / "disk", engine=OF_KV)
-    [answer] = session.ask(stored)
+def check_shares(session: EngineSession, stream: int) -> None:
+    """The engine is served what the first one stored, and its own computation equals that of an engine without its
+    arguments."""
+    assert session.check_one(STORED).cached == STORED.whole_blocks
+    assert session.check_one(Prompt.of(601, stream)).cached == 0
+    session.settle()
+
+
+@pytest.mark.parametrize("name", OF_NO_KV)
+def test_an_argument_that_is_in_no_key_changes_no_answer(
+    engines: Engines, folder: Path, stream: int, name: str
+) -> None:
+    check_shares(start(engines, folder, engine={name: OF_NO_KV[name]}), stream)
+
+
+def test_a_scheduler_in_another_process_reads_the_same_configuration(engines: Engines, folder: Path) -> None:
+    """The one that loads the model may have changed its own."""
+    session = start(engines, folder, SEPARATE_CORE)
+    assert session.check_one(STORED).cached == STORED.whole_blocks
+
+
+def test_control_another_rotary_embedding_has_other_answers_and_other_keys(
+    engines: Engines, folder: Path
+) -> None:
+    session = start(engines, folder, engine=OF_KV)
+    [answer] = session.ask(STORED)
     assert answer.cached == 0
-    assert tuple(answer.tokens) != session.reference.tokens(stored)
+    assert tuple(answer.tokens) != session.reference.tokens(STORED)
