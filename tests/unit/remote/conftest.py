@@ -1,4 +1,4 @@
-"""One Redis server for the tests that leave it as they found it."""
+"""One Redis server for the tests that leave it unchanged."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def shared_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServ
 
 @pytest.fixture
 def redis(shared_redis: RedisServer) -> RedisServer:
-    """Empty."""
+    """An empty server."""
     assert shared_redis.ask("FLUSHALL") == b"+OK\r\n"
     return shared_redis
 

@@ -1,4 +1,4 @@
-"""A process of the remote store that a test plays: nothing runs, and the clock goes on when the test says so."""
+"""A process of the remote store that a test plays: nothing runs, and the clock advances when the test says so."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ STUCK_S = 5.0
 
 
 class FakeHelper:
-    """What `HelperLink` needs of a process.
+    """The parts of a process that `HelperLink` needs.
 
     Attributes:
         got: messages that the unit has sent.
-        says: what the unit has not taken yet; an error for what is no message.
+        says: messages that the unit has not taken yet; an error stands for an invalid message.
         room: whether its socket takes anything.
     """
 
@@ -75,7 +75,7 @@ class PlayedPlane:
     """A plane over processes that the test plays; up at first.
 
     Attributes:
-        helpers: that were started, the last one runs.
+        helpers: the processes that were started; the last one runs.
     """
 
     def __init__(self, queue_ops: int = 4, keeps_slots: bool = False, questions: int = 16) -> None:
@@ -98,7 +98,7 @@ class PlayedPlane:
         return self.helpers[-1]
 
     def answer_alive(self, lost: str = "") -> None:
-        """The process comes up, is asked, and answers."""
+        """The process starts, is asked whether the store is alive, and answers."""
         self.helper.says.append(Ready())
         self.plane.watch()
         self.helper.says.append(Answer(self.helper.all_of(Alive)[-1].number, lost=lost))
@@ -118,7 +118,7 @@ class PlayedPlane:
         return self.plane.submit(TransferGraph(ops)) is not None
 
     def get(self, number: int, pages: int = 3) -> list[int]:
-        """Submits an op; the numbers of its messages."""
+        """Submits an op. Returns the numbers of its messages."""
         return self._submit(number, OpKind.DISK_READ, pages, Get)
 
     def put(self, number: int, pages: int = 3) -> list[int]:

@@ -1,7 +1,7 @@
-"""The helper with a store that does wrong at a chosen moment what real ones do at their own: a decorator around it.
+"""The helper with a decorator around its store, which fails at a chosen moment as real stores fail at random.
 
-Run in place of `flexkv.remote.helper` (`helper_faults.py`). What is to happen stands in a file, `MOMENT ACT`, which is
-read whenever a moment comes; without the file nothing does.
+Runs in place of `flexkv.remote.helper` (`helper_faults.py`). A file has the plan, `MOMENT ACT`, and is read at each
+moment; without the file nothing happens.
 """
 
 from __future__ import annotations
@@ -20,13 +20,11 @@ from flexkv.remote.values import ValueFormat
 
 PLAN_VARIABLE = "TEST_REMOTE_FAULT_PLAN"
 REACHED = ".reached"
-"""Added to the plan's path: that the moment has come."""
+"""Suffix of a file beside the plan: it exists once the moment has come."""
 
 
 def act(moment: str) -> None:
-    """
-    kill, stop: the process itself. hold: until the plan is gone. hang: for good, while the other threads go on.
-    """
+    """kill, stop: the process itself. hold: until the plan is gone. hang: for good, while the other threads go on."""
     path = Path(os.environ[PLAN_VARIABLE])
     try:
         planned, deed = path.read_text().split()
@@ -48,7 +46,7 @@ def act(moment: str) -> None:
 
 
 class FaultyStore(Store):
-    """Does half of each call, then what is planned, then the other half."""
+    """Does half of each call, then carries out the plan, then does the other half."""
 
     def __init__(self, inner: Store) -> None:
         self._inner = inner
@@ -95,7 +93,7 @@ def opened(options: StoreOptions) -> Store:
 
 
 def unchecked(*arguments: object) -> tuple[str, str]:
-    """Of a broken helper: whatever came is the page."""
+    """Replaces the check of a page, as in a broken helper: any bytes count as the page."""
     return "none", ""
 
 

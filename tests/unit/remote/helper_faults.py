@@ -1,4 +1,4 @@
-"""What happens to a helper and when, as a test says; and what its unit must show afterwards."""
+"""Faults of a helper at moments that a test chooses, and the conditions that its unit must meet afterwards."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from tests.unit.remote.remote_unit import BLOCK_TOKENS, DEADLINE_S, RemoteUnit
 
 REAL, FAULTY = "flexkv.remote.helper", "tests.unit.remote.faulty_helper"
 SLACK_S = 20.0
-"""For a busy machine, beside what a request waits at most."""
+"""Allowance for a busy machine, on top of the longest wait of a request."""
 
 
 class Plan:
-    """Of what the helpers do that are started from now on."""
+    """The plan for all helpers that are started from now on."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -55,7 +55,8 @@ def use_faulty_helpers(folder: Path, patch: pytest.MonkeyPatch) -> Plan:
 
 
 def rest_briefly(patch: pytest.MonkeyPatch, longest_s: float = 0.4) -> None:
-    """Of units that are built from now on: tests kill more often than machines. What failed is soon asked for again."""
+    """Shortens the rests of units built from now on, because tests kill more often than machines fail. A failed store
+    is soon asked again."""
     patch.setattr(breaker, "FIRST_REST_S", 0.05)
     patch.setattr(breaker, "LONGEST_REST_S", longest_s)
     patch.setattr(tier, "LIAR_S", 0.3)
@@ -63,7 +64,7 @@ def rest_briefly(patch: pytest.MonkeyPatch, longest_s: float = 0.4) -> None:
 
 
 def state_of(pid: int) -> str:
-    """As of ps: R, S, T (stopped), Z (ended, not reaped); empty for no such process."""
+    """The process's state as in ps: R, S, T (stopped), Z (ended, not reaped); empty if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
@@ -85,14 +86,14 @@ def children() -> set[int]:
 
 
 def leased(unit: RemoteUnit) -> int:
-    """Host slots that cannot be given away now."""
+    """Number of host slots that cannot be evicted now."""
     unit.lose_host()
     index = unit.manager.hub.index
     return int(index.up_slots(0) - index.free_slots(0))
 
 
 def begin_fetch(unit: RemoteUnit, keys: Keys, request_id: str = "in flight") -> None:
-    """Until pages are on their way; nobody waits for them then, and what keeps their slots is that they move."""
+    """Returns once pages are under way; nobody waits for them then, and only the copies keep their slots."""
 
     def moves() -> bool:
         unit.manager.match(request_id, [keys], 0)
@@ -104,7 +105,7 @@ def begin_fetch(unit: RemoteUnit, keys: Keys, request_id: str = "in flight") -> 
 
 
 def load_in_time(unit: RemoteUnit, keys: Keys) -> int:
-    """The tokens that are loaded, every byte of them compared, no later than a request may wait."""
+    """Number of tokens loaded. Compares every byte, and checks that the load took no longer than a request may wait."""
     begun_s = time.monotonic()
     tokens = unit.load(keys)
     facts = unit.tier.facts
@@ -125,7 +126,7 @@ def heals(unit: RemoteUnit, keys: Keys) -> None:
 
 
 def write_all(unit: RemoteUnit, keys: Keys) -> None:
-    """Computed again, as an engine does, until the store has it."""
+    """Computes and stores the pages again, as an engine does, until the store has them."""
     unit.up()
 
     def written() -> bool:

@@ -1,4 +1,5 @@
-"""A process inside the namespace that has one store: `StoreChild` here asks, `main` there answers."""
+"""A process inside the namespace that has one store: `StoreChild` asks on the test's side, `main` answers in the
+child."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from tests.servers.namespace import Namespace
 
 ROOT = Path(__file__).resolve().parents[3]
 GUARD_BYTES = 64
-"""After each part that is read into."""
+"""Guard bytes after each part that is read into."""
 GUARD = 0xA5
 REPLY_S = 60.0
 
@@ -43,7 +44,7 @@ def read_parts(
 
 
 class Answers:
-    """What the child can be asked, by name."""
+    """The child's methods, called by name."""
 
     def __init__(self) -> None:
         self.store: Store | None = None
@@ -70,7 +71,7 @@ class Answers:
     def pages(
         self, count: int, page_bytes: int, deadline_s: float
     ) -> tuple[set[Outcome], set[Outcome], bool]:
-        """Puts and gets `count` random pages; outcomes, and whether the bytes came back."""
+        """Puts and gets `count` random pages. Returns the outcomes, and whether the bytes came back."""
         sent = np.random.default_rng(0).integers(0, 256, (count, page_bytes), dtype=np.uint8)
         came = np.zeros_like(sent)
         names = [f"page/{number}" for number in range(count)]
@@ -96,7 +97,7 @@ class Answers:
 
 
 def main() -> None:
-    # The library may print: answers get a file of their own.
+    # The library may print to stdout, so answers get a separate file.
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     answers = Answers()
@@ -115,10 +116,10 @@ def main() -> None:
 
 
 class StoreChild:
-    """The child as the test sees it.
+    """The child from the test's side.
 
     Attributes:
-        seconds: that the last call took.
+        seconds: duration of the last call.
     """
 
     def __init__(
@@ -140,7 +141,7 @@ class StoreChild:
         self._process.stdin.flush()
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """The result of the child's method; raises what that raised."""
+        """Returns the result of the child's method, or raises its error."""
         self.begin(method, *arguments)
         assert self._process.stdout is not None
         ready, _, _ = select.select([self._process.stdout], [], [], REPLY_S)
@@ -151,11 +152,11 @@ class StoreChild:
         return result
 
     def ask(self, method: str, *arguments: Any) -> Any:
-        """Of the store itself."""
+        """Calls a method of the store itself."""
         return self.call("ask", method, *arguments)
 
     def kill_now(self) -> None:
-        """While it answers, which is asserted."""
+        """Kills the child during a call; asserts that it has not answered yet."""
         assert self._process.poll() is None
         assert self._process.stdout is not None
         assert not select.select([self._process.stdout], [], [], 0)[0], "it has answered already"
@@ -163,7 +164,7 @@ class StoreChild:
         self._process.wait(REPLY_S)
 
     def kill(self) -> None:
-        """Idempotent."""
+        """Kills the child. Idempotent."""
         self._process.kill()
         self._process.wait(REPLY_S)
         for stream in (self._process.stdin, self._process.stdout):

@@ -1,4 +1,5 @@
-"""Units whose store is a Mooncake, in a process inside its network namespace: `Units` there, driven by `StoreChild`."""
+"""Units whose store is a Mooncake, in a process inside its network namespace: `Units` in the child, called by
+`StoreChild`."""
 
 from __future__ import annotations
 
@@ -13,11 +14,11 @@ from tests.unit.remote.helper_faults import begin_fetch, leased, load_in_time, r
 from tests.unit.remote.remote_unit import BLOCK_TOKENS, RemoteUnit, chain
 
 FAST = {"remote__get_s": 1.0, "remote__stuck_s": 8.0}
-"""A call of the library may take 4.3 s, and a dead master is asked for once more."""
+"""A call of the library may take 4.3 s, and a dead master is tried once more."""
 
 
 class Units(mooncake_child.Answers):
-    """What the child can be asked, besides; each unit has a name."""
+    """Further methods of the child; each unit has a name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,12 +26,12 @@ class Units(mooncake_child.Answers):
         self._units: dict[str, RemoteUnit] = {}
 
     def make(self, name: str, url: str) -> str:
-        """Why its tier is down, or nothing."""
+        """Makes a unit. Returns why its tier is down, or an empty string."""
         self._units[name] = RemoteUnit(url, **FAST)  # type: ignore[arg-type]
         return self._units[name].tier.down
 
     def store_pages(self, name: str, prompt: str, pages: int) -> int:
-        """Computed, and offered to the store once; how many it took of all."""
+        """Computes pages and offers them to the store once. Returns how many of them it has."""
         unit, keys = self._units[name], chain(prompt, pages)
         unit.lose_host()
         unit.store(keys)
@@ -38,13 +39,13 @@ class Units(mooncake_child.Answers):
         return int(unit.tier.known(0, keys).sum())
 
     def load_pages(self, name: str, prompt: str, pages: int) -> int:
-        """Pages whose bytes were compared, from the store."""
+        """Number of pages loaded from the store. Compares their bytes."""
         unit = self._units[name]
         unit.lose_host()
         return load_in_time(unit, chain(prompt, pages)) // BLOCK_TOKENS
 
     def set_out(self, name: str, kind: str, prompt: str, pages: int) -> bool:
-        """Returns while pages are on their way."""
+        """Returns while pages are under way."""
         unit, keys = self._units[name], chain(prompt, pages)
         unit.lose_host()
         if kind == "get":
@@ -69,7 +70,7 @@ class Units(mooncake_child.Answers):
         return dict(totals.gets), dict(totals.puts)
 
     def check(self, name: str) -> int:
-        """Slots that are leased although nothing moves."""
+        """Number of slots that are leased although nothing moves."""
         self._units[name].check_no_leaks()
         return leased(self._units[name])
 

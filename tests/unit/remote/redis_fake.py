@@ -1,4 +1,4 @@
-"""A server for what a real one never does on demand: it says exactly the bytes that a test gives it."""
+"""A server for behaviour that a real one never shows on demand: it sends exactly the bytes that a test gives it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Callable
 from types import TracebackType
 
 Script = Callable[[socket.socket, int], None]
-"""What is done with a connection, and the number of it; then it is closed."""
+"""Handles a connection, given its number; afterwards it is closed."""
 
 
 class FakeRedis:
-    """Use as a context manager. Connections are taken one after another.
+    """Use as a context manager. Connections are accepted one after another.
 
     Attributes:
-        connections: that came so far.
+        connections: number of connections so far.
     """
 
     def __init__(self, script: Script) -> None:
@@ -54,13 +54,13 @@ class FakeRedis:
                 try:
                     self._script(taken, self.connections)
                 except OSError:
-                    continue  # the client hung up on what it was told, as it should
+                    continue  # the client hung up because of these bytes, as it should
 
 
 def says(*pieces: bytes, then: Callable[[socket.socket], None] | None = None) -> Script:
-    """Waits for something to be asked, then sends the pieces, each by itself, and goes on with `then`.
+    """Waits for a request, then sends the pieces, each in its own call, and goes on with `then`.
 
-    Without it the connection stays until the client ends it.
+    Without `then` the connection stays until the client ends it.
     """
 
     def script(taken: socket.socket, number: int) -> None:

@@ -1,4 +1,4 @@
-"""Values for the tests of the Redis store, and memory that shows what was written beside them."""
+"""Values for the tests of the Redis store, and memory with guards that show writes beside them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def drawn(size: int, seed: int) -> Part:
 
 
 def split(whole: Part, sizes: Sequence[int]) -> list[Part]:
-    """The parts of these sizes, of one memory."""
+    """The parts of these sizes, in one block of memory."""
     ends = np.cumsum(sizes)
     assert ends[-1] == len(whole)
     return [whole[end - size : end] for size, end in zip(sizes, ends.tolist(), strict=True)]

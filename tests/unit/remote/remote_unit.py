@@ -1,4 +1,4 @@
-"""A unit with a remote tier whose engine is played by the test: every page's bytes are made from its key."""
+"""A unit with a remote tier, and the test in the engine's place: every page's bytes are made from its key."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TWO_GROUPS = (
 
 @dataclass(frozen=True)
 class Shape:
-    """Two ranks with stripes of several runs whose sizes are no multiples of sectors."""
+    """Two ranks with stripes of several runs whose sizes are not multiples of sectors."""
 
     groups: tuple[KvGroup, ...] = ONE_GROUP
     ranks: int = 2
@@ -64,10 +64,9 @@ def page_bytes(key: bytes, rank: int, size: int) -> NDArray[np.uint8]:
 
 
 class RemoteUnit:
-    """
-    Args:
-        url: of the store.
-        settings: besides; keys with dots.
+    """Args:
+    url: URL of the store.
+    settings: further settings; keys with dots.
     """
 
     def __init__(
@@ -120,7 +119,7 @@ class RemoteUnit:
         return self.unit.pool.slot(slot)[start : start + self.shape.stripe_bytes]
 
     def digests(self, group: int, slot: int, rank: int) -> NDArray[np.uint64] | None:
-        """Of a page's runs, where the ranks leave them in its slot; None where they make none."""
+        """Digests of a page's runs, where the ranks write them in its slot; None if they make none."""
         start = self.unit.places[rank][group].digests
         if start is None:
             return None
@@ -140,14 +139,14 @@ class RemoteUnit:
             time.sleep(0.001)
 
     def settle(self) -> None:
-        """Until nothing moves."""
+        """Polls until nothing moves."""
         self.poll_until(lambda: not self.unit.busy, "the tiers come to rest")
 
     def up(self, deadline_s: float = DEADLINE_S) -> None:
         self.poll_until(lambda: not self.tier.down, f"the tier heals: {self.tier.down}", deadline_s)
 
     def store(self, keys: Keys, group: int = 0, tokens: int | None = None) -> int:
-        """Stores pages in host memory, as every rank does; how many are new."""
+        """Stores pages in host memory, as every rank does. Returns how many are new."""
         plan = self.manager.begin_store("store", group, keys, np.arange(len(keys), dtype=np.int32), 0, tokens)
         if plan.graph is None:
             return 0
@@ -163,7 +162,7 @@ class RemoteUnit:
         return len(plan.stored)
 
     def match(self, keys: Sequence[Keys], request_id: str | None = None) -> tuple[str, MatchResult]:
-        """As vLLM asks: again and again while the request waits."""
+        """Looks up as vLLM does: again and again while the request waits."""
         if request_id is None:
             self._requests += 1
             request_id = f"request {self._requests}"
@@ -179,7 +178,8 @@ class RemoteUnit:
                 time.sleep(0.0005)
 
     def load(self, *keys: Keys) -> int:
-        """Looks a prompt up and loads what is promised, on every rank; the tokens, all of whose bytes were compared."""
+        """Looks up a prompt and loads the promised blocks, on every rank. Returns the tokens, after comparing all their
+        bytes."""
         request_id, result = self.match(keys)
         tokens = result.tokens
         if not tokens:
@@ -203,12 +203,12 @@ class RemoteUnit:
         return tokens
 
     def lose_host(self) -> None:
-        """Everything in host memory is gone, as in a new process."""
+        """Empties host memory, as in a new process."""
         index = self.manager.hub.index
         self.manager.hub.evict(0, index.up_slots(0))
 
     def check_no_leaks(self) -> None:
-        """Nothing is leased, no slot is lost."""
+        """Checks that nothing is leased and no slot is lost."""
         self.settle()
         self.manager.check_integrity()
         index = self.manager.hub.index

@@ -1,4 +1,4 @@
-"""When a store is left alone, how long, and what is remembered of keys meanwhile."""
+"""When a store is left alone, for how long, and what is remembered of its keys meanwhile."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def rest_of(breaker: Breaker, now_s: float) -> float:
 
 
 def fail(breaker: Breaker, now_s: float) -> float:
-    """A loss, and that the next question is due after; returns when."""
+    """Reports a loss, and checks when the next question is due. Returns that time."""
     breaker.lost("gone", now_s)
     assert not breaker.due(now_s)
     until_s = breaker._until_s
@@ -68,7 +68,7 @@ def test_reports_of_one_loss_make_one_rest() -> None:
 
 
 def test_store_that_answers_and_is_lost_again_rests_longer_each_time() -> None:
-    """A process that dies with the first call after each answer would be started once a second for ever."""
+    """Otherwise a process that dies with the first call after each answer would be restarted every second for ever."""
     breaker, now_s = closed(), 0.0
     losses = 0
     while now_s < 600.0:
@@ -94,17 +94,17 @@ def test_more_than_half_of_the_last_values_failing_is_a_loss() -> None:
     half = WATCHED // 2
     assert breaker.judge(0, half) == ""
     assert str(half + 1) in breaker.judge(0, 1)
-    # Those before a loss are forgotten.
+    # Values before a loss no longer count.
     breaker.lost("values", 0.0)
     assert breaker.judge(0, half) == ""
-    # Good ones push bad ones out.
+    # Good values push bad ones out.
     assert breaker.judge(WATCHED, 0) == ""
     assert breaker.judge(0, half) == ""
 
 
 @pytest.mark.parametrize("pages", [WATCHED + 1, 101, 1011])
 def test_of_many_values_at_once_the_share_counts(pages: int) -> None:
-    """Not those that happened to be counted last."""
+    """Rather than the values that happened to be counted last."""
     half = pages // 2
     assert closed().judge(pages - half // 2, half // 2) == ""
     assert closed().judge(pages - half - 1, half + 1)
@@ -137,7 +137,7 @@ def test_keys_added_first_go_first() -> None:
     clock, keys = Clock(), chain("a", 5)
     memory = KeyMemory(2.0, 3, clock)
     memory.add(0, keys[:3])
-    memory.add(0, keys[:1])  # again: now the last
+    memory.add(0, keys[:1])  # added again: now the last
     memory.add(0, keys[3:])
     assert len(memory) == 3
     assert memory.has(0, keys).tolist() == [True, False, False, True, True]

@@ -1,4 +1,4 @@
-"""Helpers that die, hang and stop at any moment: no wrong byte, no slot lost or free too early, and the tier heals."""
+"""Helpers that die, hang and stop at any moment: no wrong byte, no slot lost or freed too early, and the tier heals."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def build(redis: RedisServer, plan: Plan) -> Iterator[Build]:
 
 @pytest.fixture
 def stored(build: Build) -> Build:
-    """The store has KEYS."""
+    """A store that has KEYS."""
     write_all(build(), KEYS)
     return build
 
@@ -129,7 +129,7 @@ def test_helper_killed_while_nothing_moves(stored: Build) -> None:
 
 
 def watch_slots(unit: RemoteUnit, pages: int) -> bool:
-    """Whether the slots of a get stay leased until its stopped process is reaped; returns when they are free."""
+    """Whether the slots of a get stay leased until its stopped process is reaped. Returns once they are free."""
     pid = unit.helper_pid
     wait_for(lambda: state_of(pid) == "T", "the helper stops")
     kept = leased(unit) == pages
@@ -155,7 +155,7 @@ def test_slots_are_leased_until_the_stopped_process_is_reaped(stored: Build, pla
 
 
 def test_control_ops_that_end_at_the_kill(stored: Build, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A broken link does not wait for the kernel: slots are free while the process can write to them still."""
+    """A broken link does not wait for the kernel: slots are free while the process can still write to them."""
     unit, lost = stored(), HelperLink.lost
 
     def ends(self: HelperLink, reason: str) -> None:
@@ -175,7 +175,7 @@ def test_control_ops_that_end_at_the_kill(stored: Build, plan: Plan, monkeypatch
 def test_late_writes_of_a_process_that_is_hard_to_kill_reach_nobody(
     stored: Build, plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same with the link as it is: the kernel takes long to carry out the kill."""
+    """The same with the real link: the kernel takes long to carry out the kill."""
     unit = stored()
     with monkeypatch.context() as patch:
         patch.setattr(HelperProcess, "kill", lambda self: None)
@@ -192,7 +192,7 @@ def test_late_writes_of_a_process_that_is_hard_to_kill_reach_nobody(
         ends_s = time.monotonic() + 0.5
         while time.monotonic() < ends_s:
             assert unit.load(others) == len(others) * BLOCK_TOKENS
-            unit.load(KEYS)  # what it had verified, or nothing
+            unit.load(KEYS)  # either the pages that it had verified, or nothing
     os.kill(pid, signal.SIGKILL)
     heals(unit, KEYS)
 
@@ -208,7 +208,7 @@ def test_helper_that_dies_at_each_start_is_started_ever_less_often(
     while time.monotonic() - begun_s < 4.0:
         assert load_in_time(unit, KEYS) == 0 or not unit.tier.down
         time.sleep(0.01)
-    # Rests of 0.05, 0.1, 0.2, 0.4 s, then 0.8 s, each a quarter shorter at most.
+    # Rests of 0.05, 0.1, 0.2, 0.4 s, then 0.8 s, each at most a quarter shorter.
     assert 2 <= unit.plane.totals.restarts <= 4 + (time.monotonic() - begun_s) / 0.6 + 1
     plan.clear()
     heals(unit, KEYS)
@@ -224,7 +224,7 @@ def test_helper_that_dies_at_the_first_start_is_an_error(redis: RedisServer, pla
 
 @pytest.mark.parametrize("deed", ["kill", "hang"])
 def test_unit_starts_though_the_store_makes_its_client_fail(stored: Build, plan: Plan, deed: str) -> None:
-    """As a library does whose server hangs, or that crashes on what it says: the settings are right."""
+    """Such as a library whose server hangs, or that crashes on the server's answer: the settings are right."""
     plan.set("alive", deed)
     unit = stored()
     assert unit.tier.down
@@ -254,7 +254,7 @@ def test_helper_ends_with_its_unit(stored: Build, plan: Plan, redis: RedisServer
         for stream in (child.stdin, child.stdout):
             assert stream is not None
             stream.close()
-    # Whoever it belongs to now may leave it unreaped.
+    # The helper's new parent may leave it unreaped.
     wait_for(lambda: state_of(helper) in ("", "Z"), "the helper ends")
 
 

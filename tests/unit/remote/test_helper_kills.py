@@ -1,4 +1,5 @@
-"""Helpers killed again and again, at random moments of gets, checks and puts, beside a unit that reads the same."""
+"""Helpers killed again and again, at random moments of gets, checks and puts, beside a unit that reads the same
+pages."""
 
 from __future__ import annotations
 
@@ -35,16 +36,15 @@ KILLS = 100
 PAGES = 48
 PROMPTS = 4
 VICTIMS = 3
-"""While one's process starts again, another's is killed."""
+"""While one victim's process restarts, another's is killed."""
 LATEST_S = 0.006
-"""After an op began: of 48 pages most are under way still."""
+"""Latest kill after an op began: most of its 48 pages are still under way then."""
 
 
 class Killing:
-    """
-    Attributes:
-        hits: kills by what was under way.
-        compared: pages that were delivered, each byte of them compared.
+    """Attributes:
+    hits: number of kills, by the kind of op under way.
+    compared: pages that were delivered; each of their bytes was compared.
     """
 
     def __init__(self, url: str, folder: Path, patch: pytest.MonkeyPatch, seed: int) -> None:
@@ -67,7 +67,7 @@ class Killing:
 
     def _is_up(self, victim: RemoteUnit) -> bool:
         for other in self.victims:
-            other.unit.poll()  # they start again meanwhile
+            other.unit.poll()  # the others restart meanwhile
         return not victim.tier.down
 
     def load(self, unit: RemoteUnit, keys: Keys) -> None:
@@ -98,14 +98,14 @@ class Killing:
         under_way = {moving.op.kind for moving in victim.plane._moving.values()}
         wanted = OpKind.DISK_WRITE if deed == "put" else OpKind.DISK_READ
         self.hits[deed if wanted in under_way else "too late"] += 1
-        # Meanwhile: what others and it itself deliver.
+        # Pages that others, and the victim itself, deliver meanwhile.
         self.reader.lose_host()
         self.load(self.reader, self._random.choice(self.prompts + self._put[-2:]))
         victim.poll_until(lambda: not victim.unit.busy, "what was under way ends")
         self.load(victim, prompt)
 
     def check(self) -> None:
-        """All heal, and every page that a killed put left in the store is a right one."""
+        """All heal, and every page that a killed put left in the store is right."""
         for victim in self.victims:
             heals(victim, self.prompts[0])
         for keys in self._put:
@@ -142,7 +142,7 @@ def test_killed_helpers_deliver_no_wrong_byte_and_lose_no_slot(killing: Killing,
 def test_control_a_plane_whose_killed_ops_are_good(
     killing: Killing, monkeypatch: pytest.MonkeyPatch, soak_round: int
 ) -> None:
-    """Of pages that were never read somebody is given the bytes that their slots had before."""
+    """For pages that were never read, a reader gets the former bytes of their slots."""
 
     def published(self: RemotePlane, moving: Moving, reason: str) -> None:
         del self._moving[moving.op.op_id]
@@ -157,7 +157,7 @@ def test_control_a_plane_whose_killed_ops_are_good(
 def test_control_a_plane_that_loses_an_op(
     killing: Killing, monkeypatch: pytest.MonkeyPatch, soak_round: int
 ) -> None:
-    """Its slots are never free again, which the end of a test sees."""
+    """Its slots are never free again, which the end of a test notices."""
     reaped = RemotePlane.reaped
 
     def loses(self: RemotePlane, how: str) -> None:

@@ -1,4 +1,4 @@
-"""Mooncake's servers and clients die, hang and come back: calls end, say what they know, and later work again."""
+"""Mooncake's servers and clients die, hang and come back: calls end, report what they know, and work again later."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.unit.remote.mooncake_child import StoreChild, store_child
 DEADLINE_S = 5.0
 HEALED_S = 30.0
 HANG_S = 15.0
-"""No call of these tests comes near: the slowest takes 4.3 s on an idle machine."""
+"""No call of these tests comes near it: the slowest takes 4.3 s on an idle machine."""
 VALUE = [bytes(range(200)), b"trailer"]
 SIZES = [200, 7]
 
@@ -49,7 +49,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def assert_nothing_is_known(child: StoreChild, seconds: float) -> None:
-    """Each call ends within `seconds`, and says that it does not know."""
+    """Each call ends within `seconds`, and reports an unknown result."""
     assert child.ask("exists", ["kept"], DEADLINE_S) == [Presence.UNKNOWN]
     assert child.seconds < seconds
     assert child.call("get", ["kept"], [SIZES], DEADLINE_S)[0] == [Outcome.FAILED]
@@ -90,7 +90,7 @@ def test_killed_master_costs_no_waiting_and_its_successor_is_used(
 ) -> None:
     master, _ = servers
     master.kill()
-    # A call of the library would take 4.3 s or more, on any machine.
+    # A call of the library would take at least 4.3 s, on any machine.
     assert_nothing_is_known(child, 4.0)
     master.start()
     until(lambda: child.ask("exists", ["kept"], DEADLINE_S) == [Presence.NO])
@@ -103,7 +103,7 @@ def test_stopped_master_holds_a_call_for_a_second(child: StoreChild, servers: tu
     assert_nothing_is_known(child, HANG_S)
     master.resume()
     until(lambda: works(child))
-    # What nobody waited for was waiting in the master: the removal that was given up is carried out.
+    # The master had queued a removal that nobody waited for: it is now carried out.
     assert child.ask("exists", ["kept"], DEADLINE_S) == [Presence.NO]
 
 
@@ -121,7 +121,7 @@ def test_store_opens_before_its_stopped_master_goes_on(
 def test_values_of_a_killed_owner_exist_and_cannot_be_read(
     child: StoreChild, servers: tuple[Master, Owner]
 ) -> None:
-    """The store lies: it says that the name exists and that it was put again, until the owner's time to live ends."""
+    """The store lies until the owner's time to live ends: it claims that the name exists and that it was put again."""
     _, owner = servers
     owner.kill()
     assert child.ask("exists", ["kept"], DEADLINE_S) == [Presence.YES]
@@ -161,7 +161,7 @@ def test_client_killed_in_a_get_leaves_nothing_behind(
     shared = set(os.listdir("/dev/shm"))
     with store_child(namespace, tmp_path, servers[0].url) as killed:
         assert killed.ask("alive", DEADLINE_S) == ""
-        # Names again and again: the call outlasts the kill.
+        # Repeats the names: the call outlasts the kill.
         killed.begin("get", names * 30, [[1 << 20]] * 960, HEALED_S)
         time.sleep(0.5)
         killed.kill_now()
@@ -176,15 +176,15 @@ def test_client_killed_in_a_get_leaves_nothing_behind(
 def test_control_store_without_its_owner_does_not_work(
     child: StoreChild, servers: tuple[Master, Owner]
 ) -> None:
-    """`works` fails where it should."""
+    """`works` fails when it should."""
     servers[1].pause()
     assert not works(child)
     servers[1].resume()
 
 
 def test_value_whose_writer_was_killed_is_never_given(namespace: Namespace, tmp_path: Path) -> None:
-    """The owner stands still, so that the writer dies inside its put. Another put of the name is a success, says the
-    library, and changes nothing until the master has given the first one up."""
+    """The owner is stopped, so that the writer dies inside its put. The library reports success for another put of the
+    name, which has no effect until the master has given up the first one."""
     value, size = [bytes(8 << 20)], [8 << 20]
     master = Master(namespace, tmp_path / "master.log")
     owner = Owner(namespace, master, tmp_path / "owner.log", 64)

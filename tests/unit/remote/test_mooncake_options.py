@@ -1,4 +1,4 @@
-"""What Mooncake's store refuses at its opening, and what it says then."""
+"""Options that Mooncake's store refuses when it is opened, and the words of the refusal."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Units over a real Mooncake whose servers die, stop and lie: equal bytes or a miss, no slot lost, and the tier heals.
 
-All of it runs in a network namespace; where none can be made, the tests are skipped and say so.
+All of it runs in a network namespace; without one, the tests are skipped and say so.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def servers(namespace: Namespace, tmp_path: Path) -> Iterator[tuple[Master, Owne
 
 @pytest.fixture
 def child(namespace: Namespace, tmp_path: Path) -> Iterator[StoreChild]:
-    """Without units at first."""
+    """A child, without units at first."""
     program = ("-m", "tests.unit.remote.mooncake_units")
     with store_child(namespace, tmp_path, program=program, environment={}) as made:
         yield made
@@ -59,7 +59,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def served(child: StoreChild, name: str, prompt: str = "prompt") -> bool:
-    """All pages, after they were computed and stored where the store lacks them."""
+    """Whether all pages are loaded; otherwise computes and stores those that the store lacks."""
     if child.call("load_pages", name, prompt, PAGES) == PAGES:
         return True
     child.call("store_pages", name, prompt, PAGES)
@@ -111,7 +111,7 @@ def test_master_that_is_lost_and_found(unit: StoreChild, servers: tuple[Master, 
     assert unit.call("load_pages", "one", "prompt", PAGES) == 0
     assert unit.call("store_pages", "one", "new", 4) == 0
     if how == "killed":
-        # Another owner: what the former one knew the new master has never heard of.
+        # A new owner too: the new master does not know the former owner's values.
         owner.kill()
         master.start()
         owner.start()
@@ -122,7 +122,8 @@ def test_master_that_is_lost_and_found(unit: StoreChild, servers: tuple[Master, 
 
 @pytest.mark.parametrize("kind", ["get", "put"])
 def test_owner_killed_in_an_op(unit: StoreChild, servers: tuple[Master, Owner], kind: str) -> None:
-    """What it had exists still, says the master (-800, or -703 of what was being put): a miss, and no wrong byte."""
+    """The master still reports the owner's values as present (-800, or -703 for those being put): a miss, and no wrong
+    byte."""
     _, owner = servers
     if kind == "get":
         assert unit.call("store_pages", "one", "long", MANY) == MANY
@@ -158,7 +159,7 @@ def test_full_store_takes_no_more_and_serves_what_it_has(
     with mooncake(namespace, tmp_path, mib=16) as (master, _):
         for name in ("one", "two"):
             assert child.call("make", name, master.url) == ""
-        # What another unit asks for is leased, and nothing that is leased is evicted: the store fills up.
+        # Values that another unit reads are leased, and leased values are not evicted: the store fills up.
         taken = read = 0
         for number in range(16):
             taken += child.call("store_pages", "one", f"prompt {number}", MANY)
@@ -173,7 +174,7 @@ def test_full_store_takes_no_more_and_serves_what_it_has(
 def test_control_a_store_without_its_owner_does_not_serve(
     unit: StoreChild, servers: tuple[Master, Owner]
 ) -> None:
-    """`served` fails where it should."""
+    """`served` fails when it should."""
     assert served(unit, "one")
     servers[1].pause()
     assert not served(unit, "one")
@@ -181,11 +182,11 @@ def test_control_a_store_without_its_owner_does_not_serve(
 
 
 def test_store_that_evicts_stays_in_use(child: StoreChild, namespace: Namespace, tmp_path: Path) -> None:
-    """What was written a moment ago may be gone already: a miss, and no sign of a store that is lost."""
+    """A value written a moment ago may be gone already: a miss, and no sign of a lost store."""
     with mooncake(namespace, tmp_path, mib=16) as (master, _):
         assert child.call("make", "one", master.url) == ""
         for number in range(16):
-            # Some may find no room until something is evicted.
+            # Some values may find no room until others are evicted.
             child.call("store_pages", "one", f"prompt {number}", MANY)
             child.call("load_pages", "one", f"prompt {number}", MANY)
             assert child.call("down", "one") == ""

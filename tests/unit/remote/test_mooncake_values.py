@@ -1,4 +1,4 @@
-"""Mooncake's real master and owner: what is put comes back, whole and nowhere else."""
+"""Mooncake's real master and owner: a value comes back whole, and is written nowhere else."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.unit.remote.mooncake_child import GUARD, StoreChild, store_child
 DEADLINE_S = 20.0
 ODD = [1_000_003, 77, 1, 4096]
 OTHERS = [[100, 1], [100, 2], [300], [101, 200], [1]]
-"""Sizes for a value of 102 + 98 bytes that are not its own."""
+"""Sizes that a value of 102 + 98 bytes does not have."""
 
 
 @pytest.fixture(scope="module")
@@ -137,6 +137,6 @@ def test_full_store_says_so(namespace: Namespace, tmp_path: Path) -> None:
         assert "no room" in child.call("last_error")
         present = child.ask("exists", names, DEADLINE_S)
         assert Presence.YES in present
-        # Of those that were put a full store may have evicted some since.
+        # A full store may have evicted some of the accepted values since.
         refused = [there for there, outcome in zip(present, outcomes, strict=True) if outcome is Outcome.FULL]
         assert set(refused) == {Presence.NO}

@@ -1,4 +1,4 @@
-"""What servers do wrong costs what they were asked for, and neither time beyond the deadline nor others' answers."""
+"""A server's fault costs the values asked of it, but neither time beyond the deadline nor others' answers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_one_servers_failure_costs_its_own_names(servers: list[RedisServer], how
     servers[1].stop() if how == "killed" else servers[1].freeze()
     mine = [place == 1 for place in places(servers)]
     assert any(mine)
-    for _ in range(2):  # on the connection that it has, and on a new one
+    for _ in range(2):  # on the existing connection, and on a new one
         begun_s = time.monotonic()
         seen = store.exists(NAMES, SHORT_S)
         memory = [Guarded([1000]) for _ in NAMES]
@@ -85,7 +85,7 @@ def test_one_servers_failure_costs_its_own_names(servers: list[RedisServer], how
 def test_a_server_that_does_not_answer_is_left_alone_and_used_when_it_is_back(
     servers: list[RedisServer],
 ) -> None:
-    """Of three one is frozen: only the first call waits for it."""
+    """One of three is frozen: only the first call waits for it."""
     store = open_store(StoreOptions(tuple(server.url for server in servers)))
     fill(store)
     servers[1].freeze()
@@ -108,7 +108,7 @@ def test_a_server_that_does_not_answer_is_left_alone_and_used_when_it_is_back(
 
 
 def test_names_of_a_server_that_is_left_alone_are_known_to_be_away(servers: list[RedisServer]) -> None:
-    """After the first call, which fails them."""
+    """After the first call, whose names on this server fail."""
     store = open_store(StoreOptions(tuple(server.url for server in servers)))
     fill(store)
     servers[1].stop()
@@ -124,7 +124,7 @@ def test_names_of_a_server_that_is_left_alone_are_known_to_be_away(servers: list
 
 
 def test_all_servers_are_asked_again_where_none_is_used(servers: list[RedisServer]) -> None:
-    """No matter how long each is to be left alone: whoever asks has waited already."""
+    """However long each is to be left alone: the caller has waited already."""
     store = open_store(StoreOptions(tuple(server.url for server in servers)))
     fill(store)
     for server in servers:
@@ -150,7 +150,7 @@ def test_a_server_that_wakes_up_is_used_again(own_redis: RedisServer) -> None:
 
 
 def test_a_server_that_began_anew_is_empty(own_redis: RedisServer) -> None:
-    """The call that follows does not fail: the connection that went with the old server is seen to be closed."""
+    """The next call does not fail: the store notices that the old server's connection is closed."""
     store = open_store(StoreOptions((own_redis.url,)))
     fill(store)
     own_redis.stop()
@@ -217,7 +217,7 @@ def test_control_the_same_server_with_a_right_answer(tmp_path: Path) -> None:
 
 
 def test_what_nobody_asked_for_ends_the_connection() -> None:
-    """It would be taken for the answer to the next question."""
+    """Otherwise it would be taken for the answer to the next question."""
     with FakeRedis(says(b":0\r\n:1\r\n")) as server:
         store = open_store(StoreOptions((server.url,)))
         assert store.exists(["a"], DEADLINE_S) == [Presence.NO]
@@ -227,7 +227,7 @@ def test_what_nobody_asked_for_ends_the_connection() -> None:
 
 
 def test_a_value_too_long_to_be_skipped_costs_the_connection_alone() -> None:
-    """Of which the server sends nothing: who waits for it waits until the deadline."""
+    """The server sends none of its bytes: reading the value would wait until the deadline."""
 
     def script(taken: socket.socket, number: int) -> None:
         says(b"$999999999\r\n" if number == 1 else VALUE)(taken, number)
@@ -256,7 +256,7 @@ def test_connection_cut_inside_a_value(sent: int, reset: bool) -> None:
         store = open_store(StoreOptions((server.url,)))
         first, second = Guarded([100]), Guarded([99, 1])
         got = store.get(["a", "b"], [first.parts, second.parts], DEADLINE_S)
-        # A reset may throw away what has arrived.
+        # A reset may discard data that has arrived.
         assert got[1] is Outcome.FAILED
         assert got[0] is (Outcome.OK if sent > len(VALUE) and not reset else got[0])
         if sent < len(VALUE):
@@ -270,7 +270,7 @@ def test_connection_cut_inside_a_value(sent: int, reset: bool) -> None:
 
 
 def test_deadline_inside_a_value_ends_the_connection() -> None:
-    """What comes late is not taken for the answer to the next question."""
+    """Late data is not taken for the answer to the next question."""
     with FakeRedis(says(VALUE[:50])) as server:
         store = open_store(StoreOptions((server.url,)))
         memory = Guarded([100])
@@ -298,7 +298,7 @@ def test_a_server_that_drips_does_not_outlast_the_deadline() -> None:
 
 
 def test_a_connection_closed_in_between_is_made_again_once() -> None:
-    """The server hangs up on the second question of its first connection, before it says anything."""
+    """The server hangs up on the second question of its first connection, before it answers."""
 
     def script(taken: socket.socket, number: int) -> None:
         taken.recv(1 << 16)

@@ -1,4 +1,4 @@
-"""Who may use a Redis server, who it must be, and that no password is told to anybody."""
+"""Which users may use a Redis server, the server's own identity, and that no password is shown."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RULES = ["on", f">{PASSWORD}", "~flexkv/*", "+ping", "+exists", "+get", "+set", 
 
 @pytest.fixture(scope="module")
 def guarded_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    """Lets in `flexkv`, and the default user by another password."""
+    """A server that admits `flexkv`, and the default user by another password."""
     folder = tmp_path_factory.mktemp("guarded")
     with redis_server(folder, ["--user", "flexkv", *RULES, "--requirepass", "other-1"]) as server:
         yield server
@@ -90,7 +90,7 @@ def openssl(folder: Path, *words: str) -> None:
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """ca.pem signs `good`, for 127.0.0.1, and `elsewhere`, for another host; other.pem signs nothing of them."""
+    """ca.pem signs `good`, for 127.0.0.1, and `elsewhere`, for another host; other.pem signs neither of them."""
     if shutil.which("openssl") is None:
         pytest.skip("no openssl program to make certificates with")
     folder = tmp_path_factory.mktemp("certificates")

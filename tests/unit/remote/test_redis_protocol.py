@@ -1,4 +1,4 @@
-"""Replies are understood however they are cut into pieces, and names are spread the same way everywhere."""
+"""Replies are understood however they are cut into pieces, and names are distributed the same way everywhere."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ REPLIES = st.lists(st.none() | st.just("-ERR no") | st.tuples(VALUES, st.boolean
 
 
 class Cutter:
-    """A server that answers the n-th connection by the pieces of its turn."""
+    """A server that answers each connection with the pieces set for it."""
 
     def __init__(self) -> None:
         self.pieces: list[bytes] = []
@@ -98,6 +98,6 @@ def test_a_server_less_moves_its_names_only() -> None:
 
 
 def test_places_are_those_of_every_version() -> None:
-    """A change here loses what stores hold."""
+    """A change here loses the values that stores hold."""
     servers = [f"10.0.0.{number}:6379/0" for number in range(5)]
     assert spread(NAMES[:12], seeds_of(servers)).tolist() == PLACES

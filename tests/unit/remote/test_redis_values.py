@@ -1,4 +1,4 @@
-"""Values come back from a real Redis as they were put, and nothing else is written to."""
+"""Values come back from a real Redis unchanged, and no other memory is written to."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_batches_of_64_large_values_come_back(redis_store: Store) -> None:
 
 @pytest.mark.parametrize("stored", [0, 1, 99, 101, 100_000, SKIP_BYTES, SKIP_BYTES + 1])
 def test_value_of_another_size_is_never_written_beyond_the_parts(redis_store: Store, stored: int) -> None:
-    """And those after it in the same call are read."""
+    """And the values after it in the same call are read."""
     right = drawn(100, 3)
     assert redis_store.put(["other", "right"], [[drawn(stored, 4)], [right]], DEADLINE_S) == [Outcome.OK] * 2
     other, after = Guarded([60, 40]), Guarded([100])
@@ -57,7 +57,7 @@ def test_value_of_another_size_is_never_written_beyond_the_parts(redis_store: St
 def test_a_key_of_another_type_is_not_our_value_and_can_be_removed(
     redis: RedisServer, redis_store: Store, kind: tuple[str, ...]
 ) -> None:
-    """The control: a server's refusal of another kind is a failure."""
+    """The control: a refusal of another kind is a failure."""
     right = drawn(100, 3)
     redis_store.put(["right"], [[right]], DEADLINE_S)
     redis.ask(*kind)
@@ -90,7 +90,7 @@ def test_absent_names_are_told_from_present_ones(redis_store: Store) -> None:
 
 
 def test_sizes_are_those_of_the_values(redis_store: Store) -> None:
-    """Also one that would be a code, and one of many bytes between others."""
+    """Including a size that equals a code, and a large one among others."""
     sizes = [0, 1, 4, 3_000_001, 7]
     names = [f"of {size}" for size in sizes]
     redis_store.put(names, [[drawn(size, size)] for size in sizes], DEADLINE_S)

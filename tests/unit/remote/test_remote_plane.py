@@ -120,7 +120,7 @@ def test_control_get_that_just_began_is_not_silent(played: PlayedPlane) -> None:
 
 
 def test_process_that_answers_no_question_is_killed(played: PlayedPlane) -> None:
-    """Each request goes on after its moment; the process is not left to cost every one of them."""
+    """Each request goes on after its time limit; the process must not delay every one of them."""
     played.ask(1)
     played.after(0.1)
     assert [(op_id, len(found)) for op_id, found in played.plane.answers()] == [(1, 0)]
@@ -177,7 +177,7 @@ def test_messages_of_an_ended_process_are_ignored(played: PlayedPlane) -> None:
 
 
 def test_every_page_of_a_lost_process_is_counted_once(played: PlayedPlane) -> None:
-    """Of several messages one has ended, one has ended early, and one has not."""
+    """One of several messages has ended, one has ended early, and one has not ended."""
     first, second, _ = played.get(1, 3 * MOST_PAGES)
     played.put(2, 5)
     played.done(first, ok=MOST_PAGES)

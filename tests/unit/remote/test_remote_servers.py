@@ -88,7 +88,7 @@ def test_server_that_is_lost_and_found(build: Build, server: RedisServer, how: s
         server.start()
         unit.up()
         assert load_in_time(unit, KEYS) == 0, "it is empty"
-        # What the unit knew of it is asked for again, and what it lacks is computed and written.
+        # The unit asks again for what it knew, and missing pages are computed and written.
         write_all(other, KEYS)
         unit.poll_until(lambda: load_in_time(unit, KEYS) == PAGES * BLOCK_TOKENS, "absence is forgotten")
         unit.check_no_leaks()
@@ -99,7 +99,7 @@ def test_server_that_is_lost_and_found(build: Build, server: RedisServer, how: s
 
 
 def test_one_frozen_server_of_three_costs_its_own_pages(build: Build, tmp_path: Path) -> None:
-    """Prompts of one page each: those of the other servers are served, and the tier stays."""
+    """Prompts of one page each: those on the other servers are served, and the tier stays up."""
     with redis_server(tmp_path) as one, redis_server(tmp_path) as two, redis_server(tmp_path) as three:
         urls = ",".join(server.url for server in (one, two, three))
         prompts = [chain(f"prompt {number}", 1) for number in range(24)]
@@ -153,14 +153,14 @@ def test_full_server_keeps_what_it_has(build: Build, tmp_path: Path) -> None:
 
 
 class Proxy:
-    """Between a unit and its server, a stand-in for a network: hangs up after so many bytes of answers."""
+    """Stands for a network between a unit and its server: hangs up after so many bytes of answers."""
 
     def __init__(self, port: int) -> None:
         self._to = port
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"redis://127.0.0.1:{self._listener.getsockname()[1]}"
         self.left: int | None = None
-        """Bytes of answers until the connection that brings them ends; None for no end."""
+        """Bytes of answers until their connection is cut; None for no cut."""
         self.cuts = 0
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -280,7 +280,7 @@ def test_control_without_a_reset_they_are_put_and_served(build: Build, plan: Pla
 
 
 def refused(error: type[FlexKVError], says: str, url: str, **settings: object) -> None:
-    """A unit that is not built, and leaves nothing behind."""
+    """Checks that a unit is not built, and leaves nothing behind."""
     before = children(), set(os.listdir("/proc/self/fd")), set(os.listdir("/dev/shm"))
     with pytest.raises(error, match=says):
         RemoteUnit(url, **settings)  # type: ignore[arg-type]

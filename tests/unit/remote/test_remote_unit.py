@@ -1,4 +1,4 @@
-"""Units with a store that machines share: what one has written the next one reads, and nothing wrong is ever loaded."""
+"""Units with a store that machines share: a unit reads what another has written, and nothing wrong is ever loaded."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_at_the_end_what_waits_is_written_and_nothing_else(
 
 
 def test_what_the_store_lacks_is_written_from_between_what_it_has(build: Build) -> None:
-    """More than one question, and batches of pages that do not follow one another."""
+    """Takes more than one question, and batches of pages that are not adjacent."""
     keys = chain("prompt", 700)
     there = np.arange(700) % 3 == 1
     first = build(host_bytes=16 << 20)
@@ -186,7 +186,7 @@ def test_a_budget_slows_what_is_written_and_loses_nothing(build: Build) -> None:
     begun_s = time.monotonic()
     written(unit, keys)
     assert unit.plane.totals.puts["ok"] == 64
-    # A second's worth may go at once, and the last batch ahead of its time.
+    # One second's worth may be sent at once, and the last batch ahead of its time.
     batch = unit.plane.totals.bytes_put // 8
     assert time.monotonic() - begun_s > (unit.plane.totals.bytes_put - batch) / rate - 1
 
@@ -218,7 +218,7 @@ def test_what_is_forgotten_leaves_the_store_though_this_unit_did_not_know_of_it(
 
 
 def test_a_store_that_is_slow_leaves_host_memory_to_the_engine(build: Build) -> None:
-    """However little is written, what comes next finds room."""
+    """However slow the writes are, the next store finds room."""
     unit = build(remote__put_bytes_per_s=1)
     slots = unit.manager.hub.index.up_slots(0)
     for number in range(4 * slots):
@@ -232,7 +232,7 @@ def test_a_store_that_is_slow_leaves_host_memory_to_the_engine(build: Build) -> 
 
 
 class Spoiler:
-    """Damages values in the store, as a store that loses bytes or somebody who writes to it may."""
+    """Damages values in the store, like a store that loses bytes or somebody who writes to it."""
 
     def __init__(self, store: Store, unit: RemoteUnit) -> None:
         self._store = store
@@ -302,7 +302,7 @@ def test_a_flipped_bit_is_a_miss_and_the_value_is_removed(
     assert second.load(keys) == 8
     assert second.plane.totals.gets["ok"] == 4
     assert redis_store.exists([spoiler.name(keys[2])], 5.0)[0].name == "NO"
-    # What is computed again is written again, and then served.
+    # The recomputed page is written again, and then served.
     written(second, keys)
     assert build().load(keys) == 20
 
@@ -326,7 +326,7 @@ def test_short_long_and_exchanged_values_are_misses(build: Build, redis_store: S
 def test_many_foreign_values_are_misses_and_leave_the_store_in_use(
     build: Build, redis: RedisServer, redis_store: Store, kind: str
 ) -> None:
-    """More of them than the breaker watches: the tier heals by what is computed and written again."""
+    """More of them than the breaker watches: the tier heals as pages are recomputed and written again."""
     keys = chain("prompt", WATCHED + 10)
     first = build()
     written(first, keys)
@@ -351,7 +351,7 @@ def test_many_foreign_values_are_misses_and_leave_the_store_in_use(
 def test_control_without_a_check_another_pages_bytes_are_loaded(
     build: Build, redis: RedisServer, redis_store: Store
 ) -> None:
-    """That the comparison of bytes would see it: here the owner of both pages agrees on the wrong key."""
+    """Shows that the comparison of bytes notices it: here the owner of both pages accepts the wrong key."""
     keys = chain("prompt", 2)
     first = build()
     written(first, keys)

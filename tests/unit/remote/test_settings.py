@@ -1,4 +1,4 @@
-"""Settings of the remote tier that cannot be had are refused at the start, with what to do."""
+"""Settings of the remote tier that cannot be fulfilled are refused at the start, with the remedy."""
 
 from __future__ import annotations
 

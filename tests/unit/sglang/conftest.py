@@ -1,4 +1,4 @@
-"""A rank's cache over a pool of torch tensors on the CPU, as SGLang keeps its pools; no SGLang needed."""
+"""A rank's cache over a pool of torch tensors on the CPU, in SGLang's order; SGLang is not needed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class World:
 
     def __init__(self, mover: Any = None, fails_requests: bool = True, **settings: Any) -> None:
         shape = (LAYERS, PAGES * PAGE_TOKENS, HEADS, HEAD_SIZE)
-        # K and V are halves of one allocation, as SGLang makes them.
+        # K and V are halves of one allocation, as in SGLang.
         self.pool = torch.randn((2, *shape), generator=torch.Generator().manual_seed(1))
         k, v = list(self.pool[0]), list(self.pool[1])
         handler = SglangHandler(PAGE_TOKENS, k_buffers=k, v_buffers=v)
@@ -45,12 +45,12 @@ class World:
         self.offloads = Offloads(self.cache)
 
     def page(self, number: int) -> torch.Tensor:
-        """The bytes of a page in all layers, a copy."""
+        """A copy of a page's bytes in all layers."""
         first = number * PAGE_TOKENS
         return self.pool[:, :, first : first + PAGE_TOKENS].clone()
 
     def store(self, hashes: list[str], pages: list[int]) -> bool:
-        """Offloads pages and waits for it."""
+        """Offloads pages and waits for the end."""
         self.offloads.add(self.cache.keys(hashes), blocks(pages), None)
         assert self.cache.quiesce(30)
         assert self.offloads.completed() == 1

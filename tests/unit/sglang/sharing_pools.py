@@ -59,7 +59,7 @@ def trtllm() -> EnginePool:
 def vllm(order: str, interior: Interior | None = None) -> EnginePool:
     sizes = {"L": LAYERS, "B": BLOCKS, "H": HEADS, "N": TOKENS, "C": 2 * SIZE}
     whole = torch.zeros([sizes[axis] for axis in order])
-    # [layers, blocks, heads, tokens, K and V], wherever they lie.
+    # [layers, blocks, heads, tokens, K and V], whatever the order in memory.
     logical = whole.permute([order.index(axis) for axis in "LBHNC"])
     names = [f"layer.{layer}" for layer in range(LAYERS)]
     item = whole.element_size()
@@ -127,13 +127,13 @@ class Engine:
         self.loads = LoadBatches(self.cache, LAYERS, lambda: None)
 
     def store(self, hashes: list[str], blocks: list[int]) -> None:
-        """Stores blocks, and waits until they are in host memory; they are on disk when it is closed."""
+        """Stores blocks, and waits until they are in host memory; they are on disk when the cache is closed."""
         self.cache.store("s", self.cache.keys(hashes), np.array(blocks, np.int32), lambda done: None, None)
         assert self.cache.quiesce(30)
         self.cache.manager.release("s")
 
     def find(self, hashes: list[str]) -> int:
-        """How many leading blocks can be had; those on disk are brought up."""
+        """How many leading blocks are available; those on disk are fetched."""
         found = self.cache.match("r", self.keys(hashes), 30.0)
         self.cache.manager.check_integrity()
         return found
@@ -142,7 +142,7 @@ class Engine:
         return self.cache.keys(hashes)
 
     def load(self, hashes: list[str], blocks: list[int]) -> bool:
-        """Loads what was found; whether all of it arrived."""
+        """Loads the blocks that were found. Returns whether all of them arrived."""
         index = self.loads.start({"r": QueuedLoad(self.keys(hashes), np.array(blocks, np.int32))}, None)
         self.loads.set_consumer(index)
         for layer in range(LAYERS):

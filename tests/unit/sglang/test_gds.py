@@ -1,5 +1,5 @@
-"""Loads and stores between disk and SGLang's pool without a page of host memory, which are asked for by name because a
-page that fails costs its request."""
+"""Loads and stores between disk and SGLang's pool without a page of host memory. They must be enabled by name, because
+a page that fails costs its request."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def counts(world: World) -> tuple[int, int]:
 
 
 def restarted(worlds: Any, folder: Path, **more: Any) -> tuple[World, list[torch.Tensor]]:
-    """A rank whose disk alone has four pages; and what they hold."""
+    """A rank for which only the disk has four pages, and their content."""
     first = worlds(**settings(folder, **more))
     contents = [first.page(page) for page in PAGES]
     assert first.store(hashes_of(*PAGES), PAGES)
@@ -57,7 +57,8 @@ def restarted(worlds: Any, folder: Path, **more: Any) -> tuple[World, list[torch
 
 
 def load(world: World, rid: str = "r") -> tuple[int, bool]:
-    """Looks up, loads, reads each layer when it is in place, and finishes: what was found, and whether it arrived."""
+    """Looks up, loads, reads each layer once it is in place, and finishes. Returns how many pages were found, and
+    whether they arrived."""
     keys = world.cache.keys(hashes_of(*PAGES))
     found = world.cache.match(rid, keys, 0.0)
     index = world.loads.start({rid: QueuedLoad(keys[:found], blocks(TARGETS[:found]))}, None)
@@ -103,7 +104,7 @@ def test_a_damaged_page_fails_its_request_by_name_and_is_computed_next_time(
 
 
 def test_control_bytes_of_a_failed_load_are_wrong(worlds: Any, tmp_path: Path) -> None:
-    """Whoever used them all the same would compute with what the pages held before."""
+    """Using them all the same would mean computing with the former bytes of the pages."""
     world, contents = restarted(worlds, tmp_path)
     spoil(tmp_path)
     assert load(world) == (4, False)
@@ -141,7 +142,7 @@ def test_what_a_resting_way_does_not_bring_comes_through_host_memory(worlds: Any
 
 
 def fail_load(world: World, rid: str, cause: FailureCause) -> None:
-    """The load that was promised to `rid` fails whole."""
+    """Makes the whole load that was promised to `rid` fail."""
     graph = world.cache.manager.begin_load(rid, [blocks(TARGETS)])
     assert graph is not None
     (op,) = graph.ops
@@ -156,7 +157,7 @@ def fail_load(world: World, rid: str, cause: FailureCause) -> None:
 def test_a_way_that_failed_rests_and_hits_go_on_beside_it(
     worlds: Any, tmp_path: Path, cause: FailureCause
 ) -> None:
-    """But for a load that was too late, after which the next may be late too."""
+    """Except for a load that was too late, after which the next may be late too."""
     world, contents = restarted(worlds, tmp_path)
     world.pool[:, :, 5 * PAGE_TOKENS : 6 * PAGE_TOKENS] = contents[0]
     in_host = hashes_of("in host memory")
@@ -178,7 +179,7 @@ def test_a_way_that_failed_rests_and_hits_go_on_beside_it(
 def test_an_offload_by_two_ways_ends_with_the_last_of_them(
     worlds: Any, tmp_path: Path, last_fails: bool
 ) -> None:
-    """Pages whose copy on disk is being read go to host memory, the others straight to disk."""
+    """Pages whose copy on disk is being read go to host memory, the others directly to disk."""
     world, _ = restarted(worlds, tmp_path, disk__gds_stores=True)
     straight = world.cache.manager.tiers[1].straight
     assert straight is not None
@@ -204,7 +205,7 @@ def test_an_offload_by_two_ways_ends_with_the_last_of_them(
 def test_promises_of_one_forward_wait_for_the_disk_together(
     worlds: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: bool, waits: list[float]
 ) -> None:
-    """The engine stands still for it; and where one is lost, all of the forward are."""
+    """The engine stands still meanwhile; and if one of a forward's loads is lost, all of them are."""
     world, _ = restarted(worlds, tmp_path, load__lookup_wait_s=0.5)
     match, clock_s, waited = world.cache.match, [100.0], []
 

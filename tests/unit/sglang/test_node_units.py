@@ -1,4 +1,4 @@
-"""Ranks that share a node, for SGLang's ways of splitting a model."""
+"""Ranks that share a node, for each way in which SGLang splits a model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flexkv.adapters.sglang.node_units import units_on_node
         (1, 8, 1, 1, 8),
         (4, 2, 1, 1, 8),
         (2, 2, 2, 1, 8),
-        # Two nodes: a replica's ranks are dealt to both.
+        # Two nodes: a replica's ranks are spread over both.
         (1, 16, 1, 2, 8),
         (2, 16, 1, 2, 16),
         (1, 8, 2, 2, 8),

@@ -1,4 +1,4 @@
-"""One folder, several engines: a page stored from one pool arrives in another's order, or is a miss that has a name."""
+"""One folder, several engines: a page stored from one pool arrives in another's order, or is a miss with a name."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_every_number_arrives_at_its_layer_token_and_head(start: Start, tmp_path
     for number, target in enumerate(POOLS):
         disk = tmp_path / target
         shutil.copytree(tmp_path / "disk", disk)
-        # Where host memory is verified, a load checks digests that the rewriting made.
+        # With verified host memory, a load checks digests that the conversion made.
         other = start(POOLS[target](), "other", disk, host__verify=bool(number % 2))
         others = {block: other.pool.numbers(block).clone() for block in range(1, 10) if block not in TO}
         assert other.find(PAGES) == 2, target
@@ -183,7 +183,7 @@ def test_a_damaged_page_is_a_miss_and_its_neighbour_is_not(start: Start, tmp_pat
 
 
 def test_what_was_overwritten_since_is_a_miss(start: Start) -> None:
-    """The index is as it was at the start; each page says itself what it is."""
+    """The index is from the start; each page identifies itself."""
     slots = {"disk__bytes_per_folder": 3 * 8192}
     one = start(sglang(), **slots)
     one.store(PAGES, FROM)
@@ -205,7 +205,7 @@ def test_nothing_in_another_units_folder_changes(start: Start, tmp_path: Path) -
         files = [path for path in sorted((tmp_path / "disk").rglob("*")) if path.is_file()]
         return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
 
-    # Rows beyond its end are what a slab that was cut short leaves: its own unit forgets them, nobody else.
+    # A slab that was cut short has rows beyond its end: its own unit drops them, nobody else does.
     [slab] = (tmp_path / "disk").rglob("*.slab")
     with open(slab, "r+b") as file:
         file.truncate(slab.stat().st_size // 2)
@@ -252,7 +252,7 @@ def test_a_disk_that_hangs_costs_its_pages_and_no_more(start: Start, monkeypatch
     assert other.find(PAGES) == 0
     assert not manager.tiers[2].present(0, other.keys(PAGES)).any()
     other.cache.manager.check_integrity()
-    # Its page comes at last, and is left: the slot may be another's by now.
+    # The page arrives at last, and is discarded: the slot may be another's by now.
     hangs.set()
     other.close()
     assert "was not read within" in brought[0]
@@ -277,14 +277,14 @@ def test_a_disk_that_hangs_at_the_end_is_left_behind(start: Start, monkeypatch: 
     assert other.cache.manager.work.moving
     other.cache.close()
     assert not other.cache.manager.work.moving, "what hangs was given up"
-    # The host slots are gone by now, or another's.
+    # The host slots are freed by now, or another's.
     hangs.set()
     assert ended.wait(60)
     assert brought[0].startswith("closed, and a page was not read within")
 
 
 def test_kv_of_weights_without_a_name_is_not_taken(start: Start) -> None:
-    """After a reset an engine's pages are of weights that only its process knows."""
+    """After a reset an engine's pages belong to weights that only its process knows."""
     one = start(sglang())
     one.cache.manager.reset()
     one.store(PAGES, FROM)

@@ -1,4 +1,4 @@
-"""Batches of pages from several threads: what one of them waits for holds none of the others up."""
+"""Batches of pages from several threads: a wait in one of them delays none of the others."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ LONG_S = 60.0
 
 
 class HeldReads:
-    """The disk lane of a unit, which makes no read until it is let go.
+    """A unit's disk lane that holds back reads until they are released.
 
     Attributes:
-        asked: a read has been submitted.
-        go: reads are made.
+        asked: set once a read has been submitted.
+        go: set to let reads run.
     """
 
     def __init__(self, plane: Any) -> None:
@@ -54,7 +54,7 @@ class HeldReads:
 
 @pytest.fixture
 def slow(worlds: Callable[..., World], tmp_path: Any) -> Iterator[tuple[World, PageBatches, HeldReads]]:
-    """Pages 1 to 3 are on disk alone, which gives nothing until it is let go."""
+    """Only the disk has pages 1 to 3, and its reads are held back."""
     settings = {"disk__folders": str(tmp_path), "disk__bytes_per_folder": 4 << 20}
     first = worlds(**settings)
     first.store(hashes_of(1, 2, 3), [1, 2, 3])
@@ -71,7 +71,7 @@ def slow(worlds: Callable[..., World], tmp_path: Any) -> Iterator[tuple[World, P
 
 @contextmanager
 def in_thread(call: Callable[[], Any]) -> Iterator[list[Any]]:
-    """Runs a call beside what follows; its answer is in the list when that has ended."""
+    """Runs a call in a thread beside the block; its answer is in the list when the block has ended."""
     answers: list[Any] = []
     thread = threading.Thread(target=lambda: answers.append(call()))
     thread.start()
@@ -144,7 +144,8 @@ def test_what_was_stored_goes_to_disk_without_further_calls(slow: Any) -> None:
 def test_a_load_that_did_not_run_costs_its_own_pages_alone(
     worlds: Callable[..., World], monkeypatch: pytest.MonkeyPatch, fails_requests: bool
 ) -> None:
-    """Each page of a batch is answered by itself. Control: an engine that ends requests is given a rest."""
+    """Each page of a batch gets its own answer. Control: an engine that ends failed requests is promised nothing for a
+    while."""
     world = worlds(fails_requests=fails_requests)
     batches = PageBatches(world.cache, LONG_S)
     assert batches.store(hashes_of(1, 2), blocks([1, 2])).all()

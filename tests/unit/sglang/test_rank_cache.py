@@ -1,4 +1,4 @@
-"""Loads and offloads of one rank: right bytes, leases, order, and what happens when something is lost."""
+"""Loads and offloads of one rank: right bytes, leases, order, and losses."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LONG_S = 60.0
 
 
 def load(world: World, rid: str, hashes: list[str], pages: list[int]) -> tuple[int, bool]:
-    """Looks up, loads layer by layer and finishes: what was found, and whether it arrived."""
+    """Looks up, loads layer by layer and finishes. Returns how many pages were found, and whether they arrived."""
     keys = world.cache.keys(hashes)
     found = world.cache.match(rid, keys, WAIT_S)
     index = world.loads.start({rid: QueuedLoad(keys[:found], blocks(pages[:found]))}, None)
@@ -99,7 +99,7 @@ def test_a_batch_of_more_requests_than_queue_places_is_loaded(worlds):
 
 
 def test_layers_of_a_batch_of_which_the_lanes_have_forgotten_graphs(worlds):
-    """They remember 256 graphs whose results were taken."""
+    """The lanes remember 256 graphs whose results were taken."""
     world = worlds()
     world.store(hashes_of(1), [1])
     keys = world.cache.keys(hashes_of(1))
@@ -155,7 +155,7 @@ def test_offloads_complete_in_the_order_in_which_they_came(worlds):
         world.offloads.add(world.cache.keys(hashes_of(number)), blocks([number]), None)
     first, second, third = world.offloads._queue
     assert world.cache.quiesce(30)
-    # As if the first were still under way: those behind it have to wait.
+    # As if the first were still under way: those after it have to wait.
     first.under_way.add(OpId(0))
     assert second.done
     assert third.done
@@ -337,12 +337,12 @@ def test_a_refused_cache_holds_no_folder(
 
     with monkeypatch.context() as broken:
         broken.setattr(rank_cache, "MetricReport", fails)
-        # The exception's traceback keeps everything that was made.
+        # The exception's traceback keeps alive everything that was made.
         with pytest.raises(RuntimeError) as caught:
             worlds(**settings)
     world = worlds(**settings)
     assert world.store(hashes_of(1), [1])
-    # The control: a cache that works has the folder for itself.
+    # The control: a working cache has the folder for itself.
     with pytest.raises(DiskError, match="in use"):
         worlds(**settings)
     assert caught.value.args
@@ -362,7 +362,7 @@ def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> p
 
 
 def lose(world: World, count: int) -> None:
-    """Batches of one request whose page is not there."""
+    """Starts batches of one request whose page is missing."""
     for number in range(count):
         index = world.loads.start(
             {"r": QueuedLoad(world.cache.keys(hashes_of("gone", number)), blocks([1, 2]))}, None

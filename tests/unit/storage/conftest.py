@@ -11,7 +11,7 @@ from tests.unit.storage.disk_world import DiskWorld
 
 @pytest.fixture
 def make_disks(tmp_path: Path) -> Iterator[Callable[..., DiskWorld]]:
-    """Makes worlds on `disks` folders of this test: called again, it opens the same ones."""
+    """Makes worlds on `disks` folders of this test; another call opens the same folders."""
     worlds: list[DiskWorld] = []
 
     def make(disks: int = 1, **kwargs: object) -> DiskWorld:
@@ -26,7 +26,7 @@ def make_disks(tmp_path: Path) -> Iterator[Callable[..., DiskWorld]]:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MiB of its own."""
+    """A separate file system of 1 MiB."""
     mount = tmp_path / "small"
     mount.mkdir()
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Files of a disk tier at rest, and a bit of them flipped."""
+"""Files of a closed disk tier, and the flipping of a bit in them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ def flip(path: Path, offset: int) -> None:
 
 
 def filled(make_disks: MakeDisks, count: int = 6, **kwargs: object) -> tuple[Path, np.ndarray]:
-    """A closed unit with blocks 0..count-1 at places 0..count-1: its slab, and their generations."""
+    """Makes a closed unit with blocks 0..count-1 at places 0..count-1. Returns its slab, and the blocks'
+    generations."""
     world = make_disks(**kwargs)
     _, generations = world.write(range(count), range(count))
     world.wait_durable(range(count), generations)

@@ -52,7 +52,8 @@ def make_group(
 
 
 def sharing_groups() -> list[DiskGroup]:
-    """A full group, and two whose pages lie in its slabs: a window of the same images, and a state of smaller ones."""
+    """A full group, and two that share its slabs: a window with images of the same size, and a state with smaller
+    ones."""
     full = make_group(layers=3, run_bytes=4608, kv=1)
     state = make_group(layers=2, run_bytes=2560, kv=2)
     return [
@@ -75,7 +76,7 @@ def keys_of(numbers: Sequence[int]) -> NDArray[np.uint8]:
 
 
 def holes(slab: Path) -> int:
-    """Bytes of the slab that were never written."""
+    """Number of bytes of the slab that were never written."""
     fd = os.open(slab, os.O_RDONLY)
     try:
         size, at, found = os.fstat(fd).st_size, 0, 0
@@ -99,10 +100,10 @@ def run_op(engine: TransferEngine, op: TransferOp) -> OpResult:
 
 
 class DiskWorld:
-    """Blocks are numbers: block n has key n, and bytes that its number and its group decide.
+    """Blocks are numbers: block n has key n, and bytes derived from its number and its group.
 
     Args:
-        more: groups beside the first. What takes a group's number, `of`, means the first without it.
+        more: groups besides the first. A method's `of` is a group's number; the default is the first.
     """
 
     def __init__(
@@ -153,7 +154,7 @@ class DiskWorld:
         return [(codec.stripe_offset(rank), size) for rank, size in enumerate(self.groups[of].stripe_bytes)]
 
     def payload(self, number: int, epoch: int = 0, of: int = 0) -> NDArray[np.uint8]:
-        """The stripes of block `number` of these weights: everything of its image before the trailer."""
+        """The stripes of block `number` with these weights: everything of its image before the trailer."""
         size = self.codecs[of].trailer_offset
         words = np.arange(size // 8, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         words += np.uint64(number + (epoch << 32) + (of << 56))
@@ -191,7 +192,7 @@ class DiskWorld:
     def store(
         self, slots: Sequence[int], places: Sequence[int], tags: NDArray[np.uint8], of: int = 0
     ) -> OpResult:
-        """Brings the pages of host slots to places of the disks."""
+        """Writes the pages of host slots to places of the disks."""
         return self.run(OpKind.DISK_WRITE, slots, places, tags, of=of)
 
     def write(
@@ -233,7 +234,7 @@ class DiskWorld:
         tokens: int = BLOCK_TOKENS,
         of: int = 0,
     ) -> OpResult:
-        """Reads blocks to the pool's upper slots; what ended OK must be their bytes."""
+        """Reads blocks to the pool's upper slots; checks the bytes of those that ended OK."""
         pool = self.pools[of]
         slots = [pool.slots // 2 + i for i in range(len(numbers))]
         for slot in slots:
@@ -269,7 +270,7 @@ class DiskWorld:
         self.until(lambda: wanted <= self.durable, f"{wanted - self.durable} did not become durable")
 
     def read_rows(self, rows: IndexRows) -> dict[int, str]:
-        """Reads every row as its group's; block -> reason of those that failed."""
+        """Reads every row as its group's. Returns block -> reason for those that failed."""
         failed = {}
         step = self.pool.slots // 2
         groups = np.zeros(len(rows), np.int32) if rows.groups is None else rows.groups

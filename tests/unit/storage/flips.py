@@ -1,4 +1,4 @@
-"""Folders of a disk tier with one bit of one file flipped, opened again and again as the product opens them."""
+"""Folders of a disk tier with one flipped bit in one file, opened again and again as the product opens them."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ GROUP = make_group(layers=1, run_bytes=RUN_BYTES, kv=1)
 IMAGE_BYTES = codec_of(GROUP).image_bytes
 SLOTS = 200
 PAGES = 90
-"""Their rows fill a chunk of the index and begin another."""
+"""Number of pages; their rows fill a chunk of the index and begin another."""
 EVICTED = (7, 85)
-"""Blocks that the index has let go of; their pages may come back where a damaged index is made anew."""
+"""Blocks that the index has dropped; their pages may come back if a damaged index is made anew."""
 KEPT = set(range(PAGES)) - set(EVICTED)
 
 
 def make_folder(root: Path, epoch: int = 0) -> DiskWorld:
-    """A tier on `root`, open, with block n at place n, in several commits, and some of them evicted."""
+    """An open tier on `root`, with block n at place n, in several commits; some blocks are evicted."""
     world = DiskWorld([root], GROUP, SLOTS, host_slots=2 * PAGES, preallocate=False)
     if epoch:
         world.unit.reset(epoch)
@@ -51,9 +51,8 @@ class Copies:
 
     Args:
         original: a root that `make_folder` filled.
-        work: where the copies go.
-        world: what filled it.
-
+        work: folder for the copies.
+        world: the world that filled it.
     """
 
     def __init__(self, original: Path, work: Path, world: DiskWorld) -> None:
@@ -64,11 +63,11 @@ class Copies:
 
     @property
     def folder(self) -> Path:
-        """The unit's, of the present copy."""
+        """The unit's folder in the present copy."""
         return unit_folder(self._work, IDENTITY, [GROUP])
 
     def fresh(self, slab: bool = False) -> Path:
-        """The unit's folder of a copy as good as the original. `slab`: also its slab, which is large."""
+        """Restores the unit's folder in the copy, and returns it. `slab`: also restores its slab, which is large."""
         folder = self.folder
         folder.mkdir(parents=True, exist_ok=True)
         there = {path.name for path in folder.iterdir()}
@@ -81,11 +80,11 @@ class Copies:
         return folder
 
     def served(self) -> set[int]:
-        """The blocks that an engine is served that opens the copy; it then makes a page durable, and closes.
+        """The blocks that an engine is served when it opens the copy; it then makes a page durable, and closes.
 
         Raises:
-            AssertionError: a page has other bytes than its block, a generation was given before, or the disk is of no
-                use.
+            AssertionError: a page does not have its block's bytes, a generation was given before, or the disk is
+            unusable.
         """
         unit = StripedSlabs.open(
             [self._work], IDENTITY, [GROUP], DiskOptions(SLOTS * IMAGE_BYTES, preallocate=False)
@@ -118,7 +117,7 @@ class Copies:
         return found
 
     def check_twice(self, what: str) -> None:
-        """An engine, and then the next one, is served every page that was kept."""
+        """Checks that an engine, and then the next one, is served every page that was kept."""
         for opened in ("first", "second"):
             try:
                 found = self.served()
@@ -131,10 +130,10 @@ class Copies:
     def flips(
         self, name: str, offsets: Callable[[int], Iterable[int]], seed: int, bits: int = 1
     ) -> Iterator[str]:
-        """Flips bits of the file `name`, one at a time, each in a fresh copy; what was flipped.
+        """Flips bits of the file `name`, one at a time, each in a fresh copy. Yields a description of the flip.
 
         Args:
-            offsets: of a file of so many bytes, which of them.
+            offsets: given the file's size, the offsets to flip.
             bits: see `drawn_bits`.
         """
         for offset, bit in drawn_bits(offsets((self._original / name).stat().st_size), seed, bits):
@@ -143,7 +142,7 @@ class Copies:
 
 
 def drawn_bits(offsets: Iterable[int], seed: int, bits: int = 1) -> Iterator[tuple[int, int]]:
-    """Each offset with so many bits of its byte, always the same of one seed."""
+    """Each offset with so many bits of its byte; a seed always gives the same bits."""
     drawn = random.Random(seed)
     for offset in offsets:
         for bit in drawn.sample(range(8), bits):

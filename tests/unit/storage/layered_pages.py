@@ -1,4 +1,4 @@
-"""Pages of many layers on disk, and their read layer by layer."""
+"""Pages of many layers on disk, read layer by layer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flexkv.transfer.graph import OpId, OpKind, Priority, TransferGraph, Transfe
 from tests.unit.storage.disk_world import BLOCK_TOKENS, DiskWorld, ids, keys_of
 
 LAYERS = 32
-"""Read as layers 0-1, 2-5, 6-13, 14-31."""
+"""A read fetches the layers in ranges: 0-1, 2-5, 6-13, 14-31."""
 PAGES = 4
 READ = OpId(900)
 
@@ -21,7 +21,7 @@ READ = OpId(900)
 def begin_read(
     world: DiskWorld, slots: Sequence[int], generations: NDArray[np.uint64], layerwise: bool = True
 ) -> Ticket:
-    """Reads blocks 0 to PAGES - 1, which lie at the places of their numbers, as op READ."""
+    """Reads blocks 0 to PAGES - 1, each at the place of its number, as op READ."""
     tags = make_tags(keys_of(range(PAGES)), 0, generations, BLOCK_TOKENS)
     places = ids(range(PAGES))
     op = TransferOp(READ, OpKind.DISK_READ, 0, Priority.LOAD, ids([]), ids(slots), layerwise, places, tags)

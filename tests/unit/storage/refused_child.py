@@ -1,8 +1,7 @@
-"""A disk tier in a process that the kernel refuses a system call, as a container's seccomp filter does.
+"""A disk tier in a process for which the kernel refuses a system call, as a container's seccomp filter does.
 
-Arguments: folder, `io` of the tier, number of the call, errno that it ends with, and the call's second argument if only
-calls with that one are refused, or -1. Prints, as JSON, what was said of the disk, and what was logged; or the error
-that ended it.
+Arguments: folder, `io` of the tier, number of the call, its errno, and the call's second argument if only calls with
+that one are refused, or -1. Prints, as JSON, the disk's state and the log; or the error that ended it.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ NO_NEW_PRIVS, SECCOMP, FILTER = 38, 22, 2
 LOAD, JUMP_IF_EQUAL, RETURN = 0x20, 0x15, 0x06
 ALLOW, ERRNO = 0x7FFF0000, 0x00050000
 NUMBER, SECOND_ARGUMENT = 0, 24
-"""Where a filter finds them in what it is shown."""
+"""Offsets of the two in the data that a filter gets."""
 PLACE = re.compile(r"^\s*\d+: 0x[0-9a-f]+/\d+", re.MULTILINE)
 
 
@@ -69,7 +68,7 @@ def main() -> None:
     assert world.unit._lane is not None
     (_, _, backend, note), *_ = world.unit._lane.states()
     rings = [path.read_text() for path in Path("/proc/self/fdinfo").iterdir() if path.exists()]
-    # A line for each place of the table, with address and length where memory is registered there.
+    # A line per entry of the table, with address and length if memory is registered there.
     pinned = sum(
         len(PLACE.findall(text.partition("UserBufs:")[2].partition("PollList:")[0])) for text in rings
     )

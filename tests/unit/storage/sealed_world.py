@@ -1,4 +1,4 @@
-"""A disk tier whose pages go straight to disk: a rank writes its stripe, then the manager's lane the trailer."""
+"""A disk tier whose pages go directly to disk: a rank writes its stripe, then the manager's lane writes the trailer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.unit.storage.disk_world import GENEROUS_S, DiskWorld, ids, run_op
 
 
 class SealedWorld(DiskWorld):
-    """One rank, in plain memory: block n of its pool has the bytes of host slot n when they are stored."""
+    """One rank, in plain memory: when host slot n is stored, block n of the rank's pool has its bytes."""
 
     def __init__(self, folders: Sequence[Path], group: DiskGroup, slots: int, **options: object) -> None:
         super().__init__(folders, group, slots, sealed_apart=True, **options)  # type: ignore[arg-type]

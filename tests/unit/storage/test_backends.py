@@ -1,4 +1,5 @@
-"""What the kernel refuses is gone without, and said: io_uring, and buffers that stay registered with it."""
+"""The tier works without features that the kernel refuses, and says so: io_uring, and buffers that stay registered with
+it."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ with_uring = pytest.mark.skipif(bool(REFUSAL), reason=f"io_uring is refused here
 
 
 def used(folder: Path, io: str, call: int = 0, error: int = 0, second: int = -1) -> Any:
-    """What a child said that used a tier with registered buffers, without system call `call`."""
+    """Output of a child that used a tier with registered buffers, without system call `call`."""
     command = [sys.executable, "-m", "tests.unit.storage.refused_child", str(folder), io]
     command += map(str, (call, error, second))
     done = subprocess.run(command, cwd=OWN_TREE, capture_output=True, text=True, timeout=CHILD_S)
@@ -69,8 +70,12 @@ def test_host_memory_stays_registered(tmp_path: Path, io: str) -> None:
 @pytest.mark.parametrize(
     ("second", "error", "text"),
     [
-        (-1, errno.EINVAL, "a table of registered buffers: Invalid argument"),  # as kernels before 5.19
-        (REGISTER_BUFFERS_UPDATE, errno.ENOMEM, "registering a buffer: Cannot allocate memory"),  # as memlock
+        (-1, errno.EINVAL, "a table of registered buffers: Invalid argument"),  # kernels before 5.19
+        (
+            REGISTER_BUFFERS_UPDATE,
+            errno.ENOMEM,
+            "registering a buffer: Cannot allocate memory",
+        ),  # low memlock limit
     ],
 )
 def test_what_cannot_be_registered_goes_without(tmp_path: Path, second: int, error: int, text: str) -> None:

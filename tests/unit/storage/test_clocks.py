@@ -1,4 +1,4 @@
-"""A clock that is set to anything costs no page and no disk."""
+"""A clock with any time at all costs no page and no disk."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tests.unit.storage.disk_world import MakeDisks, ids
 
 TIMES = [-1.0, -(2.0**63), 0.0, 2.0**31, 2.0**32, 2.0**53, 2.0**63, 2.0**64]
 NO_TIMES = [1e300, float("inf"), float("nan")]
-"""What no clock says; `logging` cannot write them down either."""
+"""Times that no clock has; `logging` cannot write them either."""
 
 
 class SetClock:
-    """What `time.time` says until it is set again."""
+    """Replaces `time.time`, with a time that a test sets."""
 
     def __init__(self) -> None:
         self.now_s = time.time()
@@ -47,7 +47,7 @@ def test_any_clock_is_a_time_that_pages_can_carry(clock: SetClock, now_s: float)
 def test_pages_are_durable_and_found_again_by_any_clock(
     make_disks: MakeDisks, clock: SetClock, now_s: float
 ) -> None:
-    """The slab is made, pages become durable, the index is read and made anew, all by this clock."""
+    """The slab is made, pages become durable, the index is read and made anew, all at this time."""
     clock.now_s = now_s
     world = make_disks()
     _, generations = world.write(range(4), range(4))

@@ -36,7 +36,7 @@ def test_a_damaged_index_is_made_anew_from_the_slabs(make_disks: MakeDisks) -> N
 def test_generations_of_an_open_that_left_no_page_are_not_given_again(make_disks: MakeDisks) -> None:
     slab, _ = filled(make_disks)
     world = make_disks()
-    given = world.unit.next_generations(3)  # a power cut may leave nothing of what was written under them
+    given = world.unit.next_generations(3)  # a power cut may lose everything that was written under them
     assert world.close()
     (slab.parent / "index.sqlite").write_bytes(b"no database at all" * 300)
     assert make_disks().unit.next_generations(1)[0] > given.max()
@@ -48,7 +48,7 @@ def test_no_generation_is_given_twice_whatever_trace_is_lost(
     make_disks: MakeDisks, lost: str, repair: bool
 ) -> None:
     slab, _ = filled(make_disks)
-    for _ in range(3):  # opens that leave no page
+    for _ in range(3):  # opens that write no page
         world = make_disks()
         given = world.unit.next_generations(3)
         assert world.close()
@@ -66,13 +66,13 @@ def test_no_generation_is_given_twice_whatever_trace_is_lost(
     next_given = world.unit.next_generations(1)
     assert next_given[0] > given.max()
     assert len(world.unit.rows(0)) == 6
-    # The count jumps only where `opens` is lost, of which the index may have an older one.
+    # The count jumps only if `opens` is lost, because the index may have an older one.
     jumped = opens_of(next_given) > opens_of(given) + 1
     assert jumped == (lost != "index")
 
 
 def test_an_index_made_anew_needs_no_jump_of_the_count(make_disks: MakeDisks) -> None:
-    """So that a folder can lose its index as often as it likes."""
+    """So a folder can lose its index any number of times."""
     slab, _ = filled(make_disks)
     for _ in range(3):
         (slab.parent / "index.sqlite").unlink()
@@ -86,7 +86,7 @@ def test_an_index_made_anew_needs_no_jump_of_the_count(make_disks: MakeDisks) ->
 def test_no_generation_is_given_twice_where_a_crash_has_lost_the_log(
     make_disks: MakeDisks, tmp_path: Path, opens: str, repair: bool
 ) -> None:
-    """What a crash leaves, less the database's log: the count of opens that the index still has is an older one."""
+    """The files after a crash, without the database's log: the index then has an older count of opens."""
     filled(make_disks)
     world = make_disks()
     _, written = world.write(range(6, 12), range(6, 12))
@@ -255,7 +255,7 @@ def test_an_index_without_a_version_is_a_damaged_one(make_disks: MakeDisks) -> N
 def test_what_the_file_system_refuses_is_no_damage(
     make_disks: MakeDisks, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    """SQLite has the same words for a bit that was flipped and for a file system that takes no write."""
+    """SQLite reports a flipped bit and a file system that takes no writes in the same words."""
     slab, _ = filled(make_disks)
     flip(slab.parent / "index.sqlite", 47)
     allocate = os.posix_fallocate

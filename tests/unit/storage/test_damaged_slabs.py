@@ -1,4 +1,4 @@
-"""Whatever is wrong with the bytes of a slab is a miss of the pages concerned: never wrong bytes, never a crash."""
+"""Any fault in a slab's bytes makes the pages concerned a miss: never wrong bytes, never a crash."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_flipped_bit_on_the_disk_is_a_miss_and_fsck_names_it(make_disks: MakeD
     failed = world.read_rows(world.unit.rows(0))
     assert list(failed) == [2]
     assert "disk miss (data)" in failed[2]
-    world.write([2], [2])  # the slot is as good as ever
+    world.write([2], [2])  # the slot is as good as before
     assert world.unit.stats().misses["data"] == 1
 
 

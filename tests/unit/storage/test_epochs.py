@@ -1,4 +1,4 @@
-"""After a reset no page of the weights before is served, whichever disk or index was away in it."""
+"""After a reset no page of the former weights is served, whichever disk or index was away during the reset."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.unit.storage.disk_world import BLOCK_TOKENS, DiskWorld, MakeDisks, ke
 
 
 class TwoDisks:
-    """A unit on two disks, of which one may be away: something that is no folder stands in its place."""
+    """A unit on two disks, one of which may be away: a file stands in place of its folder."""
 
     def __init__(self, tmp_path: Path) -> None:
         self.disks = [tmp_path / "disk0", tmp_path / "disk1"]
@@ -68,7 +68,7 @@ def test_a_disk_that_was_away_in_a_reset_comes_back_empty(two: TwoDisks) -> None
 
 @pytest.mark.parametrize("index", ["kept", "lost"])
 def test_it_stays_empty_when_it_is_alone_afterwards(two: TwoDisks, index: str) -> None:
-    """Once it has met the others it knows the epoch itself, also without its index."""
+    """Once opened with the others it knows the epoch itself, even without its index."""
     assert two.open().close()
     two.remove(0)
     if index == "lost":
@@ -81,7 +81,7 @@ def test_it_stays_empty_when_it_is_alone_afterwards(two: TwoDisks, index: str) -
 
 
 def test_alone_it_keeps_no_page_of_weights_that_a_reset_brought(tmp_path: Path) -> None:
-    """It missed the second reset and meets nobody who knows: pages of an odd epoch are dropped all the same."""
+    """It missed the second reset and no other disk knows of it: pages of an odd epoch are dropped all the same."""
     two = TwoDisks(tmp_path)
     world = two.open()
     world.unit.reset(1)

@@ -1,4 +1,4 @@
-"""One flipped bit in a file that the disk tier reads back costs no page that is whole, and no folder."""
+"""One flipped bit in a file that the disk tier reads back costs no intact page, and no folder."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LOG_STRIDE = 1 if SOAK else 1024
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
-    """Thousands of damaged folders are told of."""
+    """Turns logging off: these tests open thousands of damaged folders."""
     logging.disable(logging.CRITICAL)
     yield
     logging.disable(logging.NOTSET)
@@ -36,7 +36,7 @@ def quiet() -> Iterator[None]:
 
 @pytest.fixture
 def memory(tmp_path: Path) -> Iterator[Path]:
-    """A folder whose syncs cost nothing, where there is one."""
+    """A folder whose syncs cost nothing, if the machine has one."""
     shm = Path("/dev/shm")
     folder = shm / f"flips-{os.getpid()}" if os.access(shm, os.W_OK) else tmp_path / "flips"
     folder.mkdir()
@@ -54,7 +54,7 @@ def at_rest(memory: Path) -> Copies:
 
 @pytest.fixture
 def crashed(memory: Path) -> Copies:
-    """A folder as a crash leaves it: what was committed lies in the index's log."""
+    """The state of a folder after a crash: commits are in the index's log."""
     world = make_folder(memory / "open")
     shutil.copytree(memory / "open", memory / "original")
     assert world.close()
@@ -85,7 +85,7 @@ def test_a_flipped_bit_in_the_index_costs_no_page(at_rest: Copies) -> None:
 
 
 def test_a_schema_that_is_no_text_any_more_costs_no_page(at_rest: Copies) -> None:
-    """SQLite quotes it in its message, which is then no text either."""
+    """SQLite quotes it in its message, which is then not valid text either."""
     schema = (at_rest.fresh() / "index.sqlite").read_bytes().index(b"CREATE TABLE")
     for offset in range(schema, schema + 60):
         flip_bit(at_rest.fresh() / "index.sqlite", offset, 7)
@@ -102,7 +102,7 @@ def test_a_flipped_bit_in_the_index_log_costs_no_page(crashed: Copies) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("name", ["epoch", "opens", "lock"])
 def test_a_flipped_bit_in_a_small_file_costs_no_page(memory: Path, name: str) -> None:
-    """And gives no generation a second time, nor pages of other weights."""
+    """It also repeats no generation, and serves no pages of other weights."""
     world = make_folder(memory / "original", epoch=2)
     assert world.close()
     copies = Copies(memory / "original", memory / "work", world)
@@ -112,7 +112,8 @@ def test_a_flipped_bit_in_a_small_file_costs_no_page(memory: Path, name: str) ->
 
 @pytest.mark.parametrize("name", ["index.sqlite", "index.sqlite-wal"])
 def test_a_file_of_the_index_that_is_cut_short_costs_no_folder(crashed: Copies, name: str) -> None:
-    """A log that ends early is one that a crash left: what it lacks is not served. Nothing else is lost or wrong."""
+    """A log that ends early looks like one after a crash: its missing commits are not served. Nothing else is lost or
+    wrong."""
     size = (crashed.fresh() / name).stat().st_size
     for length in range(0, size, 1000):
         os.truncate(crashed.fresh() / name, length)
@@ -125,13 +126,13 @@ def test_a_log_that_ends_in_the_middle_of_a_write_is_not_a_damaged_one(
 ) -> None:
     log = crashed.fresh() / "index.sqlite-wal"
     with open(log, "ab") as file:
-        file.write(bytes(range(256)) * 10)  # of an earlier log, or of none
+        file.write(bytes(range(256)) * 10)  # bytes of an earlier log, or of none
     crashed.served()
     assert not (log.parent / "index.damaged").exists()
 
 
 def commits(log: bytes) -> list[range]:
-    """Of each commit in the log where its frames begin."""
+    """For each commit in the log: the offsets of its frames."""
     found, first = [], HEADER.size
     for at in range(HEADER.size, len(log), FRAME.size + PAGE_BYTES):
         if FRAME.unpack_from(log, at)[1]:
@@ -142,7 +143,7 @@ def commits(log: bytes) -> list[range]:
 
 
 def lose_frame(log: Path, commit: int) -> None:
-    """The first frame of that commit did not reach the disk; the later ones did."""
+    """The first frame of that commit did not reach the disk, and the later ones did."""
     frames = commits(log.read_bytes())[commit]
     assert len(frames) > 1
     with open(log, "r+b") as file:
@@ -151,7 +152,7 @@ def lose_frame(log: Path, commit: int) -> None:
 
 
 def test_a_power_cut_inside_a_commit_costs_no_page_and_is_named(crashed: Copies) -> None:
-    for commit, cut in ((-1, True), (-2, False)):  # that before the last one was synced
+    for commit, cut in ((-1, True), (-2, False)):  # the commit before the last one was synced
         log = crashed.fresh() / "index.sqlite-wal"
         lose_frame(log, commit)
         assert log_damage(log).endswith("or a power cut ended its last commit") == cut
@@ -161,7 +162,7 @@ def test_a_power_cut_inside_a_commit_costs_no_page_and_is_named(crashed: Copies)
 def test_a_log_that_is_read_up_to_the_lost_frame_loses_a_durable_page(
     crashed: Copies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Why a power cut counts as damage: a flipped bit in the last commit looks the same."""
+    """The reason why a power cut counts as damage: a flipped bit in the last commit looks the same."""
     lose_frame(crashed.fresh() / "index.sqlite-wal", -1)
     monkeypatch.setattr("flexkv.storage.index.log_damage", lambda path: "")
     assert KEPT - crashed.served() == {0}, "the last commit's page"
@@ -177,7 +178,7 @@ def test_a_stray_shared_memory_file_is_of_no_account(crashed: Copies) -> None:
 def test_without_epoch_and_index_no_page_is_served(
     memory: Path, epoch: int, lose: Callable[[Path], object]
 ) -> None:
-    """Nothing says any more whether the pages are of the weights of today."""
+    """Nothing shows any more whether the pages belong to the present weights."""
     world = make_folder(memory / "original", epoch=epoch)
     assert world.close()
     copies = Copies(memory / "original", memory / "work", world)
@@ -224,7 +225,7 @@ def test_an_index_that_is_damaged_while_it_is_used_is_made_anew(memory: Path) ->
     publish(0, 1, 1 << 40)
     size = path.stat().st_size
     for offset in range(PAGE_BYTES, size, PAGE_BYTES):
-        flip_bit(path, offset, 3)  # the kind of each page
+        flip_bit(path, offset, 3)  # the type byte of each page
     publish(3, 160, 2 << 40)
     assert path.with_name("index.damaged").exists()
     publish(5, 400, 3 << 40)

@@ -1,4 +1,4 @@
-"""How much of a file system the folder of a unit may take."""
+"""How much of a file system a unit's folder may take."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.unit.storage.disk_world import IDENTITY, make_group
 
 @pytest.fixture(autouse=True)
 def _disk_of_a_gib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That this test alone fills: what the machine's own has free changes under it."""
+    """A file system that this test alone fills: the machine's own free space changes during a test."""
     monkeypatch.setattr(
         "shutil.disk_usage", lambda root: SimpleNamespace(free=(1 << 30) - held_bytes(tmp_path))
     )
@@ -42,7 +42,7 @@ def test_the_size_of_a_folder(tmp_path: Path) -> None:
     half = load_config({"disk.folders": str(tmp_path), "host.units_per_node": 2}, {})
     before = bytes_per_folder(half.disk, half.host.units_per_node, own)
     assert before == int(half.disk.space_share * (1 << 30) / 2)
-    # What the unit holds already is counted in, so that a full cache keeps its size over restarts.
+    # The unit's existing files count as free, so that a full cache keeps its size over restarts.
     folder = unit_folder(tmp_path, IDENTITY, [group])
     folder.mkdir(parents=True)
     (folder / "group0.slab").write_bytes(b"x" * (1 << 20))
@@ -58,7 +58,7 @@ def test_a_folder_that_cannot_be_used_has_no_say_in_the_size(tmp_path: Path) -> 
         return bytes_per_folder(config.disk, 1, own_bytes(IDENTITY, make_group()))
 
     assert size(bad, good) == size(good)
-    # Two folders of one file system share what one would have.
+    # Two folders on one file system share the size that one would have.
     assert size(good, tmp_path / "beside") == size(good) // 2
     with pytest.raises(
         DiskError, match=rf"no disk can be used: {re.escape(str(bad))}: Not a directory; disk.folders "
@@ -69,7 +69,7 @@ def test_a_folder_that_cannot_be_used_has_no_say_in_the_size(tmp_path: Path) -> 
 def test_a_file_system_that_cannot_be_asked_costs_its_folder_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a mount that has gone stale, which lets a folder be made or looked at and no more."""
+    """Like a stale mount, which allows making or checking a folder and nothing more."""
     good, stale = tmp_path / "good", tmp_path / "stale"
     usage, group = shutil.disk_usage, make_group()
 
@@ -236,7 +236,7 @@ def test_engines_of_one_folder_take_what_the_others_leave(share: float) -> None:
     assert sizes[0] == min(share * disk, disk - room_beside(disk))
     assert all(sizes)
     assert [start(name) for name in held] == sizes, "a size shrank or grew with a restart"
-    # Units that were told of each other have equal shares, whichever starts first.
+    # Units that know of each other have equal shares, whichever starts first.
     assert share_bytes(disk, 0, 0, share, 4) == share_bytes(disk - 225, 0, 225, share, 4)
 
 

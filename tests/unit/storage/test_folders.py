@@ -39,7 +39,7 @@ def test_a_folder_has_one_user(make_disks: MakeDisks) -> None:
 def test_a_unit_starts_while_another_reads_its_index(
     make_disks: MakeDisks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Units of one node start together; each has the others' folders for a moment."""
+    """Units of one node start together, and each holds the others' folders for a moment."""
     world = make_disks()
     folder = world.folder
     assert world.close()
@@ -94,7 +94,7 @@ def deleted(folder: Path) -> None:
 
 
 def test_lock_that_was_waited_for_is_of_the_folder_that_has_the_name_now(tmp_path: Path) -> None:
-    """`flexkv disk drop` deletes the folder while another waits for its lock, and a third makes it anew."""
+    """`flexkv disk drop` deletes the folder while one process waits for its lock, and a third makes it anew."""
     folder = tmp_path / "model" / "unit0"
     first = FolderLock(folder)
     won: list[FolderLock | DiskError] = []
@@ -121,7 +121,7 @@ def test_lock_that_was_waited_for_is_of_the_folder_that_has_the_name_now(tmp_pat
 
 
 def open_copies(file: os.stat_result) -> int:
-    """Descriptors of this process that the file is open by."""
+    """Number of this process's descriptors for the file."""
     count = 0
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):
@@ -157,7 +157,7 @@ def test_lock_is_closed_once_by_threads_that_release_it_together(
     def close_and_come_again(closing: int) -> None:
         closed.append(closing)
         if len(closed) == 1:
-            lock.release()  # as another thread, before this one goes on
+            lock.release()  # like another thread, before this one goes on
         real(closing)
 
     monkeypatch.setattr(os, "close", close_and_come_again)

@@ -1,4 +1,4 @@
-"""What `fsck` finds between index and slabs, and what its repair puts right."""
+"""Differences that `fsck` finds between index and slabs, and its repairs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.unit.storage.disk_world import MakeDisks
 
 
 def test_repair_leaves_evicted_what_a_whole_index_evicted(make_disks: MakeDisks) -> None:
-    """The pages lie there, whole. Only when nothing says any more that they were evicted do they come back."""
+    """The pages are still there, whole. They come back only if no record of their eviction is left."""
     world = make_disks()
     _, generations = world.write(range(6), range(6))
     world.wait_durable(range(6), generations)

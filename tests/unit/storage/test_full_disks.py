@@ -1,4 +1,4 @@
-"""A disk that is full costs the pages that find no space: what lies on it is served, and it is written again later."""
+"""A full disk costs the pages that find no space: its pages are served, and it is written to again later."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ IMAGE_BYTES = codec_of(make_group()).image_bytes
 
 
 def fill_up(disk: Path) -> Path:
-    """A file that takes all the space that is left."""
+    """Writes a file that takes all the space that is left."""
     ballast = disk / "ballast"
     with open(ballast, "wb", buffering=0) as file:
         while os.statvfs(disk).f_bavail:
@@ -49,7 +49,8 @@ def fill_up(disk: Path) -> Path:
 
 
 def fills(world: DiskWorld, first: int, most: int) -> tuple[list[int], np.ndarray, list[int]]:
-    """Writes pages until some find no space: the places of those that were written, their generations, the others."""
+    """Writes pages until some find no space. Returns the places that were written, their generations, and the places
+    that failed."""
     good, generations, failed = [], [], []
     for place in range(first, most):
         result, generation = world.write([place], [place])
@@ -87,7 +88,7 @@ def test_a_disk_that_fills_up_serves_what_it_has_and_takes_pages_again_later(
     assert "takes no new pages: No space left on device" in caplog.text
     for at in range(0, len(good), 8):
         assert world.read(good[at : at + 8], good[at : at + 8], generations[at : at + 8]).reason == ""
-    # A slot that has its space takes another page, full or not.
+    # A slot that has its space takes another page, whether the disk is full or not.
     result, _ = world.write([700], [good[0]], publish=False)
     assert result.status is OpStatus.OK
     world.poll()
@@ -104,7 +105,7 @@ def test_a_disk_that_fills_up_serves_what_it_has_and_takes_pages_again_later(
 
 
 def punch(fd: int, world: DiskWorld, places: list[int]) -> None:
-    """Gives the space of pages back, as a person does who makes room on the disk."""
+    """Gives the space of pages back, like a person who makes room on the disk."""
     import ctypes
 
     keep_size, punch_hole = 1, 2
@@ -129,7 +130,8 @@ def test_a_full_disk_is_asked_again_only_after_a_pause(make_disks: MakeDisks) ->
 
 
 def test_a_full_disk_takes_a_small_image_where_one_lay(make_disks: MakeDisks) -> None:
-    """Behind it the slot, which is as large as the largest image of the groups that share it, has no space yet."""
+    """After the small image the slot has no space yet, because it is as large as the largest image of the groups that
+    share it."""
     faults = testing_ext.IoFaults([testing_ext.IoFaultRule(FAIL, write=True, nth=1, error=28, times=1)])
     first, *more = sharing_groups()
     world = make_disks(group=first, more=more, faults=faults, preallocate=False)
@@ -147,7 +149,7 @@ def test_a_full_disk_takes_a_small_image_where_one_lay(make_disks: MakeDisks) ->
 def test_a_disk_that_was_full_for_a_slot_with_space_takes_pages_again(
     make_disks: MakeDisks, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As copy on write and thin volumes are: there it is no write to a slot without space that finds some again."""
+    """Like copy-on-write and thin volumes, where space may come back without a write to a slot that had none."""
     faults = testing_ext.IoFaults([testing_ext.IoFaultRule(FAIL, write=True, nth=4, error=28, times=1)])
     world = make_disks(faults=faults, preallocate=False)
     for place in range(4):
@@ -195,7 +197,7 @@ def test_a_disk_that_is_full_at_the_start_serves_its_pages(small_disk: Path, for
             path.unlink()
         shutil.copytree(left, small_disk, dirs_exist_ok=True)
     fill_up(small_disk)
-    for _ in range(2):  # what the first start needed is there for the second
+    for _ in range(2):  # the second start has what the first one needed
         world = DiskWorld([small_disk], slots=8)
         assert world.unit.alive == (True,)
         rows = world.unit.rows(0)
@@ -205,7 +207,7 @@ def test_a_disk_that_is_full_at_the_start_serves_its_pages(small_disk: Path, for
 
 
 def test_a_full_disk_without_spare_room_is_refused(small_disk: Path) -> None:
-    """What the room that a folder keeps for its index is for."""
+    """Shows why a folder keeps room for its index."""
     world = DiskWorld([small_disk], slots=8)
     assert world.close()
     (world.folder / "spare").unlink()
@@ -245,7 +247,7 @@ def test_a_reset_on_a_full_disk_keeps_the_disk(small_disk: Path, tmp_path: Path,
         shutil.rmtree(world.folder)
         shutil.copytree(tmp_path / "left", world.folder)
         fill_up(small_disk)
-    open_after_reset(small_disk)  # which is as full as it was
+    open_after_reset(small_disk)  # the disk is as full as before
 
 
 def test_a_reset_goes_before_a_commit_that_waits_for_space(
@@ -291,7 +293,7 @@ def test_a_reset_without_spare_room_waits_for_space(
 
 
 def test_a_reset_that_finds_no_space_by_its_deadline_takes_the_disk_out(small_disk: Path) -> None:
-    """Nothing on the disk would keep the next process from its pages."""
+    """Otherwise nothing on the disk would keep the next process from serving its pages."""
     world, _ = full_world(small_disk, spare=False)
     world.unit.reset(2, 0.1)
     (lost,) = world.poll().lost
@@ -333,7 +335,7 @@ def test_a_full_disk_is_no_damage_of_its_index(small_disk: Path) -> None:
 
 
 def test_a_folder_on_a_full_disk_can_be_locked(small_disk: Path) -> None:
-    """Its pages are to be looked at, and its process id is for people."""
+    """The lock is needed to read the folder's pages; the process id in it is only for people."""
     from flexkv.storage.folder import FolderLock
 
     FolderLock(small_disk / "unit").release()

@@ -1,4 +1,4 @@
-"""Numbers of writes: none is given twice, in one open or over several."""
+"""Generations of writes: none is given twice, in one open or over several."""
 
 from __future__ import annotations
 

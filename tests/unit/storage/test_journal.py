@@ -1,4 +1,4 @@
-"""When a group commit begins, and what waits for it, with a clock and a journal of the test's own."""
+"""When a group commit begins, and which rows wait for it, with a clock and a journal of the test's own."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ MOST_WAITS = 10_000
 
 @dataclass
 class Rows:
-    """Rows that come `gaps` seconds after one another, and a clock that goes on only while they are waited for.
+    """Rows that arrive `gaps` seconds apart, and a clock that advances only during waits for them.
 
     Attributes:
-        hurry_s: from when on nothing may be waited for.
-        waits: how often and how long was waited.
+        hurry_s: time from which nothing may be waited for.
+        waits: the timeout of each wait.
     """
 
     gaps: Iterator[float]
@@ -110,7 +110,7 @@ def test_each_disk_counts_its_own_uses(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_uses_leave_half_of_the_journal_to_publishes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Striped over two disks a use takes half of its places from each journal's room."""
+    """Over two striped disks, a use takes half of its places from each journal's room."""
     go_on, write = threading.Event(), Journal._write
 
     def held_up(self: Journal, batch: Sequence[Record]) -> None:
@@ -142,7 +142,7 @@ def publish_some(unit: StripedSlabs, count: int) -> None:
 
 
 class Watched(threading.Condition):
-    """Asks, in the journal's thread, right after each time it let go of the lock."""
+    """Runs a check in the journal's thread, right after each release of the lock."""
 
     ask: Callable[[], None] | None = None
     asking = False
@@ -158,7 +158,7 @@ class Watched(threading.Condition):
 def test_there_is_a_lag_from_a_publish_until_it_is_durable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also at the moment when the batch has left the queue and its commit has not begun."""
+    """Including the moment when the batch has left the queue and its commit has not begun."""
     condition = Watched()
     monkeypatch.setattr(
         "flexkv.storage.journal.threading",
@@ -173,7 +173,7 @@ def test_there_is_a_lag_from_a_publish_until_it_is_durable(
 
     try:
         condition.ask = ask
-        with condition:  # nothing is taken out of the queue before this is left
+        with condition:  # the queue keeps its rows until this block is left
             publish_some(unit, 4)
             published = True
         deadline_s = time.monotonic() + GENEROUS_S
@@ -208,7 +208,7 @@ def test_a_journal_that_has_failed_lags_behind_nothing(
 def test_what_was_overwritten_before_its_commit_is_not_called_durable(
     make_disks: MakeDisks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its publish, its eviction and the publish of what came after it are in one commit."""
+    """Its publish, its eviction and the next page's publish are in one commit."""
     began, go_on, write = threading.Event(), threading.Event(), Journal._write
 
     def held_up(self: Journal, batch: Sequence[Record]) -> None:

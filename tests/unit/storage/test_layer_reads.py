@@ -1,4 +1,4 @@
-"""A layerwise read: ranges of layers arrive one after the other, each verified by itself."""
+"""A layerwise read: ranges of layers arrive one after the other, each verified separately."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def layer(world: DiskWorld, slot: int, number: int) -> np.ndarray:
 
 @pytest.mark.parametrize("run_bytes", [4096, 2304])
 def test_a_layer_is_in_place_when_wait_layer_says_so(make_disks: MakeDisks, run_bytes: int) -> None:
-    """The first ranges arrive while a later one of one page hangs."""
+    """The first ranges arrive while a later range of one page hangs."""
     group = make_group(layers=LAYERS, run_bytes=run_bytes)
     faults = testing_ext.IoFaults([])
     world = make_disks(group=group, faults=faults)

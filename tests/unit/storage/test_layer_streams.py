@@ -1,5 +1,5 @@
 """Layers that go on to an engine's pool while the rest of their pages is still on disk: a layerwise DISK_READ on one
-transfer engine, and on another a layerwise load that names it for each page."""
+transfer engine, and on another a layerwise load that names the read for each page."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Streaming:
         self.world = make_disks(group=make_group(layers=LAYERS, run_bytes=run_bytes), faults=self.faults)
         _, self.generations = self.world.write(range(PAGES), range(PAGES))
         self.slab = self.world.unit._volumes[0].slabs[0]  # type: ignore[union-attr]
-        # Slots that hold something else: what is copied too early is seen.
+        # The slots hold other bytes, so that a copy made too early is noticed.
         for slot in SLOTS:
             self.world.pool.slot(slot)[:] = 0xEE
         page_bytes = self.world.group.stripe_bytes[0]
@@ -54,14 +54,14 @@ class Streaming:
         self.engine.attach_view(0, view, self.world.pool, 0, owners=[self.memory])
 
     def offset(self, page: int, layer: int) -> int:
-        """Where on disk a layer of a page begins."""
+        """Offset on disk of a layer of a page."""
         return self.slab.offset(page) + layer * 2 * self.run_bytes
 
     def read(self, layerwise: bool = True) -> Ticket:
         return begin_read(self.world, SLOTS, self.generations, layerwise)
 
     def load(self, waits: bool = True) -> Ticket:
-        """`waits`: for the read."""
+        """`waits`: whether the load waits for the read."""
         op = TransferOp(LOAD, OpKind.H2D, 0, Priority.LOAD, ids(range(PAGES)), ids(SLOTS), layerwise=True)
         op = replace(op, reads=np.full(PAGES, READ, np.int64) if waits else NO_READS)
         ticket = self.engine.submit(TransferGraph((op,)))
@@ -74,7 +74,7 @@ class Streaming:
         return result
 
     def holds(self, page: int, layer: int) -> bool:
-        """Whether a layer of a block is what it must be."""
+        """Whether a layer of a block is right."""
         size = 2 * self.run_bytes
         wanted: NDArray[np.uint8] = self.world.payload(page)[layer * size : (layer + 1) * size]
         return bool((self.memory[2 * layer : 2 * layer + 2, page].reshape(-1) == wanted).all())
@@ -117,7 +117,7 @@ def test_layers_are_in_the_engines_pool_while_later_ones_are_on_disk(
 
 
 def test_a_read_by_pages_holds_every_layer_back(make_streaming: Callable[..., Streaming]) -> None:
-    """What the layerwise read is for: the same load, of pages that come up whole."""
+    """Shows the use of a layerwise read: the same load, of pages that arrive whole."""
     s = make_streaming()
     s.faults.add(testing_ext.IoFaultRule(STALL, write=False, offset=s.offset(1, 14) + 8192))
     load = s.load()

@@ -1,4 +1,4 @@
-"""Disks that fail, fill up, hang or cannot be opened are taken out alone."""
+"""Disks that fail, fill up, hang or cannot be opened: each is taken out alone."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ BACKENDS = ["threads", *(["uring"] if not c_ext.uring_refusal() else [])]
 
 
 def lost_of(world: DiskWorld, count: int = 0) -> list[LostDisk]:
-    """The disks lost so far, once there are at least `count`: an op's result comes before the news of its disk."""
+    """The disks lost so far, once there are at least `count`: an op's result comes before the report of its disk."""
 
     def lost() -> list[LostDisk]:
         return [lost for events in world.events for lost in events.lost]
@@ -107,7 +107,7 @@ def test_a_read_only_or_absent_disk_is_taken_out_and_the_other_goes_on(
     assert "was taken out" in result.reason
     assert faults.acted == acted
     world.wait_durable([0, 2, 4], generations[[0, 2, 4]])
-    assert lost_of(world) == [lost]  # told once
+    assert lost_of(world) == [lost]  # reported once
 
 
 def test_a_disk_that_fails_all_reads_is_taken_out(make_disks: MakeDisks) -> None:
@@ -137,14 +137,14 @@ def test_a_hung_disk_does_not_take_the_other_down(make_disks: MakeDisks, io: str
     assert all(lane.up for lane in world.engine.lanes())
     result = world.read(range(8), range(8), generations)
     assert result.failed.tolist() == [0, 2, 4, 6]
-    # Its own op ends when its I/O does, and not before: the slot may still be written.
+    # Its own op ends only when its I/O does: the slot may still be written until then.
     assert not world.engine.wait(ticket, 0)
     faults.release()
     assert world.engine.wait(ticket, GENEROUS_S)
 
 
 def test_a_failed_sync_is_not_durable(make_disks: MakeDisks, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fault put into the journal: fdatasync says EIO."""
+    """A fault in the journal: fdatasync gives EIO."""
 
     def fail(self: Journal, groups: set[int]) -> None:
         if groups:
@@ -163,7 +163,7 @@ def test_a_failed_sync_is_not_durable(make_disks: MakeDisks, monkeypatch: pytest
 def test_an_index_that_cannot_be_written_for_a_while_loses_nothing(
     make_disks: MakeDisks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A fault put into the index: SQLite says that the disk is full, twice."""
+    """A fault in the index: SQLite reports a full disk, twice."""
     from flexkv.storage.index import SlotIndex
 
     commit, failures = SlotIndex.commit, iter([True, True])
@@ -217,7 +217,7 @@ def test_a_disk_without_a_thread_for_its_journal_is_lost_and_the_other_serves(
 def test_an_opening_that_breaks_off_at_the_second_disk_lets_the_first_go(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory is short for a large index, say: the first disk's journal runs already."""
+    """For example if memory is short for a large index: the first disk's journal runs already."""
     before = set(threading.enumerate())
     begin_use, begun = DiskVolume.begin_use, []
 

@@ -1,4 +1,4 @@
-"""Folders of the same model under other keys are named with their size, and those that somebody may need are not."""
+"""Folders of the same model under other keys are named with their size, except those that another unit may need."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> p
 
 
 def left_by(root: Path, identity: DiskIdentity, used_s: int = 0) -> Path:
-    """The folder of a unit that has written pages and ended; used last so many seconds after 1970, if that is given."""
+    """The folder of a unit that has written pages and ended; if given, last used so many seconds after 1970."""
     world = DiskWorld([root], identity=identity)
     world.write(range(4), range(4))
     folder = world.folder

@@ -1,4 +1,4 @@
-"""Pages go to the disks and come back, or are named misses."""
+"""Pages go to the disks and come back, or are misses with a reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a full journal had no room for: it serves, is durable when there is room, and is forgotten with its page."""
+"""Records that a full journal had no room for: the page serves, is durable once there is room, and the record goes with
+its page."""
 
 from __future__ import annotations
 
@@ -23,11 +24,11 @@ from tests.unit.storage.disk_world import (
 
 MakeDisks = Callable[..., DiskWorld]
 FULL = {"journal_rows": 3}
-"""Of pages published together, more than this find no room."""
+"""If more pages than this are published together, the rest find no room."""
 
 
 def publish(world: DiskWorld, numbers: Sequence[int], generations: NDArray[np.uint64]) -> bool:
-    """Block n at place n."""
+    """Publishes block n at place n."""
     return world.unit.record_publish(
         0, keys_of(numbers), ids(numbers), generations, np.full(len(numbers), BLOCK_TOKENS, np.int32)
     )
@@ -38,7 +39,7 @@ def pending(world: DiskWorld) -> int:
 
 
 def write_pending(world: DiskWorld, numbers: Sequence[int]) -> NDArray[np.uint64]:
-    """Writes blocks that the journal then has no room for."""
+    """Writes blocks for which the journal then has no room."""
     result, generations = world.write(numbers, numbers, publish=False)
     assert result.status is OpStatus.OK
     assert not publish(world, numbers, generations)
@@ -52,7 +53,7 @@ def blocks_after_restart(make_disks: MakeDisks) -> list[int]:
 
 @pytest.fixture
 def held_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Journals that write nothing until this is set."""
+    """Journals write nothing until this is set."""
     go_on, write = threading.Event(), Journal._write
 
     def wait_and_write(self: Journal, batch: Sequence[Record]) -> None:
@@ -86,7 +87,7 @@ def test_pages_that_find_the_journal_full_keep_their_groups(make_disks: MakeDisk
         tokens = np.full(len(numbers), BLOCK_TOKENS, np.int32)
         assert not world.unit.record_publish(of, keys_of(numbers), ids(numbers), generations, tokens)
         wanted |= dict.fromkeys(numbers, of)
-        if of == 2:  # a page that is pending is forgotten by whichever group takes its place
+        if of == 2:  # a pending page is dropped by whichever group takes its place
             world.unit.record_evict(0, ids([11]), generations[3:])
             del wanted[11]
     world.until(lambda: pending(world) == 0, "the journal had no room")
@@ -187,7 +188,7 @@ def test_a_lost_disk_owes_nothing(make_disks: MakeDisks, held_up: threading.Even
 
 
 def test_a_journal_that_has_failed_is_owed_nothing(make_disks: MakeDisks) -> None:
-    """Before the disk is found lost, too."""
+    """Even before the disk is found lost."""
     world = make_disks(**FULL)
     result, generations = world.write(range(8), range(8), publish=False)
     assert result.status is OpStatus.OK
@@ -213,7 +214,7 @@ def test_evictions_that_find_the_journal_full_are_carried_out_later(make_disks: 
     world.wait_durable(range(8), generations)
     world.unit.record_evict(0, ids(range(6)), generations[:6])
     assert world.unit.unflushed
-    result, _ = world.write([20], [0], publish=False)  # an overwritten page that the index must not name
+    result, _ = world.write([20], [0], publish=False)  # overwrites the page, so the index must not name it
     assert result.status is OpStatus.OK
     world.until(lambda: not world.unit.unflushed, "the evictions stay pending")
     folder = world.folder

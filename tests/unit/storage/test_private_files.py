@@ -1,4 +1,4 @@
-"""Pages are users' prompts: nobody but the engine's own user reads or enters what the disk tier makes."""
+"""Pages are users' prompts: only the engine's own user can read or enter what the disk tier makes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def readable_by_others(root: Path) -> dict[str, str]:
 
 
 def used(world: DiskWorld) -> None:
-    """Everything that a tier writes has been written: pages, index and log, and the epoch."""
+    """Makes the tier write all its files: pages, index and log, and the epoch."""
     world.unit.reset(world.unit.epoch + 2)
     _, generations = world.write([1, 2], [0, 1])
     world.wait_durable([0, 1], generations)
@@ -57,7 +57,7 @@ def test_nobody_else_can_read_what_the_tier_makes(tmp_path: Path) -> None:
 
 
 def test_a_file_made_by_the_umask_alone_is_seen(tmp_path: Path) -> None:
-    """What the other tests look for is there without the tier's care."""
+    """Without the tier's care, the other tests would find something."""
     (tmp_path / "kv").mkdir()
     (tmp_path / "kv" / "group0.slab").touch()
     assert readable_by_others(tmp_path / "kv") == {"kv": "0o755", "kv/group0.slab": "0o644"}
@@ -84,7 +84,7 @@ def test_files_of_a_former_run_are_closed_to_others_when_their_owner_opens_them(
         path.chmod(0o755 if path.is_dir() else 0o644)
     world = make_disks()
     assert len(world.unit.rows(0)) == 2
-    # The folder that a person named stays as the person made it.
+    # The folder that the user named keeps its mode.
     assert readable_by_others(root) == {"disk0": "0o755"}
 
 

@@ -1,4 +1,4 @@
-"""Several KV groups in one set of slabs: each page is its own group's, and nobody else's."""
+"""Several KV groups in one set of slabs: each page belongs to its own group alone."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def shared(make_disks: MakeDisks, disks: int = 1, **options: object) -> DiskWorl
 
 
 def pages(rows: IndexRows) -> dict[int, tuple[int, int]]:
-    """Of each place its group and block."""
+    """Per place: its group and block."""
     assert rows.groups is not None
     numbers = [int.from_bytes(key.tobytes(), "big") for key in rows.keys]
     return dict(zip(rows.places.tolist(), zip(rows.groups.tolist(), numbers, strict=True), strict=True))
@@ -76,7 +76,7 @@ def test_slabs_of_one_group_have_rows_without_groups(make_disks: MakeDisks) -> N
 
 
 def cross_reads(world: DiskWorld, of: int) -> dict[int, str]:
-    """A page of group `of`, asked for as each other group's: why it is none."""
+    """Asks for a page of group `of` as each other group's. Returns the reason of each miss."""
     _, generations = world.write([7], [5], of=of)
     assert world.read([7], [5], generations, of=of).status is OpStatus.OK
     reasons = {}
@@ -108,7 +108,7 @@ def test_without_the_number_in_the_trailer_another_groups_page_would_be_served(
 
 
 def overwritten(world: DiskWorld, first: int, then: int) -> tuple[np.ndarray, np.ndarray]:
-    """Place 4 with a page of one group, then of another."""
+    """Writes a page of one group to place 4, then one of another group."""
     _, old = world.write([1], [4], of=first)
     world.wait_durable([4], old)
     world.unit.record_evict(then, np.array([4], np.int32), old)
@@ -122,7 +122,7 @@ def overwritten(world: DiskWorld, first: int, then: int) -> tuple[np.ndarray, np
 def test_a_slot_that_changed_its_group_holds_the_later_page_alone(
     make_disks: MakeDisks, first: int, then: int, lost_index: str
 ) -> None:
-    """Also where the earlier, larger image's trailer is still whole."""
+    """Even if the earlier, larger image's trailer is still whole."""
     world = shared(make_disks)
     old, new = overwritten(world, first, then)
     assert world.read([1], [4], old, of=first).failed.tolist() == [0]
@@ -162,7 +162,7 @@ def test_by_the_first_whole_trailer_an_overwritten_page_would_come_back(
 
 
 def test_stripes_without_a_trailer_are_no_damage(make_disks: MakeDisks, tmp_path: Path) -> None:
-    """What a crash leaves of a large image where a small one's trailer would lie; and repair leaves a clean slab."""
+    """A crash leaves a part of a large image where a small one's trailer would be; repair leaves a clean slab."""
     world = shared(make_disks)
     _, generations = world.write([1, 2, 3], [0, 1, 2], of=FULL)
     world.wait_durable([0, 1, 2], generations)

@@ -1,4 +1,4 @@
-"""Tags are laid out as the data plane reads them."""
+"""Tags have the layout that the data plane reads."""
 
 from __future__ import annotations
 
