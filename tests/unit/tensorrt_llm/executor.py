@@ -1,9 +1,9 @@
-"""A stand-in for TensorRT-LLM's executor, whose package cannot be installed here: it plays the calls that the engine's
-connector manager and executor loop make, in their order and with their checks, over a block-first pool in plain memory.
+"""A stand-in for TensorRT-LLM's executor, whose package cannot be installed here: it makes the calls of the engine's
+connector manager and executor loop, in their order and with their checks, over a block-first pool in plain memory.
 
-Its "model" writes what belongs in the pool. Before a chunk is computed, every earlier position in the request's blocks
-is compared with what it must be. Blocks are filled with garbage when they are freed, so that a copy out of a freed
-block or a block that was not loaded is seen.
+Its "model" writes the expected numbers into the pool. Before a chunk is computed, it compares every earlier position in
+the request's blocks with the expected numbers. It fills freed blocks with garbage, so that a copy out of a freed block,
+or a block that was not loaded, is noticed.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from tests.unit.tensorrt_llm.request import Request
 
 @dataclass(frozen=True)
 class Version:
-    """What differs between the engine's versions in how the connector is called.
+    """Differences between the engine's versions in how the connector is called.
 
     Attributes:
-        waits: it calls `wait_for_initialization`.
-        quiet: it builds no metadata in an iteration that computes nothing.
-        by_group: it hands the pool over as a layout, and block numbers by layer group.
-        request_data, scheduler_output: make what `build_connector_meta` is given.
+        waits: whether it calls `wait_for_initialization`.
+        quiet: whether it builds no metadata in an iteration that computes nothing.
+        by_group: whether it passes the pool as a layout, and block numbers by layer group.
+        request_data, scheduler_output: make the arguments of `build_connector_meta`.
     """
 
     waits: bool = True
@@ -47,19 +47,19 @@ BY_GROUP = Version(by_group=True)
 
 
 class Executor:
-    """One rank. Every rank is given the same requests in the same order.
+    """One rank. Every rank gets the same requests in the same order.
 
     Args:
         scheduler: on rank 0 only.
-        chunk: tokens of a context chunk at most.
-        version: of the engine.
-        hooks: the forward calls the hooks of its layers; it does not in the replay of a CUDA graph.
+        chunk: the most tokens in a context chunk.
+        version: the engine's version.
+        hooks: whether the forward calls the hooks of its layers; the replay of a CUDA graph does not.
 
     Attributes:
-        in_layer: called in the forward at each layer, once that may be read.
-        kept: tokens of an offer that the engine takes; it hands back the rest.
+        in_layer: called in the forward at each layer, once the layer may be read.
+        kept: how many tokens of an offer the engine takes; it hands back the rest.
         calls: how often each hook was called.
-        wrong: (request, position) where a forward found other numbers than it must.
+        wrong: (request, position) where a forward found wrong numbers.
         loaded: tokens that each request did not compute because they were loaded.
     """
 
@@ -110,12 +110,12 @@ class Executor:
         return request
 
     def cancel(self, request: Request) -> None:
-        """The client is gone: the request ends where it is."""
+        """Acts for a client that is gone: the request ends where it is."""
         if request.state != "done" and request.state != "saving":
             self._finish(request)
 
     def run(self, until: Any = None) -> None:
-        """Iterates until every request is done, or until `until()` says so."""
+        """Iterates until every request is done, or until `until()` returns true."""
         ends_s = time.monotonic() + LONG_S
         while not (until() if until is not None else self.idle):
             assert time.monotonic() < ends_s, (
@@ -131,7 +131,7 @@ class Executor:
     # --- one iteration ---
 
     def step(self) -> bool:
-        """One iteration of the loop; whether a forward ran."""
+        """One iteration of the loop. Returns whether a forward ran."""
         batch = [r for r in self.requests if r.state in ("context", "generation")]
         ran = False
         if batch:
@@ -210,7 +210,7 @@ class Executor:
         return self.version.scheduler_output(new_requests=new, cached_requests=cached)
 
     def loaded_in_step(self, request: Request) -> bool:
-        """Whether this very iteration's lookup matched it: only then its first report leaves the match out."""
+        """Whether this iteration's own lookup matched it: only then its first report leaves the match out."""
         return (
             request.matched > 0 and request.state == "context" and not getattr(request, "was_loading", False)
         )

@@ -1,4 +1,4 @@
-"""Movers whose copies go wrong."""
+"""Movers whose copies fail."""
 
 from __future__ import annotations
 

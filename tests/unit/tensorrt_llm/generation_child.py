@@ -1,4 +1,4 @@
-"""The connector beside one generation's package, in a process of its own: its classes are bound when it is imported.
+"""The connector with one generation's package, in a separate process: its classes are bound when it is imported.
 
 python -m tests.unit.tensorrt_llm.generation_child GENERATION FOLDER
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def check(generation: str) -> dict[str, Any]:
-    """Runs prompts under the executor, called as this generation calls; what was found."""
+    """Runs prompts under the executor, with this generation's calls. Returns the results."""
     from flexkv.adapters.tensorrt_llm import FlexKVScheduler, FlexKVWorker, api
     from tests.unit.tensorrt_llm.executor import Version
     from tests.unit.tensorrt_llm.world import PROMPT, World
@@ -55,7 +55,7 @@ def check(generation: str) -> dict[str, Any]:
 
 
 def other_signatures(package: Any) -> list[str]:
-    """Methods of the package's classes that ours cannot be called like."""
+    """Methods of the package's classes with a signature that flexkv's classes do not accept."""
     from flexkv.adapters.tensorrt_llm import FlexKVScheduler, FlexKVWorker
 
     odd = []

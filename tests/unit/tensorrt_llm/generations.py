@@ -1,7 +1,7 @@
-"""Packages named tensorrt_llm that hold nothing but the connector's base classes, in the shapes of three generations.
+"""Packages named tensorrt_llm that hold nothing but the connector's base classes, in the form of three generations.
 
-G1 is 1.1 and 1.2, G2 is 1.3, G3 what came after: each at its own place, with the methods that are abstract there, the
-fields that its `RequestData` has, and the names that a connector may ask of the package.
+G1 is 1.1 and 1.2, G2 is 1.3, G3 came after: each in its own module, with its abstract methods, the fields of its
+`RequestData`, and the names that a connector may use from the package.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ FIELDS = {
         new_block_ids_by_layer_group: list = field(default_factory=list)
         """,
 }
-# What a version gives a default to; those of G3 refuse or do nothing, so a connector is seen to have its own.
+# Methods with a default in a version; those of G3 refuse or do nothing, which shows that a connector has its own.
 WORKER_DEFAULTS = {
     "g1": "",
     "g2": "",
@@ -123,7 +123,7 @@ PLACES = {"g1": FLAT_PLACE, "g2": f"{FLAT_PLACE}/connectors", "g3": f"{FLAT_PLAC
 
 
 def write_package(folder: Path, generation: str, rank: int = 0) -> None:
-    """Writes the package below `folder`, to be put on the path."""
+    """Writes the package below `folder`, which must then be added to the path."""
     place = folder / "tensorrt_llm" / PLACES[generation]
     place.mkdir(parents=True)
     for parent in (place, *place.parents):

@@ -1,4 +1,4 @@
-"""What the ranks of an engine do together: all in this process, or two over a pipe."""
+"""Operations that the ranks of an engine do together: all in this process, or two over a pipe."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ LONG_S = 120.0
 
 
 class Group(Protocol):
-    """What the ranks do together."""
+    """Operations that the ranks do together."""
 
     rank: int
 
@@ -19,7 +19,7 @@ class Group(Protocol):
 
 
 class Alone:
-    """The group of one rank. What is broadcast is pickled, as between processes."""
+    """The group of one rank. Broadcast objects are pickled, as between processes."""
 
     rank = 0
 

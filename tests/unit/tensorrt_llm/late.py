@@ -1,4 +1,4 @@
-"""Orders that reach a rank later than its engine's word."""
+"""Orders that reach a rank later than its engine's message."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from tests.unit.tensorrt_llm.world import World
 
 
 class LateOrders:
-    """Stands between a rank and its wire, and keeps what comes until it is let through: as a socket may that is slower
-    than the engine's own messages. The order in which it came is kept."""
+    """Stands between a rank and its wire, and keeps incoming orders until they are let through, like a socket that is
+    slower than the engine's own messages. Keeps their order."""
 
     def __init__(self, world: World) -> None:
         self._wire: Any = world.worker.side._wire

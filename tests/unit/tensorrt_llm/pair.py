@@ -12,19 +12,19 @@ from tests.unit.tensorrt_llm.group import LONG_S, Pair
 from tests.unit.tensorrt_llm.world import World, settings
 
 Script = Callable[[World], Any]
-"""Runs on both ranks; must be a function of a module. What it returns, `run_pair` returns for each rank."""
+"""Runs on both ranks; must be a function of a module. `run_pair` returns its result for each rank."""
 
 
 def run_pair(script: Script, environment: dict[str, str], **options: Any) -> list[Any]:
-    """Runs `script` on rank 0 here and on rank 1 in a process of its own.
+    """Runs `script` on rank 0 here and on rank 1 in a separate process.
 
     Raises:
-        AssertionError: with the other process's traceback, if it failed.
+        AssertionError: the other process failed; with its traceback.
     """
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     result, result_there = context.Pipe(duplex=False)
-    # The environment of both, which the connector reads.
+    # Both processes' environment, which the connector reads.
     saved = dict(os.environ)
     os.environ.update(settings(**environment))
     try:

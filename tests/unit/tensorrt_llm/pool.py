@@ -1,6 +1,7 @@
-"""The block-first pool of one rank in plain memory, and the numbers that belong in it.
+"""The block-first pool of one rank in plain memory, and its expected numbers.
 
-They depend on all tokens up to a position, on salt, adapter, layer, head and rank."""
+They depend on all tokens up to a position, on salt, adapter, layer, head and rank.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ class Shape:
     """A pool: [blocks, layers, kv, heads * tokens * size] of 4 bytes, or four times as many elements of fp8.
 
     Attributes:
-        fp8: the engine hands over elements of one byte.
+        fp8: whether the engine passes elements of one byte.
     """
 
     blocks: int = 40
@@ -34,7 +35,8 @@ class Shape:
 
 
 class HostTensor:
-    """What the connector asks of a torch tensor, over an array: importing torch would cost each process seconds."""
+    """The parts of a torch tensor that the connector uses, over an array: importing torch would cost each process
+    seconds."""
 
     device = SimpleNamespace(type="cpu", index=None)
 
@@ -57,7 +59,7 @@ class HostTensor:
 
 
 class Pool:
-    """The KV pool of one rank, and the numbers that belong in it."""
+    """The KV pool of one rank, and its expected numbers."""
 
     def __init__(self, shape: Shape, rank: int) -> None:
         s = self.shape = shape
@@ -71,7 +73,7 @@ class Pool:
         )
 
     def truth(self, request: Request, first: int, end: int) -> NDArray[np.uint32]:
-        """[layers, kv, heads, positions, size] of token positions [first, end)."""
+        """Expected numbers [layers, kv, heads, positions, size] of token positions [first, end)."""
         s = self.shape
         chain = np.empty(end, np.uint32)
         state = (request.secret * 2654435761 + self.rank * 40503 + 17) & 0xFFFFFFFF
@@ -91,7 +93,7 @@ class Pool:
             self.words[block, :, :, :, position % self.shape.tokens] = truth[:, :, :, position - first]
 
     def wrong(self, request: Request, end: int) -> list[int]:
-        """Positions before `end` whose numbers are not what they must be."""
+        """Positions before `end` with wrong numbers."""
         truth = self.truth(request, 0, end)
         return sorted(
             {
@@ -102,7 +104,7 @@ class Pool:
         )
 
     def wrong_in(self, request: Request, truth: NDArray[np.uint32], layer: int) -> list[int]:
-        """The same of one layer; `truth` is that of the positions to look at, from 0 on."""
+        """The same for one layer; `truth` has the expected numbers of the positions to compare, from 0 on."""
         s, end = self.shape, truth.shape[3]
         here = self.words[request.blocks[: -(-end // s.tokens)], layer]  # [blocks, kv, heads, tokens, size]
         rows = here.transpose(1, 2, 0, 3, 4).reshape(s.kv, s.heads, -1, s.size)[:, :, :end]

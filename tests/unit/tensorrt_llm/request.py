@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(eq=False)
 class Request:
-    """A request as the engine shows it to a connector, and what the executor keeps of it."""
+    """A request as a connector sees it, and the executor's own state of it."""
 
     request_id: int
     tokens: list[int]

@@ -1,4 +1,4 @@
-"""What is refused, and that the reason is said; geometry from the tensor, checked against the arguments."""
+"""Refusals and their reasons; geometry from the tensor, checked against the arguments."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_layouts_are_refused() -> None:
 
 
 def test_other_roles_stay_opaque() -> None:
-    """A region with a role that we do not know is moved whole, and converted by nobody."""
+    """A region with an unknown role is moved whole, and never converted."""
     layout = layout_of(Pool(Shape(), 0))
     for buffer in layout.groups[0].regions[0].buffers[:1]:
         buffer.role = "index_key"

@@ -1,4 +1,4 @@
-"""An engine that hands back what it was promised: the whole, an end of it, or of a load that is under way."""
+"""An engine that hands back a promise: all of it, an end of it, or a part of a load that is under way."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CASES: list[tuple[list[tuple[int, int]], list[int]]] = [
     ([(0, 1000)], []),
     ([(0, 8)], [2, 3, 4, 5, 6]),
     ([(20, WHOLE)], [0, 1, 2, 3, 4]),
-    # The rest of a block that is handed back in part counts as loaded.
+    # If a block is handed back in part, its rest counts as loaded.
     ([(0, 10)], [2, 3, 4, 5, 6]),
     ([(22, WHOLE)], [0, 1, 2, 3, 4, 5]),
     ([(20, WHOLE), (0, 8)], [2, 3, 4]),
@@ -66,7 +66,7 @@ def names(world: World, saving: list[int], loading: list[int]) -> tuple[list[int
 
 
 def filled(world: World, request: Request) -> list[int]:
-    """Ordinals of the request's blocks that hold what they must; the others still hold garbage."""
+    """Ordinals of the request's blocks with the right numbers; checks that the others still hold garbage."""
     truth = world.executor.pool.truth(request, 0, WHOLE)
     found = []
     for ordinal, block in enumerate(request.blocks[:BLOCKS]):
@@ -84,7 +84,7 @@ def filled(world: World, request: Request) -> list[int]:
 def test_what_is_handed_back_is_not_written(
     make_world: Make, mode: str, ranges: list[tuple[int, int]], loaded: list[int]
 ) -> None:
-    """Blocks that the engine found in its own cache meanwhile may be read by other requests."""
+    """Other requests may read blocks that the engine meanwhile found in its own cache."""
     world = stored(make_world, {"FLEXKV_LOAD_MODE": mode})
     request, blocks = promised(world)
     for start, end in ranges:
@@ -124,7 +124,7 @@ def test_an_engine_that_takes_a_part_computes_the_rest(
 
 
 def test_an_offer_taken_back_whole_leaves_nothing_behind(make_world: Make) -> None:
-    """The engine computes the prompt, and may or may not wait for the load that it was told of."""
+    """The engine computes the prompt, and may or may not wait for the promised load."""
     world = stored(make_world)
     world.executor.kept = lambda tokens: 0
     for _ in range(3):
@@ -157,7 +157,7 @@ def test_a_load_under_way_is_taken_back_whole(make_world: Make) -> None:
 
 
 def test_a_load_of_which_a_part_is_taken_back_is_still_awaited(make_world: Make) -> None:
-    """The rest counts as loaded: were the load forgotten, one that failed would be reported."""
+    """The rest counts as loaded: if the load were dropped, a failed one would be reported as loaded."""
     world = stored(make_world, movers=Faults(FAIL, OpKind.H2D, times=1))
     request, blocks = promised(world)
     world.scheduler.update_state_after_alloc(request, blocks)
@@ -171,7 +171,8 @@ def test_a_load_of_which_a_part_is_taken_back_is_still_awaited(make_world: Make)
 
 
 def test_a_load_under_way_that_is_taken_back_in_two_pieces_is_awaited_no_more(make_world: Make) -> None:
-    """It failed, so nothing but the engine's word for all of it lets it be returned. The pieces meet inside a block."""
+    """The load failed, so the rank returns it only once the engine has taken all of it back. The pieces meet inside a
+    block."""
     world = stored(make_world, movers=Faults(FAIL, OpKind.H2D, times=1))
     request, blocks = promised(world)
     world.scheduler.update_state_after_alloc(request, blocks)
@@ -217,7 +218,7 @@ def expire(manager: Any) -> None:
 
 
 def test_an_engine_with_memory_for_less_than_it_was_promised(make_world: Make) -> None:
-    """It gives the blocks of the first chunk alone, and computes what they do not hold."""
+    """It gives the blocks of the first chunk alone, and computes the tokens beyond them."""
     world = stored(make_world, {"FLEXKV_LOAD_MODE": "sync"})
     request, blocks = promised(world)
     world.scheduler.update_state_after_alloc(request, blocks[:3])

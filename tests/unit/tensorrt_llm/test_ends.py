@@ -38,7 +38,7 @@ def test_a_request_that_is_cancelled_while_it_loads(make_world: Make) -> None:
 
 
 def test_a_request_that_is_cancelled_while_it_computes(make_world: Make) -> None:
-    """Only what was computed is stored."""
+    """Only the computed blocks are stored."""
     world = make_world(chunk=6)
     world.warm_up()
     request = world.request(PROMPT)
@@ -53,7 +53,7 @@ def test_a_request_that_is_cancelled_while_it_computes(make_world: Make) -> None
 def test_a_request_that_is_cancelled_while_its_load_waits_for_a_place(
     make_world: Make,
 ) -> None:
-    """Its blocks are read by no forward, so what goes on does not stop for them."""
+    """No forward reads its blocks, so the other requests do not stop for them."""
     faults = Faults(STALL, OpKind.H2D, times=1)
     world = stored(make_world, {"FLEXKV_TRANSFER_QUEUE_OPS": "1"}, movers=faults)
     first = world.request(PROMPT)
@@ -148,7 +148,7 @@ def test_a_request_that_lost_its_blocks_stores_nothing_of_its_new_ones(
 
 @pytest.mark.parametrize("ended", [False, True])
 def test_a_load_that_was_planned_for_a_request_that_goes_is_dropped(make_world: Make, ended: bool) -> None:
-    """Its blocks are another's by the time of the step."""
+    """By the time of the step its blocks belong to another request."""
     world = stored(make_world, {"FLEXKV_LOAD_MODE": "sync"})
     manager = world.scheduler.side.unit.manager
     request, blocks = promised(world)

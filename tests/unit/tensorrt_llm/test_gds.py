@@ -1,4 +1,4 @@
-"""Loads and stores between disk and the engine's pool without a page of host memory, which are asked for by name
+"""Loads and stores between disk and the engine's pool without a page of host memory. They must be enabled by name,
 because a page that fails costs its request."""
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def settings(
 
 
 def restarted(make_world: Make, environment: dict[str, str]) -> World:
-    """A world whose disk alone has PROMPT."""
+    """A world in which only the disk has PROMPT."""
     eager = arguments(cuda_graph_config=None)
     stored(make_world, environment, llm_args=eager).close()
     world: World = make_world(environment, llm_args=eager)
@@ -70,7 +70,7 @@ def test_blocks_on_disk_are_loaded_without_host_memory(
 def test_host_blocks_and_those_on_disk_in_one_load(make_world: Make, tmp_path: Path, mode: str) -> None:
     world = restarted(make_world, settings(tmp_path, mode))
     assert world.hit(world.serve(PROMPT[:13])) == 12
-    # What was loaded is stored in host memory like what was computed.
+    # Loaded blocks are stored in host memory like computed ones.
     assert world.hit(world.serve(PROMPT)) == WHOLE
     assert counts(world)[0] == BLOCKS
     world.check()
@@ -93,7 +93,7 @@ def test_a_load_between_steps_that_fails_is_never_reported_as_loaded(
         world.executor.step()
     assert request.state != "done", "it waits until it is cancelled"
     assert world.executor.wrong == [], "no forward has read its blocks"
-    # Others go on.
+    # Other requests go on.
     world.serve_beside([9_000 + n for n in range(30)])
     world.executor.cancel(request)
     world.executor.run()

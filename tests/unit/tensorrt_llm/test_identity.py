@@ -1,4 +1,4 @@
-"""Ranks take the steps of the scheduler that they have joined, and a scheduler the reports of its own ranks."""
+"""Ranks take the steps of the scheduler that they have joined, and a scheduler takes the reports of its own ranks."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def planned_step(world: World, request: Any, blocks: list[int]) -> Any:
 
 @pytest.mark.parametrize("ahead", [0, 1000], ids=["steps-behind", "steps-ahead"])
 def test_a_step_of_another_scheduler_is_refused_with_its_loads(make_world: Make, ahead: int) -> None:
-    """Also where it would pass for a step that was carried out already, whose forward then reads garbage."""
+    """Even if it would pass for a step that was carried out already, after which the forward would read garbage."""
     one, other = stored(make_world, SYNC), stored(make_world, SYNC)
     request, blocks = promised(other)
     step = planned_step(other, request, blocks)
@@ -88,7 +88,7 @@ def test_a_step_of_another_scheduler_is_refused_with_its_loads(make_world: Make,
     assert np.array_equal(pool_of(one), before)
     assert refused(one.worker.side.counters, "orders") == 1
     assert one.hit(one.serve(PROMPT)) == WHOLE
-    # Of the other engine nothing was lost: its own rank carries the step out.
+    # The other engine lost nothing: its own rank carries the step out.
     other.worker.side.start(step)
 
 
@@ -193,7 +193,7 @@ def test_strangers_are_bounded() -> None:
 
 @pytest.mark.parametrize("own", [True, False])
 def test_a_report_to_another_unit_frees_and_publishes_nothing(make_world: Make, own: bool) -> None:
-    """With `own` the control: the report of a rank of this unit does both."""
+    """With `own`, the control: the report of a rank of this unit does both."""
     faults = Faults(STALL, OpKind.D2H, times=1)
     world = make_world(movers=faults)
     world.warm_up()

@@ -1,4 +1,5 @@
-"""Loads that the forward waits for layer by layer, forwards that do not call those hooks, and those that break off."""
+"""Loads that the forward waits for layer by layer, forwards that do not call those hooks, and forwards that break
+off."""
 
 from __future__ import annotations
 
@@ -24,11 +25,11 @@ LAYERWISE = {"FLEXKV_LOAD_MODE": "layerwise"}
 TRUSTING = LAYERWISE | {"FLEXKV_LOAD_LAYER_HOOKS": "trust"}
 LONGER = [*PROMPT, *range(500, 540)]
 MORE = 68
-"""Of its 70 tokens, those in whole blocks of 4."""
+"""Tokens in whole blocks of 4, out of its 70 tokens."""
 
 
 def eager() -> Any:
-    """Arguments by which every forward calls its layers' hooks."""
+    """Arguments with which every forward calls its layers' hooks."""
     return arguments(cuda_graph_config=None)
 
 
@@ -39,7 +40,7 @@ def by_layer(make_world: Make, environment: dict[str, str] = LAYERWISE, **option
 
 @pytest.mark.parametrize(("ranks", "hooked"), [(1, True), (2, False)])
 def test_with_several_ranks_loads_end_before_the_forward(ranks: int, hooked: bool) -> None:
-    """A rank that lost a layer could not tell the others before they sample."""
+    """A rank that lost a layer could not notify the others before they sample."""
     given = EngineArguments.of(arguments(ranks, cuda_graph_config=None))
     assert SchedulerSide(load_config({}, TRUSTING), given).by_layer is hooked
 
@@ -99,7 +100,7 @@ def test_control_a_forward_that_does_not_wait_reads_wrong_numbers(
 def test_where_hooks_may_not_fire_loads_end_before_the_forward(
     make_world: Make, llm_args: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The trap: the hooks are silent, and every load is slow in every layer."""
+    """The trap: the hooks are never called, and every load is slow in every layer."""
     slow = Faults(DELAY, OpKind.H2D, delay_s=0.01)
     world = by_layer(make_world, llm_args=llm_args, hooks=False, movers=slow)
     assert "may run without the hooks of its layers" in caplog.text
@@ -108,7 +109,7 @@ def test_where_hooks_may_not_fire_loads_end_before_the_forward(
 
 
 def end_failed(world: World) -> None:
-    """What the engine does with a step that raises: its requests end."""
+    """Acts like the engine after a step that raises: its requests end."""
     for request in list(world.executor.requests):
         world.executor.cancel(request)
     world.executor.run()
@@ -130,7 +131,7 @@ def test_trusted_hooks_that_do_not_fire_end_the_step_before_anything_is_sampled(
     assert len(request.tokens) == len(LONGER)
     end_failed(world)
     rest_over(world)
-    # From now on loads come first; nothing that the step computed was stored.
+    # From now on loads end before the forward; nothing that the step computed was stored.
     assert world.hit(world.serve(LONGER)) == WHOLE
     assert world.hit(world.serve(LONGER)) == MORE
     world.check()
@@ -152,11 +153,11 @@ def test_a_page_that_fails_in_a_layer_ends_the_step(make_world: Make, layer: int
 
 
 class BrokenForwardError(Exception):
-    """What a forward raises in these tests."""
+    """The error that a forward raises in these tests."""
 
 
 def break_at(world: World, layer: int) -> None:
-    """The forward of the next step raises at this layer."""
+    """Makes the forward of the next step raise at this layer."""
 
     def in_layer(reached: int) -> None:
         if reached == layer:
@@ -170,7 +171,8 @@ def break_at(world: World, layer: int) -> None:
 
 @pytest.mark.parametrize("mode", ["async", "sync", "layerwise"])
 def test_a_step_that_breaks_off_stores_nothing(make_world: Make, mode: str) -> None:
-    """The engine ends its requests as if it had run: blocks that it never wrote would go under the prompt's keys."""
+    """The engine ends its requests as if it had run: blocks that it never wrote would be stored under the prompt's
+    keys."""
     world = make_world({"FLEXKV_LOAD_MODE": mode}, llm_args=eager())
     world.warm_up()
     world.request(LONGER)

@@ -1,4 +1,4 @@
-"""A lookup waits for what is read from behind host memory: for a bounded time, and for nothing else."""
+"""A lookup waits for reads from the tiers behind host memory: for a bounded time, and for nothing else."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def disk(folder: Path, wait_s: float) -> dict[str, str]:
 
 
 class HeldReads:
-    """Takes reads and ends none of them until it is told so."""
+    """Takes reads and reports the end of none until they are let go."""
 
     def __init__(self, world: World) -> None:
         assert world.scheduler is not None
@@ -51,10 +51,10 @@ class HeldReads:
 
 
 class Clock:
-    """Time that passes in sleeps alone.
+    """A clock that advances in sleeps alone.
 
     Attributes:
-        slept_s: all of it.
+        slept_s: total time slept.
         each: called in every sleep.
     """
 
@@ -71,7 +71,7 @@ class Clock:
 
 
 def settle(world: World) -> None:
-    """Until nothing moves behind host memory."""
+    """Polls until nothing moves behind host memory."""
     assert world.scheduler is not None
     ends_s = time.monotonic() + LONG_WAIT_S
     while world.scheduler.side.unit.busy:
@@ -88,7 +88,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def after_a_restart(make_world: Make, folder: Path, wait_s: float) -> World:
-    """A world whose disk alone has PROMPT."""
+    """A world in which only the disk has PROMPT."""
     stored(make_world, disk(folder, wait_s)).close()
     world: World = make_world(disk(folder, wait_s))
     world.warm_up()

@@ -1,4 +1,4 @@
-"""Requests of broken steps: never stored, and never more memory than the bound."""
+"""Requests of broken steps: never stored, and their memory never exceeds the bound."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_each_is_taken_once() -> None:
 
 @pytest.mark.parametrize("ascending", [True, False])
 def test_the_bound_forgets_none(monkeypatch: pytest.MonkeyPatch, ascending: bool) -> None:
-    """What was added and not taken stays so for good; with ids that ascend nothing newer counts so."""
+    """An id that was added and not taken counts for good; if ids ascend, no newer id counts."""
     monkeypatch.setattr(no_store, "MAX_NO_STORE", 8)
     ids = list(range(100))
     if not ascending:
@@ -39,7 +39,7 @@ def test_the_bound_forgets_none(monkeypatch: pytest.MonkeyPatch, ascending: bool
 
 @pytest.mark.parametrize("dummy", [no_store.FIRST_DUMMY, (1 << 64) - 1])
 def test_a_dummy_of_the_engine_spoils_no_request(monkeypatch: pytest.MonkeyPatch, dummy: int) -> None:
-    """Its id is above all others: within their bound, nothing would ever be stored again."""
+    """Its id is above all others: if it counted for their bound, nothing would ever be stored again."""
     monkeypatch.setattr(no_store, "MAX_NO_STORE", 8)
     requests = NoStoreRequests()
     requests.add([dummy, *range(100)])

@@ -34,7 +34,7 @@ PAGES = WHOLE // SHAPE.tokens
 
 
 def over_sglangs_pages(make_world: Make, folder: Path, spoiled: bool) -> World:
-    """A world into whose host memory has come what an engine of SGLang's order left on disk."""
+    """A world whose host memory has fetched the pages that an engine of SGLang's order left on disk."""
     given = arguments(model=write_model(folder, SHAPE.size, SHAPE.layers))
     common = {
         "FLEXKV_KEYS_SCHEME": "common",
@@ -56,7 +56,7 @@ def test_what_sglang_stored_is_loaded(make_world: Make, tmp_path: Path) -> None:
 
 
 def test_wrong_numbers_would_be_seen(make_world: Make, tmp_path: Path) -> None:
-    """The control: one number of one page is another."""
+    """The control: one number of one page differs."""
     world = over_sglangs_pages(make_world, tmp_path, spoiled=True)
     assert world.hit(world.serve(PROMPT)) == WHOLE
     assert world.executor.wrong

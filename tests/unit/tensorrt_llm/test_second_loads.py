@@ -20,11 +20,11 @@ from tests.unit.tensorrt_llm.world import end as world_end
 from tests.unit.transfer.transfer_world import FAIL, STALL
 
 First = Callable[[World, LateOrders, Request], None]
-"""What becomes of the request's first promise."""
+"""What happens to the request's first promise."""
 
 
 def handed_back(world: World, late: LateOrders, request: Request) -> None:
-    """Whole, before its blocks were given; the engine waits for nothing then."""
+    """The whole promise is handed back before its blocks were given; the engine waits for nothing then."""
     world.scheduler.cancel_load(request, 0, WHOLE)
     world.scheduler.update_state_after_alloc(request, request.blocks)
     assert world.worker.get_finished([], []) == ([], [])
@@ -37,13 +37,13 @@ def handed_back_and_reset(world: World, late: LateOrders, request: Request) -> N
 
 
 def handed_back_late_and_reset(world: World, late: LateOrders, request: Request) -> None:
-    """The rank has nothing of it yet when the engine names the second load."""
+    """The rank has no order of it yet when the engine names the second load."""
     late.hold()
     handed_back_and_reset(world, late, request)
 
 
 def ordered_and_reset(world: World, late: LateOrders, request: Request) -> None:
-    """Ordered, and lost with its blocks before the engine has named it."""
+    """The load is ordered, and lost with its blocks before the engine has named it."""
     world.scheduler.update_state_after_alloc(request, request.blocks)
     assert world.worker.get_finished([], []) == ([], [])
     world.scheduler.request_reset(request)
@@ -60,7 +60,7 @@ def ordered_and_cancelled(world: World, late: LateOrders, request: Request) -> N
 
 
 def given_no_blocks_and_reset(world: World, late: LateOrders, request: Request) -> None:
-    """An engine with memory for nothing of it: an order with no copy in it, of whose end no rank says a word."""
+    """An engine without memory for any of it: an order with no copy in it, whose end no rank reports."""
     world.scheduler.update_state_after_alloc(request, [])
     assert world.worker.get_finished([], []) == ([], [])
     world.scheduler.request_reset(request)
@@ -78,8 +78,8 @@ FIRST: list[First] = [
 
 
 def ask_again(world: World, late: LateOrders, request: Request) -> tuple[int, list[int]]:
-    """The request asks again, and is named to the rank ahead of the order if it was promised anything: the promise, and
-    those of its positions that hold something else when the rank calls it loaded."""
+    """The request asks again; if it was promised anything, the engine names it to the rank before the order arrives.
+    Returns the promise, and its positions with wrong numbers when the rank calls it loaded."""
     tokens, is_async = world.scheduler.get_num_new_matched_tokens(request, 0)
     world.scheduler.update_state_after_alloc(request, request.blocks)
     if not is_async:
@@ -95,7 +95,7 @@ def ask_again(world: World, late: LateOrders, request: Request) -> tuple[int, li
 
 
 def end(world: World, request: Request) -> None:
-    """The request ends; nothing of it is left behind on either side."""
+    """Ends the request, and checks that nothing of it is left on either side."""
     table = world.scheduler.side.ranks.joined.requests
     assert table.of(request).may_be_named, "ranks may have to do with its load yet"
     world_end(world, request)
@@ -125,8 +125,8 @@ def test_no_load_is_taken_for_another_of_its_request(make_world: Make, first: Fi
 def test_a_scheduler_without_memory_of_the_first_load_would_serve_garbage(
     make_world: Make, first: First
 ) -> None:
-    """The control: the same second load, of a request that counts as new. (Only where both orders are late does the
-    second take the place of the first.)"""
+    """The control: the same second load, for a request that counts as new. (The second takes the place of the first
+    only if both orders are late.)"""
     world = stored(make_world)
     late = LateOrders(world)
     request, _ = promised(world)
@@ -141,8 +141,8 @@ def test_a_scheduler_without_memory_of_the_first_load_would_serve_garbage(
 
 
 def test_a_load_that_was_reset_under_way_is_the_last(make_world: Make) -> None:
-    """It ends while the request asks again: what the rank hears late of the first would let a second one that fails be
-    returned."""
+    """The load ends while the request asks again: late messages about the first load would let the rank return a second
+    one that fails."""
     faults = Faults(STALL, OpKind.H2D, times=1)
     world = stored(make_world, movers=faults)
     late = LateOrders(world)
@@ -164,7 +164,7 @@ def test_a_load_that_was_reset_under_way_is_the_last(make_world: Make) -> None:
 
 
 def test_a_request_whose_load_failed_is_promised_no_other(make_world: Make) -> None:
-    """Its first load waits until it is cancelled; another request has stored the page anew."""
+    """Its first load waits until it is cancelled; another request has stored the page again."""
     world = stored(make_world, movers=Faults(FAIL, OpKind.H2D, times=1))
     late = LateOrders(world)
     request, blocks = promised(world)
@@ -179,7 +179,7 @@ def test_a_request_whose_load_failed_is_promised_no_other(make_world: Make) -> N
 
 
 def test_a_request_that_was_loaded_well_may_load_again(make_world: Make) -> None:
-    """The engine paused it: every rank has done with the first order, so the second cannot be mistaken."""
+    """The engine paused it: every rank is done with the first order, so the second cannot be mistaken for it."""
     world = stored(make_world)
     late = LateOrders(world)
     request, blocks = promised(world)
@@ -194,7 +194,7 @@ def test_a_request_that_was_loaded_well_may_load_again(make_world: Make) -> None
 
 
 def ask_named(world: World) -> list[int]:
-    """Names the load, and waits until the rank has returned it and the scheduler has heard of it."""
+    """Names the load, and waits until the rank has returned it and the scheduler knows."""
     loaded: list[int] = world.worker.get_finished([], [900])[1]
     ends_s = time.monotonic() + LONG_S
     while not loaded or world.scheduler.side.ranks.joined.requests.get(900).load:

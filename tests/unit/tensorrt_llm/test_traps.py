@@ -1,4 +1,4 @@
-"""Each trap of TensorRT-LLM's connector interface, by itself."""
+"""Each trap of TensorRT-LLM's connector interface, in a test of its own."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.unit.transfer.transfer_world import DELAY, FAIL, STALL
 
 
 def loaded_by(world: World, request_id: int) -> list[int]:
-    """Names the request to the worker; the first ids that it returns as loaded."""
+    """Names the request to the worker. Returns the first ids that the worker returns as loaded."""
     ends_s = time.monotonic() + LONG_S
     loaded: list[int] = world.worker.get_finished([], [request_id])[1]
     while not loaded and time.monotonic() < ends_s:
@@ -45,7 +45,7 @@ def loaded_by(world: World, request_id: int) -> list[int]:
 
 
 def test_a_lone_async_load_needs_no_metadata(make_world: Make) -> None:
-    """Where nothing is scheduled no metadata is built, so a load that started only there would never start."""
+    """If nothing is scheduled, no metadata is built, so a load that started only there would never start."""
     world = stored(make_world, version=Version(quiet=True))
     built = world.executor.calls["build_connector_meta"]
     request = world.request(PROMPT, new_tokens=1)
@@ -71,7 +71,7 @@ def test_an_id_is_remembered_and_returned_once(make_world: Make) -> None:
 
 
 def test_a_save_in_flight_keeps_its_blocks(make_world: Make) -> None:
-    """Blocks are filled with garbage when they are freed: freed too early, the stored page would be garbage."""
+    """Freed blocks are filled with garbage: if they were freed too early, the stored page would be garbage."""
     faults = Faults(STALL, OpKind.D2H, times=1)
     world = make_world(movers=faults)
     world.warm_up()
@@ -119,7 +119,7 @@ def test_metadata_that_stays_bound_is_carried_out_once(make_world: Make) -> None
 
 
 def test_a_failed_async_load_is_not_reported(make_world: Make) -> None:
-    """The engine has no way to hear of it: its request waits until it is cancelled, and the others go on."""
+    """The engine cannot be notified: its request waits until it is cancelled, and the others go on."""
     world = stored(make_world, movers=Faults(FAIL, OpKind.H2D, times=1))
     request = world.request(PROMPT)
     steps(world)
@@ -135,8 +135,8 @@ def test_a_failed_async_load_is_not_reported(make_world: Make) -> None:
 def test_failed_loads_without_a_line_are_counted_in_the_log(
     make_world: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, at_end: bool
 ) -> None:
-    """With the next call after the minute is over, or when the rank is closed, of a load that ends with its lanes
-    too."""
+    """In the next call after the minute is over, or when the rank is closed, even for a load that ends with its
+    lanes."""
     monkeypatch.setattr(logging.getLogger("flexkv"), "propagate", True)
     monkeypatch.setattr(failed_ops, "MOST_LINES", 0)
     world = stored(make_world, movers=Faults(FAIL, OpKind.H2D, times=1))
@@ -171,7 +171,8 @@ def test_a_failed_sync_load_stops_the_step(make_world: Make) -> None:
 
 
 def test_a_load_that_came_too_late_is_not_promised_to_its_request_again(make_world: Make) -> None:
-    """Nor to others for a while: this engine ends a request whose load fails. Nothing is wrong with the pages."""
+    """Nor to others for a while, because this engine ends a request whose load fails. Nothing is wrong with the
+    pages."""
     late = {"FLEXKV_LOAD_MODE": "sync", "FLEXKV_LOAD_DEADLINE_S": "0.02"}
     world = stored(make_world, late, movers=Faults(DELAY, OpKind.H2D, delay_s=0.1))
     request = world.request(PROMPT)
@@ -200,7 +201,7 @@ def test_a_planned_load_that_its_reset_took_away_is_no_failed_one(
 
 
 def test_an_order_waits_for_its_id(make_world: Make) -> None:
-    """A rank behind the others may get an order before it has enqueued the forward that last used the blocks."""
+    """A slow rank may get an order before it has enqueued the forward that last used the blocks."""
     world = stored(make_world, movers=(faults := Faults(FAIL, OpKind.DISK_SEAL)))
     calls = faults.mover.calls
     request, blocks = promised(world)
@@ -213,7 +214,7 @@ def test_an_order_waits_for_its_id(make_world: Make) -> None:
 
 
 def test_an_engine_that_takes_less_than_was_promised(make_world: Make) -> None:
-    """Its first report does not say how much it took: only what is computed in any case is stored."""
+    """Its first report does not say how many tokens it took: only blocks computed in any case are stored."""
     world = stored(make_world, {"FLEXKV_LOAD_MODE": "sync"})
     request = Request(900, [*PROMPT[:28], *range(500, 530)])
     assert world.scheduler.get_num_new_matched_tokens(request, 0) == (WHOLE, False)

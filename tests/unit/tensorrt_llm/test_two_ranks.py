@@ -1,4 +1,4 @@
-"""Two ranks as processes: each holds its own heads, both must have ended before anything is used."""
+"""Two ranks as processes: each holds its own heads, and no block is used before both have ended."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ stalling: list[Any] = []
 
 
 def stalls_on_rank_1() -> Any:
-    """Rank 1's first load stands still until it is let go; rank 0's is done long before."""
+    """Rank 1's first load stalls until it is released; rank 0's ends long before."""
     if multiprocessing.parent_process() is None:
         return None
     rule = testing_ext.FaultRule(STALL, kind=int(OpKind.H2D), times=1)

@@ -15,7 +15,7 @@ from tests.unit.tensorrt_llm.world import PROMPT, WHOLE, Make, World, end, promi
 
 
 def named(world: World, looks: int = 50) -> list[int]:
-    """Names request 900's load to the rank; what it returns as loaded soon after."""
+    """Names request 900's load to the rank. Returns the ids that it soon returns as loaded."""
     loaded: list[int] = world.worker.get_finished([], [900])[1]
     for _ in range(looks):
         if loaded:
@@ -26,7 +26,8 @@ def named(world: World, looks: int = 50) -> list[int]:
 
 
 def ended(world: World, request: Request) -> tuple[list[int], list[int]]:
-    """The request ends, of whose load the rank has said nothing: what the rank returns as saved and loaded."""
+    """Ends a request whose load the rank has not reported. Returns the ids that the rank returns as saved and
+    loaded."""
     assert world.scheduler.request_finished(request, request.blocks), "the rank may keep its id"
     ends_s = time.monotonic() + LONG_S
     saved, loaded = world.worker.get_finished([900], [])
@@ -39,7 +40,7 @@ def ended(world: World, request: Request) -> tuple[list[int], list[int]]:
 
 
 def nothing_left(world: World, request: Request) -> None:
-    """Neither side knows the request any more, and others are served as before."""
+    """Checks that neither side knows the request any more, and that others are served as before."""
     world.executor.free += request.blocks
     table, rank = world.scheduler.side.ranks.joined.requests, world.worker.side
     assert (table._spent, table._unsettled, table.get(900)) == (set(), set(), None)
@@ -126,7 +127,7 @@ def test_a_request_that_is_never_named_leaves_nothing_behind(make_world: Make) -
 
 
 def test_a_promise_that_could_not_be_kept_is_never_called_loaded(make_world: Make) -> None:
-    """The engine counts on it, also when it gives the blocks a second time."""
+    """The engine counts on it, even when it gives the blocks a second time."""
     world = stored(make_world, {"FLEXKV_LOAD_LEASE_S": "0.001"})
     request, blocks = promised(world)
     manager = world.scheduler.side.unit.manager
@@ -145,7 +146,7 @@ def test_a_promise_that_could_not_be_kept_is_never_called_loaded(make_world: Mak
 
 
 def test_a_promise_that_a_reset_took_away_is_never_called_loaded(make_world: Make) -> None:
-    """The engine gives the blocks and has not asked again, so it may count on what it was told before."""
+    """The engine gives the blocks and has not asked again, so it may count on the earlier promise."""
     world = stored(make_world)
     request, blocks = promised(world)
     world.scheduler.request_reset(request)

@@ -24,10 +24,10 @@ from tests.unit.transfer.transfer_world import STALL
 SHAPE = Shape()
 PROMPT = [(7 * n) % 1000 for n in range(30)]
 WHOLE = 28
-"""Of the prompt's 30 tokens, those in whole blocks of 4."""
+"""Tokens in whole blocks of 4, out of the prompt's 30."""
 
 Make = Callable[..., "World"]
-"""The fixture `make_world`: environment, and what `World` takes."""
+"""The fixture `make_world`: takes an environment and the arguments of `World`."""
 
 
 def settings(**more: str) -> dict[str, str]:
@@ -92,7 +92,7 @@ class World:
         self._ids = itertools.count(100)
 
     def request(self, tokens: list[int], **more: Any) -> Request:
-        """A request that the executor runs from the next iteration on."""
+        """Adds a request that the executor runs from the next iteration on."""
         return self.executor.add(Request(next(self._ids), list(tokens), **more))
 
     def serve(self, tokens: list[int], **more: Any) -> Request:
@@ -108,7 +108,7 @@ class World:
         return request
 
     def warm_up(self) -> None:
-        """Iterations in which every rank joins: until then nothing is promised."""
+        """Iterates until every rank has joined: before that nothing is promised."""
         ends_s = time.monotonic() + LONG_S
         for number in itertools.count():
             assert time.monotonic() < ends_s, "the unit does not become usable"
@@ -123,7 +123,7 @@ class World:
         return self.executor.loaded[request.request_id]
 
     def check(self) -> None:
-        """No forward read a wrong number, no block is lost, and the manager's books are right."""
+        """Checks that no forward read a wrong number, no block is lost, and the manager's state is consistent."""
         assert self.executor.wrong == []
         assert self.executor.idle
         assert sorted(self.executor.free) == list(range(self.executor.shape.blocks))
@@ -157,7 +157,7 @@ def promised(world: World) -> tuple[Request, list[int]]:
 
 
 def stalled_load(make_world: Make) -> tuple[World, Request, Faults]:
-    """A world that has stored PROMPT, and a request for it whose load stands still until it is let go."""
+    """A world that has stored PROMPT, and a request for it whose load stalls until it is released."""
     faults = Faults(STALL, OpKind.H2D, times=1)
     world = stored(make_world, movers=faults)
     request = world.request(PROMPT)
@@ -172,7 +172,7 @@ def steps(world: World, count: int = 20) -> None:
 
 
 def lookup(world: World) -> int:
-    """Tokens of PROMPT that are promised to a request, which then goes."""
+    """Tokens of PROMPT that are promised to a request, which then ends."""
     request = Request(99, list(PROMPT))
     assert world.scheduler is not None
     tokens, _ = world.scheduler.get_num_new_matched_tokens(request, 0)
@@ -181,7 +181,7 @@ def lookup(world: World) -> int:
 
 
 def end(world: World, request: Request) -> None:
-    """A request that is not the executor's ends, while that has none of its own that wait."""
+    """Ends a request that the executor does not know, while none of the executor's own requests wait."""
     assert world.scheduler is not None
     if not world.scheduler.request_finished(request, request.blocks):
         return
@@ -195,7 +195,7 @@ def end(world: World, request: Request) -> None:
 
 
 def wait_for_the_disk(world: World) -> None:
-    """Waits until all of PROMPT has come up."""
+    """Waits until all of PROMPT has been fetched."""
     ends_s = time.monotonic() + LONG_S
     while lookup(world) < WHOLE:
         assert time.monotonic() < ends_s, "what lies on disk never came up"
@@ -203,7 +203,7 @@ def wait_for_the_disk(world: World) -> None:
 
 
 def rest_over(world: World) -> None:
-    """As if the time had passed for which nothing is promised after a load that was not brought."""
+    """Ends the time for which nothing is promised after a load that failed."""
     assert world.scheduler is not None
     manager = world.scheduler.side.unit.manager
     assert isinstance(manager, LocalCacheManager)
@@ -213,7 +213,7 @@ def rest_over(world: World) -> None:
 
 
 def write_model(folder: Path, head_dim: int, layers: int) -> str:
-    """The model's own file, which the pool is checked against."""
+    """Writes the model's own file, which the pool is checked against."""
     shape = {
         "num_hidden_layers": layers,
         "num_attention_heads": SHAPE.heads,

@@ -1,4 +1,4 @@
-"""What a unit does in each of its states, and what a build that fails leaves behind."""
+"""A unit's behaviour in each of its states, and what a failed build leaves behind."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def build() -> Iterator[Build]:
 
 
 def store(unit: EngineUnit) -> OpResult | None:
-    """Begins a store of `KEYS`; how it ends well, or None if nothing is to be stored."""
+    """Begins a store of `KEYS`. Returns its good result, or None if nothing is to be stored."""
     plan = unit.manager.begin_store("store", 0, KEYS, BLOCKS, 0)
     if plan.graph is None:
         return None
@@ -280,7 +280,7 @@ HALVES = np.array([[0, STRIPE // 2, 1], [STRIPE // 2, STRIPE // 2, 0]], np.int64
 
 
 def shared(rank: int = 0, **other: object) -> RankFacts:
-    """Of a rank that holds the same bytes as all."""
+    """Facts of a rank that holds the same bytes as all others."""
     said = facts(rank, replicas=2)
     return replace(said, groups=(replace(said.groups[0], **other),))  # type: ignore[arg-type]
 
@@ -325,7 +325,7 @@ def test_a_unit_without_groups_is_refused() -> None:
 
 
 class Unopenable(TierPlan):
-    """Comes after the disks, and cannot be opened."""
+    """A tier that comes after the disks, and cannot be opened."""
 
     def open(self, pool: HostPool, on_error: ExitStack) -> TierFactory:
         raise DiskError("no such luck")

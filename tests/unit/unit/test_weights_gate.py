@@ -1,4 +1,4 @@
-"""What lies outside host memory is served to the weights it was computed with, and to no others."""
+"""Pages outside host memory are served to the weights that computed them, and to no others."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LATER_NS = 3600 * 10**9
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A model that was there before the engine."""
+    """A model that existed before the engine."""
     monkeypatch.setattr(check, "process_start_ns", lambda: time.time_ns() + LATER_NS)
     return write_model(tmp_path / "model")
 
@@ -92,7 +92,7 @@ def on_disk(unit: LiveUnit) -> int:
 
 
 def asked(unit: LiveUnit) -> int:
-    """Blocks that a request is promised, wherever they lie."""
+    """Blocks that a request is promised, in whichever tier they are."""
     name = f"request {time.monotonic_ns()}"
     ends_s = time.monotonic() + DEADLINE_S
     while (result := unit.manager.match(name, [KEYS], 0)).reads or unit.manager.waits(name):
@@ -137,7 +137,7 @@ def test_changed_weights_of_the_same_fingerprint_find_none(
     unit = build(model)
     assert asked(unit) == 0
     assert [r.message for r in caplog.records if "the disk tier had 3 pages" in r.message]
-    # What these weights compute is kept, and outlives them in turn.
+    # Pages computed with these weights are kept, and survive a restart in turn.
     written(unit)
     assert asked(build(model)) == len(KEYS)
 
@@ -176,7 +176,7 @@ def test_pages_of_nobody_knows_which_weights_are_not_served(
 def test_a_crash_before_the_name_gives_no_page_to_the_weights_before(
     build: Build, model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The slabs were made anew, so nothing is strange to the new weights, whose name is late."""
+    """The slabs were made anew, so no page is strange to the new weights, and their name is written late."""
     original = (model / FILE).read_bytes()
     finish(written(build(model)))
     for pattern in ("*.slab", "*.header", "index.sqlite*"):
@@ -191,7 +191,7 @@ def test_a_crash_before_the_name_gives_no_page_to_the_weights_before(
 
 
 def test_a_disk_that_joins_costs_the_others_no_page(build: Build, model: Path, tmp_path: Path) -> None:
-    """Places are striped over the folders in their order, so the new one comes last."""
+    """Places are striped over the folders in their order, so the new folder comes last."""
     written(build(model))
     unit = build(model, disk__folders=[str(tmp_path / "disk"), str(tmp_path / "new")])
     assert unit.gate.is_open
@@ -200,7 +200,7 @@ def test_a_disk_that_joins_costs_the_others_no_page(build: Build, model: Path, t
 
 
 class LateDigest:
-    """The reading of weights, which begins when it is let go."""
+    """A computation of the weights' digest that begins only when it is released."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._go, self._digest_files = threading.Event(), digest.digest_files
@@ -340,7 +340,7 @@ def test_a_file_that_changed_after_the_start_leaves_host_memory(
 def test_a_tier_that_cannot_open_goes_down_alone(
     build: Build, model: Path, late: LateDigest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its thread that names the disks cannot start, for one; the engine's step must not meet that."""
+    """For example, its thread that names the disks cannot start; the engine's step must not fail because of it."""
     unit = stored(build(model))
 
     def refused(*_: object) -> None:
@@ -360,7 +360,7 @@ def test_a_disk_that_hangs_while_it_forgets_holds_up_no_step(
     rows(model)
     late = LateDigest(monkeypatch)
     unit = stored(build(model))
-    # The disk's thread never comes to it.
+    # The disk's thread never gets to it.
     monkeypatch.setattr(Journal, "put", lambda *_: True)
     waits: list[float] = []
     finish_reset = StripedSlabs.finish_reset
@@ -393,7 +393,7 @@ def test_weights_without_a_name_leave_host_memory(build: Build) -> None:
 def test_a_reset_before_the_name_keeps_all_pages_out(
     build: Build, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """New weights in the running engine, whose files still say the old ones: their pages are this run's alone."""
+    """New weights in the running engine, while its files still have the old ones: their pages are this run's alone."""
     written(build(model))
     late = LateDigest(monkeypatch)
     unit = build(model, disk__bytes_per_folder="1MiB")

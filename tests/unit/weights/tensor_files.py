@@ -1,4 +1,4 @@
-"""Small models of safetensors files, and changes of single places in them."""
+"""Small models of safetensors files, and changes at single places in them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def write_tensors(file: Path, tensors: Mapping[str, np.ndarray]) -> None:
 
 
 def place_of(file: Path, tensor: str) -> int:
-    """Where in the file a tensor begins."""
+    """Offset of a tensor in the file."""
     raw = file.read_bytes()
     size = int.from_bytes(raw[:8], "little")
     start: int = json.loads(raw[8 : 8 + size])[tensor]["data_offsets"][0]
@@ -62,7 +62,7 @@ def change(file: Path, tensor: str, first: int = 0, values: int = 1) -> None:
 
 
 def settle(folder: Path) -> int:
-    """Waits until a change from here on has another time than those before; returns a unix time in between, ns."""
+    """Waits until a later change has a later time than earlier ones. Returns a unix time between them, in ns."""
     at_ns = time.time_ns()
     probe = folder / "probe"
     ends_s = time.monotonic() + WITHIN_S

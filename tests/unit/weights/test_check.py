@@ -1,4 +1,5 @@
-"""The name of an engine's weights: what it tells apart, when files are read again, and what several processes do."""
+"""The name of an engine's weights: which differences it shows, when files are read again, and several processes at
+once."""
 
 from __future__ import annotations
 
@@ -186,7 +187,7 @@ def test_the_table_is_bounded_and_private(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_file_that_changed_after_the_engines_start_names_nothing(tmp_path: Path) -> None:
-    """The engine may have loaded what was there before."""
+    """The engine may have loaded the former content."""
     write_model(tmp_path / "a")
     start_ns = settle(tmp_path)
     assert checked(tmp_path / "a", since_ns=start_ns).digest
@@ -225,7 +226,7 @@ def linked(folder: Path) -> None:
 def disturbed(
     monkeypatch: pytest.MonkeyPatch, folder: Path, edit: Callable[[Path], None], times: int
 ) -> None:
-    """Something happens to the file while it is read, in the first `times` readings."""
+    """Runs `edit` on the file while it is read, in the first `times` readings."""
     digest_range, left = digest._digest_range, [None] * times
 
     def and_disturbed(*args):  # type: ignore[no-untyped-def]
@@ -288,7 +289,7 @@ def test_weights_that_nothing_names_say_so() -> None:
 
 
 def test_a_start_waits_for_what_comes_soon_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits for a large model: its check says at once that it takes longer."""
+    """A start does not wait for a large model: its check reports at once that it takes longer."""
     write_model(tmp_path / "a")
     monkeypatch.setattr(check, "SOON_BYTES", 1000)
     may_read = threading.Event()
@@ -319,7 +320,7 @@ with WeightsTable(folder).reading([folder / "a" / "model.safetensors"], 30, thre
 
 @pytest.fixture
 def holder(tmp_path: Path) -> subprocess.Popen[str]:
-    """Another process of the node that reads weights just now."""
+    """Another process of the node that is reading weights."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(tmp_path)],
         cwd=ROOT,
@@ -346,7 +347,7 @@ def test_a_second_process_takes_what_the_first_has_read(
     try:
         waiting.start(0.3)
         assert waiting.pending
-        # What the other process finds.
+        # The result of the other process.
         WeightsTable(tmp_path).enter(file, FileState.of(file), "ab" * 32)
     finally:
         holder.communicate("\n", timeout=WITHIN_S)
@@ -409,7 +410,7 @@ def test_nobody_waits_for_the_reading_of_another_model(
 def test_control_the_same_model_waits(
     tmp_path: Path, reads: list[str], holder: subprocess.Popen[str]
 ) -> None:
-    """Also by another path."""
+    """Even under another path."""
     write_model(tmp_path / "a")
     (tmp_path / "other").symlink_to(tmp_path / "a")
     waiting = WeightsCheck(WeightsContent((str(tmp_path / "other"),)), tmp_path, time.time_ns() + LATER_NS)

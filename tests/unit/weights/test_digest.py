@@ -1,4 +1,4 @@
-"""The digest of whole files: what it depends on, and what becomes of files that change, fail or take too long."""
+"""The digest of whole files: what it depends on, and how it treats files that change, fail or take too long."""
 
 from __future__ import annotations
 

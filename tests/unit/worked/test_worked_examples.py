@@ -1,9 +1,9 @@
-"""The numbers worked out in the five documents that flexkv realises, each by the code that they are about.
+"""The numbers worked out in the five documents that flexkv realises, each computed by the code that they are about.
 
 The documents, by subject: the layer pipeline (buffers to paged memory); the walk of two requests through a CPU offload
 connector; the flow by POSIX files; staged GDS transfers; tokens and blocks of a cache's connector. Where a document
-slips (a block's size in two ways, V of layer 0 taken for layer 1, an enumeration in another order) the test has what
-follows from its own premises, and a comment names the slip.
+slips (two different sizes of a block, V of layer 0 taken for layer 1, an enumeration in another order), the test
+follows the document's own premises, and a comment names the slip.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def test_the_table_of_steps_for_32_layers() -> None:
     step_of: dict[tuple[str, int], int] = {}
     step = 0
     for number, work in enumerate(device.given):
-        # A step begins with its scatter, or where there is none with its transform, or with the first load.
+        # A step begins with its scatter, or without one with its transform, or with the first load.
         if work[0] == "scatter" or (work[0] == "transform" and device.given[number - 1][0] != "scatter"):
             step += 1
         step_of[work] = step
@@ -97,7 +97,7 @@ def test_k_of_a_block_in_one_layer_is_128_kib(tmp_path: Path) -> None:
 def test_a_second_request_loads_the_three_tokens_that_the_first_one_stored() -> None:
     """Sections "request A" to "final state": 3 tokens in a block of 16, then 7 that begin with them, in 50 host blocks.
 
-    The second one loads 3 tokens and computes 4, in a block of its own; both tails stay, and 48 of 50 are free. (The
+    The second request loads 3 tokens and computes 4, in a separate block; both tails stay, and 48 of 50 are free. (The
     document gives the engine a block 101 of 100, and two contents one key.)
     """
     first = np.array([11, 12, 13], np.uint32)
@@ -152,7 +152,7 @@ class RawRank:
         elif backend == 2:  # K of each layer, then V of each layer
             planes = [self.memory[layer, kv] for kv in (0, 1) for layer in range(layers)]
             self.pool = RawPool(2, tuple(plane.ctypes.data for plane in planes), chunk)
-        else:  # one tensor a layer, [block][kv]
+        else:  # one tensor per layer, [block][kv]
             self.memory = self.memory.reshape(layers, blocks, 2, chunk)
             pointers = tuple(self.memory[layer].ctypes.data for layer in range(layers))
             self.pool = RawPool(0, pointers, 2 * chunk, chunk)
@@ -161,7 +161,7 @@ class RawRank:
 def test_the_table_of_offsets_in_a_file(tmp_path: Path) -> None:
     """Section "details of the offsets": a header of 1 KiB, then K and V of each layer, 2 MiB each.
 
-    256 tokens of 32 heads of 128 halves. The document reads its array as one offset a layer; it has one for K and one
+    256 tokens of 32 heads of 128 halves. The document reads its array as one offset per layer; it has one for K and one
     for V, so [1] is V of layer 0 and layer 1 begins at [2].
     """
     token = 32 * 128 * 2
@@ -199,7 +199,7 @@ def test_slots_80_to_95_are_block_5() -> None:
 def test_staging_of_a_70b_model_takes_a_gib_and_a_quarter(tmp_path: Path) -> None:
     """Section "memory that it costs": 128 KiB, K and V, 80 layers, 64 blocks.
 
-    One slot is taken for real; 64 of them are what the defaults ask for, and the limit in bytes leaves.
+    The test takes one slot for real; 64 of them are the defaults' request, and fit the limit in bytes.
     """
     gds = load_config(None, {}).gds
     files = RawFileLayout.dense(80, 128 * KIB, blocks_per_file=1)
@@ -215,14 +215,14 @@ def test_staging_of_a_70b_model_takes_a_gib_and_a_quarter(tmp_path: Path) -> Non
     assert gds.max_staging_bytes // files.block_stride >= 64
 
 
-# What calls a block of 80 layers takes: engine, without and with staging. 0 vLLM, 1 TensorRT-LLM, 2 SGLang in that
+# Number of calls for a block of 80 layers: engine, without and with staging. 0 vLLM, 1 TensorRT-LLM, 2 SGLang in that
 # document's own interface; its example of an enumeration has another order.
 CALLS = {"vLLM": (0, 80, 1), "TensorRT-LLM": (1, 1, 1), "SGLang": (2, 160, 1)}
 
 
 @pytest.mark.parametrize("engine", CALLS)
 def test_calls_for_a_block_of_80_layers(engine: str, tmp_path: Path) -> None:
-    """Section "what to expect": 80 calls become 1, or 160; TensorRT-LLM's block goes as before, without staging."""
+    """Section "what to expect": 80 calls become 1, or 160; TensorRT-LLM's block moves as before, without staging."""
     backend, direct, staged = CALLS[engine]
     rank = RawRank(80, 3, 4096, backend)
     files = RawFileLayout.dense(80, 4096, blocks_per_file=4)
@@ -265,7 +265,7 @@ def paged_layers(layers: int, blocks: int) -> tuple[PagedLayers, list[NDArray[np
 
 
 def test_300_tokens_go_to_slots_1600_and_3200() -> None:
-    """Section "an example of the conversion": 19 blocks of 16 tokens, of which logical 0, 1 and 18 are 100, 200, 50.
+    """Section "an example of the conversion": 19 blocks of 16 tokens; logical blocks 0, 1 and 18 are 100, 200, 50.
 
     Token 0 goes to slot 1600, token 16 to slot 3200, and the last one, 299, to 50 * 16 + 11. Two chunks of 256 tokens
     cover them, [0, 256) and [256, 300).
@@ -307,7 +307,7 @@ def test_300_tokens_go_to_slots_1600_and_3200() -> None:
 
 
 def test_missing_tokens_name_their_blocks() -> None:
-    """Section "errors and recomputing": tokens that did not come, by their slots, are the engine's blocks.
+    """Section "errors and recomputing": the slots of tokens that did not arrive give the engine's blocks.
 
     With the blocks of the example before: tokens 17 and 290 are missing, so blocks 200 and 50 are computed.
     """

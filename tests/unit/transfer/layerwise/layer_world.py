@@ -1,4 +1,5 @@
-"""A small world for the pipelines: random chunks, paged memory, the straight reference, a reordering device."""
+"""A small world for the pipelines: random chunks, paged memory, a straightforward reference, and a device that reorders
+streams."""
 
 from __future__ import annotations
 
@@ -21,13 +22,13 @@ GENEROUS_S = 60.0
 
 
 def turn(layer: int, keys: Any, positions: RowPositions) -> None:
-    """A transform that depends on everything it is given; a second turn, or one of other bytes, shows."""
+    """A transform that depends on all its arguments: rotating twice, or rotating other bytes, is noticed."""
     by = (positions.new - positions.old + layer + 1)[:, None, None]
     keys[:] = keys * 3 + by.astype(keys.dtype)
 
 
 class LayerWorld:
-    """One random case. Every byte is an integer, so that equal means equal."""
+    """One random case. Every value is an integer, so that equal results are exactly equal."""
 
     def __init__(self, seed: int, layers: int | None = None, planes: int | None = None) -> None:
         self.random = random.Random(seed)
@@ -48,7 +49,7 @@ class LayerWorld:
         slots = numbers.permutation(self.blocks * self.block_tokens)[: self.chunks.rows]
         self.slots: RowNumbers = slots.astype(np.int64)
         shape = (self.planes, self.blocks, self.heads, self.block_tokens, self.width)
-        # Heads before tokens, as some engines have it: the rows are not contiguous. Or with other things between.
+        # Heads before tokens, as in some engines, so that rows are not contiguous; or with other bytes between.
         self.memory = [numbers.integers(-1000, 1000, shape).astype(np.int32) for _ in range(self.layers)]
         order = chosen.choice(["heads first", "tokens first", "padded"])
         self.memory = [
@@ -75,7 +76,7 @@ class LayerWorld:
         return [PageRows([rows]) for rows in self.stored[layer]]
 
     def expected(self, failed_from: dict[int, int] | None = None) -> list[NDArray[np.int32]]:
-        """Load all, rotate, zero, scatter. `failed_from`: chunk -> the layer from which on it is lost."""
+        """Loads all, rotates, zeroes, scatters. `failed_from`: chunk -> the first layer in which it is lost."""
         out = []
         for layer in range(self.layers):
             rows = np.zeros((self.planes, self.chunks.rows, self.heads, self.width), np.int32)
@@ -102,7 +103,7 @@ class LayerWorld:
         return kind(device, self.paged, self.slots, self.chunks, turn, GENEROUS_S, prefetch_layers)
 
     def load(self, pipeline: LoadPipeline) -> PipelineReport:
-        """One next, a send a layer, a final next."""
+        """Runs one next, one send per layer, and a final next."""
         steps = pipeline.run()
         next(steps)
         for layer in range(self.layers):
@@ -164,16 +165,16 @@ class ReorderedStream(Stream):
             self._device.ran.append((stage, layer))
             try:
                 work()
-            except Exception as error:  # as every device takes it
+            except Exception as error:  # every device catches it
                 self.failure = str(error)
 
 
 class ReorderingDevice(LayerDevice):
-    """Runs queued work only when somebody waits, and then streams in any order that their events allow.
+    """Runs queued work only when somebody waits, and then runs streams in any order that their events allow.
 
     Attributes:
-        given: stage and layer of all work, in the order in which it was given; ran: in which it ran.
-        buffers: shapes of the buffers asked for.
+        given: stage and layer of all work, in the order of submission; ran: in the order of execution.
+        buffers: shapes of the requested buffers.
     """
 
     def __init__(self, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""The load pipeline when chunks are lost, parts raise or hang, or its caller stops or misuses it."""
+"""The load pipeline when chunks are lost, parts raise or hang, or its caller stops early or misuses it."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_caller_may_stop_half_way(host: HostDevice, sends: int) -> None:
     for layer in range(world.layers):
         whole = expected if layer < sends - 1 else world.before
         assert np.array_equal(world.memory[layer], whole[layer])
-    # The device serves the next one.
+    # The device works for the next pipeline.
     other = LayerWorld(12)
     other.load(other.pipeline(host))
     assert other.same(other.expected())

@@ -1,4 +1,5 @@
-"""The load pipeline against a straight reference, in every order of its streams; and what a missing edge does."""
+"""The load pipeline compared with a straightforward reference, in every order of its streams; and the effect of a
+missing edge."""
 
 from __future__ import annotations
 

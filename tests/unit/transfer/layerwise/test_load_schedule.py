@@ -1,4 +1,4 @@
-"""When the load pipeline gives which layer to which stream, and who waits for what."""
+"""When the load pipeline gives which layer to which stream, and which step waits for what."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_layer_n_is_scattered_at_step_n_plus_2() -> None:
         table += [("transform", step - 1)] if 0 < step <= world.layers else []
         table += [("load", step)] if step < world.layers else []
     assert given == table
-    # A send gives its layer's load, and then the next step up to where that wants its own layer.
+    # A send submits its layer's load, and then the next step up to the point where that needs its own layer.
     assert of_step[0] == []
     assert of_step[1] == [("load", 0), ("transform", 0)]
     assert of_step[2] == [("load", 1), ("scatter", 0), ("transform", 1)]
@@ -98,7 +98,7 @@ def test_loads_overlap_the_callers_work(host: HostDevice) -> None:
 
 
 class DeviceWide(HostDevice):
-    """Control: a caller waits for all that any stream was given, as a synchronisation of the whole device does."""
+    """Control: a caller waits for all work of every stream, like a synchronisation of the whole device."""
 
     def __init__(self) -> None:
         super().__init__(one_thread=False)
@@ -115,7 +115,7 @@ class DeviceWide(HostDevice):
 
 @pytest.mark.parametrize("device_wide", [False, True], ids=["events", "control"])
 def test_who_waits_for_a_layer_does_not_wait_for_the_next_one(device_wide: bool) -> None:
-    """Layer 1 does not come for as long as layer 0 is waited for."""
+    """Layer 1 does not arrive while layer 0 is waited for."""
     device = DeviceWide() if device_wide else HostDevice(one_thread=False)
     world, go_on = LayerWorld(16, layers=2), threading.Event()
 

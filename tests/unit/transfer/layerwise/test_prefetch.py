@@ -1,4 +1,4 @@
-"""Layers begun ahead of their steps: the same bytes while one is edited, in as many buffers as asked for."""
+"""Layers that begin ahead of their steps: the same bytes even if one is edited, in as many buffers as requested."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EDIT = 5000
 
 
 def load_with_edits(world: LayerWorld, pipeline: LoadPipeline) -> PipelineReport:
-    """Each layer's first row becomes EDIT plus its number, after the next layers were begun."""
+    """Sets each layer's first row to EDIT plus the layer's number, after the next layers were begun."""
     steps = pipeline.run()
     next(steps)
     for layer in range(world.layers):

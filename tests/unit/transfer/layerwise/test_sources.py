@@ -1,4 +1,4 @@
-"""Rows out of pages in host memory."""
+"""Rows taken from pages in host memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def host() -> Iterator[HostDevice]:
 
 
 class Paged:
-    """Paged memory of two blocks more than needed, and a pipeline that loads chunks of 20 and 16 tokens into it."""
+    """Paged memory with two blocks more than needed, and a pipeline that loads chunks of 20 and 16 tokens into it."""
 
     def __init__(self, device: HostDevice) -> None:
         self.memory = np.full((LAYERS, 2, 5, TOKENS, HEADS, WIDTH), -1, np.int32)
