@@ -71,7 +71,7 @@ class LazyStores(RequestStores, CacheListener):
         if graph is not None:
             orders.early.append(graph)
 
-    def before_load(self, blocks: int) -> TransferGraph | None:
+    def plan_before_load(self, blocks: int) -> TransferGraph | None:
         """Plans stores of free blocks that the load may be handed, which may be more than a step computes. Blocks that
         are handed out without being stored are counted."""
         return self._plan_free(blocks + self._ahead)

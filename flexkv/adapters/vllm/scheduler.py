@@ -190,14 +190,14 @@ class SchedulerSide:
         if unit.has_tiers:
             # Starts to read the pages that the lookup found on disk.
             self._poll()
-        if tokens is None or (tokens and self._awaits_stores(tracker, tokens)):
+        if tokens is None or (tokens and self._store_before_load(tracker, tokens)):
             return None, False
         return tokens, tokens > 0 and self._spec.config.load.mode == "async"
 
-    def _awaits_stores(self, tracker: RequestTracker, tokens: int) -> bool:
+    def _store_before_load(self, tracker: RequestTracker, tokens: int) -> bool:
         """Orders the stores of free blocks that a load of so many tokens may be handed; returns whether the load waits
         for them. It waits one step, so that the copies run during that step's forward, and not between two forwards."""
-        graph = self._stores.before_load(-(-tokens // self._spec.geometry.groups[0].block_tokens))
+        graph = self._stores.plan_before_load(-(-tokens // self._spec.geometry.groups[0].block_tokens))
         if graph is None:
             return False
         self.orders.early.append(graph)

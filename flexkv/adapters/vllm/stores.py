@@ -57,7 +57,7 @@ class StoreMode(ABC):
             blocks: the request's blocks now, by the engine's numbers of the groups; None if the engine does not say.
         """
 
-    def before_load(self, blocks: int) -> TransferGraph | None:
+    def plan_before_load(self, blocks: int) -> TransferGraph | None:
         """Plans the stores that should begin before the engine hands so many of its free blocks to a load."""
         return None
 

@@ -273,7 +273,7 @@ def test_what_a_long_load_is_handed_is_stored_before(make_engine: Make) -> None:
 def test_control_what_nobody_looked_at_before_a_load_is_lost(
     make_engine: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(LazyStores, "before_load", lambda self, blocks: None)
+    monkeypatch.setattr(LazyStores, "plan_before_load", lambda self, blocks: None)
     engine = _before_a_long_load(make_engine)
     engine.add(make_request(LONG, "two"))
     assert _in_neither(engine) == 12
