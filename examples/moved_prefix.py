@@ -33,7 +33,7 @@ INTERIOR = PageInterior(
     strides=(ROW_BYTES, WIDTH * 4, 4),
     dtype=np.dtype(np.float32),
 )
-"""Of a page: K and V of each layer in turn."""
+"""The interior of a page: K and V of each layer in turn."""
 
 
 def turn(layer: int, keys: Any, positions: RowPositions) -> None:

@@ -122,8 +122,8 @@ class StoreConfig(Section):
     )
     partial_blocks: bool = Field(
         False,
-        description="Also store the tail that fills no whole block. Saves less than a block of recompute a hit and "
-        "costs a slot a request, so it pays for short prompts only.",
+        description="Also store the tail that fills no whole block. Saves less than one block of recompute "
+        "per hit and costs one slot per request, so it pays for short prompts only.",
     )
     max_reference_share: Share = Field(
         0.25,
@@ -242,8 +242,8 @@ class DiskConfig(Section):
 
     folders: Folders = Field(
         (),
-        description="Absolute paths joined by `:` or `,`, one a disk; blocks are striped over them, and a disk that "
-        "fails is taken out. In YAML and the extra config also a list, which a folder with `:` or `,` in its name "
+        description="Absolute paths joined by `:` or `,`, one per disk; blocks are striped over them, and a disk "
+        "that fails is taken out. In YAML and the extra config also a list, which a folder with `:` or `,` in its name "
         "needs. Their names are UTF-8. Unset: no disk tier.",
     )
     bytes_per_folder: OptionalSizeBytes = Field(
@@ -328,7 +328,7 @@ class DiskConfig(Section):
     register_buffers: bool = Field(
         False,
         description="io_uring keeps the host pool pinned, rather than the pages of each read and write; counts against "
-        "the `memlock` limit, once a disk. What it gains is in docs/benchmarks.md. Where it is refused, I/O goes "
+        "the `memlock` limit, once per disk. What it gains is in docs/benchmarks.md. Where it is refused, I/O goes "
         "on without and the log says why.",
     )
     stuck_s: Seconds = Field(
@@ -392,8 +392,8 @@ class RemoteConfig(Section):
     )
     put_bytes_per_s: OptionalSizeBytes = Field(
         None,
-        description="What this unit writes a second at most, for networks that others need too. Unset: as fast as it "
-        "goes.",
+        description="The most that this unit writes per second, for networks that others need too. Unset: as fast as "
+        "it goes.",
     )
     ttl_s: OptionalWholeSeconds = Field(
         None,
@@ -410,7 +410,7 @@ class GdsConfig(Section):
     use_staged_transfer: bool = Field(
         True,
         description="Move a block through a staging slot with one I/O call and a layout transform. `0` makes one call "
-        "for each part of a block that is contiguous in the pool: a call a layer with a layer-first pool.",
+        "for each part of a block that is contiguous in the pool: one call per layer with a layer-first pool.",
     )
     max_staging_blocks: Count = Field(
         64,
@@ -471,7 +471,7 @@ class ObserveConfig(Section):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info",
         description="Least severe message that is logged. Above `debug` nothing is logged per request but what "
-        "has failed: ten lines a minute and kind of op at most, and how many more. A level that the program's own "
+        "has failed: at most ten lines per minute and kind of op, and how many more. A level that the program's own "
         "logging configuration has set for `flexkv` stays, unless this is given.",
     )
     metrics_log_s: Seconds = Field(

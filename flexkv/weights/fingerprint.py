@@ -76,8 +76,9 @@ class Budget:
 
 
 def sampled_identity(path: Path) -> str:
-    """A digest of samples of the weights in a file or folder. Of a safetensors file it takes the header, every tensor
-    of up to 64 KiB and 4 KiB of every other one, of another file 64 samples spread evenly. Names and sizes count too.
+    """A digest of samples of the weights in a file or folder. For a safetensors file the samples are the header, every
+    tensor of up to 64 KiB and 4 KiB of every other one; for another file, 64 evenly spread samples. Names and sizes
+    count too.
 
     Raises:
         ConfigError: the folder holds no weights that we know, or a file, which the message names, is damaged or cannot
