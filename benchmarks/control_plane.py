@@ -41,6 +41,8 @@ from flexkv.transfer.graph import OpResult, OpStatus
 
 CACHED_BLOCKS = 1 << 20
 REQUEST_BLOCKS = 8192
+SHORT_BLOCKS = 64
+"""Of a request so short that what a lookup costs in any case is nearly all that it costs."""
 BLOCK_TOKENS = 16
 NAMESPACE = namespace_digest({"model": "benchmark"})
 OK = np.empty(0, np.int32)
@@ -165,6 +167,7 @@ def bench_manager(rounds: int) -> tuple[list[Row], float]:
 
     match_all(chains, "match 8,192 stored together, with slots and lease", 40)
     match_all([chains[0]] * len(chains), "the same, hot", 40)
+    rows.append(bench_short_match(manager, chains[0][:SHORT_BLOCKS], 20 * rounds))
 
     load, store_plan = Stopwatch(), Stopwatch()
     for number, wanted in enumerate(chains):
@@ -239,6 +242,17 @@ def bench_disk_lookup(rounds: int) -> list[Row]:
         rows.append(again.row("ask again after the wait for it", 12))
         tier.close(10.0)
     return rows
+
+
+def bench_short_match(manager: LocalCacheManager, keys: Keys, rounds: int) -> Row:
+    """Lookups of a short request: all of its cost that does not depend on its length."""
+    watch = Stopwatch()
+    for number in range(rounds):
+        request = f"short{number}"
+        result = watch.time(manager.match, request, [keys], 0)
+        assert result.blocks == len(keys)
+        manager.release(request)
+    return watch.row(f"match {len(keys)} blocks, with slots and lease", None)
 
 
 def bench_bursts(manager: LocalCacheManager, blocks: np.ndarray, rounds: int) -> Row:
