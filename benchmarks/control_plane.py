@@ -195,7 +195,7 @@ def bench_manager(rounds: int) -> tuple[list[Row], float]:
 
 def evict_all(manager: LocalCacheManager) -> None:
     """Evicts all blocks that nobody leases from host memory; the manager keeps those on disk."""
-    manager.hub.index.evict(0, CACHED_BLOCKS)
+    manager.hub.presence.evict(0, CACHED_BLOCKS)
 
 
 def bench_disk_lookup(rounds: int) -> list[Row]:

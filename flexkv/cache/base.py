@@ -11,13 +11,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NewType
+from typing import NamedTuple, NewType
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flexkv.facts.keys import Keys, Rule
-from flexkv.observe import PageLoss
+from flexkv.observe import MissReason, PageLoss
 from flexkv.transfer.graph import BlockIds, OpId, OpResult, SlotIds, TransferGraph
 
 TierId = NewType("TierId", int)
@@ -78,8 +78,8 @@ class ManagerLimits:
             long, but to those that have a promise already. For an engine that ends a request whose load fails; 0 for
             one that computes what did not come.
         prefetch_requests: requests that are prefetched and not looked up yet, at most; 0 for none.
-        asks_again: the engine asks again for a request whose lookup `awaits_room`, or ends it. False: no lookup says
-            so, and what finds no room at once is left to the engine.
+        asks_again: the engine asks again for a request whose lookup ends in ASK_AGAIN, or ends it. False: no lookup
+            ends so, and what finds no room at once is left to the engine.
     """
 
     ranks: int = 1
@@ -106,8 +106,23 @@ class TailCandidates:
     base_block: int
 
 
-@dataclass(frozen=True, slots=True)
-class GroupMatch:
+class Outcome(Enum):
+    """What a lookup came to."""
+
+    HIT = "hit"
+    """Something is promised, and nothing more will come."""
+    MISS = "miss"
+    """Nothing is promised, and nothing will come. `MatchResult.miss` says why."""
+    COMING = "coming"
+    """Fetches or answers that would make the match longer are under way. The caller asks again when `waits` says so, or
+    takes what is promised."""
+    ASK_AGAIN = "ask again"
+    """Nothing is promised or kept, because fetches that would make the match longer find no room in host memory until
+    others have ended. The caller asks again with its next step, by `still_waits` first; only with
+    `ManagerLimits.asks_again`."""
+
+
+class GroupMatch(NamedTuple):
     """What one group can restore after `MatchResult.start_tokens`. Blocks are the group's own.
 
     Attributes:
@@ -126,25 +141,27 @@ class GroupMatch:
     first_block: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class MatchResult:
+class MatchResult(NamedTuple):
     """The answer to a lookup. All named slots are leased under `request_id` until they are loaded or released.
+
+    ```
+    0         start_tokens            + tokens         + tail_tokens        asked for
+    |  engine's  |  whole blocks, promised  |  partial tail  |  not promised: `miss`  |
+    ```
 
     Attributes:
         start_tokens: that the engine has itself.
         groups: one entry per group of the manager.
         tokens: that follow these and every group can restore (the length an adapter may promise): whole blocks.
         tail_tokens: partial-tail tokens that every group can restore after those.
-        by_tier: of `tokens`, how many each tier of the manager has supplied, by its number: those that were fetched for
-            the request count for the tier that they came from. Empty where nothing is promised.
-        reads: fetches from other tiers that would make the match longer when they have ended well. The caller asks
-            again when `waits` says so, or takes what there is.
+        outcome: what the caller does next.
+        miss: why no more than this is promised; None where all that was asked for is, or may still come.
+        reads: fetches and answers to wait for.
+        by_tier: for each tier of the manager, by its number, how many of `tokens` it has supplied: those that were
+            fetched for the request count for the tier that they came from. Empty where nothing is promised.
         shared_tokens: where groups need other pages each, tokens from the request's start up to which those of full
             attention have all of theirs: so far other requests were the same. A hit could end there if the other groups
             had what it needs. 0 where every group restores whole prefixes.
-        awaits_room: nothing is promised or kept, because fetches that would make the match longer find no room in host
-            memory until others have ended. The caller asks again with its next step, by `still_waits` first; only with
-            `ManagerLimits.asks_again`.
     """
 
     request_id: str
@@ -152,15 +169,21 @@ class MatchResult:
     groups: tuple[GroupMatch, ...]
     tokens: int
     tail_tokens: int
+    outcome: Outcome
+    miss: MissReason | None
     reads: int = 0
     by_tier: tuple[int, ...] = ()
     shared_tokens: int = 0
-    awaits_room: bool = False
 
     @property
     def blocks(self) -> int:
         """`tokens` in blocks of the first group."""
         return self.groups[0].blocks
+
+    @property
+    def is_final(self) -> bool:
+        """Whether asking again would bring nothing more."""
+        return self.outcome is Outcome.HIT or self.outcome is Outcome.MISS
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +232,9 @@ class OpRole(Enum):
     """Asks a tier what it has."""
     SEAL = "seal"
     """Makes pages of a store exist that lies in a tier already."""
+
+    # Members are compared by identity. Enum's own hash is a call of Python at each look into a table by role.
+    __hash__ = object.__hash__
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,10 +289,10 @@ class CacheManager(ABC):
         """Looks up the longest restorable prefix after `start_tokens` and leases it for `request_id`.
 
         Asking again replaces the former lease. A hit is only what is in host memory, published and verified. What other
-        tiers have besides is being fetched when this returns, and the answer says so (`reads`). Of tiers that stream
+        tiers have besides is being fetched when this returns, and the answer says so (COMING). Of tiers that stream
         (`TierFacts.streams`) whole blocks on their way are promised too: their load waits for each page, and fails
         those that do not come or do not verify. Of tiers with straight loads they are promised where they lie. Where
-        host memory has no room for all that would be fetched, the request may have to wait for it (`awaits_room`); what
+        host memory has no room for all that would be fetched, the request may have to wait for it (ASK_AGAIN); what
         is larger than host memory is fetched as far as there is room.
 
         What a load of the request did not bring is not promised to it again by the same way, and after two failed loads

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,27 +34,20 @@ from flexkv.cache.checks import (
     check_lookup,
     load_targets,
 )
-from flexkv.cache.ledger.access_order import AccessOrders
 from flexkv.cache.ledger.cost import CostModel
 from flexkv.cache.ledger.hub import REFILL_PAGES, Hub
-from flexkv.cache.ledger.ops import OpTable, RankOp
-from flexkv.cache.ledger.outbox import Outbox
-from flexkv.cache.ledger.requests import RequestTable
+from flexkv.cache.ledger.ops import RankOp
 from flexkv.cache.ledger.stats import ManagerStats
 from flexkv.cache.moves.broken_plan import BrokenPlans
 from flexkv.cache.moves.dispatch import TierWork
 from flexkv.cache.moves.fetches import Promotions
 from flexkv.cache.moves.op_log import OpLog
 from flexkv.cache.moves.page_walk import PageWalk
-from flexkv.cache.promise.failed_loads import FailedLoads
 from flexkv.cache.promise.fetch_choice import FetchChoice
-from flexkv.cache.promise.lookup import Lookup
 from flexkv.cache.promise.promises import Promises
-from flexkv.cache.promise.room_line import RoomLine
-from flexkv.cache.promise.waits import FetchWaits
-from flexkv.cache.tiers.contract import Tier, TierContext, TierFactory
-from flexkv.cache.tiers.routes import LoadRoute, StoreOffer, StoreRoute
-from flexkv.cache.tiers.tables import CacheTables
+from flexkv.cache.tiers.contract import Tier
+from flexkv.cache.tiers.routes import StoreOffer, StoreRoute
+from flexkv.cache.tiers.tables import TierContext, TierFactory, new_tables
 from flexkv.errors import BlockRangeError, ContractError
 from flexkv.facts.keys import Keys
 from flexkv.observe import unix_now_s
@@ -76,18 +68,15 @@ class LocalCacheManager(CacheManager):
             `work.complete`.
         policy: which pages every tier evicts first; allowed are `c_ext.eviction_policies()`.
         clock: seconds, never running backwards; ages of leases and waits, and what tiers are measured by.
-        listener: is told what becomes visible in host memory and what leaves it.
+        listener: is notified of what becomes visible in host memory and what leaves it.
         compute_if_faster: what the engine computes sooner than a tier brings it is left to the engine.
         unix_s: wall clock for times to live.
 
     Attributes:
-        counts: what was counted so far, running on; `stats` is a copy.
-        hub: the pages in host memory.
-        tiers: by number.
-        cost: what was measured of them, and of the engine's steps.
+        tables: what the manager knows; its rooms plan from it.
+        promises: what requests were promised and what they wait for.
         choice: between fetching and computing.
         work: the ops of the tiers' own, for what drives them.
-        failed_loads: what is not promised again to the requests that it failed.
 
     Raises:
         ConfigError: a group or limit is out of range; names it.
@@ -109,145 +98,84 @@ class LocalCacheManager(CacheManager):
         check_groups(groups)
         check_limits(limits)
         alignment = check_alignment(groups, alignment_tokens)
-        self._specs = tuple(groups)
         self._limits = limits
-        self._clock = clock
-        self._unix_s = unix_s
-        self.counts = ManagerStats()
-        self._requests = RequestTable()
-        self._ops = OpTable(clock)
-        self._outbox = Outbox()
-        self._access_orders = AccessOrders(len(groups))
-        self.failed_loads = FailedLoads(limits.rest_s, clock)
-        self._epoch = 0
-        self.cost = CostModel()
-        self.hub = Hub(self._specs, policy, self.counts, [] if listener is None else [listener])
-        self.tiers: list[Tier] = []
-        self._log = OpLog(clock, self.tiers)
+        tables = self.tables = new_tables(groups, policy, clock, unix_s)
+        tables.hub.listeners += [] if listener is None else [listener]
         for number, make in enumerate(tiers):
-            tier = make(self._context(TierId(number), policy))
+            tier = make(TierContext(TierId(number), policy, tables))
             tier.facts.check()
-            self.tiers.append(tier)
-        self.hub.tracks_tokens = len(self.tiers) > 1
-        walk = PageWalk(self.tiers, self.hub)
-        self._broken_plans = BrokenPlans(self.tiers, self._ops, self._outbox, self._requests, limits.ranks)
-        self._promotions = Promotions(
-            self.tiers, self.hub, walk, self._ops, self._outbox, self.cost, clock, self._forgotten
-        )
-        self.work = TierWork(
-            self.tiers,
-            self.hub,
-            self._ops,
-            self._outbox,
-            self._promotions,
-            self._requests,
-            self._log,
-            self._broken_plans,
-            len(groups),
-            lambda: self._epoch,
-        )
-        self.hub.on_evicted = self.work.evicted
-        self.choice = FetchChoice(
-            self.tiers,
-            self.hub,
-            self._ops,
-            walk,
-            self._promotions,
-            self.cost,
-            groups[0].block_tokens,
-            compute_if_faster,
-            clock,
-        )
-        tables = CacheTables(self.tiers, self.hub, self._ops, self._requests, clock)
-        waits = FetchWaits(tables)
-        self._line = RoomLine(self._specs, tables, self._promotions, limits.asks_again)
-        self._lookup = Lookup(
-            self._specs,
-            tables,
-            waits,
-            walk,
-            self._promotions,
-            self._line,
-            self.choice,
-            alignment,
-            unix_s,
-            lambda: self._epoch,
-        )
-        self._promises = Promises(
-            tables,
-            waits,
-            self._access_orders,
-            self._lookup,
-            self._promotions,
-            self._line,
-            self.failed_loads,
-            limits,
-            self.counts,
-            self._log,
-        )
-        self.work.on_answered = self._promises.resume_prefetch
+            tables.tiers.append(tier)
+        tables.hub.tracks_tokens = len(tables.tiers) > 1
+        self._log = OpLog(tables)
+        self._broken_plans = BrokenPlans(tables, limits.ranks)
+        promotions = Promotions(tables, PageWalk(tables))
+        self.work = TierWork(tables, promotions, self._log, self._broken_plans)
+        self.choice = FetchChoice(tables, promotions, compute_if_faster)
+        self.promises = Promises(tables, promotions, self.choice, self._log, limits, alignment)
+        tables.reactions.evicted = self.work.evicted
+        tables.reactions.forgotten = self.work.forgotten
+        tables.reactions.reused = self.work.reused
+        tables.reactions.undone = self.work.recount
+        tables.reactions.answered = self.promises.resume_prefetch
 
-    def _forgotten(self, tier: TierId, group: int, keys: Keys) -> None:
-        self.work.forgotten(tier, group, keys)
+    # --- what is known ---
 
-    def _reused(self, tier: TierId, group: int, keys: Keys) -> None:
-        self.work.reused(tier, group, keys)
+    @property
+    def tiers(self) -> Sequence[Tier]:
+        """By number; the first is host memory."""
+        return self.tables.tiers
 
-    def _context(self, tier: TierId, policy: str) -> TierContext:
-        return TierContext(
-            tier=tier,
-            specs=self._specs,
-            policy=policy,
-            hub=self.hub,
-            others=lambda: self.tiers[1:],
-            host_stores=lambda: self._stores_of(HUB),
-            ops=self._ops,
-            outbox=self._outbox,
-            cost=self.cost,
-            clock=self._clock,
-            unix_s=self._unix_s,
-            stats=self.counts,
-            access_orders=self._access_orders,
-            forgotten=self._forgotten,
-            reused=self._reused,
-        )
+    @property
+    def hub(self) -> Hub:
+        """The pages in host memory."""
+        return self.tables.hub
+
+    @property
+    def cost(self) -> CostModel:
+        """What was measured of the tiers, and of the engine's steps."""
+        return self.tables.cost
+
+    @property
+    def counts(self) -> ManagerStats:
+        """What was counted so far, running on."""
+        return self.tables.counts
 
     @property
     def epoch(self) -> int:
         """How often `reset` was called."""
-        return self._epoch
+        return self.tables.epoch
 
     def stats(self) -> ManagerStats:
         """What was counted so far: a copy, which does not change any more."""
-        return replace(self.counts)
+        return self.tables.counts.copy()
 
     def cached_blocks(self) -> int:
         """Blocks of all groups that are visible in host memory or being stored there."""
-        return len(self.hub.index)
+        return len(self.tables.hub.index)
 
     def present(self, group: int, keys: Keys) -> NDArray[np.bool_]:
         """Which of the keys are visible in some tier, bool [keys]. Leases and fetches nothing."""
         there = np.zeros(len(keys), np.bool_)
-        for tier in self.tiers:
+        for tier in self.tables.tiers:
             if not tier.held:
                 there |= tier.present(group, keys)
         return there
 
     def free_slots(self, group: int) -> int:
-        return self.hub.index.free_slots(group)
+        return self.tables.hub.index.free_slots(group)
 
     def leased_pages(self, request_id: str) -> int:
         """Pages that the request's lookup lease holds."""
-        lease = self._requests.lease(request_id)
+        lease = self.tables.requests.lease(request_id)
         return 0 if lease is None else lease.pages
 
     def held_pages(self, request_id: str) -> int:
         """Pages in host memory, or on their way there, that are kept for the request until it asks again."""
-        return self._requests.held_pages(request_id)
+        return self.tables.requests.held_pages(request_id)
 
     def held_slots(self, group: int) -> set[int]:
         """Host slots that are kept for requests which wait, besides those that are being filled."""
-        return self._promises.held_slots(group)
+        return self.promises.held_slots(group)
 
     # --- lookups ------------------------------------------------------------------------------------------------------
 
@@ -258,38 +186,40 @@ class LocalCacheManager(CacheManager):
         start_tokens: int,
         tail: Sequence[TailCandidates | None] | None = None,
     ) -> MatchResult:
-        check_lookup(self._specs, keys, start_tokens, tail)
+        check_lookup(self.tables.specs, keys, start_tokens, tail)
         with self._broken_plans:
-            return self._promises.match(request_id, keys, start_tokens, tail)
+            return self.promises.match(request_id, keys, start_tokens, tail)
 
     def prefetch(self, request_id: str, keys: Sequence[Keys], start_tokens: int = 0) -> int:
-        check_lookup(self._specs, keys, start_tokens, None)
+        check_lookup(self.tables.specs, keys, start_tokens, None)
         with self._broken_plans:
-            return self._promises.prefetch(request_id, keys, start_tokens)
+            return self.promises.prefetch(request_id, keys, start_tokens)
 
     def waits(self, request_id: str) -> bool:
-        return request_id in self._requests.waits and self._requests.is_waiting(request_id, self._clock())
+        return request_id in self.tables.requests.waits and self.tables.requests.is_waiting(
+            request_id, self.tables.clock()
+        )
 
     def still_waits(self, request_id: str) -> bool:
-        return self._line.still_waits(request_id, self.waits(request_id))
+        return self.promises.line.still_waits(request_id, self.waits(request_id))
 
     def release(self, request_id: str) -> None:
         with self._broken_plans:
-            self._promises.release(request_id)
+            self.promises.release(request_id)
 
     def end_request(self, request_id: str) -> None:
         with self._broken_plans:
-            self._promises.end_request(request_id)
+            self.promises.end_request(request_id)
 
     def abandon_loads(self, request_id: str) -> None:
-        self._promises.abandon_loads(request_id)
+        self.promises.abandon_loads(request_id)
 
     def expire(self) -> int:
         with self._broken_plans:
-            expired = self._promises.expire()
+            expired = self.promises.expire()
             self._log.flush()
-            for group in self.hub.owners:
-                self.hub.refill_reserve(group, REFILL_PAGES)
+            for group in self.tables.hub.owners:
+                self.tables.hub.refill_reserve(group, REFILL_PAGES)
         return expired
 
     # --- loads and stores ---------------------------------------------------------------------------------------------
@@ -297,12 +227,12 @@ class LocalCacheManager(CacheManager):
     def begin_load(
         self, request_id: str, blocks: Sequence[BlockIds], tail: bool = False
     ) -> TransferGraph | None:
-        lease = self._promises.lease_to_load(request_id, blocks)
+        lease = self.promises.lease_to_load(request_id, blocks)
         if lease is None:
             return None
-        targets = load_targets(self._specs, request_id, lease, blocks, tail)
+        targets = load_targets(self.tables.specs, request_id, lease, blocks, tail)
         with self._broken_plans:
-            return self._promises.load(request_id, lease, targets, self._epoch)
+            return self.promises.load(request_id, lease, targets)
 
     def begin_store(
         self,
@@ -322,35 +252,30 @@ class LocalCacheManager(CacheManager):
             raise BlockRangeError(
                 f"begin_store: blocks {first_block} to {first_block + len(keys)}; allowed is [0, {MOST_BLOCKS})"
             )
-        room = max(0, self._limits.inflight_store_pages - self._ops.pages(OpRole.STORE))
-        whole = self._specs[group].block_tokens
+        room = max(0, self._limits.inflight_store_pages - self.tables.ops.pages(OpRole.STORE))
+        whole = self.tables.specs[group].block_tokens
         valid = whole if tokens is None else tokens
         if not 1 <= valid <= whole:
             raise ContractError(
                 f"begin_store of request {request_id!r}: tokens={valid}; allowed are 1 to {whole}, a block's"
             )
-        if self._promises.disabled:
+        if self.promises.disabled:
             return StorePlan(None, np.empty(0, np.int32), 0, 0)
         with self._broken_plans:
             offer = StoreOffer(request_id, group, keys, sources, first_block, valid, spare)
-            plan = self._store_route().begin(offer, room, self._epoch)
-            self.counts.busy_pages += plan.dropped
+            plan = self._store_route().begin(offer, room)
+            self.tables.counts.busy_pages += plan.dropped
             return plan
 
     def known(self, group: int, keys: Keys) -> NDArray[np.bool_]:
         found = np.zeros(len(keys), np.bool_)
-        for tier in (tier for tier in self.tiers if tier.in_use):
+        for tier in (tier for tier in self.tables.tiers if tier.in_use):
             found |= tier.presence.find(group, keys, ready_only=False) != NO_ENTRY
         return found
 
-    def _stores_of(self, tier: TierId) -> StoreRoute:
-        route = self.tiers[tier].stores
-        assert route is not None
-        return route
-
     def _store_route(self) -> StoreRoute:
         """Where stores go now: straight to the last tier that takes them."""
-        routes = [tier.stores for tier in self.tiers if tier.stores is not None and tier.in_use]
+        routes = [tier.stores for tier in self.tables.tiers if tier.stores is not None and tier.in_use]
         return routes[-1]
 
     # --- completions --------------------------------------------------------------------------------------------------
@@ -358,7 +283,7 @@ class LocalCacheManager(CacheManager):
     def complete(self, rank: int, result: OpResult) -> Completion | None:
         if not 0 <= rank < self._limits.ranks:
             raise ContractError(f"rank {rank} reported; allowed are 0 to {self._limits.ranks - 1}")
-        op = self._ops.get(result.op_id)
+        op = self.tables.ops.get(result.op_id)
         if not isinstance(op, RankOp):
             raise ContractError(f"rank {rank} reported op {op.op_id}, which is a tier's own")
         if rank in op.reported:
@@ -370,67 +295,62 @@ class LocalCacheManager(CacheManager):
         op.report(rank, result)
         if op.role is OpRole.LOAD:
             if op.source_failed:
-                self._loads_of(op.tier).source_failed(f"rank {rank}: {result.reason}")
+                self.tables.loads_of(op.tier).source_failed(f"rank {rank}: {result.reason}")
             if op.failed.any():
                 first = int(op.block_numbers[op.failed].min())
-                self.discard_from(op.request_id, first * self._specs[op.group].block_tokens)
-                if op.epoch == self._epoch:
-                    self.failed_loads.note(op, self._specs[op.group].block_tokens)
+                self.discard_from(op.request_id, first * self.tables.specs[op.group].block_tokens)
+                if op.epoch == self.tables.epoch:
+                    self.promises.failed_loads.note(op, self.tables.specs[op.group].block_tokens)
         if len(op.reported) < self._limits.ranks:
             return None
-        self._ops.remove(op)
-        self._log.ended(op, expected=op.abandoned or op.epoch != self._epoch)
+        self.tables.ops.remove(op)
+        self._log.ended(op, expected=op.abandoned or op.epoch != self.tables.epoch)
         done = self._end_load(op) if op.role is OpRole.LOAD else self._end_store(op)
-        self.hub.refill_reserve(op.group, max(op.pages, REFILL_PAGES))
+        self.tables.hub.refill_reserve(op.group, max(op.pages, REFILL_PAGES))
         return done
 
-    def _loads_of(self, tier: TierId) -> LoadRoute:
-        route = self.tiers[tier].loads
-        assert route is not None
-        return route
-
     def _end_load(self, op: RankOp) -> Completion:
-        current = op.epoch == self._epoch
-        self._loads_of(op.tier).end(op, current)
+        current = op.epoch == self.tables.epoch
+        self.tables.loads_of(op.tier).end(op, current)
         self._mark_used(op)
         if not current:
             op.failed[:] = True
             op.reasons.append("the cache was reset while the load was in flight")
         failed_pages = int(np.count_nonzero(op.failed))
-        self.counts.failed_load_pages += failed_pages
-        self.counts.loaded_pages += op.pages - failed_pages
+        self.tables.counts.failed_load_pages += failed_pages
+        self.tables.counts.loaded_pages += op.pages - failed_pages
         return op.completion(op.failed, np.empty(0, np.int32))
 
     def _end_store(self, op: RankOp) -> Completion:
         good = ~op.failed & ~op.revoked
-        if op.epoch != self._epoch or any(load in self._ops for load in op.waits_for):
+        if op.epoch != self.tables.epoch or any(load in self.tables.ops for load in op.waits_for):
             good[:] = False
-        published = self._stores_of(op.tier).end(op, good)
+        published = self.tables.stores_of(op.tier).end(op, good)
         if op.tier == HUB and published.any() and self.work.takes_pages:
-            self.work.offer(op.group, self.hub.index.keys_of(op.entries[published]))
+            self.work.offer(op.group, self.tables.hub.index.keys_of(op.entries[published]))
         self._mark_used(op)
         positions = np.flatnonzero(published).astype(np.int32)
-        self.counts.add_store(op.pages, int(np.count_nonzero(op.failed)), len(positions))
+        self.tables.counts.add_store(op.pages, int(np.count_nonzero(op.failed)), len(positions))
         return op.completion(~published, positions)
 
     def _mark_used(self, op: RankOp) -> None:
-        order = self._access_orders.peek(op.request_id, op.group)
+        order = self.tables.access_orders.peek(op.request_id, op.group)
         if order is not None and order.due():
-            self.hub.index.touch(order.entries())
+            self.tables.hub.index.touch(order.entries())
 
     def discard_from(self, request_id: str, first_token: int) -> int:
-        stores = self._ops.of_request(request_id, OpRole.STORE)
+        stores = self.tables.ops.of_request(request_id, OpRole.STORE)
         revoked = 0
         try:
             for op in stores:
-                first_block = first_token // self._specs[op.group].block_tokens
+                first_block = first_token // self.tables.specs[op.group].block_tokens
                 pages = (op.block_numbers >= first_block) & ~op.revoked
                 count = int(np.count_nonzero(pages))
                 if not count:
                     continue
                 op.revoked |= pages
                 revoked += count
-                self._stores_of(op.tier).bar(op, pages)
+                self.tables.stores_of(op.tier).bar(op, pages)
         except BaseException:
             # Rather a page too few than one that was computed from a failed load.
             for op in stores:
@@ -444,62 +364,62 @@ class LocalCacheManager(CacheManager):
         self._check_group(group)
         known = np.zeros(len(keys), np.bool_)
         removed = 0
-        for number, tier in enumerate(self.tiers):
+        for number, tier in enumerate(self.tables.tiers):
             if number == HUB:
-                known = self.hub.index.find(group, keys, ready_only=False) != NO_ENTRY
+                known = self.tables.hub.index.find(group, keys, ready_only=False) != NO_ENTRY
                 removed += tier.forget(group, keys)
                 continue
             tier.forget(group, keys[known])
             removed += tier.forget(group, keys[~known])
-        self.counts.forgotten_blocks += removed
+        self.tables.counts.forgotten_blocks += removed
         return removed
 
     def reset(self) -> int:
         # Stays set where this breaks off: pages from before may be there, and are not promised until a reset has ended.
-        self._promises.resetting = True
+        self.promises.resetting = True
         with self._broken_plans:
-            self._promises.end_all()
-            self._access_orders.clear()
+            self.promises.end_all()
+            self.tables.access_orders.clear()
             self.work.reset()
-            self._epoch += 1
-            for tier in self.tiers:
+            self.tables.epoch += 1
+            for tier in self.tables.tiers:
                 tier.begin_reset()
             ends_s = time.monotonic() + RESET_S
-            for tier in self.tiers:
+            for tier in self.tables.tiers:
                 tier.finish_reset(ends_s)
-        self._promises.resetting = False
-        self.counts.resets += 1
-        for listener in self.hub.listeners:
-            listener.on_reset(self._epoch)
-        return self._epoch
+        self.promises.resetting = False
+        self.tables.counts.resets += 1
+        for listener in self.tables.hub.listeners:
+            listener.on_reset(self.tables.epoch)
+        return self.tables.epoch
 
     def disable(self) -> None:
-        self._promises.disabled = True
+        self.promises.disabled = True
 
     def grow(self, group: int, slots: int) -> None:
         self._check_group(group)
         if slots < 0:
             raise BlockRangeError(f"grow of group {group} to {slots} slots; allowed are 0 and more")
-        self.hub.grow(group, slots)
+        self.tables.hub.grow(group, slots)
 
     def inflight_ops(self) -> int:
-        return self._ops.of_ranks
+        return self.tables.ops.of_ranks
 
     def _check_group(self, group: int) -> None:
-        if not 0 <= group < len(self._specs):
-            raise BlockRangeError(f"group {group}; allowed are 0 to {len(self._specs) - 1}")
+        if not 0 <= group < len(self.tables.specs):
+            raise BlockRangeError(f"group {group}; allowed are 0 to {len(self.tables.specs) - 1}")
 
     def flush_log(self) -> None:
         """At the end: says how many failures were not named."""
         self._log.flush(at_end=True)
 
     def check_integrity(self) -> None:
-        self._ops.check_integrity()
-        self._requests.check_integrity()
-        if (room := self._promises.room_for_loads()) < 0:
+        self.tables.ops.check_integrity()
+        self.tables.requests.check_integrity()
+        if (room := self.promises.room_for_loads()) < 0:
             raise ContractError(f"{-room} more load pages are promised than allowed")
-        for request_id in self._line:
+        for request_id in self.promises.line:
             if self.leased_pages(request_id) or self.held_pages(request_id):
                 raise ContractError(f"request {request_id!r} waits for room and holds some")
-        for tier, entries in zip(self.tiers, self._broken_plans.leased(), strict=True):
+        for tier, entries in zip(self.tables.tiers, self._broken_plans.leased(), strict=True):
             tier.check_integrity(entries)

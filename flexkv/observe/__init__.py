@@ -1,5 +1,5 @@
-"""What flexkv shows of itself: the table of metrics, why pages are lost, counters that travel between processes,
-logging, spans, thread names, which package of this name runs, and the time of day.
+"""What flexkv shows of itself: the table of metrics, why pages are lost and lookups miss, counters that travel between
+processes, logging, spans, thread names, which package of this name runs, and the time of day.
 
 A leaf: every package may use it, and it uses none.
 """
@@ -8,6 +8,7 @@ from flexkv.observe.counters import Counters, merge_values
 from flexkv.observe.failed_ops import FailedOps
 from flexkv.observe.log import configure_logging, get_logger, log_package, warn_once
 from flexkv.observe.metrics import METRICS, Metric, MetricKind
+from flexkv.observe.miss_reasons import MissReason
 from flexkv.observe.named_thread import NamedThread, name_this_thread
 from flexkv.observe.page_losses import PageLoss
 from flexkv.observe.spans import OpSpans
@@ -19,6 +20,7 @@ __all__ = [
     "FailedOps",
     "Metric",
     "MetricKind",
+    "MissReason",
     "NamedThread",
     "OpSpans",
     "PageLoss",

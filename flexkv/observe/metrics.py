@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
 
+from flexkv.observe.miss_reasons import MissReason
 from flexkv.observe.page_losses import NOT_MOVED, NOT_ON_DISK, NOT_READ, NOT_STORED, NOT_WRITTEN, reasons_of
 
 
@@ -170,6 +171,37 @@ _TABLE = (
         "messages",
         "Orders that reached a worker of another engine, and reports that reached another engine's scheduler: refused.",
         (("kind", ("orders", "reports")),),
+    ),
+    Metric(
+        "flexkv_missed_blocks_total",
+        MetricKind.COUNTER,
+        "blocks",
+        "Whole blocks that were looked up and not promised. What the engine asks again counts once, with the last "
+        "answer.",
+        (("reason", tuple(miss.reason for miss in MissReason)),),
+    ),
+    Metric(
+        "flexkv_manager_blocks_total",
+        MetricKind.COUNTER,
+        "blocks",
+        "Whole blocks in the control plane: promised and not promised by lookups, each time that the engine asks; made "
+        "misses because they were forgotten or found bad.",
+        (("event", ("promised", "not_promised", "forgotten")),),
+    ),
+    Metric(
+        "flexkv_manager_pages_total",
+        MetricKind.COUNTER,
+        "pages",
+        "Pages of loads and stores as the control plane counts them, once over all ranks. Discarded ones were written "
+        "well and not published: revoked, forgotten or of old weights. Busy ones found no slot or queue entry.",
+        (("event", ("loaded", "load_failed", "stored", "store_failed", "discarded", "busy")),),
+    ),
+    Metric(
+        "flexkv_manager_events_total",
+        MetricKind.COUNTER,
+        "events",
+        "Lookups, those with a partial tail, and promises that were cut because the queue of loads was full.",
+        (("event", ("lookup", "tail_hit", "cut_promise")),),
     ),
     Metric("flexkv_evictions_total", MetricKind.COUNTER, "pages", "Pages evicted to make room."),
     Metric(

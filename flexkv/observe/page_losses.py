@@ -4,16 +4,19 @@ of the documentation are made from it."""
 from __future__ import annotations
 
 from enum import Enum
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from flexkv.observe.counters import Counters
+from typing import Protocol
 
 NOT_STORED = "flexkv_dropped_store_pages_total"
 NOT_MOVED = "flexkv_failed_pages_total"
 NOT_ON_DISK = "flexkv_disk_lost_pages_total"
 NOT_WRITTEN = "flexkv_remote_dropped_pages_total"
 NOT_READ = "flexkv_remote_missed_pages_total"
+
+
+class Adds(Protocol):
+    """What counts: `Counters`, which knows the metrics, which know these reasons."""
+
+    def add(self, name: str, amount: float = 1, **labels: str) -> None: ...
 
 
 class PageLoss(Enum):
@@ -96,7 +99,7 @@ class PageLoss(Enum):
         """The counter's label that names this reason."""
         return {"reason": self.reason} if self.reason else {}
 
-    def count(self, counters: Counters, pages: int, **labels: str) -> None:
+    def count(self, counters: Adds, pages: int, **labels: str) -> None:
         """Adds pages that were lost for this reason.
 
         Args:

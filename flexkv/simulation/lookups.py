@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from flexkv.cache.base import OpRole, TailCandidates
+from flexkv.cache.base import OpRole, Outcome, TailCandidates
 from flexkv.facts.keys import Rule
 from flexkv.simulation.base import NO_SLOT, Key, require
 from flexkv.simulation.request import SimRequest
@@ -61,7 +61,7 @@ class Lookups:
         world.model.evict_for_lookup(evicted, request.keys, start, model_steps)
         self.orders_planned()
         judge.judge(result, evicted)
-        if result.awaits_room:
+        if result.outcome is Outcome.ASK_AGAIN:
             model_steps, tails = 0, None
         streamed = (world.config.stream or world.config.gds_loads) and promised > model_steps
         require(result.tokens % step_tokens == 0, "match promised a part of a step")
@@ -100,7 +100,7 @@ class Lookups:
         world.model.lease(request.request_id, pages, streamed)
         request.promised, request.promised_tail = promised, result.tail_tokens
         request.state = "matched"
-        if (result.reads or result.awaits_room) and world.random.random() < 0.8:
+        if not result.is_final and world.random.random() < 0.8:
             # An engine gives no block to a request that waits for a lookup, and looks into its own cache again.
             request.state = "waiting"
             world.free_blocks(request)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from flexkv.cache.base import NO_ENTRY, MatchResult
+from flexkv.cache.base import NO_ENTRY, MatchResult, Outcome
 from flexkv.facts.keys import Rule
 from flexkv.simulation.base import Key, require
 from flexkv.simulation.line_model import ReadRoom
@@ -74,9 +74,12 @@ class RoomJudge:
         """
         world, request = self._world, self._request
         if not world.config.asks_again:
-            require(not result.awaits_room, "a request is to wait whose engine does not ask again")
+            require(
+                result.outcome is not Outcome.ASK_AGAIN,
+                "a request is to wait whose engine does not ask again",
+            )
             return
-        if result.awaits_room:
+        if result.outcome is Outcome.ASK_AGAIN:
             self._judge_wait(result, evicted)
             return
         if world.line.reads_begun(self._ops, request.keys):

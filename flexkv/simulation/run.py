@@ -146,7 +146,8 @@ class Simulation:
             "ops are left after everything was reported",
         )
         require(
-            not len(world.manager.failed_loads), "failed loads of requests that have ended are remembered"
+            not len(world.manager.promises.failed_loads),
+            "failed loads of requests that have ended are remembered",
         )
         for group, spec in enumerate(world.config.groups):
             visible = len(world.model.visible_slots(group))

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from flexkv.c_ext import BlockIndex
 from flexkv.cache.base import NO_ENTRY, EntryIds
-from flexkv.cache.tiers.contract import Sink, Source, Tier, TierContext, TierCounts, TierFacts
+from flexkv.cache.tiers.contract import Sink, Source, Tier, TierCounts, TierFacts
+from flexkv.cache.tiers.tables import TierContext
 from flexkv.facts.keys import Keys
 from flexkv.simulation.base import Symbol
 from flexkv.transfer.graph import NO_BLOCKS, OpId, OpKind, Priority, SlotIds, TransferOp
@@ -33,7 +34,7 @@ class SymbolicTier(Tier, Source, Sink):
     """
 
     def __init__(self, context: TierContext, places: int, facts: TierFacts) -> None:
-        groups = len(context.specs)
+        groups = len(context.tables.specs)
         self.facts, self.counts = facts, TierCounts()
         self.source = self.sink = self
         self.presence = BlockIndex([places] * groups, context.policy)

@@ -7,11 +7,12 @@ import random
 from collections import deque
 
 from flexkv.cache.base import ManagerLimits, OpRole, TierId, sharing
-from flexkv.cache.tiers.contract import TierContext, TierFacts
+from flexkv.cache.tiers.contract import TierFacts
 from flexkv.cache.tiers.disk.load_route import GdsUse
 from flexkv.cache.tiers.disk.tier import DiskTier, DiskTraffic
 from flexkv.cache.tiers.factory import unit_tiers
 from flexkv.cache.tiers.remote.tier import RemoteTier
+from flexkv.cache.tiers.tables import TierContext
 from flexkv.simulation.base import NO_SLOT, Key, ManagerFactory, SimulationConfig, SimulationReport, require
 from flexkv.simulation.disk_lane import SimDiskLane
 from flexkv.simulation.engine import SimEngine

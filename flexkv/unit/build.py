@@ -7,11 +7,11 @@ from contextlib import ExitStack
 
 from flexkv.cache.base import CacheListener, GroupSpec, ManagerLimits
 from flexkv.cache.manager import LocalCacheManager
-from flexkv.cache.tiers.contract import TierFactory
 from flexkv.cache.tiers.disk.plan import overwritable
 from flexkv.cache.tiers.factory import plan_tiers
 from flexkv.cache.tiers.host.tier import HostTier
 from flexkv.cache.tiers.plan import UnitFacts
+from flexkv.cache.tiers.tables import TierFactory
 from flexkv.config import FlexKVConfig, read_memory, resolve_host_bytes
 from flexkv.errors import CapacityError, GeometryError
 from flexkv.facts.ranks import KvGroup, RankFacts, UnitOwner

@@ -7,10 +7,18 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from flexkv.cache.base import CacheManager, Completion, GroupMatch, MatchResult, StorePlan, TailCandidates
+from flexkv.cache.base import (
+    CacheManager,
+    Completion,
+    GroupMatch,
+    MatchResult,
+    Outcome,
+    StorePlan,
+    TailCandidates,
+)
 from flexkv.errors import ContractError
 from flexkv.facts.keys import Keys
-from flexkv.observe import Counters
+from flexkv.observe import Counters, MissReason
 from flexkv.transfer.graph import BlockIds, OpResult, TransferGraph
 from flexkv.unit.base import EngineUnit, UnitState
 
@@ -29,7 +37,7 @@ class NullManager(CacheManager):
         tail: Sequence[TailCandidates | None] | None = None,
     ) -> MatchResult:
         none = tuple(GroupMatch(0, np.empty(0, np.int32)) for _ in keys)
-        return MatchResult(request_id, start_tokens, none, 0, 0)
+        return MatchResult(request_id, start_tokens, none, 0, 0, Outcome.MISS, MissReason.OFF)
 
     def prefetch(self, request_id: str, keys: Sequence[Keys], start_tokens: int = 0) -> int:
         return 0

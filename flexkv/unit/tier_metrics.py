@@ -5,12 +5,31 @@ from __future__ import annotations
 from dataclasses import fields
 
 from flexkv.cache.base import TierId
+from flexkv.cache.ledger.stats import ManagerStats
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.cache.tiers.contract import Series, TierCounts
 from flexkv.observe import Counters, PageLoss
 
 ON_DISK = frozenset({"disk", "peers"})
 """Labels of the tiers whose pages lie on disks of this machine: `flexkv_disk_*` adds these up, and no others."""
+
+
+STATS = {
+    "hit_blocks": ("flexkv_manager_blocks_total", "promised"),
+    "miss_blocks": ("flexkv_manager_blocks_total", "not_promised"),
+    "forgotten_blocks": ("flexkv_manager_blocks_total", "forgotten"),
+    "loaded_pages": ("flexkv_manager_pages_total", "loaded"),
+    "failed_load_pages": ("flexkv_manager_pages_total", "load_failed"),
+    "stored_pages": ("flexkv_manager_pages_total", "stored"),
+    "failed_store_pages": ("flexkv_manager_pages_total", "store_failed"),
+    "discarded_pages": ("flexkv_manager_pages_total", "discarded"),
+    "busy_pages": ("flexkv_manager_pages_total", "busy"),
+    "lookups": ("flexkv_manager_events_total", "lookup"),
+    "tail_hits": ("flexkv_manager_events_total", "tail_hit"),
+    "cut_promises": ("flexkv_manager_events_total", "cut_promise"),
+}
+"""The fields of `ManagerStats`, each with its metric and the value of that metric's label `event`; those that are left
+out have metrics of their own."""
 
 
 class TierMetrics:
@@ -29,6 +48,7 @@ class TierMetrics:
             if self._labels[number] in ON_DISK
         }
         self._counted = TierCounts()
+        self._counted_stats = ManagerStats()
         self._counted_streamed = 0
         self._counted_durable = 0
         self._counted_evictions = 0
@@ -57,6 +77,7 @@ class TierMetrics:
         if evictions != self._counted_evictions:
             counters.add("flexkv_evictions_total", evictions - self._counted_evictions)
             self._counted_evictions = evictions
+        self._count_manager(counters)
         for number, (tier, label) in enumerate(zip(self._manager.tiers, self._labels, strict=True)):
             hits = tier.counts.hits
             if hits != self._counted_hits[number]:
@@ -76,6 +97,17 @@ class TierMetrics:
         if self._disks:
             self._count_pages(counters)
             self._count_costs(counters)
+
+    def _count_manager(self, counters: Counters) -> None:
+        """What the control plane counted that no other metric has."""
+        now, before = self._manager.stats(), self._counted_stats
+        for name, (metric, event) in STATS.items():
+            if new := getattr(now, name) - getattr(before, name):
+                counters.add(metric, new, event=event)
+        for reason, blocks in now.missed.items():
+            if new := blocks - before.missed.get(reason, 0):
+                counters.add("flexkv_missed_blocks_total", new, reason=reason.reason)
+        self._counted_stats = now
 
     def _count_pages(self, counters: Counters) -> None:
         now = TierCounts(

@@ -136,7 +136,7 @@ class RankCache:
         while True:
             self.poll()
             match = self.manager.match(request_id, [keys], 0)
-            if not match.reads or time.monotonic() >= ends_s:
+            if match.is_final or time.monotonic() >= ends_s:
                 break
             self.poll()
             while self.manager.waits(request_id) and time.monotonic() < ends_s:

@@ -110,7 +110,7 @@ class Promises:
         match = manager.match(request_id, [keys], computed_tokens)
         joined.unit.poll()
         ends_s = time.monotonic() + self._wait_left_s
-        while match.reads and (now_s := time.monotonic()) < ends_s:
+        while not match.is_final and (now_s := time.monotonic()) < ends_s:
             while self._ranks.usable and manager.waits(request_id) and now_s < ends_s:
                 time.sleep(READ_LOOK_S)
                 self._ranks.poll()

@@ -100,13 +100,13 @@ class Loads:
             keys = self._cut(keys, wanted_end)
         match = manager.match(request_id, keys, computed_tokens)
         tracker.shared_tokens = match.shared_tokens
-        if match.reads or match.awaits_room:
+        if not match.is_final:
             return None
         end_block = (computed_tokens + match.tokens) // self._block_tokens
         tail = self._tail_candidates(tracker, end_block) if self._with_tails else None
         if tail is not None:
             match = manager.match(request_id, [keys[0][: tail.base_block]], computed_tokens, [tail])
-            if match.reads or match.awaits_room:
+            if not match.is_final:
                 return None
         tokens = min(match.tokens + match.tail_tokens, wanted_end - computed_tokens)
         if self._drop_last_block:

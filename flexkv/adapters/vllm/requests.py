@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-    from flexkv.adapters.vllm.stores import StoreMode
-
 
 @dataclass(frozen=True, slots=True)
 class Promise:
@@ -203,12 +201,15 @@ class RequestTable:
         tracker.preemptions = tracker.request.num_preemptions
 
     def follow(
-        self, output: SchedulerOutput, stores: StoreMode, preempted: Callable[[RequestTracker], None]
+        self,
+        output: SchedulerOutput,
+        started: Callable[[RequestTracker], None],
+        preempted: Callable[[RequestTracker], None],
     ) -> None:
         """Updates the block tables by a step's schedule. Costs O(requests + new blocks).
 
         Args:
-            stores: its `started` is called for each request that gets a new block table.
+            started: called with each request that gets a new block table.
             preempted: called with each request that loses its blocks, while the tracker still has them.
         """
         for request_id in output.preempted_req_ids or ():
@@ -218,14 +219,14 @@ class RequestTable:
                 _lose(tracker, preempted)
         for new in output.scheduled_new_reqs:
             if tracker := self.live.get(new.req_id):
-                self._start(tracker, new.block_ids, stores)
+                self._start(tracker, new.block_ids, started)
         cached = output.scheduled_cached_reqs
         for request_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
             if blocks is None:
                 continue
             if tracker := self.live.get(request_id):
                 if request_id in cached.resumed_req_ids:
-                    self._start(tracker, blocks, stores)
+                    self._start(tracker, blocks, started)
                 else:
                     self._extend(tracker, blocks)
         for request_id, tokens in output.num_scheduled_tokens.items():
@@ -244,14 +245,14 @@ class RequestTable:
                 tracker.kept_out.ask(asked, computed, max(computed, tracker.reached))
         tracker.reached = max(tracker.reached, computed + scheduled_tokens)
 
-    def _start(self, tracker: RequestTracker, blocks: Sequence[Sequence[int]], stores: StoreMode) -> None:
+    def _start(self, tracker: RequestTracker, blocks: Sequence[Sequence[int]], started: Callable[[RequestTracker], None]) -> None:
         """Called when the request starts, or starts again, with these blocks."""
         # KV that was loaded before a reset is still in the blocks. Only a loss of the blocks ends that.
         stale = tracker.stale
         tracker.restart()
         tracker.stale = stale
         self._extend(tracker, blocks)
-        stores.started(tracker)
+        started(tracker)
 
     def _extend(self, tracker: RequestTracker, blocks: Sequence[Sequence[int]]) -> None:
         for table, group in zip(tracker.tables, self._groups, strict=True):

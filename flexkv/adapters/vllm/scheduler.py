@@ -235,7 +235,7 @@ class SchedulerSide:
         unit = self.unit
         if unit.state is UnitState.AWAITING_RANKS:
             self.handshakes.warn_if_missing(self._step)
-        self.requests.follow(output, self._stores, self._preempted)
+        self.requests.follow(output, self._stores.started, self._preempted)
         if output.total_num_scheduled_tokens:
             self._forward_step = self._step
         self.orders.step = self._forward_step

@@ -112,9 +112,8 @@ class AccessOrders:
         if access_orders is None:
             if len(self._access_orders) >= MAX_REQUESTS:
                 del self._access_orders[next(iter(self._access_orders))]
-            access_orders = self._access_orders[request_id] = tuple(
-                AccessOrder() for _ in range(self._groups)
-            )
+            access_orders = tuple([AccessOrder() for _ in range(self._groups)])
+            self._access_orders[request_id] = access_orders
         return access_orders
 
     def put_lookup(self, request_id: str, before: Sequence[EntryIds], promised: Sequence[GroupLease]) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from flexkv.cache.base import TierId
 from flexkv.cache.ledger.leases import HeldPages, Lease
 from flexkv.errors import ContractError
+from flexkv.observe import MissReason
 from flexkv.transfer.graph import OpId
 
 
@@ -20,7 +21,7 @@ class Wait:
         ends_s: the clock until which it waits at most.
         ops: fetches that have not ended.
         held: what is fetched for it, and what follows, until its next lookup has leased it.
-        skipped: tiers that it goes on without: that took too long, or is computed sooner.
+        skipped: tiers that it goes on without, and why.
         probed: tiers that were asked for its pages, each once (True: for its tail), with the number of the question.
         ready_end: end of what was in host memory when it began to wait, in blocks of the request.
         fetched: blocks that were brought to host memory for it, by the tier that they came from.
@@ -30,7 +31,7 @@ class Wait:
     ends_s: float = 0.0
     ops: dict[OpId, TierId] = field(default_factory=dict)
     held: list[HeldPages] = field(default_factory=list)
-    skipped: set[TierId] = field(default_factory=set)
+    skipped: dict[TierId, MissReason] = field(default_factory=dict)
     probed: dict[tuple[TierId, bool], OpId] = field(default_factory=dict)
     ready_end: int | None = None
     fetched: dict[TierId, int] = field(default_factory=dict)
@@ -43,6 +44,8 @@ class RequestTable:
         waits: by request.
         prefetched: those of them that no lookup has asked for yet.
         reserved_pages: of all leases.
+        misses: why the last lookup of a request promised no more, and how many whole blocks it did not promise; of
+            lookups that were not acted on yet.
     """
 
     def __init__(self) -> None:
@@ -50,6 +53,7 @@ class RequestTable:
         self.waits: dict[str, Wait] = {}
         self.prefetched: set[str] = set()
         self.reserved_pages = 0
+        self.misses: dict[str, tuple[MissReason, int]] = {}
 
     # --- leases ---
 
@@ -64,10 +68,11 @@ class RequestTable:
         return self._leases.get(request_id)
 
     def add_lease(self, request_id: str, lease: Lease) -> None:
-        """The request must have none."""
+        """Enters a lease, unless it is of no page. The request must have none."""
         assert request_id not in self._leases
-        self._leases[request_id] = lease
-        self.reserved_pages += lease.pages
+        if pages := lease.pages:
+            self._leases[request_id] = lease
+            self.reserved_pages += pages
 
     def pop_lease(self, request_id: str) -> Lease | None:
         lease = self._leases.pop(request_id, None)
@@ -106,13 +111,14 @@ class RequestTable:
             wait.ends_s = max(wait.ends_s, wait.since_s[tier] + wait_s)
         return new
 
-    def skip(self, request_id: str, tiers: Iterable[TierId]) -> None:
+    def skip(self, request_id: str, tiers: Iterable[TierId], reason: MissReason) -> None:
         """The request goes on without these tiers, until its wait is dropped."""
-        self.waits.setdefault(request_id, Wait()).skipped.update(tiers)
+        self.waits.setdefault(request_id, Wait()).skipped.update(dict.fromkeys(tiers, reason))
 
-    def skipped(self, request_id: str) -> set[TierId]:
+    def skipped(self, request_id: str) -> Mapping[TierId, MissReason]:
+        """The tiers that the request goes on without, and why."""
         wait = self.waits.get(request_id)
-        return set() if wait is None else wait.skipped
+        return {} if wait is None else wait.skipped
 
     def probe_of(self, request_id: str, tier: TierId, tail: bool) -> OpId | None:
         """The question that was asked for the request; None before."""

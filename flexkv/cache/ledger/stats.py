@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+
+from flexkv.observe import MissReason
 
 
 @dataclass(slots=True)
@@ -26,6 +28,7 @@ class ManagerStats:
         cut_promises: lookups cut because the load queue had no more places.
         resets: calls of `reset`.
         streamed_pages: pages whose load began while they were on their way to host memory.
+        missed: whole blocks that lookups did not promise, by the reason, once for each lookup that was acted on.
     """
 
     lookups: int = 0
@@ -44,6 +47,11 @@ class ManagerStats:
     cut_promises: int = 0
     resets: int = 0
     streamed_pages: int = 0
+    missed: dict[MissReason, int] = field(default_factory=dict)
+
+    def copy(self) -> ManagerStats:
+        """The totals as of now."""
+        return replace(self, missed=dict(self.missed))
 
     def add_lookup(self, asked: int, promised: int, tail: bool, cut: bool) -> None:
         """Counts a lookup of so many whole blocks."""

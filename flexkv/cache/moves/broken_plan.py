@@ -8,16 +8,13 @@ has failed then, with all its pages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from types import TracebackType
 
 import numpy as np
 
 from flexkv.cache.base import HUB, NO_ENTRIES, EntryIds, OpRole
-from flexkv.cache.ledger.ops import FetchOp, Op, OpTable, RankOp, WriteOp
-from flexkv.cache.ledger.outbox import Outbox
-from flexkv.cache.ledger.requests import RequestTable
-from flexkv.cache.tiers.contract import Tier
+from flexkv.cache.ledger.ops import FetchOp, Op, RankOp, WriteOp
+from flexkv.cache.tiers.tables import CacheTables
 from flexkv.errors import ContractError
 from flexkv.observe import get_logger
 from flexkv.transfer.graph import OpId
@@ -29,28 +26,13 @@ class BrokenPlans:
     """Of one manager: what is planned or ended `with` it is undone where it raises. Not to be entered twice at a time.
 
     Args:
-        tiers: by number.
         ranks: that report each load and store.
-
-    Attributes:
-        recounts: are called where something was undone, by what counts for itself.
     """
 
-    def __init__(
-        self,
-        tiers: Sequence[Tier],
-        ops: OpTable,
-        outbox: Outbox,
-        requests: RequestTable,
-        ranks: int,
-    ) -> None:
-        self._tiers = tiers
-        self._ops = ops
-        self._outbox = outbox
-        self._requests = requests
+    def __init__(self, tables: CacheTables, ranks: int) -> None:
+        self._tables = tables
         self._ranks = ranks
-        self.recounts: list[Callable[[], object]] = []
-        self._last = ops.last_id
+        self._last = tables.ops.last_id
         self._ending: Op | None = None
         self._rank = 0
 
@@ -60,7 +42,7 @@ class BrokenPlans:
         return self
 
     def __enter__(self) -> None:
-        self._last = self._ops.last_id
+        self._last = self._tables.ops.last_id
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -72,20 +54,20 @@ class BrokenPlans:
     def _is_refusal(self, error: BaseException) -> bool:
         """Whether the result did not fit its op, which goes on as if nothing had been reported."""
         op = self._ending
-        if op is None or op.op_id not in self._ops or not isinstance(error, ContractError):
+        if op is None or op.op_id not in self._tables.ops or not isinstance(error, ContractError):
             return False
         return not isinstance(op, RankOp) or self._rank not in op.reported
 
     def leased(self) -> list[list[EntryIds]]:
         """Of each tier, the entries that leases, waits and ops in the tables name, each once a lease."""
-        pinned: list[list[EntryIds]] = [[] for _ in self._tiers]
-        for lease in self._requests.leases():
+        pinned: list[list[EntryIds]] = [[] for _ in self._tables.tiers]
+        for lease in self._tables.requests.leases():
             for group in lease.groups:
                 pinned[HUB].append(group.entries)
                 if group.straight is not None:
                     pinned[group.straight.tier].append(group.straight.entries)
-        pinned[HUB].extend(held.entries for held in self._requests.held())
-        for op in self._ops:
+        pinned[HUB].extend(held.entries for held in self._tables.requests.held())
+        for op in self._tables.ops:
             pinned[op.tier].append(op.entries)
             if isinstance(op, FetchOp | WriteOp):
                 pinned[HUB].append(op.host)
@@ -97,15 +79,14 @@ class BrokenPlans:
         Fetches that wait to be handed out stay: they are whole, and what they bring is worth having.
         """
         ended_op = self._failed_op()
-        self._ops.drop_after(last, self._outbox.op_ids, ended_op)
-        self._requests.recount({op.op_id for op in self._ops})
+        self._tables.ops.drop_after(last, self._tables.outbox.op_ids, ended_op)
+        self._tables.requests.recount({op.op_id for op in self._tables.ops})
         ended = 0
-        for tier, entries in zip(self._tiers, self.leased(), strict=True):
+        for tier, entries in zip(self._tables.tiers, self.leased(), strict=True):
             ended += tier.presence.keep_leases(np.concatenate(entries) if entries else NO_ENTRIES)
         if isinstance(ended_op, FetchOp):
-            self._fail_coming(ended_op)
-        for recount in self.recounts:
-            recount()
+            self._tables.hub.give_up_coming(ended_op.host, ended_op.op_id)
+        self._tables.reactions.undone()
         logger.warning(
             "a plan or the end of an op broke off with %s: %s; %d leases of it were ended",
             type(error).__name__,
@@ -121,13 +102,6 @@ class BrokenPlans:
         op.failed[:] = True
         op.reported.add(self._rank)
         if op.role is OpRole.LOAD:
-            for store in self._ops.of_request(op.request_id, OpRole.STORE):
+            for store in self._tables.ops.of_request(op.request_id, OpRole.STORE):
                 store.revoked[:] = True
         return op if len(op.reported) == self._ranks else None
-
-    def _fail_coming(self, fetch: FetchOp) -> None:
-        """What a fetch was to bring and others wait for will not come."""
-        index = self._tiers[HUB].presence
-        lost = fetch.host[index.fillers(fetch.host) == fetch.op_id]
-        index.pin_coming(lost)
-        index.finish(lost, np.zeros(len(lost), np.uint8))

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 import numpy as np
 
 from flexkv.cache.base import TierId
-from flexkv.cache.ledger.hub import Hub
-from flexkv.cache.ledger.ops import FetchOp, Op, OpTable, ProbeOp, RankOp, WriteOp, good_pages
-from flexkv.cache.ledger.outbox import Outbox
-from flexkv.cache.ledger.requests import RequestTable
+from flexkv.cache.ledger.ops import FetchOp, Op, ProbeOp, RankOp, WriteOp, good_pages
 from flexkv.cache.moves.broken_plan import BrokenPlans
 from flexkv.cache.moves.fetches import Promotions
 from flexkv.cache.moves.op_log import OpLog
 from flexkv.cache.moves.writes import WriteQueue
-from flexkv.cache.tiers.contract import Tier
+from flexkv.cache.tiers.tables import CacheTables
 from flexkv.errors import ContractError
 from flexkv.facts.keys import Keys
 from flexkv.observe import get_logger
@@ -25,48 +20,18 @@ logger = get_logger(__name__)
 
 
 class TierWork:
-    """Of one manager, for what drives its tiers.
+    """For what drives the tiers of one manager."""
 
-    Args:
-        tiers: by number.
-        groups: how many KV groups there are.
-        epoch: the manager's.
-
-    Attributes:
-        on_answered: is told of each request that waited for a tier's answer, with its keys and the start that it asked
-            from.
-    """
-
-    def __init__(
-        self,
-        tiers: Sequence[Tier],
-        hub: Hub,
-        ops: OpTable,
-        outbox: Outbox,
-        promotions: Promotions,
-        requests: RequestTable,
-        log: OpLog,
-        broken: BrokenPlans,
-        groups: int,
-        epoch: Callable[[], int],
-    ) -> None:
-        self._tiers = tiers
-        self._hub = hub
-        self._ops = ops
-        self._outbox = outbox
+    def __init__(self, tables: CacheTables, promotions: Promotions, log: OpLog, broken: BrokenPlans) -> None:
+        self._tables = tables
         self._promotions = promotions
-        self._requests = requests
         self._log = log
         self._broken = broken
-        self._groups = groups
-        self._epoch = epoch
         self._writes = {
-            TierId(number): WriteQueue(TierId(number), tier, hub, ops, outbox)
-            for number, tier in enumerate(tiers)
+            TierId(number): WriteQueue(TierId(number), tables)
+            for number, tier in enumerate(tables.tiers)
             if tier.sink is not None
         }
-        self.on_answered: Callable[[str, Sequence[Keys], int], object] = lambda request_id, keys, start: None
-        broken.recounts.extend(queue.recount for queue in self._writes.values())
 
     @property
     def takes_pages(self) -> bool:
@@ -77,17 +42,17 @@ class TierWork:
         """Plans the writes that may be planned now; returns what tiers' planes are to do, in the order to submit it."""
         with self._broken:
             for queue in self._writes.values():
-                queue.poll(self._epoch())
+                queue.poll()
         return self.take_planned()
 
     def take_planned(self) -> list[tuple[TierId, TransferGraph]]:
         """What was planned since the last call, and nothing more."""
-        return self._outbox.take() if len(self._outbox) else []
+        return self._tables.outbox.take() if len(self._tables.outbox) else []
 
     def reported(self, tier: TierId, result: OpResult) -> None:
         """A tier's plane says how an op ended. What does not fit takes the tier down, and the op, if it is the tier's,
         ends with all of its pages failed: otherwise they would be pinned for good."""
-        op = self._ops.find(result.op_id)
+        op = self._tables.ops.find(result.op_id)
         try:
             if op is not None and op.tier != tier:
                 raise ContractError(f"op {op.op_id} is of tier {op.tier}")
@@ -95,7 +60,12 @@ class TierWork:
         except ContractError as error:
             reason = f"its lane reported what does not fit: {error}"
             self.take_down(tier, reason)
-            if op is not None and op.tier == tier and not isinstance(op, RankOp) and op.op_id in self._ops:
+            if (
+                op is not None
+                and op.tier == tier
+                and not isinstance(op, RankOp)
+                and op.op_id in self._tables.ops
+            ):
                 self.complete(OpResult.cancelled(op.op_id, op.pages, reason))
 
     def complete(self, result: OpResult) -> None:
@@ -104,7 +74,7 @@ class TierWork:
         Raises:
             ContractError: no such op is in flight, or the result does not fit it.
         """
-        op = self._ops.get(result.op_id)
+        op = self._tables.ops.get(result.op_id)
         if isinstance(op, RankOp):
             raise ContractError(f"op {op.op_id} is the ranks', not a tier's own")
         with self._broken.ending(op):
@@ -112,7 +82,7 @@ class TierWork:
 
     def _complete(self, op: Op, result: OpResult) -> None:
         failed = op.pages - int(np.count_nonzero(good_pages(result, op.pages)))
-        self._ops.remove(op)
+        self._tables.ops.remove(op)
         if result.status is OpStatus.LANE_DOWN:
             self.take_down(op.tier, result.reason or "its lane is down")
         waiters = op.waiters if isinstance(op, FetchOp) else ()
@@ -121,32 +91,30 @@ class TierWork:
 
     def _end(self, op: Op, result: OpResult) -> None:
         if isinstance(op, FetchOp):
-            self._promotions.complete(op, result, current=op.epoch == self._epoch())
+            self._promotions.complete(op, result, current=op.epoch == self._tables.epoch)
             brought = int(np.count_nonzero(good_pages(result, op.pages)))
             for request_id in op.waiters:
-                self._requests.fetch_ended(request_id, op.op_id, brought)
+                self._tables.requests.fetch_ended(request_id, op.op_id, brought)
         elif isinstance(op, WriteOp):
             self._writes[op.tier].complete(op, result)
         else:
-            route = self._tiers[op.tier].stores
-            assert route is not None
-            route.follow_up_ended(op, result)
+            self._tables.stores_of(op.tier).follow_up_ended(op, result)
 
     def answered(self, op_id: OpId) -> None:
         """A tier has answered a question, or never will. One whose plan broke off is nobody's."""
-        op = self._ops.find(op_id)
+        op = self._tables.ops.find(op_id)
         if not isinstance(op, ProbeOp):
             return
         with self._broken.ending(op):
-            self._ops.remove(op)
+            self._tables.ops.remove(op)
             for request_id in op.waiters:
-                self._requests.probe_ended(request_id, op_id)
+                self._tables.requests.probe_ended(request_id, op_id)
             for request_id in op.waiters:
-                self.on_answered(request_id, op.keys, op.start_tokens)
+                self._tables.reactions.answered(request_id, op.keys, op.start_tokens)
 
     def take_down(self, tier: TierId, reason: str) -> None:
         """The tier cannot be used any more: what it holds is a miss, and nothing is written there."""
-        self._tiers[tier].go_down(reason)
+        self._tables.tiers[tier].go_down(reason)
         if tier in self._writes:
             self._writes[tier].drop_waiting()
 
@@ -159,12 +127,14 @@ class TierWork:
     @property
     def moving(self) -> bool:
         """Whether an op of a tier is in flight."""
-        return len(self._ops) > self._ops.of_ranks
+        return len(self._tables.ops) > self._tables.ops.of_ranks
 
     @property
     def busy(self) -> bool:
         """Whether an op of a tier is in flight, or something waits to be written and can be."""
-        return self.moving or len(self._outbox) > 0 or any(queue.busy for queue in self._writes.values())
+        return (
+            self.moving or len(self._tables.outbox) > 0 or any(queue.busy for queue in self._writes.values())
+        )
 
     def offer_all(self) -> None:
         """What is in host memory, not pinned and not in a tier that takes pages is to be written, whatever the mode."""
@@ -176,7 +146,7 @@ class TierWork:
         """Plans what waits to be written, whatever the mode, as far as the bounds allow."""
         with self._broken:
             for queue in self._writes.values():
-                queue.flush(self._epoch())
+                queue.flush()
 
     def give_up_held(self) -> int:
         """Forgets what waits for tiers that may not be used; returns how many pages that are, and logs why."""
@@ -184,7 +154,7 @@ class TierWork:
         for number, queue in self._writes.items():
             if queue.held_pages:
                 lost = queue.give_up_waiting()
-                tier = self._tiers[number]
+                tier = self._tables.tiers[number]
                 logger.warning(
                     "%d pages of host memory are not kept in the %s tier: the end came while %s",
                     lost,
@@ -208,7 +178,7 @@ class TierWork:
 
     def forgotten(self, tier: TierId, group: int, keys: Keys) -> None:
         """These pages are not in a tier after all: what host memory has of them was taken for written."""
-        there = self._hub.there(group, keys)
+        there = self._tables.hub.there(group, keys)
         if tier in self._writes and there.any():
             self._writes[tier].offer(group, keys[there])
 
@@ -221,12 +191,17 @@ class TierWork:
         if not self._writes:
             return
         known = np.zeros(len(keys), np.bool_)
-        for tier in self._tiers[1:]:
+        for tier in self._tables.tiers[1:]:
             if tier.held:
                 continue
             known |= tier.sink.known(group, keys) if tier.sink is not None else tier.present(group, keys)
         for number in self._writes:
-            self._tiers[number].counts.lost += int(np.count_nonzero(~known))
+            self._tables.tiers[number].counts.lost += int(np.count_nonzero(~known))
+
+    def recount(self) -> None:
+        """Counts what waits to be written anew: what planned its writes broke off."""
+        for queue in self._writes.values():
+            queue.recount()
 
     def reset(self) -> None:
         """Forgets what waits to be written."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -11,13 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexkv.cache.base import HUB, NO_ENTRIES, NO_ENTRY, EntryIds, OpRole, TierId
-from flexkv.cache.ledger.cost import CostModel
-from flexkv.cache.ledger.hub import Hub
 from flexkv.cache.ledger.leases import Lease
-from flexkv.cache.ledger.ops import FetchOp, OpTable, good_pages
-from flexkv.cache.ledger.outbox import Outbox
+from flexkv.cache.ledger.ops import FetchOp, good_pages
 from flexkv.cache.moves.page_walk import PageRun, PageWalk, leading
-from flexkv.cache.tiers.contract import Tier
+from flexkv.cache.tiers.tables import CacheTables
 from flexkv.facts.keys import Keys
 from flexkv.transfer.graph import (
     NO_PLACES,
@@ -129,49 +126,29 @@ class Promotions:
     is given their slots, and its entries in the tier are pinned, so that their places are not rewritten. What was
     verified is published in host memory; what was not is forgotten in its tier.
 
-    Args:
-        tiers: of the manager, by number.
-        forgotten: called with tier, group and keys of pages that were forgotten there, because the tier did not hold
-            them.
+    Attributes:
+        walk: finds and leases single pages.
     """
 
-    def __init__(
-        self,
-        tiers: Sequence[Tier],
-        hub: Hub,
-        walk: PageWalk,
-        ops: OpTable,
-        outbox: Outbox,
-        cost: CostModel,
-        clock: Callable[[], float],
-        forgotten: Callable[[TierId, int, Keys], object],
-    ) -> None:
-        self._tiers = tiers
-        self._hub = hub
-        self._walk = walk
-        self._ops = ops
-        self._outbox = outbox
-        self._cost = cost
-        self._clock = clock
-        self._forgotten = forgotten
+    def __init__(self, tables: CacheTables, walk: PageWalk) -> None:
+        self._tables = tables
+        self.walk = walk
 
     def room(self, tier: TierId) -> int:
         """Pages that may be fetched from a tier besides those in flight."""
-        facts = self._tiers[tier].facts
-        if self._ops.count(OpRole.FETCH, tier) >= facts.fetch_ops:
+        facts = self._tables.tiers[tier].facts
+        if self._tables.ops.count(OpRole.FETCH, tier) >= facts.fetch_ops:
             return 0
-        return max(0, facts.fetch_pages - self._ops.pages(OpRole.FETCH, tier))
+        return max(0, facts.fetch_pages - self._tables.ops.pages(OpRole.FETCH, tier))
 
     def has_room(self, tier: TierId, pages: int, fetches: int) -> bool:
         """Whether a tier may be asked for so many pages in so many fetches besides those in flight."""
-        facts = self._tiers[tier].facts
-        if self._ops.count(OpRole.FETCH, tier) + fetches > facts.fetch_ops:
+        facts = self._tables.tiers[tier].facts
+        if self._tables.ops.count(OpRole.FETCH, tier) + fetches > facts.fetch_ops:
             return False
-        return self._ops.pages(OpRole.FETCH, tier) + pages <= facts.fetch_pages
+        return self._tables.ops.pages(OpRole.FETCH, tier) + pages <= facts.fetch_pages
 
-    def fetch(
-        self, wanted: Sequence[WantedPages], layerwise: bool, epoch: int, aligned: bool = True
-    ) -> Fetched:
+    def fetch(self, wanted: Sequence[WantedPages], layerwise: bool, aligned: bool = True) -> Fetched:
         """Fetches what is not in host memory and not on its way there, as far as there is room.
 
         The leases of `wanted` end, or are the fetches' own.
@@ -181,11 +158,11 @@ class Promotions:
             aligned: the parts are the same blocks of every group.
         """
         ops: dict[OpId, TierId] = {}
-        pages = [self._fetch_part(part, layerwise, epoch, ops) for part in wanted]
+        pages = [self._fetch_part(part, layerwise, ops) for part in wanted]
         if aligned:
             blocks = min(len(fetched.entries) for fetched in pages)
             for fetched in pages:
-                self._hub.index.unpin(fetched.entries[blocks:])
+                self._tables.hub.index.unpin(fetched.entries[blocks:])
             pages = [fetched.first(blocks) for fetched in pages]
         return Fetched(pages, ops)
 
@@ -198,18 +175,16 @@ class Promotions:
         pages: dict[TierId, int] = {}
         numbers, counts = np.unique(fetches, return_counts=True)
         for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
-            if (op := self._ops.fetch(OpId(number))) is not None:
+            if (op := self._tables.ops.fetch(OpId(number))) is not None:
                 pages[op.tier] = pages.get(op.tier, 0) + count
         return pages
 
     def _in_flight(self, fetches: ReadIds) -> dict[OpId, TierId]:
         """Those of these fetches that have not ended, with their tiers."""
-        ops = (self._ops.fetch(OpId(number)) for number in np.unique(fetches).tolist())
+        ops = (self._tables.ops.fetch(OpId(number)) for number in np.unique(fetches).tolist())
         return {op.op_id: op.tier for op in ops if op is not None}
 
-    def _fetch_part(
-        self, part: WantedPages, layerwise: bool, epoch: int, ops: dict[OpId, TierId]
-    ) -> FetchedPages:
+    def _fetch_part(self, part: WantedPages, layerwise: bool, ops: dict[OpId, TierId]) -> FetchedPages:
         """Enters in `ops` what brings the pages."""
         plans: dict[TierId, FetchPlan] = {}
         brought: list[FetchedPages] = []
@@ -218,13 +193,13 @@ class Promotions:
             run = runs.popleft()
             keys = part.keys[at : at + len(run)]
             if run.tier == HUB:
-                fetches = self._hub.index.fillers(run.entries)
+                fetches = self._tables.hub.index.fillers(run.entries)
                 if run.coming:
                     ops |= self._in_flight(fetches)
                 brought.append(FetchedPages(run.entries, run.slots, fetches))
                 at += len(run)
                 continue
-            plan = plans.setdefault(run.tier, FetchPlan(self._ops.next_id()))
+            plan = plans.setdefault(run.tier, FetchPlan(self._tables.ops.next_id()))
             fetched = self._give_slots(part.group, keys, run, plan, ops)
             brought.append(fetched)
             reach = len(fetched.entries)
@@ -233,7 +208,7 @@ class Promotions:
                 continue
             # The next page found no host slot, or is being stored: none behind it is of use. Their leases may be what
             # keeps slots from eviction, so they end, and what is left of the run is tried once more.
-            self._walk.release(runs)
+            self.walk.release(runs)
             runs.clear()
             if again and self.room(run.tier) > plan.pages:
                 again = False
@@ -241,7 +216,7 @@ class Promotions:
         for tier, plan in plans.items():
             if plan.pages:
                 ops[plan.op_id] = tier
-                self._order(tier, part.group, plan, layerwise, epoch)
+                self._order(tier, part.group, plan, layerwise)
         if len(brought) == 1:
             return brought[0]
         if not brought:
@@ -254,20 +229,20 @@ class Promotions:
 
     def _gap(self, group: int, keys: Keys, tier: TierId) -> list[PageRun]:
         """The leading pages that host memory lacks, as a run of their tier."""
-        gap = leading(self._hub.index.find(group, keys, ready_only=False) == NO_ENTRY)
-        entries = self._tiers[tier].leading(group, keys[:gap])
+        gap = leading(self._tables.hub.index.find(group, keys, ready_only=False) == NO_ENTRY)
+        entries = self._tables.tiers[tier].leading(group, keys[:gap])
         if not len(entries):
             return []
-        return [PageRun(tier, entries, self._tiers[tier].presence.pin(entries))]
+        return [PageRun(tier, entries, self._tables.tiers[tier].presence.pin(entries))]
 
     def _give_slots(
         self, group: int, keys: Keys, run: PageRun, plan: FetchPlan, ops: dict[OpId, TierId]
     ) -> FetchedPages:
         """Gives pages of a tier a host slot, as far as there is room, and enters them in `plan`; returns the leading
         ones that are in host memory or on their way there."""
-        index = self._hub.index
+        index = self._tables.hub.index
         room = max(0, self.room(run.tier) - plan.pages)
-        given = self._hub.insert_coming(group, keys, room, plan.op_id)
+        given = self._tables.hub.insert_coming(group, keys, room, plan.op_id)
         if given.whole:
             plan.add(keys, run, given.entries, given.slots)
             return FetchedPages(given.entries, given.slots, np.full(len(keys), plan.op_id, np.int64))
@@ -276,7 +251,7 @@ class Promotions:
         new[given.positions] = True
         if len(given.positions):
             plan.add(keys[new], run.at(new), given.entries, given.slots)
-        self._tiers[run.tier].presence.unpin(run.entries[~new])
+        self._tables.tiers[run.tier].presence.unpin(run.entries[~new])
         found = index.find(group, keys, ready_only=False)
         found = found[: leading(found != NO_ENTRY)]
         fetches = index.fillers(found)
@@ -286,8 +261,8 @@ class Promotions:
         ops |= self._in_flight(fetches[:reach])
         return FetchedPages(found[:reach], index.slots_of(found[:reach]), fetches[:reach])
 
-    def _order(self, tier: TierId, group: int, plan: FetchPlan, layerwise: bool, epoch: int) -> None:
-        source = self._tiers[tier].source
+    def _order(self, tier: TierId, group: int, plan: FetchPlan, layerwise: bool) -> None:
+        source = self._tables.tiers[tier].source
         assert source is not None
         entries, host = _joined(plan.entries), _joined(plan.host)
         transfer = source.plan_fetch(
@@ -305,11 +280,11 @@ class Promotions:
             tier=tier,
             entries=entries,
             host=host,
-            epoch=epoch,
-            ahead=self._ops.pages(OpRole.FETCH, tier),
+            epoch=self._tables.epoch,
+            ahead=self._tables.ops.pages(OpRole.FETCH, tier),
         )
-        self._ops.add(op)
-        self._outbox.put(tier, transfer)
+        self._tables.ops.add(op)
+        self._tables.outbox.put(tier, transfer)
 
     def complete(self, op: FetchOp, result: OpResult, current: bool) -> None:
         """A fetch has ended; it is in flight no more.
@@ -317,28 +292,25 @@ class Promotions:
         Args:
             current: there was no reset since it was planned.
         """
-        tier = self._tiers[op.tier]
+        tier = self._tables.tiers[op.tier]
         source = tier.source
         assert source is not None
-        now_s = self._clock()
+        now_s = self._tables.clock()
         if result.status is OpStatus.OK:
-            self._cost.fetch(op.tier).see(op.ahead + op.pages, now_s - op.begun_s, now_s)
+            self._tables.cost.fetch(op.tier).see(op.ahead + op.pages, now_s - op.begun_s, now_s)
         good = good_pages(result, op.pages)
         suspect = _suspect(good, result) if current else np.zeros_like(good)
         tier.counts.failed_reads += int(np.count_nonzero(suspect))
         tier.counts.unread += int(np.count_nonzero(~good & ~suspect)) if current else len(good)
         if not current:
             good = np.zeros_like(good)
-        self._hub.filled_by_fetch(op.group, op.plan.slots, source.tokens_of(op.plan))
-        published = self._hub.index.finish(op.host, good.view(np.uint8)).view(np.bool_)
-        there = op.host if published.all() else op.host[published]
-        tier.counts.read += len(there)
+        self._tables.hub.filled_by_fetch(op.group, op.plan.slots, source.tokens_of(op.plan))
+        published = self._tables.hub.finish(op.group, op.host, good)
+        tier.counts.read += int(np.count_nonzero(published))
         lost = tier.presence.keys_of(op.entries[suspect])
         source.end_fetch(op.plan, op.entries, suspect)
-        if len(there):
-            self._hub.published(op.group, there)
         if len(lost):
-            self._forgotten(op.tier, op.group, lost)
+            self._tables.reactions.forgotten(op.tier, op.group, lost)
 
 
 def _suspect(good: NDArray[np.bool_], result: OpResult) -> NDArray[np.bool_]:

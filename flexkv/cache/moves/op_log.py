@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
 from flexkv.cache.base import MatchResult, OpRole
 from flexkv.cache.ledger.ops import Op, RankOp
-from flexkv.cache.tiers.contract import Tier
+from flexkv.cache.tiers.tables import CacheTables
 from flexkv.observe import FailedOps, OpSpans, get_logger
 from flexkv.observe.spans import REQUEST_ID, AttributeValue
 from flexkv.transfer.graph import OpResult, OpStatus
@@ -31,17 +31,11 @@ MOST_REQUESTS = 3
 
 
 class OpLog:
-    """Of one manager.
+    """One manager's."""
 
-    Args:
-        clock: seconds, never running backwards.
-        tiers: of the manager, by number.
-    """
-
-    def __init__(self, clock: Callable[[], float], tiers: Sequence[Tier]) -> None:
-        self._tiers = tiers
-        self._clock = clock
-        self._failed = FailedOps(logger, clock)
+    def __init__(self, tables: CacheTables) -> None:
+        self._tables = tables
+        self._failed = FailedOps(logger, tables.clock)
         self._spans = OpSpans()
 
     def looked_up(self, result: MatchResult, asked: int) -> None:
@@ -61,7 +55,7 @@ class OpLog:
             )
 
     def _words(self, op: Op) -> str:
-        return WORDS[op.role].format(self._tiers[op.tier].facts.name)
+        return WORDS[op.role].format(self._tables.tiers[op.tier].facts.name)
 
     def load_begun(self, ops: Sequence[RankOp]) -> None:
         """A promise was turned into a load."""
@@ -114,7 +108,7 @@ class OpLog:
             **requests,
         }
         failure = (reason or "no reason was given") if failed else ""
-        self._spans.ended(self._words(op), self._clock() - op.begun_s, attributes, failure)
+        self._spans.ended(self._words(op), self._tables.clock() - op.begun_s, attributes, failure)
 
     def flush(self, at_end: bool = False) -> None:
         """As of `FailedOps`."""

@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from flexkv.c_ext import Found, FoundLengths
 from flexkv.cache.base import HUB, NO_ENTRIES, NO_ENTRY, EntryIds, TierId
-from flexkv.cache.ledger.hub import Hub
-from flexkv.cache.tiers.contract import Tier
+from flexkv.cache.tiers.tables import CacheTables
 from flexkv.facts.keys import Keys
 from flexkv.transfer.graph import NO_PLACES, SlotIds
 
@@ -81,25 +80,21 @@ class PageWalk:
     """Finds pages in host memory, else in the first tier that has them, as far as it goes, and leases them.
 
     For what is no prefix of the request; that is `c_ext.TierLookup`'s.
-
-    Args:
-        tiers: of the manager, by number.
     """
 
-    def __init__(self, tiers: Sequence[Tier], hub: Hub) -> None:
-        self._tiers = tiers
-        self._hub = hub
+    def __init__(self, tables: CacheTables) -> None:
+        self._tables = tables
 
     def _next(self, group: int, keys: Keys, usable: Sequence[TierId]) -> PageRun | None:
         """The leading pages of `keys` that the first tier with any has; None where none has the first page."""
-        index = self._hub.index
+        index = self._tables.hub.index
         entries, slots = index.match_and_pin(group, keys)
         if len(entries):
             return PageRun(HUB, entries, slots)
         if index.find(group, keys[:1], ready_only=False)[0] != NO_ENTRY:
             return self._coming(group, keys)
         for number in usable:
-            tier = self._tiers[number]
+            tier = self._tables.tiers[number]
             found = tier.leading(group, keys)
             if len(found):
                 return PageRun(number, found, tier.presence.pin(found))
@@ -107,7 +102,7 @@ class PageWalk:
 
     def _coming(self, group: int, keys: Keys) -> PageRun | None:
         """The leading pages that fetches are bringing; None where a store fills the first."""
-        index = self._hub.index
+        index = self._tables.hub.index
         known = index.find(group, keys, ready_only=False)
         known = known[: leading(known != NO_ENTRY)]
         coming = known[: leading(index.fillers(known) != 0)]
@@ -130,15 +125,15 @@ class PageWalk:
 
     def present(self, group: int, keys: Keys, usable: Sequence[TierId]) -> NDArray[np.bool_]:
         """Which of the keys are in host memory or in one of the `usable` tiers, bool [keys]."""
-        present = self._hub.there(group, keys)
+        present = self._tables.hub.there(group, keys)
         for number in usable:
-            present = present | self._tiers[number].present(group, keys)
+            present = present | self._tables.tiers[number].present(group, keys)
         return present
 
     def release(self, runs: Sequence[PageRun]) -> None:
         """Ends the leases of runs."""
         for run in runs:
-            self._tiers[run.tier].presence.unpin(run.entries)
+            self._tables.tiers[run.tier].presence.unpin(run.entries)
 
     def cut(self, runs: Sequence[PageRun], pages: int) -> list[PageRun]:
         """The leading `pages` of runs; the leases of the others end."""

@@ -8,10 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexkv.cache.base import NO_ENTRY, EntryIds, OpRole, TierId
-from flexkv.cache.ledger.hub import Hub
-from flexkv.cache.ledger.ops import OpTable, WriteOp, good_pages
-from flexkv.cache.ledger.outbox import Outbox
-from flexkv.cache.tiers.contract import Sink, Tier, WriteMode
+from flexkv.cache.ledger.ops import WriteOp, good_pages
+from flexkv.cache.tiers.contract import Sink, WriteMode
+from flexkv.cache.tiers.tables import CacheTables
 from flexkv.facts.keys import Keys
 from flexkv.transfer.graph import OpResult, SlotIds
 
@@ -33,15 +32,13 @@ class WriteQueue:
         tier: with a sink.
     """
 
-    def __init__(self, tier_id: TierId, tier: Tier, hub: Hub, ops: OpTable, outbox: Outbox) -> None:
+    def __init__(self, tier_id: TierId, tables: CacheTables) -> None:
+        tier = tables.tiers[tier_id]
         assert tier.sink is not None
         self._tier_id = tier_id
         self._tier = tier
         self._sink: Sink = tier.sink
-        self._facts = tier.facts
-        self._hub = hub
-        self._ops = ops
-        self._outbox = outbox
+        self._tables = tables
         self._waiting: deque[tuple[int, Keys]] = deque()
         self._waiting_pages = 0
         self._left_out = 0
@@ -64,7 +61,7 @@ class WriteQueue:
 
     def offer(self, group: int, keys: Keys) -> None:
         """These pages became visible in host memory."""
-        if self._facts.write not in (WriteMode.EVICT, WriteMode.REUSE, WriteMode.OFF):
+        if self._tier.facts.write not in (WriteMode.EVICT, WriteMode.REUSE, WriteMode.OFF):
             self._enter(group, keys)
 
     def opened(self) -> None:
@@ -81,11 +78,11 @@ class WriteQueue:
 
     def offer_reused(self, group: int, keys: Keys) -> None:
         """These pages were used from host memory once more."""
-        if self._facts.write is WriteMode.REUSE:
+        if self._tier.facts.write is WriteMode.REUSE:
             self._enter(group, keys)
 
     def _enter(self, group: int, keys: Keys) -> None:
-        if self._tier.down or self._waiting_pages + len(keys) > self._facts.waiting_pages:
+        if self._tier.down or self._waiting_pages + len(keys) > self._tier.facts.waiting_pages:
             if self._tier.held and not self._tier.down:
                 self._left_out += len(keys)
             else:
@@ -94,26 +91,26 @@ class WriteQueue:
         self._waiting.append((group, keys))
         self._waiting_pages += len(keys)
 
-    def poll(self, epoch: int) -> None:
+    def poll(self) -> None:
         """Plans what may be written now. O(pages planned)."""
         if self._tier.down:
             self.drop_waiting()
             return
         if self._tier.held:
             return
-        if self._facts.write is WriteMode.BACK:
+        if self._tier.facts.write is WriteMode.BACK:
             idle = not self._in_flight(OpRole.FETCH) and not self._in_flight(OpRole.WRITE)
             # More than half full, it no longer waits for a quiet moment.
-            idle |= 2 * self._waiting_pages > self._facts.waiting_pages
-            self._drain(LEAVE_PAGES if idle else 0, epoch)
+            idle |= 2 * self._waiting_pages > self._tier.facts.waiting_pages
+            self._drain(LEAVE_PAGES if idle else 0)
         else:
-            self._drain(self._facts.write_pages, epoch)
-        if self._facts.write in (WriteMode.BACK, WriteMode.EVICT):
-            for group in self._hub.owners:
-                self._make_room(group, epoch)
+            self._drain(self._tier.facts.write_pages)
+        if self._tier.facts.write in (WriteMode.BACK, WriteMode.EVICT):
+            for group in self._tables.hub.owners:
+                self._make_room(group)
 
     def _in_flight(self, role: OpRole) -> int:
-        return self._ops.count(role, self._tier_id)
+        return self._tables.ops.count(role, self._tier_id)
 
     def offer_all(self) -> None:
         """Offers what is in host memory, not pinned and not in the tier, in whatever mode.
@@ -122,12 +119,12 @@ class WriteQueue:
         dropped. Those of them that wait already are not entered twice, so that the queue is bounded however often this
         is called.
         """
-        if self._tier.in_use and self._facts.write_at_close:
+        if self._tier.in_use and self._tier.facts.write_at_close:
             self._offer_host()
 
     def _offer_host(self) -> None:
         self._keep_pinned_waiting()
-        for owner in self._hub.owners:
+        for owner in self._tables.hub.owners:
             entries, room = self._unpinned(owner), self._sink.room(owner)
             for group, keys in self._keys_by_group(owner, entries[room:]):
                 self._tier.counts.dropped_writes += int(np.count_nonzero(~self._sink.known(group, keys)))
@@ -146,10 +143,10 @@ class WriteQueue:
     def unwritten(self) -> int:
         """Pages in host memory that the tier lacks; those that are pinned, or that are on their way, count."""
         written = 0
-        for owner in self._hub.owners:
+        for owner in self._tables.hub.owners:
             for group, keys in self._keys_by_group(owner, self._unpinned(owner)):
                 written += int(np.count_nonzero(self._tier.present(group, keys)))
-        return len(self._hub.index) - written
+        return len(self._tables.hub.index) - written
 
     def give_up_waiting(self) -> int:
         """Forgets what waits; returns how many pages that are."""
@@ -163,11 +160,11 @@ class WriteQueue:
         self._tier.counts.dropped_writes += self._waiting_pages + self._left_out
         self.reset()
 
-    def flush(self, epoch: int) -> None:
+    def flush(self) -> None:
         """Plans what waits, whatever the mode, as far as the bounds allow."""
         if self._tier.held:
             return
-        self._drain(self._facts.write_pages, epoch)
+        self._drain(self._tier.facts.write_pages)
 
     def complete(self, op: WriteOp, result: OpResult) -> None:
         good = good_pages(result, op.pages)
@@ -175,9 +172,9 @@ class WriteQueue:
         self._tier.counts.written += int(np.count_nonzero(written))
         self._tier.counts.failed_writes += int(np.count_nonzero(~good))
         if op.leaving:
-            self._leave(op.group, op.host)
+            self._tables.hub.unpin_and_evict(op.group, op.host)
         else:
-            self._hub.index.unpin(op.host)
+            self._tables.hub.index.unpin(op.host)
 
     def recount(self) -> None:
         """Counts what waits anew: what planned its writes broke off. Pages that it had taken from the queue are not
@@ -194,19 +191,19 @@ class WriteQueue:
     def _unpinned(self, owner: int) -> EntryIds:
         """The visible pages in the group's host slots that nothing pins, used last first, whichever group's they are.
         They are theirs until something is inserted or removed."""
-        index = self._hub.index
+        index = self._tables.hub.index
         entries = index.take_coldest(owner, index.up_slots(owner))
         index.unpin(entries)
         return entries[::-1]
 
     def _keys_by_group(self, owner: int, entries: EntryIds) -> list[tuple[int, Keys]]:
         """Of the group and of those that share its slots, each in order."""
-        parts = self._hub.by_group(owner, np.ascontiguousarray(entries))
-        return [(group, self._hub.index.keys_of(part)) for group, part in parts]
+        parts = self._tables.hub.by_group(owner, np.ascontiguousarray(entries))
+        return [(group, self._tables.hub.index.keys_of(part)) for group, part in parts]
 
     def _keep_pinned_waiting(self) -> None:
         """What nothing pins, or what has left host memory, does not wait any more."""
-        index = self._hub.index
+        index = self._tables.hub.index
         waiting, self._waiting, self._waiting_pages = self._waiting, deque(), 0
         for group, keys in waiting:
             entries = index.find(group, keys)
@@ -217,11 +214,11 @@ class WriteQueue:
                 self._waiting_pages += len(pinned)
 
     def _room(self) -> int:
-        if self._in_flight(OpRole.WRITE) >= self._facts.fetch_ops:
+        if self._in_flight(OpRole.WRITE) >= self._tier.facts.fetch_ops:
             return 0
-        return self._facts.write_pages - self._ops.pages(OpRole.WRITE, self._tier_id)
+        return self._tier.facts.write_pages - self._tables.ops.pages(OpRole.WRITE, self._tier_id)
 
-    def _drain(self, most: int, epoch: int) -> None:
+    def _drain(self, most: int) -> None:
         while self._waiting and (room := min(self._room(), most)) > 0:
             group, keys = self._waiting.popleft()
             if len(keys) > room:
@@ -229,81 +226,69 @@ class WriteQueue:
                 keys = keys[:room]
             self._waiting_pages -= len(keys)
             most -= len(keys)
-            self._write_unknown(group, keys, epoch)
+            self._write_unknown(group, keys)
 
-    def _write_unknown(self, group: int, keys: Keys, epoch: int) -> None:
+    def _write_unknown(self, group: int, keys: Keys) -> None:
         """Writes those of `keys` that are in host memory and not in the tier."""
         keys = keys[~self._sink.known(group, keys)]
-        entries = self._hub.index.find(group, keys)
+        entries = self._tables.hub.index.find(group, keys)
         there = entries != NO_ENTRY
         if there.any():
-            slots = self._hub.index.pin(entries[there])
-            left = self._write(group, keys[there], entries[there], slots, epoch, leaving=False)
-            self._hub.index.unpin(left)
+            slots = self._tables.hub.index.pin(entries[there])
+            left = self._write(group, keys[there], entries[there], slots, leaving=False)
+            self._tables.hub.index.unpin(left)
 
-    def _write(
-        self, group: int, keys: Keys, entries: EntryIds, slots: SlotIds, epoch: int, leaving: bool
-    ) -> EntryIds:
+    def _write(self, group: int, keys: Keys, entries: EntryIds, slots: SlotIds, leaving: bool) -> EntryIds:
         """Plans a write of pinned pages; returns the entries that found no room, still pinned."""
-        tokens: NDArray[np.int32] = self._hub.tokens[group][slots]
-        op_id = self._ops.next_id()
+        tokens: NDArray[np.int32] = self._tables.hub.tokens[group][slots]
+        op_id = self._tables.ops.next_id()
         positions, stored, plan = self._sink.plan_write(op_id, group, keys, slots, tokens)
         without = np.ones(len(keys), np.bool_)
         without[positions] = False
         if plan is not None:
-            self._ops.add(
+            self._tables.ops.add(
                 WriteOp(
                     plan=plan,
                     role=OpRole.WRITE,
                     tier=self._tier_id,
                     entries=stored,
                     host=entries[positions],
-                    epoch=epoch,
+                    epoch=self._tables.epoch,
                     leaving=leaving,
                 )
             )
-            self._outbox.put(self._tier_id, plan)
+            self._tables.outbox.put(self._tier_id, plan)
         self._tier.counts.dropped_writes += int(np.count_nonzero(without))
         return entries[without]
 
-    def _make_room(self, owner: int, epoch: int) -> None:
+    def _make_room(self, owner: int) -> None:
         """Writes what is to leave the group's host slots next and is not in the tier, and releases what is."""
-        index = self._hub.index
+        index = self._tables.hub.index
         missing = -(-index.up_slots(owner) // LEAVE_SHARE) - index.free_slots(owner)
         if missing <= 0:
             return
         count = min(missing - self._leaving_pages(owner), self._room(), LEAVE_PAGES)
         if count <= 0:
             return
-        for group, entries in self._hub.by_group(owner, index.take_coldest(owner, count)):
-            self._write_leaving(group, entries, epoch)
+        for group, entries in self._tables.hub.by_group(owner, index.take_coldest(owner, count)):
+            self._write_leaving(group, entries)
 
-    def _write_leaving(self, group: int, entries: EntryIds, epoch: int) -> None:
-        index = self._hub.index
+    def _write_leaving(self, group: int, entries: EntryIds) -> None:
+        index = self._tables.hub.index
         known = self._sink.known(group, index.keys_of(entries))
-        self._leave(group, entries[known])
+        self._tables.hub.unpin_and_evict(group, entries[known])
         entries = entries[~known]
         if len(entries):
             keys, slots = index.keys_of(entries), index.slots_of(entries)
-            left = self._write(group, keys, entries, slots, epoch, leaving=True)
-            self._leave(group, left)
+            left = self._write(group, keys, entries, slots, leaving=True)
+            self._tables.hub.unpin_and_evict(group, left)
 
     def _leaving_pages(self, owner: int) -> int:
         """With a write in flight, after which they leave host memory. O(ops in flight)."""
         return sum(
             op.pages
-            for op in self._ops
+            for op in self._tables.ops
             if isinstance(op, WriteOp)
             and op.leaving
-            and (op.tier, self._hub.owner(op.group)) == (self._tier_id, owner)
+            and (op.tier, self._tables.hub.owner(op.group)) == (self._tier_id, owner)
         )
-
-    def _leave(self, group: int, entries: EntryIds) -> None:
-        """Unpins pages and evicts those that nothing else pins."""
-        index = self._hub.index
-        alone = entries[index.pins_of(entries) == 1]
-        keys = index.keys_of(alone)
-        removed = index.remove(alone).view(np.bool_)
-        index.unpin(entries)
-        if removed.any():
-            self._hub.evicted(group, keys[removed])

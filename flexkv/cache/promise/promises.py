@@ -4,20 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flexkv.cache.base import HUB, GroupMatch, ManagerLimits, MatchResult, OpRole, TailCandidates
-from flexkv.cache.ledger.access_order import AccessOrders
+from flexkv.cache.base import (
+    HUB,
+    EntryIds,
+    GroupMatch,
+    ManagerLimits,
+    MatchResult,
+    OpRole,
+    Outcome,
+    TailCandidates,
+    TierId,
+)
 from flexkv.cache.ledger.leases import GroupLease, HeldPages, Lease, StraightPages, joined_shares
 from flexkv.cache.ledger.ops import FetchOp
-from flexkv.cache.ledger.stats import ManagerStats
 from flexkv.cache.moves.fetches import Promotions
 from flexkv.cache.moves.op_log import OpLog
+from flexkv.cache.promise.ask import Ask, Looked
 from flexkv.cache.promise.failed_loads import FailedLoads
-from flexkv.cache.promise.lookup import Looked, Lookup
+from flexkv.cache.promise.fetch_choice import FetchChoice
+from flexkv.cache.promise.lookup import Lookup
+from flexkv.cache.promise.pages_behind import PagesBehind
+from flexkv.cache.promise.questions import Questions
 from flexkv.cache.promise.room_line import RoomLine
 from flexkv.cache.promise.waits import FetchWaits
 from flexkv.cache.tiers.tables import CacheTables
 from flexkv.errors import ContractError
 from flexkv.facts.keys import Keys
+from flexkv.observe import MissReason
 from flexkv.transfer.graph import BlockIds, TransferGraph
 
 PREFETCH_SLOTS = 0.25
@@ -31,9 +44,12 @@ class Promises:
     """Leases and waits by request, of one manager.
 
     Args:
-        tables, counts: of the manager.
+        alignment_tokens: every hit is a multiple of it.
 
     Attributes:
+        lookup: finds what may be promised.
+        line: who waits for room.
+        failed_loads: what is not promised again to the requests whose loads failed.
         disabled: nothing is promised any more, nor prefetched.
         resetting: the same until a reset has ended.
     """
@@ -41,32 +57,24 @@ class Promises:
     def __init__(
         self,
         tables: CacheTables,
-        waits: FetchWaits,
-        access_orders: AccessOrders,
-        lookup: Lookup,
         promotions: Promotions,
-        line: RoomLine,
-        failed_loads: FailedLoads,
-        limits: ManagerLimits,
-        counts: ManagerStats,
+        choice: FetchChoice,
         log: OpLog,
+        limits: ManagerLimits,
+        alignment_tokens: int,
     ) -> None:
-        self._tiers = tables.tiers
-        self._hub = tables.hub
-        self._ops = tables.ops
-        self._requests = tables.requests
-        self._waits = waits
-        self._access_orders = access_orders
-        self._lookup = lookup
+        self._tables = tables
         self._promotions = promotions
-        self._line = line
-        self._failed_loads = failed_loads
-        self._limits = limits
-        self._counts = counts
         self._log = log
-        self._clock = tables.clock
-        self._sizes = [spec.block_tokens for spec in lookup.specs]
-        self._block_tokens = self._sizes[0]
+        self._limits = limits
+        self._waits = FetchWaits(tables)
+        self.line = RoomLine(tables, promotions, limits.asks_again)
+        questions = Questions(tables, self._waits, choice, alignment_tokens)
+        behind = PagesBehind(tables, promotions.walk, promotions, self._waits, self.line, choice)
+        self.lookup = Lookup(tables, behind, questions, alignment_tokens)
+        self.failed_loads = FailedLoads(limits.rest_s, tables.clock)
+        self._block_tokens = tables.specs[0].block_tokens
+        self._sizes = [spec.block_tokens for spec in tables.specs]
         self._none_behind = (0,) * (len(tables.tiers) - 1)
         self._routes = [tier.loads for tier in tables.tiers if tier.loads is not None]
         self.disabled = False
@@ -86,25 +94,90 @@ class Promises:
         start_tokens: int,
         tail: Sequence[TailCandidates | None] | None,
     ) -> MatchResult:
-        """As of `CacheManager`; the arguments are checked."""
-        asked = self._lookup.asked_tokens(keys, start_tokens)
-        lease, fetches, awaits_room = None, 0, False
-        if tail is None and self._requests.knows(request_id):
-            lease = self._lease_again(request_id, keys, start_tokens)
-        if lease is None:
-            looked = self._look(request_id, keys, start_tokens, tail)
-            lease, fetches, awaits_room = looked.lease, looked.fetches, bool(looked.awaited)
-        if lease.pages:
-            self._requests.add_lease(request_id, lease)
+        """Implements `CacheManager.match`; the arguments are checked.
+
+        The usual request, of which nothing is known yet, takes the straight way: an `Ask`, a lookup, a lease.
+        """
+        tables, requests, size = self._tables, self._tables.requests, self._block_tokens
+        asked_tokens = self.lookup.asked_tokens(keys, start_tokens)
+        is_known = requests.knows(request_id)
+        lease = self._lease_again(request_id, keys, start_tokens) if is_known and tail is None else None
+        if lease is not None:
+            looked, bound = Looked(lease), None
+        else:
+            ask = self._ask(request_id, keys, start_tokens, tail, is_known)
+            looked, bound = self._look(ask, is_known), ask.bound
+            lease = looked.lease
+        requests.add_lease(request_id, lease)
         self._note_use(request_id, keys, lease)
-        size = self._block_tokens
-        self._counts.add_lookup(asked // size, lease.tokens // size, lease.tail_tokens > 0, lease.cut)
-        if fetches:
-            self._requests.begins_to_wait(request_id, (start_tokens + lease.tokens) // size)
+        if looked.fetches:
+            requests.begins_to_wait(request_id, (start_tokens + lease.tokens) // size)
         lease.by_tier = self._by_tier(request_id, lease)
-        result = self._answer(request_id, lease, fetches, awaits_room)
-        self._log.looked_up(result, asked)
+        miss = None
+        if lease.tokens < asked_tokens or requests.misses:
+            miss = self._note_miss(request_id, lease, looked, bound, asked_tokens)
+        result = self._answer(request_id, lease, looked, miss)
+        tables.counts.add_lookup(asked_tokens // size, lease.tokens // size, lease.tail_tokens > 0, lease.cut)
+        self._log.looked_up(result, asked_tokens)
         return result
+
+    def _ask(
+        self,
+        request_id: str,
+        keys: Sequence[Keys],
+        start_tokens: int,
+        tail: Sequence[TailCandidates | None] | None,
+        is_known: bool,
+    ) -> Ask:
+        """What may be promised to the request. What it was promised before is promised no more, and what it has waited
+        for too long is not waited for."""
+        was_promised = False
+        if is_known:
+            was_promised = self.end_lease(request_id)
+            if request_id in self._tables.requests.prefetched:
+                self._waits.end_prefetch(request_id)
+            self._waits.skip_late(request_id)
+        bound, straight = None, True
+        failed = self.failed_loads.of(request_id)
+        if self.disabled or self.resetting:
+            bound, keys, tail = MissReason.OFF, self.lookup.cut(keys, start_tokens), None
+        elif failed is not None:
+            straight, tail = not failed.straight, None
+            end = failed.end_of_promise(start_tokens)
+            if end is not None:
+                bound, keys = MissReason.FAILED_LOAD, self.lookup.cut(keys, end)
+        elif self.failed_loads.rests and not was_promised:
+            bound, keys, tail = MissReason.FAILED_LOAD, self.lookup.cut(keys, start_tokens), None
+        tiers = self._tiers_for(request_id) if self.lookup.behind else ()
+        return Ask(request_id, keys, start_tokens, tail, tiers, self.room_for_loads(), straight, bound)
+
+    def _tiers_for(self, request_id: str) -> list[TierId]:
+        """The tiers that the request may be served from besides host memory."""
+        skipped = self._tables.requests.skipped(request_id)
+        tiers = self._tables.tiers
+        return [tier for tier in self.lookup.behind if tier not in skipped and tiers[tier].in_use]
+
+    def _look(self, ask: Ask, is_known: bool) -> Looked:
+        """A lookup in all tiers. What is held for the request is held no more, but by the lookup's lease."""
+        # Taken before the lookup, which may hold other pages; unpinned after it, so that what it finds is still there.
+        held = self._tables.requests.take_held(ask.request_id) if is_known else ()
+        looked = self.lookup.look(ask)
+        if looked.awaited:
+            self._give_up(ask.request_id, looked, held)
+            return looked
+        self.line.leave(ask.request_id)
+        for pages in held:
+            self._tables.hub.index.unpin(pages.entries)
+        return looked
+
+    def _give_up(self, request_id: str, looked: Looked, held: Sequence[HeldPages]) -> None:
+        """Nothing is kept for a request that waits for room: two that each kept a part would wait for each other."""
+        lease = looked.lease
+        self._end_shares(lease)
+        for pages in held:
+            self._tables.hub.index.unpin(pages.entries)
+        self.line.note_released(request_id, lease.groups, looked.awaited)
+        looked.lease = self.lookup.lease_of_nothing(lease.start_tokens)
 
     def _lease_again(self, request_id: str, keys: Sequence[Keys], start_tokens: int) -> Lease | None:
         """One lease in place of all that is leased and held for a request already, where that is all that it asks for;
@@ -113,13 +186,13 @@ class Promises:
         The pages are pinned already, so what is compared is whether they are still those of the keys: a page whose
         fetch failed, or that was cached before a reset, is not.
         """
-        requests, former = self._requests, self._requests.lease(request_id)
+        requests, former = self._tables.requests, self._tables.requests.lease(request_id)
         held = requests.held_by(request_id)
-        if held is None or (former is None and not held) or not self._lookup.same_blocks:
+        if held is None or (former is None and not held) or not self.lookup.same_blocks:
             return None
-        if self._silent or self._failed_loads.of(request_id) is not None:
+        if self._silent or self.failed_loads.of(request_id) is not None:
             return None
-        if former is None and self._failed_loads.rests:
+        if former is None and self.failed_loads.rests:
             return None
         start_block = start_tokens // self._block_tokens
         groups = joined_shares(former, held, len(keys), start_tokens, start_block)
@@ -130,80 +203,66 @@ class Promises:
             return None
         for group, share in enumerate(groups):
             wanted, in_host = keys[group][start_block:], len(share.entries)
-            if not self._hub.holds(group, wanted[:in_host], share.entries):
+            if not self._tables.hub.holds(group, wanted[:in_host], share.entries):
                 return None
             if share.straight is not None and not self._keeps(group, wanted[in_host:], share.straight):
                 return None
         requests.pop_lease(request_id)
         requests.take_held(request_id)
-        return Lease(groups, self._clock(), start_tokens, blocks * self._block_tokens)
+        return Lease(groups, self._tables.clock(), start_tokens, blocks * self._block_tokens)
 
     def _keeps(self, group: int, keys: Keys, pages: StraightPages) -> bool:
         """Whether pages that are promised where they lie may still be loaded from there."""
-        route = self._tiers[pages.tier].straight
+        route = self._tables.tiers[pages.tier].straight
         return route is not None and route.keeps(group, keys, pages)
 
-    def _look(
-        self,
-        request_id: str,
-        keys: Sequence[Keys],
-        start_tokens: int,
-        tail: Sequence[TailCandidates | None] | None,
-    ) -> Looked:
-        """A lookup in all tiers, as far as the request may be promised what it finds."""
-        promised = self.end_lease(request_id)
-        failed = self._failed_loads.of(request_id)
-        end = None
-        if self._silent or (failed is None and self._failed_loads.rests and not promised):
-            end = start_tokens
-        elif failed is not None:
-            end, tail = failed.end_of_promise(start_tokens), None
-        if end is not None:
-            keys, tail = self._lookup.cut(keys, end), None
-        straight = failed is None or not failed.straight
-        if request_id in self._requests.prefetched:
-            self._waits.end_prefetch(request_id)
-        # Taken before the lookup, which may hold other pages; unpinned after it, so that what it finds is still there.
-        held = self._requests.take_held(request_id) if self._requests.waits else ()
-        looked = self._lookup.look(request_id, keys, start_tokens, tail, self.room_for_loads(), straight)
-        if looked.awaited:
-            self._give_up(request_id, looked, held)
-            return looked
-        self._line.leave(request_id)
-        for pages in held:
-            self._hub.index.unpin(pages.entries)
-        return looked
-
-    def _give_up(self, request_id: str, looked: Looked, held: Sequence[HeldPages]) -> None:
-        """Nothing is kept for a request that waits for room: two that each kept a part would wait for each other."""
-        lease = looked.lease
-        self._end_shares(lease)
-        for pages in held:
-            self._hub.index.unpin(pages.entries)
-        self._line.note_released(request_id, lease.groups, looked.awaited)
-        looked.lease = self._lookup.lease_of_nothing(lease.start_tokens)
-
     def _note_use(self, request_id: str, keys: Sequence[Keys], lease: Lease) -> None:
-        """What the engine has itself, and what it was promised, counts as used together."""
-        find = self._hub.index.find
-        before = (
-            [find(g, k) for g, k in enumerate(self._lookup.had(keys, lease))] if lease.start_tokens else ()
-        )
-        self._access_orders.put_lookup(request_id, before, lease.groups if lease.tokens else ())
+        """Counts what the engine has itself, and what it was promised, as used together."""
+        before: Sequence[EntryIds] = ()
+        if lease.start_tokens:
+            own = self.lookup.engine_keys(keys, lease.start_tokens)
+            before = [self._tables.hub.index.find(group, k) for group, k in enumerate(own)]
+        promised = lease.groups if lease.tokens else ()
+        self._tables.access_orders.put_lookup(request_id, before, promised)
+
+    def _note_miss(
+        self, request_id: str, lease: Lease, looked: Looked, bound: MissReason | None, asked_tokens: int
+    ) -> MissReason | None:
+        """Notes why no more is promised than the lease, until the lookup is acted on; None where more may come."""
+        requests = self._tables.requests
+        missing = (asked_tokens - lease.tokens) // self._block_tokens
+        if missing <= 0:
+            requests.misses.pop(request_id, None)
+            return None
+        reason = bound or next(iter(requests.skipped(request_id).values()), MissReason.ABSENT)
+        if lease.cut:
+            reason = MissReason.QUEUE_FULL
+        is_open = bool(looked.fetches or looked.awaited)
+        # Where the caller acts on it though more may come, it could not wait any longer.
+        requests.misses[request_id] = (MissReason.LATE if is_open else reason, missing)
+        return None if is_open else reason
+
+    def _count_miss(self, request_id: str) -> None:
+        """The request's last lookup is acted on."""
+        noted = self._tables.requests.misses.pop(request_id, None)
+        if noted is not None:
+            reason, blocks = noted
+            missed = self._tables.counts.missed
+            missed[reason] = missed.get(reason, 0) + blocks
 
     def _by_tier(self, request_id: str, lease: Lease) -> tuple[int, ...]:
-        """Of a lease's tokens, how many each tier has supplied."""
+        """How many of a lease's tokens each tier has supplied."""
         if not lease.tokens:
             return ()
         group = lease.groups[0]
         in_host = group.straight is None and group.fetches is None
         # A hit that ends with a chunk may need no page at all.
-        if not lease.pages or (in_host and request_id not in self._requests.waits):
+        if (in_host and request_id not in self._tables.requests.waits) or not lease.pages:
             return (lease.tokens, *self._none_behind)
-        counts = [0] * len(self._tiers)
-        if not self._lookup.same_blocks:
+        counts = [0] * len(self._tables.tiers)
+        if not self.lookup.same_blocks:
             # Pages of other groups hold other tokens: by the share of all pages.
-            for tier, pages in self._requests.fetched_pages(request_id, lease.pages).items():
+            for tier, pages in self._tables.requests.fetched_pages(request_id, lease.pages).items():
                 counts[tier] += lease.tokens * pages // lease.pages
             counts[HUB] = lease.tokens - sum(counts)
             return tuple(counts)
@@ -214,7 +273,7 @@ class Promises:
                 counts[tier] += pages
         start, blocks = lease.start_tokens // self._block_tokens, lease.tokens // self._block_tokens
         host_end = start + blocks - sum(counts)
-        for tier, pages in self._requests.fetched_for(request_id, start, host_end).items():
+        for tier, pages in self._tables.requests.fetched_for(request_id, start, host_end).items():
             counts[tier] += pages
         counts[HUB] = blocks - sum(counts)
         return tuple(count * self._block_tokens for count in counts)
@@ -226,30 +285,35 @@ class Promises:
 
     def room_for_loads(self) -> int:
         """Pages that may be promised besides those that are promised or being loaded."""
-        taken = self._requests.reserved_pages + self._ops.pages(OpRole.LOAD)
+        taken = self._tables.requests.reserved_pages + self._tables.ops.pages(OpRole.LOAD)
         return self._limits.inflight_load_pages - taken
 
-    def _answer(self, request_id: str, lease: Lease, fetches: int, awaits_room: bool) -> MatchResult:
-        matches = tuple(
-            GroupMatch(
-                blocks=lease.tokens // block_tokens,
-                slots=group.slots[: group.blocks],
-                tail_tokens=lease.tail_tokens,
-                tail_slot=int(group.slots[-1]) if lease.tail_tokens else -1,
-                first_block=group.first_block,
-            )
-            for group, block_tokens in zip(lease.groups, self._sizes, strict=True)
-        )
+    def _answer(self, request_id: str, lease: Lease, looked: Looked, miss: MissReason | None) -> MatchResult:
+        if looked.awaited:
+            outcome = Outcome.ASK_AGAIN
+        elif looked.fetches:
+            outcome = Outcome.COMING
+        else:
+            outcome = Outcome.HIT if lease.tokens or lease.tail_tokens else Outcome.MISS
+        tail_tokens, groups = lease.tail_tokens, []
+        for group, block_tokens in zip(lease.groups, self._sizes, strict=True):
+            blocks = lease.tokens // block_tokens
+            if tail_tokens:
+                slots, tail_slot = group.slots[: group.blocks], int(group.slots[-1])
+                groups.append(GroupMatch(blocks, slots, tail_tokens, tail_slot, group.first_block))
+            else:
+                groups.append(GroupMatch(blocks, group.slots, 0, -1, group.first_block))
         return MatchResult(
             request_id,
             lease.start_tokens,
-            matches,
+            tuple(groups),
             lease.tokens,
-            lease.tail_tokens,
-            fetches,
+            tail_tokens,
+            outcome,
+            miss,
+            looked.fetches,
             lease.by_tier,
             lease.shared_tokens,
-            awaits_room,
         )
 
     # --- loads ---
@@ -260,25 +324,25 @@ class Promises:
         Raises:
             ContractError: blocks are to be loaded without a lease.
         """
-        lease = self._requests.lease(request_id)
+        lease = self._tables.requests.lease(request_id)
         if lease is None and any(len(b) for b in blocks):
             raise ContractError(
                 f"begin_load: request {request_id!r} has no lease (released, expired or reset?)"
             )
         return lease
 
-    def load(
-        self, request_id: str, lease: Lease, targets: Sequence[BlockIds], epoch: int
-    ) -> TransferGraph | None:
-        """Turns the request's promise into a load to `targets`, as of `load_targets`; None when nothing is loaded."""
+    def load(self, request_id: str, lease: Lease, targets: Sequence[BlockIds]) -> TransferGraph | None:
+        """Turns the request's promise into a load to `targets`, which `load_targets` has checked; None when nothing is
+        loaded."""
         taken = max(len(blocks) * tokens for blocks, tokens in zip(targets, self._sizes, strict=True))
-        for tier, tokens in zip(self._tiers, _of_first(lease.by_tier, taken), strict=False):
+        for tier, tokens in zip(self._tables.tiers, _of_first(lease.by_tier, taken), strict=False):
             tier.counts.hits += tokens // self._block_tokens
-        self._requests.pop_lease(request_id)
+        self._tables.requests.pop_lease(request_id)
+        self._count_miss(request_id)
         self._waits.end(request_id)
-        self._line.forget(request_id)
-        ops = [op for route in self._routes for op in route.begin(request_id, lease, targets, epoch)]
-        begun = [op for op in self._ops.of_request(request_id, OpRole.LOAD) if op.load is None]
+        self.line.forget(request_id)
+        ops = [op for route in self._routes for op in route.begin(request_id, lease, targets)]
+        begun = [op for op in self._tables.ops.of_request(request_id, OpRole.LOAD) if op.load is None]
         for op in begun:
             op.load = begun[0].op_id
         self._log.load_begun(begun)
@@ -287,55 +351,59 @@ class Promises:
     # --- prefetches ---
 
     def prefetch(self, request_id: str, keys: Sequence[Keys], start_tokens: int) -> int:
-        """As of `CacheManager`; the arguments are checked."""
-        requests = self._requests
-        if self._silent or self._failed_loads.rests:
+        """Implements `CacheManager.prefetch`; the arguments are checked."""
+        requests = self._tables.requests
+        if self._silent or self.failed_loads.rests:
             return 0
-        if self._failed_loads.of(request_id) is not None:
+        if self.failed_loads.of(request_id) is not None:
             return 0
         if requests.lease(request_id) is not None or request_id in requests.waits:
             return 0
-        if len(requests.prefetched) >= self._limits.prefetch_requests or len(self._line):
+        if len(requests.prefetched) >= self._limits.prefetch_requests or len(self.line):
             return 0
-        pages = self._room_for_prefetch(len(keys))
-        return self._lookup.prefetch(request_id, keys, start_tokens, self.room_for_loads(), pages)
+        return self._begin_prefetch(request_id, keys, start_tokens)
 
     def resume_prefetch(self, request_id: str, keys: Sequence[Keys], start_tokens: int) -> None:
         """A tier has said what it has of a request: what of it is there is fetched, if no lookup has asked yet."""
-        if request_id not in self._requests.prefetched or self._silent or self._failed_loads.rests:
+        if request_id not in self._tables.requests.prefetched or self._silent or self.failed_loads.rests:
             return
-        if len(self._line):
+        if len(self.line):
             return
-        pages = self._room_for_prefetch(len(keys))
-        self._lookup.prefetch(request_id, keys, start_tokens, self.room_for_loads(), pages)
+        self._begin_prefetch(request_id, keys, start_tokens)
+
+    def _begin_prefetch(self, request_id: str, keys: Sequence[Keys], start_tokens: int) -> int:
+        """Begins to fetch as much for the request as may be prefetched now; the fetches under way."""
+        tiers = [tier for tier in self.lookup.behind if self._tables.tiers[tier].in_use]
+        ask = Ask(request_id, keys, start_tokens, None, tiers, self.room_for_loads())
+        return self.lookup.prefetch(ask, self._room_for_prefetch(len(keys)))
 
     def _room_for_prefetch(self, groups: int) -> int:
         """Pages that one more prefetch may bring."""
-        owners = self._hub.owners
-        slots = len(owners) * min(self._hub.index.up_slots(owner) for owner in owners)
-        room = int(PREFETCH_SLOTS * slots) - self._requests.prefetched_pages()
+        owners = self._tables.hub.owners
+        slots = len(owners) * min(self._tables.hub.index.up_slots(owner) for owner in owners)
+        room = int(PREFETCH_SLOTS * slots) - self._tables.requests.prefetched_pages()
         # What is read for requests that have gone takes as many slots until it has come.
-        room -= self._ops.unawaited_prefetches()
-        for tier in self._lookup.behind:
-            facts = self._tiers[tier].facts
-            if self._ops.count(OpRole.FETCH, tier) >= PREFETCH_BUDGET * facts.fetch_ops:
+        room -= self._tables.ops.unawaited_prefetches()
+        for tier in self.lookup.behind:
+            facts = self._tables.tiers[tier].facts
+            if self._tables.ops.count(OpRole.FETCH, tier) >= PREFETCH_BUDGET * facts.fetch_ops:
                 return 0
-            fetched = self._ops.pages(OpRole.FETCH, tier)
+            fetched = self._tables.ops.pages(OpRole.FETCH, tier)
             room = min(room, int(PREFETCH_BUDGET * facts.fetch_pages) - fetched)
         return max(0, room)
 
     def held_slots(self, group: int) -> set[int]:
         """Host slots that are kept for requests which wait, besides those that are being filled."""
-        held = [pages for pages in self._requests.held() if pages.group == group]
+        held = [pages for pages in self._tables.requests.held() if pages.group == group]
         slots = {slot for pages in held for slot in pages.slots.tolist()}
-        fetches = [op for op in self._ops if isinstance(op, FetchOp) and op.group == group]
+        fetches = [op for op in self._tables.ops if isinstance(op, FetchOp) and op.group == group]
         return slots - {slot for op in fetches for slot in op.plan.slots.tolist()}
 
     # --- ends ---
 
     def end_lease(self, request_id: str) -> bool:
         """What was promised to the request is promised no more; whether anything was."""
-        lease = self._requests.pop_lease(request_id)
+        lease = self._tables.requests.pop_lease(request_id)
         if lease is None:
             return False
         self._end_shares(lease)
@@ -348,47 +416,49 @@ class Promises:
                 route.release(group)
 
     def release(self, request_id: str) -> None:
-        """As of `CacheManager`."""
+        """Implements `CacheManager.release`."""
         self.end_lease(request_id)
+        self._count_miss(request_id)
         self._waits.end(request_id)
-        self._line.leave(request_id)
+        self.line.leave(request_id)
         if not self._limits.asks_again:
-            self._line.forget(request_id)
-        for order in self._access_orders.pop(request_id):
+            self.line.forget(request_id)
+        for order in self._tables.access_orders.pop(request_id):
             # Here and not with each lookup or load, so that a request hits a block once.
-            self._hub.index.touch(order.entries(), order.found)
+            self._tables.hub.index.touch(order.entries(), order.found)
 
     def abandon_loads(self, request_id: str) -> None:
-        """As of `CacheManager`."""
-        for op in self._ops.of_request(request_id, OpRole.LOAD):
+        """Implements `CacheManager.abandon_loads`."""
+        for op in self._tables.ops.of_request(request_id, OpRole.LOAD):
             op.abandoned = True
 
     def end_request(self, request_id: str) -> None:
-        """As of `CacheManager`."""
+        """Implements `CacheManager.end_request`."""
         self.release(request_id)
-        self._line.forget(request_id)
-        self._failed_loads.end(request_id)
+        self.line.forget(request_id)
+        self.failed_loads.end(request_id)
         self.abandon_loads(request_id)
 
     def expire(self) -> int:
         """Ends leases and waits that nobody follows up; returns how many leases those are."""
-        now_s = self._clock()
-        expired = self._requests.leased_before(now_s - self._limits.lease_s)
+        now_s = self._tables.clock()
+        expired = self._tables.requests.leased_before(now_s - self._limits.lease_s)
         for request_id in expired:
             self.release(request_id)
-        self._counts.expired_leases += len(expired)
-        longest_s = max((tier.facts.wait_s for tier in self._tiers[1:]), default=0.0)
-        for request_id in self._requests.waiting_before(now_s - longest_s):
+        self._tables.counts.expired_leases += len(expired)
+        longest_s = max((tier.facts.wait_s for tier in self._tables.tiers[1:]), default=0.0)
+        for request_id in self._tables.requests.waiting_before(now_s - longest_s):
             self._waits.end(request_id)
         return len(expired)
 
     def end_all(self) -> None:
         """Nothing is promised or waited for any more."""
-        for request_id in self._requests.leased():
+        for request_id in self._tables.requests.leased():
             self.end_lease(request_id)
-        for request_id in list(self._requests.waits):
+        for request_id in list(self._tables.requests.waits):
             self._waits.end(request_id)
-        self._line.clear()
+        self._tables.requests.misses.clear()
+        self.line.clear()
 
 
 def _of_first(by_tier: tuple[int, ...], tokens: int) -> list[int]:

@@ -2,100 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flexkv.c_ext import FoundLengths
-from flexkv.cache.base import NO_ENTRIES, GroupSpec, OpRole, TailCandidates, TierId
+from flexkv.cache.base import NO_ENTRIES, OpRole, TailCandidates, TierId
 from flexkv.cache.ledger.ops import ProbeOp
+from flexkv.cache.promise.ask import Ask
 from flexkv.cache.promise.fetch_choice import FetchChoice
 from flexkv.cache.promise.waits import FetchWaits
 from flexkv.cache.tiers.tables import CacheTables
 from flexkv.facts.keys import Keys, Rule
-from flexkv.transfer.graph import NO_BLOCKS, NO_PLACES, OpKind, Priority, TransferOp
+from flexkv.transfer.graph import NO_BLOCKS, NO_PLACES, OpId, OpKind, Priority, TransferOp
 
 
 class Questions:
-    """Of one manager. What is asked is what no tier of this machine has; who asked waits for the answers.
+    """What is asked is what no tier of this machine has; who asked waits for the answers.
 
     Args:
-        tables: of the manager.
         alignment_tokens: every hit is a multiple of it.
-        epoch: the manager's.
 
     Attributes:
         any: some tier has to be asked.
     """
 
     def __init__(
-        self,
-        specs: Sequence[GroupSpec],
-        tables: CacheTables,
-        waits: FetchWaits,
-        choice: FetchChoice,
-        alignment_tokens: int,
-        epoch: Callable[[], int],
+        self, tables: CacheTables, waits: FetchWaits, choice: FetchChoice, alignment_tokens: int
     ) -> None:
-        self._specs = specs
-        self._tiers = tables.tiers
-        self._ops = tables.ops
-        self._requests = tables.requests
+        self._tables = tables
         self._waits = waits
         self._choice = choice
         self._alignment_tokens = alignment_tokens
-        self._epoch = epoch
         self._probers = [TierId(n) for n, tier in enumerate(tables.tiers) if tier.prober is not None]
         self.any = bool(self._probers)
 
-    def for_blocks(
-        self,
-        request_id: str,
-        keys: Sequence[Keys],
-        start_tokens: int,
-        end_block: int,
-        usable: Sequence[TierId],
-    ) -> int:
-        """Asks `usable` tiers for the blocks from `end_block` on, of groups that restore the same blocks together; the
-        answers to wait for."""
-        blocks = min(map(len, keys))
+    def for_blocks(self, ask: Ask, end_block: int) -> int:
+        """Asks the lookup's tiers for the blocks from `end_block` on, of groups that restore the same blocks together;
+        the answers to wait for."""
+        blocks = min(map(len, ask.keys))
         if blocks <= end_block:
             return 0
-        asked = [of_group[end_block:blocks] for of_group in keys]
-        tokens = (blocks - end_block) * self._specs[0].block_tokens
-        return self._ask(request_id, keys, start_tokens, asked, tokens, usable)
+        asked = [of_group[end_block:blocks] for of_group in ask.keys]
+        return self._ask(ask, asked, (blocks - end_block) * self._tables.specs[0].block_tokens)
 
-    def for_boundary(
-        self,
-        request_id: str,
-        keys: Sequence[Keys],
-        start_tokens: int,
-        end_tokens: int,
-        found: FoundLengths,
-        usable: Sequence[TierId],
-    ) -> int:
-        """The same for groups that need other pages each: of full attention what follows the pages that were found, of
-        the others all up to `end_tokens`, as any may end a hit."""
+    def for_boundary(self, ask: Ask, end_tokens: int, found: FoundLengths) -> int:
+        """The same for groups that need other pages each. Asks a group of full attention for what follows the pages
+        that were found, and the others for all up to `end_tokens`, as any may end a hit."""
         if not self._probers or found.cut:
             return 0
         end = end_tokens - end_tokens % self._alignment_tokens
-        reached = found.lengths[0] if found.lengths else start_tokens
+        reached = found.lengths[0] if found.lengths else ask.start_tokens
         if end <= reached:
             return 0
         asked = []
-        for of_group, spec in zip(keys, self._specs, strict=True):
-            first = max(start_tokens, found.shared_tokens) if spec.rule is Rule.FULL else start_tokens
+        for of_group, spec in zip(ask.keys, self._tables.specs, strict=True):
+            full = spec.rule is Rule.FULL
+            first = max(ask.start_tokens, found.shared_tokens) if full else ask.start_tokens
             asked.append(of_group[first // spec.block_tokens : end // spec.block_tokens])
-        return self._ask(request_id, keys, start_tokens, asked, end - reached, usable)
+        return self._ask(ask, asked, end - reached)
 
-    def for_tail(
-        self,
-        request_id: str,
-        tail: Sequence[TailCandidates | None],
-        end_block: int,
-        usable: Sequence[TierId],
-    ) -> int:
+    def for_tail(self, ask: Ask, tail: Sequence[TailCandidates | None], end_block: int) -> int:
         """The same for what may follow the last whole block."""
         candidates = [each for each in tail if each is not None and each.base_block == end_block]
         if not self._probers or len(candidates) < len(tail):
@@ -103,52 +71,57 @@ class Questions:
         keys, tokens = [each.keys for each in candidates], candidates[0].tokens
         if not len(tokens) or any(not np.array_equal(each.tokens, tokens) for each in candidates):
             return 0
-        start_tokens = end_block * self._specs[0].block_tokens
-        return self._ask(request_id, keys, start_tokens, keys, int(tokens.max()), usable, tokens)
+        start_tokens = end_block * self._tables.specs[0].block_tokens
+        of_tail = ask._replace(keys=keys, start_tokens=start_tokens)
+        return self._ask(of_tail, keys, int(tokens.max()), tokens)
 
     def _ask(
         self,
-        request_id: str,
-        keys: Sequence[Keys],
-        start_tokens: int,
+        ask: Ask,
         asked: Sequence[Keys],
         saved_tokens: int,
-        usable: Sequence[TierId],
         tail_tokens: NDArray[np.int32] | None = None,
     ) -> int:
-        """
+        """Asks each tier for `asked`, if it was not asked before; the answers to wait for.
+
         Args:
-            keys, start_tokens: what the answer is for.
+            ask: what the answers are for.
             saved_tokens: if all that is asked for is there.
             tail_tokens: of each of the asked keys, where they are of a tail.
         """
         waiting, is_tail = 0, tail_tokens is not None
+        requests, ops = self._tables.requests, self._tables.ops
         for tier in self._probers:
-            prober = self._tiers[tier].prober
-            if prober is None or tier not in usable:
+            prober = self._tables.tiers[tier].prober
+            if prober is None or tier not in ask.tiers:
                 continue
-            former = self._requests.probe_of(request_id, tier, is_tail)
+            former = requests.probe_of(ask.request_id, tier, is_tail)
             if former is not None:
-                probe = self._ops.awaited(former)
+                probe = ops.awaited(former)
                 if not isinstance(probe, ProbeOp):
                     continue  # answered: what there is was found
             else:
                 if not self._choice.ask_worth(tier, sum(map(len, asked)), saved_tokens):
                     continue
-                op_id = self._ops.next_id()
+                op_id = ops.next_id()
                 if not prober.ask(op_id, asked, tail_tokens):
                     continue
-                probe = ProbeOp(
-                    plan=TransferOp(op_id, OpKind.DISK_READ, 0, Priority.LOAD, NO_BLOCKS, NO_PLACES),
-                    role=OpRole.PROBE,
-                    tier=tier,
-                    entries=NO_ENTRIES,
-                    epoch=self._epoch(),
-                    keys=keys,
-                    start_tokens=start_tokens,
-                )
-                self._ops.add(probe)
-                self._requests.probed(request_id, tier, is_tail, op_id)
-            self._waits.join_probe(request_id, probe, prober.probe_s)
+                probe = self._enter(ask, tier, op_id)
+                requests.probed(ask.request_id, tier, is_tail, op_id)
+            self._waits.join_probe(ask.request_id, probe, prober.probe_s)
             waiting += 1
         return waiting
+
+    def _enter(self, ask: Ask, tier: TierId, op_id: OpId) -> ProbeOp:
+        """Enters a question that was asked as in flight."""
+        probe = ProbeOp(
+            plan=TransferOp(op_id, OpKind.DISK_READ, 0, Priority.LOAD, NO_BLOCKS, NO_PLACES),
+            role=OpRole.PROBE,
+            tier=tier,
+            entries=NO_ENTRIES,
+            epoch=self._tables.epoch,
+            keys=ask.keys,
+            start_tokens=ask.start_tokens,
+        )
+        self._tables.ops.add(probe)
+        return probe

@@ -8,7 +8,7 @@ from enum import Enum
 
 import numpy as np
 
-from flexkv.cache.base import HUB, NO_ENTRY, GroupSpec, TierId
+from flexkv.cache.base import HUB, NO_ENTRY, TierId
 from flexkv.cache.ledger.leases import GroupLease
 from flexkv.cache.moves.fetches import Promotions, WantedPages
 from flexkv.cache.tiers.tables import CacheTables
@@ -83,18 +83,12 @@ class RoomLine:
     engine asks in each step: the engine has no use for them now.
 
     Args:
-        specs: of the manager's groups.
         asks_again: the engine asks again for a request whose lookup says so. Else nobody waits, and each takes what
             room there is.
     """
 
-    def __init__(
-        self, specs: Sequence[GroupSpec], tables: CacheTables, promotions: Promotions, asks_again: bool
-    ) -> None:
-        self._specs = specs
-        self._tiers = tables.tiers
-        self._hub = tables.hub
-        self._clock = tables.clock
+    def __init__(self, tables: CacheTables, promotions: Promotions, asks_again: bool) -> None:
+        self._tables = tables
         self._promotions = promotions
         self._asks_again = asks_again
         self._places: dict[str, Place] = {}
@@ -112,12 +106,12 @@ class RoomLine:
 
     def need_of(self, wanted: Sequence[WantedPages], leased: Sequence[GroupLease]) -> Need:
         """What a fetch of `wanted` takes, for a request that leases `leased` besides."""
-        need, index = Need(), self._hub.index
+        need, index = Need(), self._tables.hub.index
         for group, share in enumerate(leased):
-            owner = self._hub.owner(group)
+            owner = self._tables.hub.owner(group)
             need.held[owner] = need.held.get(owner, 0) + len(share.entries)
         for part in wanted:
-            owner, at = self._hub.owner(part.group), 0
+            owner, at = self._tables.hub.owner(part.group), 0
             tiers = set()
             for run in part.runs:
                 keys = part.keys[at : at + len(run)]
@@ -145,7 +139,7 @@ class RoomLine:
             return False
         need = Need()
         for part in wanted:
-            owner = self._hub.owner(part.group)
+            owner = self._tables.hub.owner(part.group)
             for run in part.runs:
                 if run.tier != HUB:
                     need.slots[owner] = need.slots.get(owner, 0) + len(run)
@@ -155,7 +149,7 @@ class RoomLine:
 
     def _has_room(self, need: Need) -> bool:
         """Whether all of it finds room now."""
-        index = self._hub.index
+        index = self._tables.hub.index
         if any(slots > index.idle_slots(owner) for owner, slots in need.slots.items()):
             return False
         return all(
@@ -166,10 +160,10 @@ class RoomLine:
     def _fits(self, need: Need) -> bool:
         """Whether all of it would find room if nothing else took any."""
         for owner, slots in need.slots.items():
-            if need.held.get(owner, 0) + slots > self._specs[owner].slots:
+            if need.held.get(owner, 0) + slots > self._tables.specs[owner].slots:
                 return False
         for tier, fetches in need.fetches.items():
-            facts = self._tiers[tier].facts
+            facts = self._tables.tiers[tier].facts
             if need.pages[tier] > facts.fetch_pages or fetches > facts.fetch_ops:
                 return False
         return True
@@ -200,14 +194,14 @@ class RoomLine:
         if place is None:
             if len(self._places) >= MAX_IN_LINE:
                 return False
-            place = Place(need, wait_s, 0, 0, self._clock())
+            place = Place(need, wait_s, 0, 0, self._tables.clock())
             self._places[request_id] = place
         place.need = need
         self._asked(place)
         return place.waited_s <= place.wait_s
 
     def _asked(self, place: Place) -> None:
-        now_s = self._clock()
+        now_s = self._tables.clock()
         place.waited_s += min(now_s - place.asked_s, MAX_TURN_S)
         self._questions += 1
         place.before, place.asked, place.asked_s = place.asked, self._questions, now_s
@@ -241,21 +235,21 @@ class RoomLine:
         """Whether a lookup may find room, or that the request waits no more."""
         if self._is_first(place) and self._has_room(place.need):
             return True
-        waited_s = place.waited_s + min(self._clock() - place.asked_s, MAX_TURN_S)
-        return waited_s > place.wait_s or any(self._tiers[tier].down for tier in place.need.fetches)
+        waited_s = place.waited_s + min(self._tables.clock() - place.asked_s, MAX_TURN_S)
+        return waited_s > place.wait_s or any(self._tables.tiers[tier].down for tier in place.need.fetches)
 
     def note_released(
         self, request_id: str, leased: Sequence[GroupLease], wanted: Sequence[WantedPages]
     ) -> None:
         """A request that was just told to wait has ended its leases: what nobody else holds of it needs slots too."""
-        index, slots = self._hub.index, dict.fromkeys(self._hub.owners, 0)
+        index, slots = self._tables.hub.index, dict.fromkeys(self._tables.hub.owners, 0)
         for group, share in enumerate(leased):
-            slots[self._hub.owner(group)] += int(np.count_nonzero(index.pins_of(share.entries) == 0))
+            slots[self._tables.hub.owner(group)] += int(np.count_nonzero(index.pins_of(share.entries) == 0))
         for part in wanted:
             found = index.find(part.group, part.keys, ready_only=False)
             known = found[found != NO_ENTRY]
             unleased = int(np.count_nonzero(index.pins_of(known) == 0))
-            slots[self._hub.owner(part.group)] += len(found) - len(known) + unleased
+            slots[self._tables.hub.owner(part.group)] += len(found) - len(known) + unleased
         self._places[request_id].need.slots = slots
 
     def leave(self, request_id: str) -> None:
@@ -275,8 +269,8 @@ class RoomLine:
             return
         self._without.add(request_id)
         for tier, count in pages.items():
-            self._tiers[tier].counts.no_room += 1
-            self._tiers[tier].counts.no_room_pages += count
+            self._tables.tiers[tier].counts.no_room += 1
+            self._tables.tiers[tier].counts.no_room_pages += count
 
     def forget(self, request_id: str) -> None:
         """Forgets the request at its end; for engines that do not ask again, at the end of its lookup."""

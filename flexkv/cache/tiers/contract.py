@@ -10,7 +10,7 @@ Driven by the manager's thread; nothing here but `finish_reset` and `close` may 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -19,13 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexkv.c_ext import BlockIndex
-from flexkv.cache.base import EntryIds, GroupSpec, TierId
-from flexkv.cache.ledger.access_order import AccessOrders
-from flexkv.cache.ledger.cost import CostModel
-from flexkv.cache.ledger.hub import Hub
-from flexkv.cache.ledger.ops import OpTable
-from flexkv.cache.ledger.outbox import Outbox
-from flexkv.cache.ledger.stats import ManagerStats
+from flexkv.cache.base import EntryIds
 from flexkv.cache.tiers.routes import LoadRoute, StoreRoute, StraightLoads
 from flexkv.errors import ConfigError
 from flexkv.facts.keys import Keys
@@ -179,43 +173,6 @@ class Plane(Protocol):
 
     def poll(self) -> list[OpResult]: ...
     def close(self, deadline_s: float) -> bool: ...
-
-
-@dataclass(frozen=True, slots=True)
-class TierContext:
-    """What the manager shares with each of its tiers.
-
-    Attributes:
-        specs: the unit's KV groups.
-        policy: of eviction.
-        hub: the pages in host memory.
-        others: all tiers but the hub, once they are made.
-        host_stores: the way from engine blocks to host memory, once the tiers are made.
-        ops: all that is in flight.
-        outbox: takes ops that a tier plans by itself.
-        clock: seconds, never running backwards.
-        unix_s: wall clock for times to live.
-        stats: of the manager.
-        access_orders: which blocks each request used.
-        forgotten: is told, with the tier, of pages that were forgotten because it did not hold them.
-        reused: is told, with the tier, of pages in host memory that were used again and are to be written there.
-    """
-
-    tier: TierId
-    specs: tuple[GroupSpec, ...]
-    policy: str
-    hub: Hub
-    others: Callable[[], Sequence[Tier]]
-    host_stores: Callable[[], StoreRoute]
-    ops: OpTable
-    outbox: Outbox
-    cost: CostModel
-    clock: Callable[[], float]
-    unix_s: Callable[[], float]
-    stats: ManagerStats
-    access_orders: AccessOrders
-    forgotten: Callable[[TierId, int, Keys], object]
-    reused: Callable[[TierId, int, Keys], object]
 
 
 class Source(ABC):
@@ -436,7 +393,3 @@ class Tier(ABC):
         """
         everything = np.concatenate(pinned) if pinned else np.empty(0, np.uint32)
         self.presence.check_integrity(everything)
-
-
-TierFactory = Callable[[TierContext], Tier]
-"""Makes a tier for a manager."""

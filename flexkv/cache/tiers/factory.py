@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from flexkv.cache.tiers.contract import Plane, TierFactory, TierFacts
+from flexkv.cache.tiers.contract import Plane, TierFacts
 from flexkv.cache.tiers.disk.plan import plan_disk
 from flexkv.cache.tiers.disk.tier import DiskTier, DiskTraffic
 from flexkv.cache.tiers.host.tier import HostTier
@@ -13,6 +13,7 @@ from flexkv.cache.tiers.peers.plan import plan_peers
 from flexkv.cache.tiers.peers.tier import PeerPlane, PeerTier
 from flexkv.cache.tiers.plan import PlanTier, TierPlan, UnitFacts
 from flexkv.cache.tiers.remote import plan_remote
+from flexkv.cache.tiers.tables import TierFactory
 from flexkv.storage.base import StoredPages, Volumes
 
 TIERS: tuple[PlanTier, ...] = (plan_disk, plan_peers, plan_remote)

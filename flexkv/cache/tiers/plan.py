@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from flexkv.cache.tiers.contract import TierFactory
+from flexkv.cache.tiers.tables import TierFactory
 from flexkv.config import FlexKVConfig
 from flexkv.facts.ranks import KvGroup, RankFacts, UnitOwner
 from flexkv.transfer.host_pool import HostPool

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from flexkv.cache.base import EntryIds, OpRole, StorePlan, TierId
+from flexkv.cache.base import EntryIds, StorePlan
 from flexkv.cache.ledger.leases import GroupLease, Lease, StraightPages
-from flexkv.cache.ledger.ops import Op, OpTable, RankOp
+from flexkv.cache.ledger.ops import Op, RankOp
 from flexkv.errors import ContractError
 from flexkv.facts.keys import Keys
 from flexkv.transfer.graph import BlockIds, OpResult, SlotIds, TransferOp
@@ -25,16 +25,13 @@ class LoadRoute(ABC):
     """Loads to engine blocks from one tier: of each promise it serves the part that lies there."""
 
     @abstractmethod
-    def begin(
-        self, request_id: str, lease: Lease, targets: Sequence[BlockIds], epoch: int
-    ) -> list[TransferOp]:
+    def begin(self, request_id: str, lease: Lease, targets: Sequence[BlockIds]) -> list[TransferOp]:
         """Plans the load of its part, and enters the ops as in flight.
 
         The ops take over the lease of what is loaded; what no engine block takes is unpinned.
 
         Args:
             targets: per group, the engine blocks of the promise's leading pages; NO_BLOCK for pages not wanted.
-            epoch: the manager's.
         """
 
     @abstractmethod
@@ -92,31 +89,6 @@ class StoreOffer:
         """Positions in the whole offer of those at `found` in this part of it."""
         return found.view(np.int32) if self.chosen is None else self.chosen[found]
 
-    def begun(
-        self,
-        ops: OpTable,
-        tier: TierId,
-        plan: TransferOp,
-        entries: EntryIds,
-        positions: NDArray[np.integer],
-        epoch: int,
-    ) -> None:
-        """Enters the op that stores the pages at `positions` of the whole offer as in flight, behind the request's own
-        loads: what it stores now may have been computed from their targets."""
-        ops.add(
-            RankOp(
-                plan=plan,
-                tier=tier,
-                request_id=self.request_id,
-                role=OpRole.STORE,
-                entries=entries,
-                first_block=self.first_block,
-                positions=positions,
-                epoch=epoch,
-                waits_for=tuple(op.op_id for op in ops.of_request(self.request_id, OpRole.LOAD)),
-            )
-        )
-
 
 class StraightLoads(LoadRoute):
     """Loads of pages that have no host slot, from where they lie."""
@@ -147,12 +119,11 @@ class StoreRoute(ABC):
     """Stores of engine blocks to one tier."""
 
     @abstractmethod
-    def begin(self, offer: StoreOffer, room: int, epoch: int) -> StorePlan:
+    def begin(self, offer: StoreOffer, room: int) -> StorePlan:
         """Plans the store of those of the offer that are not stored, and enters its op as in flight.
 
         Args:
             room: more pages are dropped.
-            epoch: the manager's.
         """
 
     @abstractmethod

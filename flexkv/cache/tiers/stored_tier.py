@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 
 from flexkv.c_ext import BlockIndex, in_a_row
 from flexkv.cache.base import NO_ENTRY, EntryIds, sharing
-from flexkv.cache.tiers.contract import Source, Tier, TierContext, TierCounts, TierFacts
+from flexkv.cache.tiers.contract import Source, Tier, TierCounts, TierFacts
+from flexkv.cache.tiers.tables import TierContext
 from flexkv.facts.keys import Keys
 from flexkv.storage.base import Places, StoredPages
 from flexkv.storage.striping import striped_slots
@@ -45,9 +46,9 @@ class StoredTier(Tier, Source):
         if pages.epoch % 2:
             pages.reset(pages.epoch + 1)
         self.epoch = pages.epoch
-        self._unix_s = context.unix_s
-        slots = [pages.slots(group) for group in range(len(context.specs))]
-        owners = sharing(context.specs)
+        self._unix_s = context.tables.unix_s
+        slots = [pages.slots(group) for group in range(len(context.tables.specs))]
+        owners = sharing(context.tables.specs)
         self._owners = sorted(set(owners))
         self.presence = BlockIndex(slots, context.policy, owners if len(self._owners) < len(owners) else [])
         tags = {owner: np.zeros(slots[owner], TAG) for owner in self._owners}
@@ -55,7 +56,7 @@ class StoredTier(Tier, Source):
         """Of each group's places, which it may share, the tag that each was written with last."""
         self._any_expires = False
         self._any_partial = False
-        self._sizes = [spec.block_tokens for spec in context.specs]
+        self._sizes = [spec.block_tokens for spec in context.tables.specs]
         for owner in self._owners:
             self.presence.grow(owner, slots[owner])
             self._adopt(owner)

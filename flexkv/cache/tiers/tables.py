@@ -1,29 +1,139 @@
-"""What one manager knows at any time, for the parts that plan from it."""
+"""What one manager knows at any time, for the rooms that plan from it and for the tiers."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
+from flexkv.cache.base import HUB, EntryIds, GroupSpec, OpRole, TierId
+from flexkv.cache.ledger.access_order import AccessOrders
+from flexkv.cache.ledger.cost import CostModel
 from flexkv.cache.ledger.hub import Hub
-from flexkv.cache.ledger.ops import OpTable
+from flexkv.cache.ledger.ops import OpTable, RankOp
+from flexkv.cache.ledger.outbox import Outbox
+from flexkv.cache.ledger.reactions import Reactions
 from flexkv.cache.ledger.requests import RequestTable
+from flexkv.cache.ledger.stats import ManagerStats
 from flexkv.cache.tiers.contract import Tier
+from flexkv.cache.tiers.routes import LoadRoute, StoreOffer, StoreRoute
+from flexkv.observe import unix_now_s
+from flexkv.transfer.graph import TransferOp
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, kw_only=True)
 class CacheTables:
-    """Of one manager: where pages are, which ops are in flight, and which requests have leases or wait.
-
-    In a file of its own, as the parts of the manager that share it import each other.
+    """Where the pages of one manager are, which ops are in flight, and which requests have leases or wait.
 
     Attributes:
-        tiers: by number.
+        specs: the unit's KV groups.
+        hub: the pages in host memory.
+        tiers: by number; complete once the manager has made them.
         clock: seconds, never running backwards.
+        unix_s: wall clock for times to live.
+        counts: what was counted so far.
+        epoch: how often `CacheManager.reset` was called.
     """
 
-    tiers: Sequence[Tier]
+    specs: tuple[GroupSpec, ...]
     hub: Hub
     ops: OpTable
     requests: RequestTable
+    access_orders: AccessOrders
     clock: Callable[[], float]
+    unix_s: Callable[[], float]
+    counts: ManagerStats
+    reactions: Reactions
+    tiers: list[Tier] = field(default_factory=list)
+    outbox: Outbox = field(default_factory=Outbox)
+    cost: CostModel = field(default_factory=CostModel)
+    epoch: int = 0
+
+    def loads_of(self, tier: TierId) -> LoadRoute:
+        """The way from a tier to engine blocks. Precondition: it has one."""
+        route = self.tiers[tier].loads
+        assert route is not None
+        return route
+
+    def stores_of(self, tier: TierId) -> StoreRoute:
+        """The way from engine blocks to a tier. Precondition: it has one."""
+        route = self.tiers[tier].stores
+        assert route is not None
+        return route
+
+    def enter_store(
+        self,
+        offer: StoreOffer,
+        tier: TierId,
+        plan: TransferOp,
+        entries: EntryIds,
+        positions: NDArray[np.integer],
+    ) -> None:
+        """Enters the op that stores the pages at `positions` of the whole offer as in flight, behind the request's own
+        loads: what it stores now may have been computed from their targets."""
+        loads = self.ops.of_request(offer.request_id, OpRole.LOAD)
+        self.ops.add(
+            RankOp(
+                plan=plan,
+                tier=tier,
+                request_id=offer.request_id,
+                role=OpRole.STORE,
+                entries=entries,
+                first_block=offer.first_block,
+                positions=positions,
+                epoch=self.epoch,
+                waits_for=tuple(op.op_id for op in loads),
+            )
+        )
+
+    @property
+    def host_stores(self) -> StoreRoute:
+        """The way from engine blocks to host memory."""
+        return self.stores_of(HUB)
+
+
+def new_tables(
+    groups: Sequence[GroupSpec],
+    policy: str,
+    clock: Callable[[], float] = time.monotonic,
+    unix_s: Callable[[], float] = unix_now_s,
+) -> CacheTables:
+    """The tables of a manager that has no tier yet.
+
+    Args:
+        policy: of eviction from host memory.
+    """
+    counts, reactions = ManagerStats(), Reactions()
+    return CacheTables(
+        specs=tuple(groups),
+        hub=Hub(groups, policy, counts, reactions),
+        ops=OpTable(clock),
+        requests=RequestTable(),
+        access_orders=AccessOrders(len(groups)),
+        clock=clock,
+        unix_s=unix_s,
+        counts=counts,
+        reactions=reactions,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class TierContext:
+    """What the manager shares with each of its tiers.
+
+    Attributes:
+        tier: the number of the tier that is made.
+        policy: of eviction.
+        tables: of the manager; `tables.tiers` has the tiers before this one only, until all are made.
+    """
+
+    tier: TierId
+    policy: str
+    tables: CacheTables
+
+
+TierFactory = Callable[[TierContext], Tier]
+"""Makes a tier for a manager."""

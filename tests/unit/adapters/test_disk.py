@@ -131,7 +131,7 @@ def test_a_request_that_ends_while_it_waits_leaves_nothing(make_disk_engine: Mak
     engine.drain()
     manager = engine.unit.manager
     manager.check_integrity()
-    assert manager._requests.waits == {}
+    assert manager.tables.requests.waits == {}
     assert engine.run(make_request(PROMPT, "three")) == 20
 
 
@@ -214,7 +214,7 @@ def test_pages_expire(make_disk_engine: Make, monkeypatch: pytest.MonkeyPatch) -
     make_disk_engine(**{"disk.ttl_s": 3600}).run(make_request(PROMPT, "one"))
     engine = make_disk_engine(**{"disk.ttl_s": 3600})
     manager = engine.unit.manager
-    disk_tier(manager)._unix_s = manager._lookup._unix_s = lambda: time.time() + 3601
+    disk_tier(manager)._unix_s = manager.tables.unix_s = lambda: time.time() + 3601
     assert engine.run(make_request(PROMPT, "two")) == 0
     assert engine.counters.data["flexkv_disk_expired_pages_total"][""] == 5
 
@@ -263,7 +263,7 @@ def test_the_pace_of_the_engine_and_of_the_disk_is_measured(make_disk_engine: Ma
 def test_eviction_policy_of_the_settings_decides_what_leaves(make_disk_engine: Make, policy: str) -> None:
     engine = make_disk_engine(**{"index.policy": policy})
     engine.run(make_request(PROMPT, "one"))
-    index = engine.unit.manager.hub.index
+    index = engine.unit.manager.hub.presence
     entries = index.take_coldest(0, 100)
     found_later = set(map(bytes, index.keys_of(entries)))
     index.unpin(entries)
@@ -299,8 +299,8 @@ def test_a_prompt_waits_for_room_and_what_goes_without_is_counted(
 ) -> None:
     make_disk_engine().run(make_request(PROMPT, "one"))
     engine = make_disk_engine(**{"disk.wait_s": 3.0})
-    manager, index, clock_s = engine.unit.manager, engine.unit.manager.hub.index, [0.0]
-    monkeypatch.setattr(manager._line, "_clock", lambda: clock_s[0])
+    manager, index, clock_s = engine.unit.manager, engine.unit.manager.hub.presence, [0.0]
+    monkeypatch.setattr(manager.tables, "clock", lambda: clock_s[0])
     engine.until(lambda: not engine.unit.growing)
     if held:
         assert len(index.insert(0, chain(index.up_slots(0)), index.up_slots(0))[1]) == index.up_slots(0)

@@ -60,7 +60,7 @@ def test_host_pages_first_then_those_on_disk(make_gds: Make) -> None:
     engine.forget()
     manager = engine.unit.manager
     keys = engine.keys_of(make_request(PROMPT, "two"))
-    manager.hub.evicted(0, manager.hub.index.evict(0, 1000))
+    manager.hub.evict(0, 1000)
     manager.check_integrity()
     short = make_request(PROMPT[:9], "short")
     assert engine.run(short) == 8

@@ -434,7 +434,7 @@ def _in_flight_of_held(make_engine: Make) -> int:
     assert isinstance(manager, LocalCacheManager)
     manager._limits = replace(manager._limits, inflight_store_pages=100)
     engine.step({})
-    pages = manager._ops.pages(OpRole.STORE)
+    pages = manager.tables.ops.pages(OpRole.STORE)
     worker.movers[0].release()
     engine.drain()
     assert engine.stored_pages == PAGES

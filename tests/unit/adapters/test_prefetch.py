@@ -56,7 +56,7 @@ def test_what_the_engine_has_itself_is_not_read(make_disk_engine: Make) -> None:
     engine = make_disk_engine()
     engine.run(make_request(PROMPT[:13], "short"))
     read = engine.unit.manager.tiers[DISK].counts.read
-    engine.unit.manager.hub.evicted(0, engine.unit.manager.hub.index.evict(0, 100))
+    engine.unit.manager.hub.evict(0, 100)
     engine.side.prefetch(make_request(PROMPT, "long"))
     assert (read, prefetched(engine)) == (3, 2), "three of five blocks are in the engine's own cache"
 
@@ -146,7 +146,7 @@ def test_a_request_that_is_aborted_in_the_queue_leaves_nothing(make_disk_engine:
     engine.drain()
     manager = engine.unit.manager
     manager.check_integrity()
-    assert manager._requests.waits == {}
+    assert manager.tables.requests.waits == {}
     assert len(engine.side.requests.live) == 0
 
 

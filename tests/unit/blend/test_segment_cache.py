@@ -82,7 +82,7 @@ def test_a_store_past_its_deadline_gives_everything_back_when_it_ends(
     assert precompute(model, [segment], cache) == length
     cache.begin_load([None]).close()
     assert sorted(cache.staging.free) == free
-    assert cache.manager._access_orders._access_orders == {}, "every request has ended"
+    assert cache.manager.tables.access_orders._access_orders == {}, "every request has ended"
 
 
 def test_a_store_without_a_queue_place_stores_nothing_and_leaves_nothing(

@@ -316,8 +316,8 @@ def test_a_lookup_that_fails_leaves_nothing_taken(
     cache.begin_load([None]).close()
     assert sorted(cache.staging.free) == free
     assert cache.manager.inflight_ops() == 0
-    assert cache.manager._requests.leased() == []
-    assert cache.manager._access_orders._access_orders == {}
+    assert cache.manager.tables.requests.leased() == []
+    assert cache.manager.tables.access_orders._access_orders == {}
     cache.manager.check_integrity()
     load = cache.begin_load(found)
     assert [hit.tokens for hit in load.hits] == [20, 12, 16]

@@ -21,9 +21,9 @@ class PromisesBeforeVerified(LocalCacheManager):
 
     def match(self, *args: Any, **kwargs: Any) -> Any:
         result = super().match(*args, **kwargs)
-        for op in self._ops:
+        for op in self.tables.ops:
             if isinstance(op, FetchOp) and not self.hub.index.ready(op.host).all():
-                self.hub.index.finish(op.host, np.ones(len(op.host), np.uint8))
+                self.hub.presence.finish(op.host, np.ones(len(op.host), np.uint8))
                 self.hub.index.pin(op.host)
         return result
 
@@ -33,14 +33,14 @@ class PublishesFailedReads(LocalCacheManager):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        complete = self._promotions.complete
+        complete = self.work._promotions.complete
 
         def completed(op: Any, result: OpResult, current: bool) -> None:
             status = OpStatus.OK if result.status is OpStatus.FAILED else result.status
             failed = np.empty(0, np.int32) if status is OpStatus.OK else result.failed
             complete(op, OpResult(result.op_id, status, failed), current)
 
-        self._promotions.complete = completed  # type: ignore[method-assign]
+        self.work._promotions.complete = completed  # type: ignore[method-assign]
 
 
 class PublishesOnDiskBeforeTheWriteEnds(LocalCacheManager):
@@ -74,10 +74,10 @@ class ReusesSlotsBeingWritten(LocalCacheManager):
         queue, index = self.work._writes[DISK], self.hub.index
         poll = queue.poll
 
-        def polled(epoch: int) -> None:
-            before = {op.op_id for op in self._ops}
-            poll(epoch)
-            for op in self._ops:
+        def polled() -> None:
+            before = {op.op_id for op in self.tables.ops}
+            poll()
+            for op in self.tables.ops:
                 if isinstance(op, WriteOp) and op.op_id not in before:
                     index.unpin(op.host)
 
@@ -148,19 +148,19 @@ class DropsWhatWasReadForAnother(LocalCacheManager):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        hold, index = self._requests.hold, self.hub.index
+        hold, index = self.tables.requests.hold, self.hub.index
 
         def held(request_id: str, pages: HeldPages) -> None:
             hold(request_id, pages)
             index.unpin(pages.entries)
 
         def take_held(request_id: str) -> Any:
-            if (wait := self._requests.waits.get(request_id)) is not None:
+            if (wait := self.tables.requests.waits.get(request_id)) is not None:
                 wait.held.clear()
             return ()
 
-        self._requests.hold = held  # type: ignore[method-assign]
-        self._requests.take_held = take_held  # type: ignore[method-assign]
+        self.tables.requests.hold = held  # type: ignore[method-assign]
+        self.tables.requests.take_held = take_held  # type: ignore[method-assign]
 
 
 class TakesHeldPagesForReady(LocalCacheManager):
@@ -175,9 +175,9 @@ class FetchesTwice(LocalCacheManager):
     """Ignores the fetches of others in a lookup, and begins its own."""
 
     def match(self, *args: Any, **kwargs: Any) -> Any:
-        for op in self._ops:
+        for op in self.tables.ops:
             if isinstance(op, FetchOp):
-                self.hub.index.remove(op.host)
+                self.hub.presence.remove(op.host)
         return super().match(*args, **kwargs)
 
 

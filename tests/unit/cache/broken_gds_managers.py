@@ -31,7 +31,7 @@ class ReusesPlacesBeingLoaded(LocalCacheManager):
         def begun(*args: Any) -> list[TransferOp]:
             plans = begin(*args)
             for plan in plans:
-                entries = self._ops.get(plan.op_id).entries
+                entries = self.tables.ops.get(plan.op_id).entries
                 index.remove(plan.group, entries)
                 index.presence.unpin(entries)
             return plans
@@ -45,7 +45,7 @@ class ReusesPlacesBeingLoaded(LocalCacheManager):
 
 class TakesFailedLoadsFromDiskAsGood(LocalCacheManager):
     def complete(self, rank: int, result: OpResult) -> Any:
-        if self._ops.get(result.op_id).tier != HUB and result.status is OpStatus.FAILED:
+        if self.tables.ops.get(result.op_id).tier != HUB and result.status is OpStatus.FAILED:
             result = OpResult(result.op_id, OpStatus.OK, np.empty(0, np.int32))
         return super().complete(rank, result)
 
@@ -125,7 +125,7 @@ class ReusesPlacesBeingStored(BrokenGdsStores):
     def begin_store(self, *args: Any, **kwargs: Any) -> Any:
         plan = super().begin_store(*args, **kwargs)
         for op in plan.graph.ops if plan.graph is not None else ():
-            entries = self._ops.get(op.op_id).entries
+            entries = self.tables.ops.get(op.op_id).entries
             disk_tier(self).end_write(op.group, entries, np.zeros(len(entries), np.bool_))
         return plan
 
@@ -148,7 +148,7 @@ class KeepsPagesWithBadContent(LocalCacheManager):
     """Treats a page with wrong content as one that failed by TRANSPORT."""
 
     def complete(self, rank: int, result: OpResult) -> Any:
-        if self._ops.get(result.op_id).tier != HUB and result.status is OpStatus.FAILED:
+        if self.tables.ops.get(result.op_id).tier != HUB and result.status is OpStatus.FAILED:
             result = replace(result, causes=np.full(len(result.failed), FailureCause.NOT_EXECUTED, np.uint8))
         return super().complete(rank, result)
 

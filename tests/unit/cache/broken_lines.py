@@ -7,7 +7,7 @@ from typing import Any
 
 from flexkv.cache.ledger.leases import HeldPages
 from flexkv.cache.manager import LocalCacheManager
-from flexkv.cache.promise.lookup import Looked
+from flexkv.cache.promise.ask import Looked
 from flexkv.cache.promise.room_line import Turn
 
 
@@ -16,7 +16,7 @@ class GivesRoomToHalves(LocalCacheManager):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        line, take_turn = self._line, self._line.take_turn
+        line, take_turn = self.promises.line, self.promises.line.take_turn
 
         def taken(request_id: str, need: Any, wait_s: float) -> Turn:
             first = line._is_first(line._places.get(request_id))
@@ -39,7 +39,7 @@ class KeepsWhatItHasWhileItWaits(LocalCacheManager):
             for pages in held:
                 self.hub.index.unpin(pages.entries)
 
-        self._promises._give_up = keep  # type: ignore[method-assign]
+        self.promises._give_up = keep  # type: ignore[method-assign]
 
 
 class LetsOthersPass(LocalCacheManager):
@@ -47,7 +47,7 @@ class LetsOthersPass(LocalCacheManager):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._line._is_first = lambda place: True  # type: ignore[method-assign]
+        self.promises.line._is_first = lambda place: True  # type: ignore[method-assign]
 
 
 class PassesNobody(LocalCacheManager):
@@ -55,7 +55,7 @@ class PassesNobody(LocalCacheManager):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        line = self._line
+        line = self.promises.line
         line._is_first = (  # type: ignore[method-assign]
             lambda place: next(iter(line._places.values()), None) is place
         )
@@ -67,7 +67,7 @@ class SeesNoRoom(LocalCacheManager):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         index = self.hub.index
-        self._line._has_room = (  # type: ignore[method-assign]
+        self.promises.line._has_room = (  # type: ignore[method-assign]
             lambda need: all(slots <= index.free_slots(owner) for owner, slots in need.slots.items())
         )
 
@@ -76,11 +76,11 @@ class PrefetchesPastTheLine(LocalCacheManager):
     """Prefetches take the room that requests wait for."""
 
     def prefetch(self, *args: Any, **kwargs: Any) -> int:
-        places, self._line._places = self._line._places, {}
+        places, self.promises.line._places = self.promises.line._places, {}
         try:
             return super().prefetch(*args, **kwargs)
         finally:
-            self._line._places = places
+            self.promises.line._places = places
 
 
 BROKEN_LINES: list[type[LocalCacheManager]] = [

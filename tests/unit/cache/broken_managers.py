@@ -44,12 +44,12 @@ class IndexProxy:
 
 def ranks_ops(manager: LocalCacheManager) -> list[RankOp]:
     """The ops that ranks report."""
-    return [op for op in manager._ops if isinstance(op, RankOp)]
+    return [op for op in manager.tables.ops if isinstance(op, RankOp)]
 
 
 def rank_op(manager: LocalCacheManager, op_id: OpId) -> RankOp:
     """The op of this id, which ranks report."""
-    op = manager._ops.get(op_id)
+    op = manager.tables.ops.get(op_id)
     assert isinstance(op, RankOp)
     return op
 
@@ -58,8 +58,8 @@ class PublishesBeforeCompletion(LocalCacheManager):
     def begin_store(self, *args: Any, **kwargs: Any) -> Any:
         plan = super().begin_store(*args, **kwargs)
         if plan.graph:
-            op = self._ops.get(plan.graph.ops[0].op_id)
-            self.hub.index.finish(op.entries, np.ones(len(op.entries), np.uint8))
+            op = self.tables.ops.get(plan.graph.ops[0].op_id)
+            self.hub.presence.finish(op.entries, np.ones(len(op.entries), np.uint8))
             self.hub.index.pin(op.entries)
         return plan
 
@@ -73,9 +73,9 @@ class PublishesFailedPages(LocalCacheManager):
 class NeedsOneRankOnly(LocalCacheManager):
     def complete(self, rank: int, result: OpResult) -> Any:
         for other in range(self._limits.ranks):
-            if other != rank and result.op_id in self._ops:
+            if other != rank and result.op_id in self.tables.ops:
                 rank_op(self, result.op_id).reported.add(other)
-        return super().complete(rank, result) if result.op_id in self._ops else None
+        return super().complete(rank, result) if result.op_id in self.tables.ops else None
 
 
 class IgnoresDiscard(LocalCacheManager):
@@ -109,12 +109,12 @@ class LeasesNothing(LocalCacheManager):
 
         def look(*args: Any) -> Any:
             found = native.look(*args)
-            for group in range(len(self._specs)):
+            for group in range(len(self.tables.specs)):
                 index.unpin(found.entries(group))
             return found
 
-        native = self._lookup._native
-        self._lookup._native = IndexProxy(native, look=look)  # type: ignore[assignment]
+        native = self.promises.lookup._native
+        self.promises.lookup._native = IndexProxy(native, look=look)  # type: ignore[assignment]
 
         def match_and_pin(group: int, keys: Any) -> Any:
             entries = index.match_prefix(group, keys)
@@ -131,7 +131,7 @@ class FreesLoadsAtPlan(LocalCacheManager):
     def begin_load(self, *args: Any, **kwargs: Any) -> Any:
         graph = super().begin_load(*args, **kwargs)
         for op in graph.ops if graph else ():
-            self.hub.index.unpin(self._ops.get(op.op_id).entries)
+            self.hub.index.unpin(self.tables.ops.get(op.op_id).entries)
         return graph
 
     def _end_load(self, op: Any) -> Any:
@@ -159,23 +159,23 @@ class PublishesAfterReset(LocalCacheManager):
     """Drops the visible pages at a reset, and lets stores in flight end as if nothing had happened."""
 
     def reset(self) -> int:
-        pending = {op.op_id: op.entries for op in self._ops if op.role.value == "store"}
+        pending = {op.op_id: op.entries for op in self.tables.ops if op.role.value == "store"}
         visible = [key for keys in self._seen.values() for key in keys]
-        for request_id in self._requests.leased():
-            self._promises.end_lease(request_id)
-        for group in range(len(self._specs)):
+        for request_id in self.tables.requests.leased():
+            self.promises.end_lease(request_id)
+        for group in range(len(self.tables.specs)):
             keys = [key for g, key in visible if g == group]
             if keys:
                 array = np.frombuffer(b"".join(keys), np.uint8).reshape(-1, 16)
                 entries = self.hub.index.find(group, array)
-                self.hub.index.remove(entries)
-        self._epoch += 1
-        for op in self._ops:
+                self.hub.presence.remove(entries)
+        self.tables.epoch += 1
+        for op in self.tables.ops:
             if op.op_id in pending:
-                op.epoch = self._epoch
+                op.epoch = self.tables.epoch
         for listener in self.hub.listeners:
-            listener.on_reset(self._epoch)
-        return self._epoch
+            listener.on_reset(self.tables.epoch)
+        return self.tables.epoch
 
     @property
     def _seen(self) -> dict[int, list[tuple[int, bytes]]]:
@@ -192,7 +192,7 @@ class KeepsLoadsOverReset(LocalCacheManager):
     """Counts loads of old weights as good after a reset."""
 
     def _end_load(self, op: Any) -> Any:
-        op.epoch = self._epoch
+        op.epoch = self.tables.epoch
         return super()._end_load(op)
 
 
@@ -200,13 +200,13 @@ class LeaksSlots(LocalCacheManager):
     """Keeps a lookup's lease in the index after its release."""
 
     def release(self, request_id: str) -> None:
-        self._requests.pop_lease(request_id)
+        self.tables.requests.pop_lease(request_id)
 
 
 class OverfillsQueues(LocalCacheManager):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._promises.room_for_loads = lambda: 1_000_000  # type: ignore[method-assign]
+        self.promises.room_for_loads = lambda: 1_000_000  # type: ignore[method-assign]
 
 
 class ForgetsNothing(LocalCacheManager):
@@ -230,7 +230,7 @@ class PromisesAgainWhatFailed(LocalCacheManager):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.failed_loads.of = lambda request_id: None  # type: ignore[method-assign]
+        self.promises.failed_loads.of = lambda request_id: None  # type: ignore[method-assign]
 
 
 class RemembersBeyondTheEnd(LocalCacheManager):

@@ -45,12 +45,12 @@ class PromisesWhatStoresFill(LocalCacheManager):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        index = self.hub.index
+        index = self.hub.presence
 
         def insert(group: int, keys: Any, most: int, filler: int = 1 << 40, **more: Any) -> Any:
             return index.insert(group, keys, most, filler, **more)
 
-        self.hub.index = IndexProxy(index, insert=insert)  # type: ignore[assignment]
+        self.hub.presence = IndexProxy(index, insert=insert)  # type: ignore[assignment]
 
 
 class ReusesSlotsThatLoadsWaitFor(LocalCacheManager):

@@ -216,7 +216,7 @@ class DiskWorld:
     def drop_host(self, count: int = 1000) -> None:
         """Evicts every page without a lease from host memory."""
         for group in range(len(self.host)):
-            self.manager.hub.evicted(group, self.manager.hub.index.evict(group, count))
+            self.manager.hub.evict(group, count)
         self.manager.check_integrity()
 
 

@@ -32,7 +32,7 @@ class LookupCount:
 
     def __init__(self, world: DiskWorld) -> None:
         self.lookups = 0
-        promises = world.manager._promises
+        promises = world.manager.promises
         look = promises._look
 
         def counted(*args: Any) -> Any:
@@ -126,7 +126,7 @@ def test_a_reset_in_between_leaves_nothing() -> None:
 def test_a_reset_that_ends_no_lease_is_noticed_by_the_pages(compares: bool, promised: int) -> None:
     """The second of two guards: cleared pages are not ready. Without it only the first guard is left."""
     world, _ = waited(2, manager_class=LocalCacheManager if compares else TakesHeldPagesForReady)
-    world.manager._promises.end_all = lambda: None  # type: ignore[method-assign]
+    world.manager.promises.end_all = lambda: None  # type: ignore[method-assign]
     world.manager.reset()
     assert world.manager.match("r", [KEYS], 0).blocks == promised
 
@@ -179,7 +179,7 @@ def test_no_more_is_promised_than_may_be_loaded_at_once() -> None:
     world.manager.check_integrity()
     world.store(other[2:], "w2")
     assert world.match(KEYS).blocks == 6
-    assert world.manager._promises.room_for_loads() == 0
+    assert world.manager.promises.room_for_loads() == 0
 
 
 def test_a_request_whose_load_failed_is_looked_up() -> None:
@@ -228,7 +228,7 @@ def test_what_is_promised_where_it_lies_stays_so_whatever_expires_meanwhile(in_h
     assert world.manager.leased_pages("r") == 6
     *_, from_disk = world.begin(list(range(6))).ops
     assert (from_disk.kind, len(from_disk.places)) == (OpKind.GDS_READ, 6 - in_host)
-    for op in world.manager._ops.of_request("r", OpRole.LOAD):
+    for op in world.manager.tables.ops.of_request("r", OpRole.LOAD):
         world.end_load(op.plan)
     assert world.manager.leased_pages("r") == 0
     # Control: for a request without a promise they have expired.
@@ -270,7 +270,7 @@ def test_a_reset_that_broke_off_promises_nothing_of_a_lease_that_it_left() -> No
     def broken() -> None:
         raise RuntimeError("broken on purpose")
 
-    world.manager._promises.end_all = broken  # type: ignore[method-assign]
+    world.manager.promises.end_all = broken  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="on purpose"):
         world.manager.reset()
     assert world.manager.match("r", [KEYS], 0).blocks == 0

@@ -47,7 +47,7 @@ class End(Case):
     op: TransferOp | None = None
 
     def check_nothing_is_left(self) -> None:
-        if self.op is not None and self.op.op_id in self.world.manager._ops:
+        if self.op is not None and self.op.op_id in self.world.manager.tables.ops:
             self.call()  # the call broke off before it began
         super().check_nothing_is_left()
 
@@ -206,7 +206,7 @@ def test_a_reset_that_breaks_off_promises_nothing_until_one_has_ended() -> None:
     for at in range(memory.steps):
         world, broken = world_of_two(), MemoryRunsOut(at, "line")
         assert broken.run(world.manager.reset)
-        if world.manager._promises.resetting:
+        if world.manager.promises.resetting:
             found = world.match(KEYS)
             assert (found.blocks, found.reads) == (0, 0), broken.where
             assert world.manager.prefetch("p", [KEYS]) == 0
@@ -223,11 +223,11 @@ def test_control_pages_from_before_a_reset_that_broke_off_would_be_promised(
     world = DiskWorld()
     world.store(KEYS)
     with monkeypatch.context() as broken:
-        broken.setattr(world.manager._promises, "end_all", _runs_out)
+        broken.setattr(world.manager.promises, "end_all", _runs_out)
         with pytest.raises(MemoryError):
             world.manager.reset()
     assert world.match(KEYS).blocks == 0
-    world.manager._promises.resetting = False
+    world.manager.promises.resetting = False
     assert world.match(KEYS).blocks == PAGES
 
 

@@ -87,7 +87,7 @@ class Case:
         """Ends earlier ops and the request, and checks that all slots and places can be had."""
         world, manager = self.world, self.world.manager
         manager.check_integrity()
-        for op in [op for op in manager._ops if op.role.value in ("load", "store")]:
+        for op in [op for op in manager.tables.ops if op.role.value in ("load", "store")]:
             world._ended(op.plan)
         for plan in list(world.lane.ops.values()):
             world.end(plan)
@@ -97,7 +97,7 @@ class Case:
         manager.check_integrity()
         assert manager.inflight_ops() == 0
         assert not manager.work.moving
-        assert manager._requests.reserved_pages == 0
+        assert manager.tables.requests.reserved_pages == 0
         for group, tier_slots in enumerate(len(slots) for slots in world.host):
             assert manager.held_slots(group) == set()
             world.drop_host()

@@ -254,7 +254,7 @@ def test_groups_with_a_window_read_what_they_need() -> None:
 
 def test_what_is_published_is_leased_for_all_who_wait_and_what_is_not_for_nobody() -> None:
     world = DiskWorld()
-    index = world.manager.hub.index
+    index = world.manager.hub.presence
     _, entries, *_ = index.insert(0, chain(3), 3)
     index.remove(entries[2:])
     assert index.finish(entries, np.array([1, 0, 1], np.uint8), 2).tolist() == [1, 0, 0]

@@ -99,7 +99,7 @@ def test_ranks_and_disks_blame_everybody_and_nobody() -> None:
             self.work.complete = of_disk  # type: ignore[method-assign]
 
         def complete(self, rank: int, result: OpResult) -> Any:
-            kind = self._ops.get(result.op_id).kind.name
+            kind = self.tables.ops.get(result.op_id).kind.name
             said.setdefault(kind, set()).update(result.causes.tolist())
             return super().complete(rank, result)
 

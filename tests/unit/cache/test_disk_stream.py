@@ -165,7 +165,7 @@ def test_the_time_of_a_load_that_waited_says_nothing_of_loading() -> None:
 
 def test_a_pending_block_that_nobody_fills_cannot_be_leased() -> None:
     world = DiskWorld()
-    index = world.manager.hub.index
+    index = world.manager.hub.presence
     _, entries, *_ = index.insert(0, chain(1), 1)
     assert index.pin_coming(entries).tolist() == index.slots_of(entries).tolist()
     index.unpin(entries)

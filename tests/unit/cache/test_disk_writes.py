@@ -130,7 +130,7 @@ def test_the_simulated_disk_notices_an_early_publish() -> None:
     world = DiskWorld()
     world.store(chain(2))
     (write,) = world.take()
-    op = world.manager._ops.get(write.op_id)
+    op = world.manager.tables.ops.get(write.op_id)
     with pytest.raises(RuleBroken, match="not written"):
         world.tier.end_write(0, op.entries, np.ones(2, np.bool_))
 

@@ -60,7 +60,7 @@ def test_a_page_that_failed_bars_the_stores_of_what_follows_and_no_other() -> No
     assert plan.graph is not None
     (store,) = plan.graph.ops
     world.end_load(from_disk, failed=[1])
-    barred = world.manager._ops.get(store.op_id).revoked  # type: ignore[attr-defined]
+    barred = world.manager.tables.ops.get(store.op_id).revoked  # type: ignore[attr-defined]
     assert barred.tolist() == [False] * 3 + [True] * 3
 
 

@@ -100,7 +100,7 @@ class _OtherRules(LocalCacheManager):
 
     def __init__(self, groups: Sequence[GroupSpec], limits: ManagerLimits, **more: Any) -> None:
         super().__init__(groups, limits, **more)
-        lookup = self._lookup
+        lookup = self.promises.lookup
         rules = [self._rule(spec) for spec in groups]
         alignment = SimulationConfig(0, groups=tuple(groups)).step_tokens
         lookup._boundaries = BoundaryLookup(lookup._native, rules, alignment)
@@ -136,12 +136,12 @@ class ChunkAsWindow(_OtherRules):
 
 class BarsByBlocksOfTheFirstGroup(LocalCacheManager):
     def discard_from(self, request_id: str, first_token: int) -> int:
-        specs = self._specs
-        self._specs = tuple(GroupSpec(specs[0].block_tokens, spec.slots) for spec in specs)
+        specs = self.tables.specs
+        self.tables.specs = tuple(GroupSpec(specs[0].block_tokens, spec.slots) for spec in specs)
         try:
             return super().discard_from(request_id, first_token)
         finally:
-            self._specs = specs
+            self.tables.specs = specs
 
 
 class TakesFailedPagesForTokens(LocalCacheManager):
@@ -150,12 +150,12 @@ class TakesFailedPagesForTokens(LocalCacheManager):
 
     def __init__(self, groups: Sequence[GroupSpec], limits: ManagerLimits, **more: Any) -> None:
         super().__init__(groups, limits, **more)
-        note = self.failed_loads.note
+        note = self.promises.failed_loads.note
 
         def by_first_group(op: RankOp, block_tokens: int) -> None:
             note(op, groups[0].block_tokens)
 
-        self.failed_loads.note = by_first_group  # type: ignore[method-assign]
+        self.promises.failed_loads.note = by_first_group  # type: ignore[method-assign]
 
 
 class TellsOneGroupOfAllEvictions(LocalCacheManager):
@@ -163,7 +163,7 @@ class TellsOneGroupOfAllEvictions(LocalCacheManager):
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
-        self.hub.gone = self.hub.evicted  # type: ignore[method-assign]
+        self.hub._gone = self.hub._evicted  # type: ignore[method-assign]
 
 
 class SharesNothing(LocalCacheManager):
@@ -173,7 +173,7 @@ class SharesNothing(LocalCacheManager):
         super().__init__([replace(group, shares=None) for group in groups], *args, **more)
 
     def grow(self, group: int, slots: int) -> None:
-        for each in range(len(self._specs)):
+        for each in range(len(self.tables.specs)):
             super().grow(each, slots)
 
 

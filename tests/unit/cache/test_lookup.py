@@ -101,7 +101,7 @@ def test_request_looked_up_again_and_again_keeps_a_bounded_access_order() -> Non
     manager.release("w")
     for _ in range(1000):
         assert manager.match("waiting", [chain], 8).blocks == 4
-    order = manager._access_orders.peek("waiting", 0)
+    order = manager.tables.access_orders.peek("waiting", 0)
     assert order is not None
     assert order.parts == 2, "what the engine has, and what it was promised"
 

@@ -173,6 +173,6 @@ def test_integrity_check_sees_a_lost_lease() -> None:
     manager, chain = make(), keys(4)
     store(manager, chain)
     manager.match("a", [chain], 0)
-    manager._requests.pop_lease("a")
+    manager.tables.requests.pop_lease("a")
     with pytest.raises(ContractError, match="1 pins and 0 leases"):
         manager.check_integrity()

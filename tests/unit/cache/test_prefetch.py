@@ -267,7 +267,7 @@ class PrefetchPromises(LocalCacheManager):
 class PrefetchesWithoutBound(LocalCacheManager):
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)  # type: ignore[arg-type]
-        self._promises._room_for_prefetch = lambda groups: 1_000_000  # type: ignore[method-assign]
+        self.promises._room_for_prefetch = lambda groups: 1_000_000  # type: ignore[method-assign]
 
 
 class PrefetchDropsPins(LocalCacheManager):
@@ -276,7 +276,7 @@ class PrefetchDropsPins(LocalCacheManager):
     def prefetch(self, request_id: str, keys: object, start_tokens: int = 0) -> int:
         fetches = super().prefetch(request_id, keys, start_tokens)  # type: ignore[arg-type]
         if fetches:
-            for pages in self._requests.waits[request_id].held:
+            for pages in self.tables.requests.waits[request_id].held:
                 self.hub.index.unpin(np.repeat(pages.entries, 2))
         return fetches
 

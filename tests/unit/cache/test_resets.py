@@ -11,8 +11,8 @@ import pytest
 
 from flexkv.cache.base import GroupSpec
 from flexkv.cache.manager import RESET_S, LocalCacheManager
-from flexkv.cache.tiers.contract import TierContext
 from flexkv.cache.tiers.factory import unit_tiers
+from flexkv.cache.tiers.tables import TierContext
 from flexkv.facts.keys import Keys
 from tests.unit.cache.disk_world import chain
 from tests.unit.cache.test_tier_seam import ToyTier, store
@@ -86,28 +86,28 @@ class WaitsBetween(LocalCacheManager):
     """Each tier drops its pages and is waited for in turn, with its own time limit."""
 
     def reset(self) -> int:
-        self._promises.end_all()
-        self._epoch += 1
+        self.promises.end_all()
+        self.tables.epoch += 1
         for tier in self.tiers:
             tier.begin_reset()
             tier.finish_reset(time.monotonic() + RESET_S)
-        return self._epoch
+        return self.tables.epoch
 
 
 class AddsUpDeadlines(LocalCacheManager):
     def reset(self) -> int:
-        self._promises.end_all()
-        self._epoch += 1
+        self.promises.end_all()
+        self.tables.epoch += 1
         for tier in self.tiers:
             tier.begin_reset()
         for number, tier in enumerate(self.tiers):
             tier.finish_reset(time.monotonic() + RESET_S * (number + 1))
-        return self._epoch
+        return self.tables.epoch
 
 
 class KeepsLeases(LocalCacheManager):
     def reset(self) -> int:
-        self._promises.end_all = lambda: None  # type: ignore[method-assign]
+        self.promises.end_all = lambda: None  # type: ignore[method-assign]
         return super().reset()
 
 
@@ -115,15 +115,15 @@ class ServesUntilTheEnd(LocalCacheManager):
     """Host memory drops its pages only after the others have been waited for."""
 
     def reset(self) -> int:
-        self._promises.end_all()
-        self._epoch += 1
+        self.promises.end_all()
+        self.tables.epoch += 1
         for tier in self.tiers[1:]:
             tier.begin_reset()
         ends_s = time.monotonic() + RESET_S
         for tier in self.tiers:
             tier.finish_reset(ends_s)
         self.tiers[0].begin_reset()
-        return self._epoch
+        return self.tables.epoch
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flexkv.cache.base import GroupSpec, ManagerLimits, MatchResult, TailCandidates
+from flexkv.cache.base import GroupSpec, ManagerLimits, MatchResult, Outcome, TailCandidates
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.cache.tiers.disk.tier import DiskTraffic
 from flexkv.facts.keys import Keys, Rule
+from flexkv.observe import MissReason
 from flexkv.transfer.graph import OpKind, TransferGraph, TransferOp
 from tests.unit.cache.broken_lines import GivesRoomToHalves, KeepsWhatItHasWhileItWaits
 from tests.unit.cache.disk_world import BLOCK_TOKENS, DiskWorld, chain, traffic
@@ -38,10 +39,10 @@ def ask(world: DiskWorld, name: str, keys: Keys) -> MatchResult | None:
     if world.manager.still_waits(name):
         return None
     result = world.look(keys, name)
-    if result.awaits_room:
+    if result.outcome is Outcome.ASK_AGAIN:
         assert result.blocks == 0
         assert world.manager.leased_pages(name) + world.manager.held_pages(name) == 0
-    return None if result.reads or result.awaits_room else result
+    return None if result.reads or result.outcome is Outcome.ASK_AGAIN else result
 
 
 def reads(world: DiskWorld) -> list[TransferOp]:
@@ -166,10 +167,13 @@ def test_control_two_halves_that_are_kept_wait_for_each_other() -> None:
     world.store(chain(2, 9), "c")
     assert world.manager.match("c", [chain(2, 9)], 0).blocks == 2
     for name, keys in (("a", a), ("b", b)):
-        assert world.manager.match(name, [keys], 0).awaits_room
+        assert world.manager.match(name, [keys], 0).outcome is Outcome.ASK_AGAIN
     world.manager.release("c")
     for _ in range(4):
-        assert all(world.manager.match(name, [keys], 0).awaits_room for name, keys in (("a", a), ("b", b)))
+        assert all(
+            world.manager.match(name, [keys], 0).outcome is Outcome.ASK_AGAIN
+            for name, keys in (("a", a), ("b", b))
+        )
 
 
 def test_what_was_prefetched_of_a_prompt_that_has_to_wait_is_in_nobodys_way() -> None:
@@ -263,7 +267,7 @@ def test_a_lease_that_never_ends_is_waited_for_as_long_as_the_disk_and_counted()
         steps += 1
         assert world.tier.counts.no_room == 0
     assert 10 <= steps <= 12
-    assert (result.blocks, result.reads, result.awaits_room) == (0, 0, False)
+    assert (result.blocks, result.outcome, result.miss) == (0, Outcome.MISS, MissReason.NO_ROOM)
     assert (world.tier.counts.no_room, world.tier.counts.no_room_pages) == (1, 6)
     world.manager.release("a")
     again = ask(world, "a", keys)
@@ -322,7 +326,7 @@ def test_a_prompt_larger_than_host_memory_takes_what_it_can_at_once_and_is_count
     keys = chain(12, 1)
     world = queued([keys], slots=8)
     assert ask(world, "a", keys) is None
-    assert not world.look(keys, "a").awaits_room
+    assert world.look(keys, "a").outcome is not Outcome.ASK_AGAIN
     end(world, reads(world))
     for _ in range(3):
         result = ask(world, "a", keys)
@@ -430,7 +434,7 @@ def test_groups_have_room_together_or_wait(rule: tuple[Rule, int]) -> None:
     world.run()
     entries = world.manager.hub.index.find(1, others)
     world.manager.hub.index.pin(entries)
-    assert world.manager.match("a", keys, 0).awaits_room
+    assert world.manager.match("a", keys, 0).outcome is Outcome.ASK_AGAIN
     assert world.manager.still_waits("a")
     assert world.take() == []
     world.manager.hub.index.unpin(entries)
@@ -449,7 +453,12 @@ def test_a_tail_without_a_slot_is_counted_and_keeps_nobody_waiting() -> None:
     assert world.hits(keys) == 6
     candidates = TailCandidates(tail, np.array([2], np.int32), 6)
     result = world.manager.match("r", [keys], 0, [candidates])
-    assert (result.blocks, result.tail_tokens, result.reads, result.awaits_room) == (6, 0, 0, False)
+    assert (result.blocks, result.tail_tokens, result.reads, result.outcome is Outcome.ASK_AGAIN) == (
+        6,
+        0,
+        0,
+        False,
+    )
     assert (world.tier.counts.no_room, world.tier.counts.no_room_pages) == (1, 1)
 
 
@@ -475,13 +484,13 @@ def test_without_an_engine_that_asks_again_room_is_taken_as_far_as_it_goes() -> 
     world = queued([keys], slots=8, manager_limits=ManagerLimits())
     blocker(world, 4)
     result = world.look(keys, "a")
-    assert (result.reads, result.awaits_room) == (1, False)
-    assert not world.manager._line._without
+    assert (result.reads, result.outcome) == (1, Outcome.COMING)
+    assert not world.manager.promises.line._without
     world.run()
     assert world.match(keys, "a").blocks == 4
     assert (world.tier.counts.no_room, world.tier.counts.no_room_pages) == (1, 2)
     world.manager.release("a")
-    assert not world.manager._line._without
+    assert not world.manager.promises.line._without
 
 
 def test_the_line_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -505,7 +514,7 @@ def test_what_is_in_line_costs_no_lookup() -> None:
 
 def test_a_plan_that_breaks_off_leaves_the_line_as_it_was() -> None:
     world, keys = waited_in_vain(wait_s=30.0)
-    promises = world.manager._promises
+    promises = world.manager.promises
     give_up = promises._give_up
 
     def broken(*args: Any) -> None:

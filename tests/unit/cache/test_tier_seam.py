@@ -13,8 +13,9 @@ import flexkv.cache
 from flexkv.c_ext import BlockIndex
 from flexkv.cache.base import NO_ENTRY, GroupSpec, TierId
 from flexkv.cache.manager import LocalCacheManager
-from flexkv.cache.tiers.contract import Sink, Source, Tier, TierContext, TierCounts, TierFacts, WriteMode
+from flexkv.cache.tiers.contract import Sink, Source, Tier, TierCounts, TierFacts, WriteMode
 from flexkv.cache.tiers.factory import unit_tiers
+from flexkv.cache.tiers.tables import TierContext
 from flexkv.facts.keys import Keys
 from flexkv.transfer.graph import NO_BLOCKS, OpId, OpKind, OpResult, OpStatus, Priority, TransferOp
 from tests.unit.cache.disk_world import chain
@@ -109,7 +110,7 @@ def test_a_toy_tier_is_written_looked_up_loaded_and_reset() -> None:
     manager, keys = make(), chain(5)
     store(manager, keys)
     assert run(manager) == [OpKind.DISK_WRITE]
-    manager.hub.evicted(0, manager.hub.index.evict(0, 8))
+    manager.hub.evict(0, 8)
     result = manager.match("r", [keys], 0)
     assert (result.blocks, result.reads) == (0, 1)
     assert run(manager) == [OpKind.DISK_READ]
@@ -127,7 +128,7 @@ def test_a_toy_tier_that_fails_pages_loses_them_and_no_others() -> None:
     manager, keys = make(), chain(5)
     store(manager, keys)
     run(manager)
-    manager.hub.evicted(0, manager.hub.index.evict(0, 8))
+    manager.hub.evict(0, 8)
     manager.match("r", [keys], 0)
     ((_, graph),) = manager.work.poll()
     failed = np.array([3], np.int32)
@@ -142,7 +143,7 @@ def test_a_tier_that_is_down_is_not_asked() -> None:
     manager, keys = make(), chain(5)
     store(manager, keys)
     run(manager)
-    manager.hub.evicted(0, manager.hub.index.evict(0, 8))
+    manager.hub.evict(0, 8)
     manager.work.take_down(TOY, "a test")
     result = manager.match("r", [keys], 0)
     assert (result.blocks, result.reads) == (0, 0)

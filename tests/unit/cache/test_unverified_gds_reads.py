@@ -204,7 +204,7 @@ class TakesReadsForStored(LocalCacheManager):
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)  # type: ignore[arg-type]
-        self._ops.entries_read = lambda tier, group: NO_ENTRIES  # type: ignore[method-assign]
+        self.tables.ops.entries_read = lambda tier, group: NO_ENTRIES  # type: ignore[method-assign]
 
 
 def test_control_a_manager_that_takes_reads_for_stored_is_caught() -> None:

@@ -203,7 +203,7 @@ def test_asking_again_replaces_the_lease_and_a_miss_leaves_nothing(worlds):
         assert manager.leased_pages("r") == length
     for number in range(100):
         world.cache.match(f"miss {number}", world.cache.keys(hashes_of("absent")), WAIT_S)
-    assert len(manager._access_orders._access_orders) <= 1, (
+    assert len(manager.tables.access_orders._access_orders) <= 1, (
         "nobody says when a request that found nothing ends"
     )
 

@@ -15,9 +15,10 @@ import pytest
 from flexkv.cache.base import GroupSpec
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.cache.tiers import factory
-from flexkv.cache.tiers.contract import TierContext, TierFactory, TierFacts
+from flexkv.cache.tiers.contract import TierFacts
 from flexkv.cache.tiers.disk.plan import plan_disk
 from flexkv.cache.tiers.plan import TierPlan, UnitFacts
+from flexkv.cache.tiers.tables import TierContext, TierFactory
 from flexkv.config import load_config
 from flexkv.errors import ContractError, DiskError, GeometryError
 from flexkv.facts.ranks import NO_UNIT, GroupFacts, KvGroup, RankFacts, UnitOwner

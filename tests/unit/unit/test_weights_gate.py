@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from flexkv.cache.base import TierId
 from flexkv.config import load_config
 from flexkv.facts.ranks import KvGroup, UnitOwner
 from flexkv.observe import Counters
@@ -284,8 +283,8 @@ def test_what_found_no_room_to_wait_is_kept_as_well(
     build: Build, model: Path, late: LateDigest, waiting_pages: int
 ) -> None:
     unit = build(model, store__inflight_pages=1 << 20)
-    queue = unit.manager.work._writes[TierId(1)]
-    queue._facts = replace(queue._facts, waiting_pages=waiting_pages)
+    tier = unit.manager.tiers[1]
+    tier.facts = replace(tier.facts, waiting_pages=waiting_pages)
     stored(unit)
     late.let_go(unit)
     settle(unit)
@@ -297,10 +296,10 @@ def test_what_found_no_room_and_left_host_memory_counts_as_dropped(
     build: Build, model: Path, late: LateDigest
 ) -> None:
     unit = build(model)
-    queue = unit.manager.work._writes[TierId(1)]
-    queue._facts = replace(queue._facts, waiting_pages=0)
+    tier = unit.manager.tiers[1]
+    tier.facts = replace(tier.facts, waiting_pages=0)
     stored(unit)
-    index = unit.manager.hub.index
+    index = unit.manager.hub.presence
     index.remove(index.find(0, KEYS))
     late.let_go(unit)
     settle(unit)

@@ -9,21 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from flexkv.cache.base import NO_BLOCK, EntryIds, OpRole
 from flexkv.cache.ledger.leases import GroupLease, Lease, StraightPages
 from flexkv.cache.ledger.ops import RankOp
+from flexkv.cache.tiers.disk.pages import DiskPages
 from flexkv.cache.tiers.routes import StraightLoads
+from flexkv.cache.tiers.tables import TierContext
 from flexkv.facts.keys import Keys
 from flexkv.observe import get_logger
 from flexkv.transfer.graph import NO_PLACES, BlockIds, OpKind, Priority, SlotIds, TransferOp
-
-if TYPE_CHECKING:
-    from flexkv.cache.tiers.contract import TierContext
-    from flexkv.cache.tiers.disk.tier import DiskTier
 
 logger = get_logger(__name__)
 
@@ -48,7 +45,7 @@ class GdsLoads(StraightLoads):
         use: not NEVER.
     """
 
-    def __init__(self, disk: DiskTier, context: TierContext, use: GdsUse) -> None:
+    def __init__(self, disk: DiskPages, context: TierContext, use: GdsUse) -> None:
         self._disk = disk
         self._context = context
         self._use = use
@@ -56,7 +53,7 @@ class GdsLoads(StraightLoads):
 
     @property
     def pages(self) -> int:
-        return self._context.ops.pages(OpRole.LOAD, self._context.tier)
+        return self._context.tables.ops.pages(OpRole.LOAD, self._context.tier)
 
     # --- promises ---
 
@@ -65,12 +62,12 @@ class GdsLoads(StraightLoads):
         return now_s < self._rests_until_s
 
     def wants(self, pages: int, queued_fetches: int) -> bool:
-        now_s = self._context.clock()
+        now_s = self._context.tables.clock()
         if self._is_resting(now_s):
             return False
         if self._use is GdsUse.ALWAYS:
             return True
-        return self._context.cost.straight_is_faster(
+        return self._context.tables.cost.straight_is_faster(
             self._context.tier, pages, self.pages, queued_fetches, now_s
         )
 
@@ -78,7 +75,7 @@ class GdsLoads(StraightLoads):
         return StraightPages(self._context.tier, entries, places, self._disk.tags_of(group, places))
 
     def keeps(self, group: int, keys: Keys, pages: StraightPages) -> bool:
-        if self._is_resting(self._context.clock()):
+        if self._is_resting(self._context.tables.clock()):
             return False
         return self._disk.presence.count_ready(group, keys, pages.entries) == len(pages)
 
@@ -88,10 +85,8 @@ class GdsLoads(StraightLoads):
 
     # --- loads ---
 
-    def begin(
-        self, request_id: str, lease: Lease, targets: Sequence[BlockIds], epoch: int
-    ) -> list[TransferOp]:
-        ops = self._context.ops
+    def begin(self, request_id: str, lease: Lease, targets: Sequence[BlockIds]) -> list[TransferOp]:
+        ops = self._context.tables.ops
         plans = []
         for number, (group, target) in enumerate(zip(lease.groups, targets, strict=True)):
             pages = group.straight
@@ -124,7 +119,7 @@ class GdsLoads(StraightLoads):
                     entries=used.entries,
                     first_block=group.first_block,
                     positions=kept + in_host,
-                    epoch=epoch,
+                    epoch=self._context.tables.epoch,
                     ahead=self.pages,
                 )
             )
@@ -141,9 +136,9 @@ class GdsLoads(StraightLoads):
         elif op.suspect.all():
             # Perhaps not the disk's fault but the way's: then the next ones would go as these did.
             self._rest("; ".join(op.reasons) or "all of a load failed")
-        now_s = self._context.clock()
+        now_s = self._context.tables.clock()
         if not op.failed.any():
-            self._context.cost.straight(op.tier).see(op.ahead + op.pages, now_s - op.begun_s, now_s)
+            self._context.tables.cost.straight(op.tier).see(op.ahead + op.pages, now_s - op.begun_s, now_s)
         counts = self._disk.counts
         counts.gds_read += int(np.count_nonzero(~op.failed))
         # What a disk does not give is kept: the manager's own lane judges the disk. The log names the failure at once.
@@ -153,11 +148,11 @@ class GdsLoads(StraightLoads):
         lost = self._disk.presence.keys_of(op.entries[op.suspect])
         self._disk.end_use(op.group, op.entries, op.plan.places, op.suspect)
         if len(lost):
-            self._context.forgotten(op.tier, op.group, lost)
+            self._context.tables.reactions.forgotten(op.tier, op.group, lost)
 
     def _rest(self, reason: str) -> None:
         """A rank's lane or a disk failed, or nothing was brought: for a while pages go through host memory."""
-        now_s = self._context.clock()
+        now_s = self._context.tables.clock()
         if now_s >= self._rests_until_s:
             logger.warning("pages on disk go through host memory for the next %.0f s: %s", REST_S, reason)
         self._rests_until_s = max(self._rests_until_s, now_s + REST_S)

@@ -7,10 +7,11 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-from flexkv.cache.tiers.contract import TierFactory, TierFacts, WriteMode
+from flexkv.cache.tiers.contract import TierFacts, WriteMode
 from flexkv.cache.tiers.disk.load_route import GdsUse
 from flexkv.cache.tiers.disk.tier import DiskTier, DiskTraffic
 from flexkv.cache.tiers.plan import ImageNeeds, TierPlan, UnitFacts
+from flexkv.cache.tiers.tables import TierFactory
 from flexkv.errors import GeometryError
 from flexkv.facts.ranks import GroupFacts, KvGroup
 from flexkv.observe import get_logger

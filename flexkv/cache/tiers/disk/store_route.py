@@ -7,14 +7,14 @@ reads or rewrites their places; a page that is not sealed is never visible.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 from numpy.typing import NDArray
 
 from flexkv.cache.base import NO_ENTRY, OpRole, StorePlan
 from flexkv.cache.ledger.ops import Op, RankOp, good_pages
+from flexkv.cache.tiers.disk.pages import DiskPages
 from flexkv.cache.tiers.routes import StoreOffer, StoreRoute
+from flexkv.cache.tiers.tables import TierContext
 from flexkv.transfer.graph import (
     NO_BLOCKS,
     NO_PLACES,
@@ -24,10 +24,6 @@ from flexkv.transfer.graph import (
     TransferGraph,
     TransferOp,
 )
-
-if TYPE_CHECKING:
-    from flexkv.cache.tiers.contract import TierContext
-    from flexkv.cache.tiers.disk.tier import DiskTier
 
 NO_POSITIONS: NDArray[np.intp] = np.empty(0, np.intp)
 
@@ -42,7 +38,7 @@ class GdsStores(StoreRoute):
         most_pages: that are being stored or sealed at once.
     """
 
-    def __init__(self, disk: DiskTier, context: TierContext, most_pages: int) -> None:
+    def __init__(self, disk: DiskPages, context: TierContext, most_pages: int) -> None:
         self._disk = disk
         self._context = context
         self._most_pages = most_pages
@@ -50,36 +46,34 @@ class GdsStores(StoreRoute):
     @property
     def pages(self) -> int:
         """Being stored or sealed."""
-        ops, tier = self._context.ops, self._context.tier
+        ops, tier = self._context.tables.ops, self._context.tier
         return ops.pages(OpRole.STORE, tier) + ops.pages(OpRole.SEAL, tier)
 
     # --- stores ---
 
-    def begin(self, offer: StoreOffer, room: int, epoch: int) -> StorePlan:
+    def begin(self, offer: StoreOffer, room: int) -> StorePlan:
         new, being_read = self._unknown(offer)
         known = len(offer.keys) - len(new) - len(being_read)
-        to_disk = self._begin_on_disk(offer, new, known, room, epoch)
+        to_disk = self._begin_on_disk(offer, new, known, room)
         if not len(being_read):
             return to_disk
-        return to_disk.joined(self._begin_in_host(offer, being_read, room - len(to_disk.stored), epoch))
+        return to_disk.joined(self._begin_in_host(offer, being_read, room - len(to_disk.stored)))
 
-    def _begin_in_host(
-        self, offer: StoreOffer, positions: NDArray[np.intp], room: int, epoch: int
-    ) -> StorePlan:
-        index = self._context.hub.index
+    def _begin_in_host(self, offer: StoreOffer, positions: NDArray[np.intp], room: int) -> StorePlan:
+        index = self._context.tables.hub.index
         entries = index.find(offer.group, offer.keys)
         ready = entries[entries != NO_ENTRY]
         # Not evicted to make room for the rest of the offer.
         index.pin(ready)
         try:
-            return self._context.host_stores().begin(offer.part(positions), room, epoch)
+            return self._context.tables.host_stores.begin(offer.part(positions), room)
         finally:
             index.unpin(ready)
 
     def _unknown(self, offer: StoreOffer) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
         """Positions of offered blocks that are in neither tier, and of those of which the disk has a page that is being
         read."""
-        index, ops, group = self._context.hub.index, self._context.ops, offer.group
+        index, ops, group = self._context.tables.hub.index, self._context.tables.ops, offer.group
         in_host = index.find(group, offer.keys, ready_only=False)
         on_disk = self._disk.presence.find(group, offer.keys, ready_only=False)
         stored = in_host != NO_ENTRY
@@ -94,10 +88,8 @@ class GdsStores(StoreRoute):
         unknown = ~(stored & ~coming) & ~awaited
         return np.flatnonzero(unknown & (on_disk == NO_ENTRY)), np.flatnonzero(unknown & read)
 
-    def _begin_on_disk(
-        self, offer: StoreOffer, new: NDArray[np.intp], known: int, room: int, epoch: int
-    ) -> StorePlan:
-        group, ops = offer.group, self._context.ops
+    def _begin_on_disk(self, offer: StoreOffer, new: NDArray[np.intp], known: int, room: int) -> StorePlan:
+        group, ops = offer.group, self._context.tables.ops
         room = max(0, min(room, self._most_pages - self.pages))
         valid = np.full(len(new), offer.tokens, np.int32)
         found, entries, places, tags = self._disk.begin_write(
@@ -117,7 +109,7 @@ class GdsStores(StoreRoute):
             places=places,
             tags=tags,
         )
-        offer.begun(ops, self._context.tier, plan, entries, stored, epoch)
+        self._context.tables.enter_store(offer, self._context.tier, plan, entries, stored)
         return StorePlan(TransferGraph((plan,)), stored, known, dropped)
 
     def bar(self, op: RankOp, pages: NDArray[np.bool_]) -> None:
@@ -142,7 +134,7 @@ class GdsStores(StoreRoute):
     def _seal(self, op: RankOp, good: NDArray[np.bool_]) -> None:
         # One row a page, of all ranks' runs side by side; a rank whose stripe is another's has reported none.
         digests = np.concatenate([op.digests[rank] for rank in sorted(op.digests)], axis=1)[good]
-        ops, tier = self._context.ops, self._context.tier
+        ops, tier = self._context.tables.ops, self._context.tier
         plan = TransferOp(
             ops.next_id(),
             OpKind.DISK_SEAL,
@@ -155,7 +147,7 @@ class GdsStores(StoreRoute):
             digests=np.ascontiguousarray(digests),
         )
         ops.add(Op(plan=plan, role=OpRole.SEAL, tier=tier, entries=op.entries[good], epoch=op.epoch))
-        self._context.outbox.put(tier, plan)
+        self._context.tables.outbox.put(tier, plan)
 
     def follow_up_ended(self, op: Op, result: OpResult) -> None:
         """What was sealed is on disk."""

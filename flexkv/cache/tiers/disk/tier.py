@@ -1,27 +1,15 @@
-"""The unit's own disks: pages that are there, and those on their way."""
+"""The unit's own disks as a tier: pages that go by way of host memory, or straight."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
-from flexkv.cache.base import NO_ENTRY, EntryIds
-from flexkv.cache.tiers.contract import Plane, Sink, TierContext, TierFacts, TierRoom
+from flexkv.cache.tiers.contract import Plane, TierFacts
 from flexkv.cache.tiers.disk.load_route import GdsLoads, GdsUse
+from flexkv.cache.tiers.disk.pages import DiskPages
 from flexkv.cache.tiers.disk.store_route import GdsStores
-from flexkv.cache.tiers.stored_tier import StoredTier
-from flexkv.errors import ConfigError
-from flexkv.facts.keys import Keys
-from flexkv.observe import get_logger
-from flexkv.storage.base import Places, Volumes
-from flexkv.storage.tags import NEVER, make_tags, tag_fields
-from flexkv.transfer.graph import NO_BLOCKS, OpId, OpKind, PageTags, Priority, SlotIds, TransferOp
-
-logger = get_logger(__name__)
+from flexkv.cache.tiers.tables import TierContext
+from flexkv.storage.base import Volumes
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +30,8 @@ class DiskTraffic:
     gds_stores: bool = False
 
 
-class DiskTier(StoredTier, Sink):
-    """Reads and writes pages of the unit's own folders, by way of host memory or straight.
+class DiskTier(DiskPages):
+    """Adds to `DiskPages` the ways past host memory that its unit uses.
 
     Args:
         volumes: the open folders; closed with the tier.
@@ -60,157 +48,8 @@ class DiskTier(StoredTier, Sink):
         traffic: DiskTraffic,
         plane: Plane | None = None,
     ) -> None:
-        if traffic.ttl_s is not None and not traffic.ttl_s > 0:
-            raise ConfigError(f"disk ttl_s={traffic.ttl_s}; allowed are values above 0")
-        super().__init__(context, volumes, traffic.facts)
-        self.volumes = volumes
-        self.plane = plane
-        self.sink = self
-        self._ttl_s = traffic.ttl_s
-        self._any_expires |= traffic.ttl_s is not None
+        super().__init__(context, volumes, traffic.facts, traffic.ttl_s, plane)
         if traffic.gds_loads is not GdsUse.NEVER:
             self.straight = self.loads = GdsLoads(self, context, traffic.gds_loads)
         if traffic.gds_stores:
             self.stores = GdsStores(self, context, traffic.facts.write_pages)
-
-    # --- writes ---
-
-    def known(self, group: int, keys: Keys) -> NDArray[np.bool_]:
-        return np.asarray(self.presence.find(group, keys, ready_only=False) != NO_ENTRY)
-
-    def room(self, group: int) -> int:
-        return self.presence.up_slots(group)
-
-    def plan_write(
-        self, op_id: OpId, group: int, keys: Keys, slots: SlotIds, tokens: NDArray[np.int32]
-    ) -> tuple[NDArray[np.integer], EntryIds, TransferOp | None]:
-        positions, entries, places, tags = self.begin_write(group, keys, tokens, len(keys))
-        if not len(positions):
-            return positions, entries, None
-        return (
-            positions,
-            entries,
-            TransferOp(
-                op_id,
-                OpKind.DISK_WRITE,
-                group,
-                Priority.STORE,
-                NO_BLOCKS,
-                slots[positions],
-                places=places,
-                tags=tags,
-            ),
-        )
-
-    def begin_write(
-        self, group: int, keys: Keys, tokens: NDArray[np.int32], room: int
-    ) -> tuple[NDArray[np.uint32], EntryIds, Places, PageTags]:
-        """Gives a place to keys that have none, evicting what is used least, for at most `room` of them.
-
-        Returns:
-            Positions in `keys` of those that got one, their entries (pinned until `end_write`), places and tags.
-        """
-        positions, entries, places, evicted, _, _ = self.presence.insert(group, keys, room)
-        self.counts.evicted += len(evicted)
-        former = self._fields(group, places)["generation"]
-        if former.any():
-            # Before the place is written, so that no crash leaves an index that still believes in its old content.
-            self.pages.record_evict(group, places[former != 0], former[former != 0])
-        expiry = NEVER if self._ttl_s is None else self._now() + self._ttl_s
-        generations = self.volumes.next_generations(len(places))
-        tags = make_tags(keys[positions], self.epoch, generations, tokens[positions], expiry)
-        self._any_partial |= bool((tokens[positions] != self._sizes[group]).any())
-        self._tags[group][places] = tag_fields(tags)
-        if self._any_expires:
-            self.presence.set_expiry(entries, np.full(len(entries), expiry, np.uint64))
-        return positions, entries, places, tags
-
-    def under_way(self, group: int, entries: EntryIds) -> NDArray[np.bool_]:
-        """Which of these entries, pinned since `begin_write`, are still to become visible, bool [entries]."""
-        return np.asarray(
-            self.presence.find(group, self.presence.keys_of(entries), ready_only=False) == entries
-        )
-
-    def end_write(self, group: int, entries: EntryIds, good: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        places, keys = self.presence.slots_of(entries), self.presence.keys_of(entries)
-        published = self.presence.finish(entries, good.view(np.uint8)).view(np.bool_)
-        there = places[published]
-        if len(there):
-            tags = self._fields(group, there)
-            self.volumes.record_publish(
-                group,
-                keys[published],
-                there,
-                tags["generation"].copy(),
-                tags["tokens"].astype(np.int32),
-                tags["expiry"].copy(),
-            )
-        return published
-
-    def used(self, group: int, keys: Keys) -> None:
-        entries = self.presence.find(group, keys)
-        entries = entries[entries != NO_ENTRY]
-        if len(entries):
-            self.presence.touch(entries, len(entries))
-            self.pages.record_use(group, self.presence.slots_of(entries))
-
-    # --- weights ---
-
-    def begin_open(self, weights: bytes) -> int:
-        if not self.pages.strange_disks(weights):
-            return 0
-        strange = len(self)
-        self.presence.clear()
-        # Still of the weights that the process loaded at its start, or of those that it alone knows.
-        self.epoch += 2
-        self.volumes.begin_reset(self.epoch)
-        return strange
-
-    @property
-    def opens(self) -> bool:
-        return self.volumes.resets
-
-    def open_for(self, weights: bytes) -> None:
-        self.volumes.finish_reset(0.0)
-        self.volumes.name_weights(weights)
-        super().open_for(weights)
-
-    # --- what lies below ---
-
-    def poll(self, now_s: float) -> None:
-        events = self.volumes.poll()
-        self.durable_pages += sum(len(pages.places) for pages in events.durable)
-        for lost in events.lost:
-            logger.error(
-                "disk %s is out of use, what it held is computed again: %s", lost.folder, lost.reason
-            )
-            self.lose(lost.disk)
-        if events.lost and not any(self.volumes.alive):
-            self.go_down("no disk is left")
-
-    def room_of(self, group: int) -> TierRoom:
-        alive, disks = sum(self.volumes.alive), self.volumes.disks
-        pages = self.volumes.slots(group) // disks * alive
-        there = f", on {alive} of {disks} disk(s); {len(self)} blocks there already"
-        return TierRoom(pages, "disk.bytes_per_folder", alive, there)
-
-    def gauges(self) -> Mapping[str, float]:
-        return {
-            "flexkv_disk_slots": self.room_of(0).pages,
-            "flexkv_disk_slots_used": len(self.presence),
-            "flexkv_disks": sum(self.volumes.alive),
-        }
-
-    @property
-    def unflushed(self) -> bool:
-        return self.volumes.unflushed
-
-    def durable(self) -> bool:
-        stats = self.volumes.stats()
-        # In this order: a journal that has failed lags behind nothing, and its disk is found lost here. What journals
-        # had no room for is given to them here, too, and lags from then on.
-        self.poll(time.monotonic())
-        return not (stats.journal_lag_s > 0 or stats.pending_pages)
-
-    def close(self, deadline_s: float) -> bool:
-        return self.volumes.close(deadline_s)

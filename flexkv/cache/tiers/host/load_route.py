@@ -10,34 +10,25 @@ from numpy.typing import NDArray
 from flexkv.cache.base import NO_BLOCK, OpRole
 from flexkv.cache.ledger.leases import GroupLease, Lease
 from flexkv.cache.ledger.ops import RankOp
-from flexkv.cache.ledger.stats import ManagerStats
-from flexkv.cache.tiers.contract import TierContext
 from flexkv.cache.tiers.routes import LoadRoute
+from flexkv.cache.tiers.tables import CacheTables
 from flexkv.transfer.graph import NO_READS, BlockIds, OpKind, Priority, ReadIds, TransferOp
 
 
 class HostLoads(LoadRoute):
-    """H2D: what host memory has, or what is on its way there.
+    """H2D: what host memory has, or what is on its way there."""
 
-    Args:
-        counts: of the manager; what failed loads make forgotten is counted there.
-    """
+    def __init__(self, tables: CacheTables) -> None:
+        self._tables = tables
 
-    def __init__(self, context: TierContext, counts: ManagerStats) -> None:
-        self._context = context
-        self._hub = context.hub
-        self._counts = counts
-
-    def begin(
-        self, request_id: str, lease: Lease, targets: Sequence[BlockIds], epoch: int
-    ) -> list[TransferOp]:
-        ops = self._context.ops
+    def begin(self, request_id: str, lease: Lease, targets: Sequence[BlockIds]) -> list[TransferOp]:
+        ops = self._tables.ops
         plans = []
         for number, (group, target) in enumerate(zip(lease.groups, targets, strict=True)):
             target = target[: len(group.entries)]
             kept = np.flatnonzero(target != NO_BLOCK)
             if len(kept) < len(group.entries):
-                self._hub.index.unpin(np.delete(group.entries, kept))
+                self._tables.hub.index.unpin(np.delete(group.entries, kept))
             if not len(kept):
                 continue
             plan = TransferOp(
@@ -57,23 +48,23 @@ class HostLoads(LoadRoute):
                     entries=group.entries[kept],
                     first_block=group.first_block,
                     positions=kept,
-                    epoch=epoch,
+                    epoch=self._tables.epoch,
                     ahead=ops.pages(OpRole.LOAD),
                 )
             )
             if len(plan.reads):
-                self._counts.streamed_pages += int(np.count_nonzero(plan.reads))
+                self._tables.counts.streamed_pages += int(np.count_nonzero(plan.reads))
             plans.append(plan)
         return plans
 
     def release(self, group: GroupLease) -> None:
-        self._hub.index.unpin(group.entries)
+        self._tables.hub.index.unpin(group.entries)
 
     def source_failed(self, reason: str) -> None:
         """Nothing to decide: there is no other way from host memory."""
 
     def end(self, op: RankOp, current: bool) -> None:
-        index = self._hub.index
+        index = self._tables.hub.index
         if not current:
             # A reset forgot what it loaded; under the same keys there may be other pages by now.
             index.unpin(op.entries)
@@ -82,7 +73,7 @@ class HostLoads(LoadRoute):
         if coming is not None:
             # What never came is judged by its fetch, which may not have been reported yet.
             op.suspect &= ~coming | index.ready(op.entries).view(np.bool_)
-        if others := self._context.others():
+        if others := self._tables.tiers[1:]:
             keys = index.keys_of(op.entries)
             damaged, good = keys[op.suspect & op.damaged], keys[~op.suspect]
             for tier in others:
@@ -92,11 +83,11 @@ class HostLoads(LoadRoute):
                 if tier.sink is not None:
                     tier.sink.used(op.group, good)
             if not op.failed.any() and coming is None:
-                now_s = self._context.clock()
-                self._context.cost.load.see(op.ahead + op.pages, now_s - op.begun_s, now_s)
+                now_s = self._tables.clock()
+                self._tables.cost.load.see(op.ahead + op.pages, now_s - op.begun_s, now_s)
         if op.suspect.any():
-            removed = self._hub.remove(op.group, op.entries[op.suspect])
-            self._counts.forgotten_blocks += removed
+            removed = self._tables.hub.remove(op.group, op.entries[op.suspect])
+            self._tables.counts.forgotten_blocks += removed
         index.unpin(op.entries)
 
 

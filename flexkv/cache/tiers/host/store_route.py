@@ -6,34 +6,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexkv.cache.base import HUB, NO_ENTRY, EntryIds, OpRole, StorePlan
-from flexkv.cache.ledger.access_order import AccessOrders
 from flexkv.cache.ledger.ops import RankOp
-from flexkv.cache.tiers.contract import TierContext
 from flexkv.cache.tiers.routes import StoreOffer, StoreRoute
+from flexkv.cache.tiers.tables import CacheTables
 from flexkv.transfer.graph import OpKind, Priority, TransferGraph, TransferOp
 
 
 class HostStores(StoreRoute):
-    """D2H: what is stored is visible in host memory when every rank has copied it.
+    """D2H: what is stored is visible in host memory when every rank has copied it."""
 
-    Args:
-        access_orders: are told which blocks a request stored.
-    """
+    def __init__(self, tables: CacheTables) -> None:
+        self._tables = tables
 
-    def __init__(self, context: TierContext, access_orders: AccessOrders) -> None:
-        self._context = context
-        self._hub = context.hub
-        self._ops = context.ops
-        self._access_orders = access_orders
-
-    def begin(self, offer: StoreOffer, room: int, epoch: int) -> StorePlan:
-        group, blocks = offer.group, offer.blocks
-        without_slot = self._take_over(offer, room) if self._ops.any_of(OpRole.FETCH) else 0
-        positions, entries, slots, evicted, known, dropped = self._hub.index.insert(
-            group, offer.keys, room, spare=offer.spare
+    def begin(self, offer: StoreOffer, room: int) -> StorePlan:
+        tables, group, blocks = self._tables, offer.group, offer.blocks
+        without_slot = self._take_over(offer, room) if tables.ops.any_of(OpRole.FETCH) else 0
+        positions, entries, slots, known, dropped = tables.hub.insert_for_store(
+            group, offer.keys, room, offer.spare
         )
-        if len(evicted):
-            self._hub.gone(group, evicted)
         stored = offer.positions(positions)
         known, dropped = known - without_slot, dropped + without_slot
         # The index takes blocks in order and none behind the first that finds no slot. Blocks that stay a fetch's may
@@ -41,12 +31,12 @@ class HostStores(StoreRoute):
         accepted = int(stored[-1]) + 1 if len(stored) and not without_slot else 0
         if not len(stored):
             return StorePlan(None, stored, known, dropped, accepted)
-        self._hub.filled_by_store(group, slots, offer.tokens)
+        tables.hub.filled_by_store(group, slots, offer.tokens)
         all_new = len(positions) == len(blocks)
         sources = blocks if all_new else blocks[positions]
-        plan = TransferOp(self._ops.next_id(), OpKind.D2H, group, Priority.STORE, sources, slots)
-        offer.begun(self._ops, HUB, plan, entries, stored, epoch)
-        self._access_orders.of(offer.request_id)[group].put_at(offer.first_block, stored, entries)
+        plan = TransferOp(tables.ops.next_id(), OpKind.D2H, group, Priority.STORE, sources, slots)
+        tables.enter_store(offer, HUB, plan, entries, stored)
+        tables.access_orders.of(offer.request_id)[group].put_at(offer.first_block, stored, entries)
         return StorePlan(TransferGraph((plan,)), stored, known, dropped, accepted)
 
     def _take_over(self, offer: StoreOffer, room: int) -> int:
@@ -59,7 +49,7 @@ class HostStores(StoreRoute):
         Returns:
             How many find no slot, and stay the fetch's.
         """
-        index, group = self._hub.index, offer.group
+        index, group = self._tables.hub.index, offer.group
         entries = index.find(group, offer.keys, ready_only=False)
         unverified = self._unverified(offer, entries)
         if not len(unverified):
@@ -71,27 +61,24 @@ class HostStores(StoreRoute):
             ready = there[index.ready(there).view(np.bool_)]
             # Not what the offer has already, to make room for the rest of it.
             index.pin(ready)
-            self._hub.evict(group, missing)
+            self._tables.hub.evict(group, missing)
             index.unpin(ready)
         taken = max(0, min(room, index.free_slots(group)) - unknown)
-        self._hub.remove(group, entries[unverified[:taken]])
+        self._tables.hub.remove(group, entries[unverified[:taken]])
         return max(0, len(unverified) - taken)
 
     def _unverified(self, offer: StoreOffer, entries: EntryIds) -> NDArray[np.intp]:
         """Positions of offered blocks that a fetch is bringing, and whose content is not from there."""
         group = offer.group
         there = np.flatnonzero(entries != NO_ENTRY)
-        coming: NDArray[np.intp] = there[self._hub.index.fillers(entries[there]) != 0]
+        coming: NDArray[np.intp] = there[self._tables.hub.index.fillers(entries[there]) != 0]
         if len(coming):
             # These engine blocks get what the fetch brings: where it fails they are computed, and offered again.
-            coming = coming[~np.isin(offer.blocks[coming], self._ops.targets_of_loads(group))]
+            coming = coming[~np.isin(offer.blocks[coming], self._tables.ops.targets_of_loads(group))]
         return coming
 
     def bar(self, op: RankOp, pages: NDArray[np.bool_]) -> None:
-        self._hub.remove(op.group, op.entries[pages])
+        self._tables.hub.remove(op.group, op.entries[pages])
 
     def end(self, op: RankOp, good: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        published = self._hub.index.finish(op.entries, good.view(np.uint8)).view(np.bool_)
-        if published.any():
-            self._hub.published(op.group, op.entries[published])
-        return published
+        return self._tables.hub.finish(op.group, op.entries, good)

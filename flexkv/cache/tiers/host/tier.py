@@ -6,9 +6,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexkv.cache.base import EntryIds
-from flexkv.cache.tiers.contract import Tier, TierContext, TierCounts, TierFacts
+from flexkv.cache.tiers.contract import Tier, TierCounts, TierFacts
 from flexkv.cache.tiers.host.load_route import HostLoads
 from flexkv.cache.tiers.host.store_route import HostStores
+from flexkv.cache.tiers.tables import TierContext
 from flexkv.facts.keys import Keys
 
 
@@ -18,11 +19,12 @@ class HostTier(Tier):
     facts = TierFacts("host memory")
 
     def __init__(self, context: TierContext) -> None:
-        self._hub = context.hub
-        self.presence = context.hub.index
+        tables = context.tables
+        self._hub = tables.hub
+        self.presence = tables.hub.presence
         self.counts = TierCounts()
-        self.loads = HostLoads(context, context.stats)
-        self.stores = HostStores(context, context.access_orders)
+        self.loads = HostLoads(tables)
+        self.stores = HostStores(tables)
 
     def leading(self, group: int, keys: Keys) -> EntryIds:
         return self.presence.match_prefix(group, keys)

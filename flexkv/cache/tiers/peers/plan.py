@@ -6,10 +6,11 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 
-from flexkv.cache.tiers.contract import TierFactory, WriteMode
+from flexkv.cache.tiers.contract import WriteMode
 from flexkv.cache.tiers.disk.plan import disk_facts, disk_folders, disk_groups, disk_identity
 from flexkv.cache.tiers.peers.tier import PeerTier
 from flexkv.cache.tiers.plan import TierPlan, UnitFacts
+from flexkv.cache.tiers.tables import TierFactory
 from flexkv.storage.peer_folders import open_peer_folders
 from flexkv.storage.peer_pages import PeerPages
 from flexkv.storage.peer_reader import PeerReader

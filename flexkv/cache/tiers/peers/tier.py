@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Protocol
 
 from flexkv.cache.base import EntryIds
-from flexkv.cache.tiers.contract import Plane, TierContext, TierFacts
+from flexkv.cache.tiers.contract import Plane, TierFacts
 from flexkv.cache.tiers.stored_tier import StoredTier
+from flexkv.cache.tiers.tables import TierContext
 from flexkv.facts.keys import Keys
 from flexkv.observe import get_logger
 from flexkv.storage.base import StoredPages

@@ -6,10 +6,11 @@ import time
 from contextlib import ExitStack
 from functools import partial
 
-from flexkv.cache.tiers.contract import TierFactory, TierFacts, WriteMode
+from flexkv.cache.tiers.contract import TierFacts, WriteMode
 from flexkv.cache.tiers.disk.plan import disk_groups, image_needs
 from flexkv.cache.tiers.plan import TierPlan, UnitFacts
 from flexkv.cache.tiers.remote.tier import RemoteTier
+from flexkv.cache.tiers.tables import TierFactory
 from flexkv.observe import get_logger
 from flexkv.remote.link import HelperLink
 from flexkv.remote.messages import Setup

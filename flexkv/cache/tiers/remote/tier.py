@@ -17,13 +17,13 @@ from flexkv.cache.tiers.contract import (
     Sink,
     Source,
     Tier,
-    TierContext,
     TierCounts,
     TierFacts,
     WriteMode,
 )
 from flexkv.cache.tiers.remote.key_memory import KeyMemory
 from flexkv.cache.tiers.remote.series import remote_series
+from flexkv.cache.tiers.tables import TierContext
 from flexkv.facts.keys import Keys, Rule
 from flexkv.remote.base import Presence
 from flexkv.remote.messages import MOST_ASKED
@@ -81,16 +81,16 @@ class RemoteTier(Tier, Source, Sink, Prober):
         self.source = self.sink = self.prober = self
         self._lane = plane
         self._context = context
-        self._whole = [spec.rule is Rule.FULL for spec in context.specs]
-        self._sizes = [spec.block_tokens for spec in context.specs]
-        owners = sharing(context.specs)
+        self._whole = [spec.rule is Rule.FULL for spec in context.tables.specs]
+        self._sizes = [spec.block_tokens for spec in context.tables.specs]
+        owners = sharing(context.tables.specs)
         # All groups share one table of answers, also where they share no host slots.
         self.presence = BlockIndex([KNOWN_PAGES] * len(owners), context.policy, [0] * len(owners))
         self.presence.grow(0, KNOWN_PAGES)
         self._tokens = np.zeros(KNOWN_PAGES, np.int32)
         """Valid tokens of the page in each place."""
-        self._absent = KeyMemory(ABSENT_S, REMEMBERED, context.clock)
-        self._liars = KeyMemory(LIAR_S, REMEMBERED, context.clock)
+        self._absent = KeyMemory(ABSENT_S, REMEMBERED, context.tables.clock)
+        self._liars = KeyMemory(LIAR_S, REMEMBERED, context.tables.clock)
         self._asked: dict[OpId, tuple[list[Keys], NDArray[np.int32] | None]] = {}
         self._off = ""
         """Why it is out of use for good."""
@@ -171,7 +171,7 @@ class RemoteTier(Tier, Source, Sink, Prober):
         self.presence.set_expiry(entries, np.full(len(entries), self._now() + HINT_S, np.uint64))
 
     def _now(self) -> int:
-        return max(0, int(self._context.unix_s()))
+        return max(0, int(self._context.tables.unix_s()))
 
     # --- lookups ---
 
@@ -253,7 +253,7 @@ class RemoteTier(Tier, Source, Sink, Prober):
 
     def used(self, group: int, keys: Keys) -> None:
         if self.facts.write is WriteMode.REUSE and not self.down:
-            self._context.reused(self._context.tier, group, keys)
+            self._context.tables.reactions.reused(self._context.tier, group, keys)
 
     def room(self, group: int) -> int:
         return KNOWN_PAGES
@@ -312,7 +312,7 @@ class RemoteTier(Tier, Source, Sink, Prober):
         return False
 
     def gauges(self) -> Mapping[str, float]:
-        page_s = self._context.cost.fetch(self._context.tier).line()[1]
+        page_s = self._context.tables.cost.fetch(self._context.tier).line()[1]
         return {"flexkv_remote_up": float(not self.down), "flexkv_remote_page_seconds": page_s}
 
     def totals(self) -> Mapping[Series, int]:

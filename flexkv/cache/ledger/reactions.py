@@ -1,0 +1,33 @@
+"""What follows when pages leave or turn out not to be where they were thought: the one late binding of a manager."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from flexkv.cache.base import TierId
+from flexkv.facts.keys import Keys
+
+
+def _nothing(*_: object) -> None:
+    """Before the manager is whole."""
+
+
+@dataclass(slots=True)
+class Reactions:
+    """Called by the ledger and the tiers, which are made before the rooms that act. The manager sets all of them once,
+    at the end of its constructor.
+
+    Attributes:
+        evicted: (group, keys) these blocks left host memory to make room.
+        forgotten: (tier, group, keys) the tier forgot these pages, because it did not hold them.
+        reused: (tier, group, keys) these pages of host memory were used again, and the tier takes such.
+        answered: (request, keys, start in tokens) a tier has answered a question that the request waited for.
+        undone: () a plan that broke off was undone; whoever counts for himself counts anew.
+    """
+
+    evicted: Callable[[int, Keys], object] = _nothing
+    forgotten: Callable[[TierId, int, Keys], object] = _nothing
+    reused: Callable[[TierId, int, Keys], object] = _nothing
+    answered: Callable[[str, Sequence[Keys], int], object] = _nothing
+    undone: Callable[[], object] = _nothing

@@ -1,0 +1,215 @@
+"""Pages behind host memory that a lookup has found: promised where they lie, fetched, or left to the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flexkv.cache.base import EntryIds, OpRole, TierId
+from flexkv.cache.ledger.leases import Lease
+from flexkv.cache.moves.fetches import Fetched, Promotions, WantedPages, extend_lease, wanted_pages
+from flexkv.cache.moves.page_walk import PageRun, PageWalk
+from flexkv.cache.promise.ask import Ask, Looked
+from flexkv.cache.promise.fetch_choice import FetchChoice
+from flexkv.cache.promise.room_line import Need, RoomLine, Turn
+from flexkv.cache.promise.waits import FetchWaits
+from flexkv.cache.tiers.tables import CacheTables
+from flexkv.observe import MissReason
+from flexkv.transfer.graph import OpId
+
+Rest = list[list[PageRun]]
+"""For each group the runs that follow a promise, each leased in its tier: the same blocks of every group."""
+
+
+class PagesBehind:
+    """Whatever it is given is leased, and the leases end here, or are a fetch's or a promise's own."""
+
+    def __init__(
+        self,
+        tables: CacheTables,
+        walk: PageWalk,
+        promotions: Promotions,
+        waits: FetchWaits,
+        line: RoomLine,
+        choice: FetchChoice,
+    ) -> None:
+        self.walk = walk
+        self._tables = tables
+        self._promotions = promotions
+        self._waits = waits
+        self._line = line
+        self._choice = choice
+        self._block_tokens = tables.specs[0].block_tokens
+
+    # --- what follows a prefix ---
+
+    def take_rest(self, ask: Ask, lease: Lease, rest: Rest) -> Looked:
+        """Promises what follows the lease where it lies, or fetches it, or leaves it to the engine.
+
+        A lease that ends with a tail is not made longer.
+        """
+        first = (lease.start_tokens + lease.tokens) // self._block_tokens
+        may_grow = not lease.tail_tokens
+        for tier in ask.tiers if may_grow and ask.straight else ():
+            entries = self._straight_entries(ask, tier, rest, first)
+            if entries is not None:
+                self._take_straight(tier, rest, entries)
+                return self._promise_straight(ask, lease, rest, tier)
+        rest, left = self._choice.cut_to_worth(rest, ask.keys, first)
+        if left:
+            self._skip_tiers(ask, MissReason.COMPUTED_SOONER)
+        if not any(rest):
+            return Looked(lease)
+        wanted = wanted_pages(rest, ask.keys, first)
+        need, turn = self._take_turn(ask, lease, wanted, len(wanted[0].keys) * self._block_tokens)
+        if turn is Turn.WAIT or turn is Turn.GO_ON:
+            return self._leave_there(ask, lease, wanted, need, turn)
+        streamed, layerwise = self._streams(rest)
+        streamed, layerwise = may_grow and streamed, may_grow and layerwise
+        last = self._tables.ops.last_id
+        fetched = self._promotions.fetch(wanted, layerwise)
+        if turn is Turn.FETCH_SOME and (streamed or not fetched.ops):
+            self._note_without_room(ask, need, fetched, last)
+        if streamed:
+            extend_lease(lease, fetched.pages, self._block_tokens)
+            return Looked(lease)
+        return Looked(lease, self._waits.join(ask.request_id, wanted, fetched))
+
+    def prefetch(self, ask: Ask, rest: Rest, first: int, most_pages: int) -> int:
+        """Begins to fetch `most_pages` at most of what lies from block `first` on, where a lookup would wait for it;
+        the fetches under way."""
+        if any(self._straight_entries(ask, tier, rest, first) is not None for tier in ask.tiers):
+            for runs in rest:
+                self.walk.release(runs)
+            return 0
+        rest = [self.walk.cut(runs, most_pages // len(ask.keys)) for runs in rest]
+        rest, _ = self._choice.cut_to_worth(rest, ask.keys, first, counted=False)
+        if not any(rest):
+            return 0
+        wanted, last = wanted_pages(rest, ask.keys, first), self._tables.ops.last_id
+        # By layers where a lookup would: it then promises what has not come yet.
+        _, layerwise = self._streams(rest)
+        fetched = self._promotions.fetch(wanted, layerwise)
+        fetches = self._waits.join(ask.request_id, wanted, fetched, counted=False)
+        if fetches:
+            self._tables.requests.begin_prefetch(ask.request_id, first)
+        for op_id, tier in fetched.ops.items():
+            if op_id > last:
+                op = self._tables.ops.fetch(op_id)
+                assert op is not None
+                op.prefetched = True
+                self._tables.tiers[tier].counts.prefetched += op.pages
+        return fetches
+
+    def _streams(self, rest: Rest) -> tuple[bool, bool]:
+        """Whether all tiers that the pages come from stream them, and by layers."""
+        facts = [self._tables.tiers[tier].facts for tier in self._choice.tiers_of(rest)]
+        streams = all(fact.streams for fact in facts)
+        return streams, streams and all(fact.stream_layers for fact in facts)
+
+    # --- pages that are of use together or not at all ---
+
+    def fetch_together(
+        self, ask: Ask, lease: Lease, wanted: list[WantedPages], tokens: int, in_line: bool = True
+    ) -> Looked:
+        """Fetches `wanted`, which make the hit longer by `tokens`, if they come sooner than they are computed.
+
+        Args:
+            in_line: the request waits for room. A tail takes a slot if there is one: for less than a block nobody
+                gives up what is promised.
+        """
+        if not self._choice.all_worth([part.runs for part in wanted], tokens):
+            for part in wanted:
+                self.walk.release(part.runs)
+            self._skip_tiers(ask, MissReason.COMPUTED_SOONER)
+            return Looked(lease)
+        turn, last = Turn.FETCH_SOME, self._tables.ops.last_id
+        if in_line:
+            need, turn = self._take_turn(ask, lease, wanted, tokens)
+        else:
+            need = self._line.need_of(wanted, lease.groups)
+        if turn is Turn.WAIT or turn is Turn.GO_ON:
+            return self._leave_there(ask, lease, wanted, need, turn)
+        fetched = self._promotions.fetch(wanted, layerwise=False, aligned=False)
+        if turn is Turn.FETCH_SOME and not fetched.ops:
+            self._note_without_room(ask, need, fetched, last)
+        return Looked(lease, self._waits.join(ask.request_id, wanted, fetched))
+
+    # --- room for fetches ---
+
+    def _take_turn(
+        self, ask: Ask, lease: Lease, wanted: Sequence[WantedPages], tokens: int
+    ) -> tuple[Need, Turn]:
+        """Gives the request its turn, or a place in line. Says too what a fetch of `wanted`, of `tokens`, takes."""
+        if self._line.fits_at_once(wanted):
+            return Need(), Turn.FETCH
+        need = self._line.need_of(wanted, lease.groups)
+        wait_s = max((self._choice.room_wait_s(tier, tokens) for tier in need.fetches), default=0.0)
+        return need, self._line.take_turn(ask.request_id, need, wait_s)
+
+    def _leave_there(
+        self, ask: Ask, lease: Lease, wanted: Sequence[WantedPages], need: Need, turn: Turn
+    ) -> Looked:
+        """Fetches nothing: the request waits for room, or goes on without."""
+        for part in wanted:
+            self.walk.release(part.runs)
+        if turn is Turn.WAIT:
+            return Looked(lease, awaited=wanted)
+        self._line.note_without(ask.request_id, need.pages)
+        self._skip_tiers(ask, MissReason.NO_ROOM)
+        return Looked(lease)
+
+    def _note_without_room(self, ask: Ask, need: Need, fetched: Fetched, last: OpId) -> None:
+        """Counts what found no room in the fetches after op `last`."""
+        pages = dict(need.pages)
+        for op_id, tier in fetched.ops.items():
+            op = self._tables.ops.fetch(op_id)
+            if op_id > last and op is not None:
+                pages[tier] -= op.pages
+        self._line.note_without(ask.request_id, {tier: max(0, count) for tier, count in pages.items()})
+
+    def _skip_tiers(self, ask: Ask, reason: MissReason) -> None:
+        """The request goes on without any tier behind host memory."""
+        behind = [TierId(n) for n, tier in enumerate(self._tables.tiers) if n and tier.source is not None]
+        self._tables.requests.skip(ask.request_id, behind, reason)
+
+    # --- straight from where pages lie ---
+
+    def _straight_entries(self, ask: Ask, tier: TierId, rest: Rest, first: int) -> list[EntryIds] | None:
+        """The entries of all of the rest in one tier, by group, if all of it is to be loaded from there without a page
+        of host memory; else None."""
+        route = self._tables.tiers[tier].straight
+        pages = [sum(map(len, runs)) for runs in rest]
+        if route is None or not route.wants(sum(pages), self._tables.ops.pages(OpRole.FETCH, tier)):
+            return None
+        whole = []
+        for group, count in enumerate(pages):
+            # Also what host memory has of it: a promise changes from host memory to a tier once at most.
+            entries = self._tables.tiers[tier].leading(group, ask.keys[group][first : first + count])
+            if len(entries) < count:
+                return None
+            whole.append(entries)
+        return whole
+
+    def _take_straight(self, tier: TierId, rest: Rest, entries: Sequence[EntryIds]) -> None:
+        """Leases these pages of the tier in place of what the rest has leased."""
+        for runs, of_tier in zip(rest, entries, strict=True):
+            slots = self._tables.tiers[tier].presence.pin(of_tier)
+            self.walk.release(runs)
+            runs[:] = [PageRun(tier, of_tier, slots)]
+
+    def _promise_straight(self, ask: Ask, lease: Lease, rest: Rest, tier: TierId) -> Looked:
+        """Adds the rest, one run of the tier for each group, to the lease, if it comes sooner than it is computed."""
+        route = self._tables.tiers[tier].straight
+        assert route is not None
+        blocks = len(rest[0][0])
+        pages, tokens = blocks * len(rest), blocks * self._block_tokens
+        if not self._choice.straight_worth(tier, route, pages, tokens):
+            for runs in rest:
+                self.walk.release(runs)
+            self._skip_tiers(ask, MissReason.COMPUTED_SOONER)
+            return Looked(lease)
+        for group, runs in enumerate(rest):
+            lease.groups[group].straight = route.lease(group, runs[0].entries, runs[0].slots)
+            lease.groups[group].blocks += blocks
+        lease.tokens += tokens
+        return Looked(lease)

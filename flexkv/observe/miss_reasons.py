@@ -1,0 +1,33 @@
+"""Why a lookup promises no more than it does: the reasons that metrics, docs and the control plane share."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class MissReason(Enum):
+    """One reason. A new one needs a line here and the place in `flexkv/cache/promise/` that finds it.
+
+    Attributes:
+        reason: the value of the label `reason` of `flexkv_missed_blocks_total`.
+        words: what happened, for the operator.
+    """
+
+    ABSENT = "absent", "no tier in use has the next block, or a store is filling it"
+    OFF = "off", "the cache is disabled, or a reset has not ended"
+    FAILED_LOAD = "failed_load", "a load of the request, or lately any load, did not bring its pages"
+    QUEUE_FULL = "queue_full", "as many pages are promised or being loaded as `load.inflight_pages` allows"
+    NO_ROOM = "no_room", "fetches of what follows found no room in host memory while their request waited"
+    LATE = "late", "a tier took too long to bring what follows, or to answer"
+    COMPUTED_SOONER = "computed_sooner", "the engine computes what follows sooner than a tier brings it"
+
+    def __init__(self, reason: str, words: str) -> None:
+        self.reason = reason
+        self.words = words
+
+
+def markdown_table() -> str:
+    """The table of reasons for the documentation."""
+    rows = ["| reason | why no more was promised |", "|---|---|"]
+    rows += [f"| `{miss.reason}` | {miss.words} |" for miss in MissReason]
+    return "\n".join(rows)
