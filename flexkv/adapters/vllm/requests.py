@@ -139,6 +139,10 @@ class RequestTracker:
         self.made_way = False
 
 
+OnRequest = Callable[[RequestTracker], None]
+"""Called with a request whose block table changes."""
+
+
 class RequestTable:
     """Every request from its first lookup to its end.
 
@@ -188,7 +192,7 @@ class RequestTable:
             self.live[request.request_id] = tracker
         return tracker
 
-    def begin_lookup(self, tracker: RequestTracker, preempted: Callable[[RequestTracker], None]) -> None:
+    def begin_lookup(self, tracker: RequestTracker, preempted: OnRequest) -> None:
         """Called when the engine looks a request up, which means that the request holds no block any more.
 
         After a reset with running requests, the engine looks up preempted requests before a step names them.
@@ -203,8 +207,8 @@ class RequestTable:
     def follow(
         self,
         output: SchedulerOutput,
-        started: Callable[[RequestTracker], None],
-        preempted: Callable[[RequestTracker], None],
+        started: OnRequest,
+        preempted: OnRequest,
     ) -> None:
         """Updates the block tables by a step's schedule. Costs O(requests + new blocks).
 
@@ -245,7 +249,9 @@ class RequestTable:
                 tracker.kept_out.ask(asked, computed, max(computed, tracker.reached))
         tracker.reached = max(tracker.reached, computed + scheduled_tokens)
 
-    def _start(self, tracker: RequestTracker, blocks: Sequence[Sequence[int]], started: Callable[[RequestTracker], None]) -> None:
+    def _start(
+        self, tracker: RequestTracker, blocks: Sequence[Sequence[int]], started: OnRequest
+    ) -> None:
         """Called when the request starts, or starts again, with these blocks."""
         # KV that was loaded before a reset is still in the blocks. Only a loss of the blocks ends that.
         stale = tracker.stale
@@ -259,7 +265,7 @@ class RequestTable:
             table.ids.extend(blocks[group.number])
 
 
-def _lose(tracker: RequestTracker, preempted: Callable[[RequestTracker], None]) -> None:
+def _lose(tracker: RequestTracker, preempted: OnRequest) -> None:
     """Resets the tracker of a request whose blocks the engine has taken."""
     preempted(tracker)
     tracker.restart()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -134,6 +135,36 @@ def imports_upwards(room: str, source: str) -> list[str]:
 
 
 OWN = "flexkv.cache."
+
+
+def circle_in(imports: Mapping[str, Iterable[str]]) -> list[str]:
+    """Modules that import each other in a circle; empty where there is none."""
+    try:
+        TopologicalSorter(imports).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    """Imports for type checkers alone count: a reader follows them too."""
+    names = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in (ROOT / "flexkv").rglob("*.py")
+    }
+    imports: dict[str, set[str]] = {}
+    for name, path in names.items():
+        wanted = set(imported_modules(path.read_text()))
+        # `from package import name` names the package, and a module of it only where there is one of that name.
+        imports[name] = {each if each in names else each.rpartition(".")[0] for each in wanted} & names.keys()
+        imports[name] -= {name, "flexkv"}
+    assert len(imports) > 200
+    assert circle_in(imports) == []
+
+
+def test_control_a_circle_is_found() -> None:
+    assert circle_in({"a": ["b"], "b": ["c"], "c": ["a"]})
+    assert circle_in({"a": ["b", "c"], "b": ["c"]}) == []
 
 
 @pytest.mark.parametrize("room", CONTROL_PLANE)
