@@ -263,7 +263,7 @@ class LocalCacheManager(CacheManager):
             return StorePlan(None, np.empty(0, np.int32), 0, 0)
         with self._broken_plans:
             offer = StoreOffer(request_id, group, keys, sources, first_block, valid, spare)
-            plan = self._store_route().begin(offer, room)
+            plan = self._store_route().begin_store(offer, room)
             self.tables.counts.busy_pages += plan.dropped
             return plan
 
@@ -300,7 +300,7 @@ class LocalCacheManager(CacheManager):
                 first = int(op.block_numbers[op.failed].min())
                 self.discard_from(op.request_id, first * self.tables.specs[op.group].block_tokens)
                 if op.epoch == self.tables.epoch:
-                    self.promises.failed_loads.note(op, self.tables.specs[op.group].block_tokens)
+                    self.promises.failed_loads.note_failure(op, self.tables.specs[op.group].block_tokens)
         if len(op.reported) < self._limits.ranks:
             return None
         self.tables.ops.remove(op)
@@ -311,7 +311,7 @@ class LocalCacheManager(CacheManager):
 
     def _end_load(self, op: RankOp) -> Completion:
         current = op.epoch == self.tables.epoch
-        self.tables.loads_of(op.tier).end(op, current)
+        self.tables.loads_of(op.tier).end_load(op, current)
         self._mark_used(op)
         if not current:
             op.failed[:] = True
@@ -325,7 +325,7 @@ class LocalCacheManager(CacheManager):
         good = ~op.failed & ~op.revoked
         if op.epoch != self.tables.epoch or any(load in self.tables.ops for load in op.waits_for):
             good[:] = False
-        published = self.tables.stores_of(op.tier).end(op, good)
+        published = self.tables.stores_of(op.tier).end_store(op, good)
         if op.tier == HUB and published.any() and self.work.takes_pages:
             self.work.offer(op.group, self.tables.hub.index.keys_of(op.entries[published]))
         self._mark_used(op)

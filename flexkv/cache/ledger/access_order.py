@@ -107,7 +107,7 @@ class AccessOrders:
         self._groups = groups
         self._access_orders: dict[str, tuple[AccessOrder, ...]] = {}
 
-    def of(self, request_id: str) -> tuple[AccessOrder, ...]:
+    def orders_of(self, request_id: str) -> tuple[AccessOrder, ...]:
         access_orders = self._access_orders.get(request_id)
         if access_orders is None:
             if len(self._access_orders) >= MAX_REQUESTS:
@@ -121,7 +121,7 @@ class AccessOrders:
         lookup of the request found is forgotten."""
         if not before and not promised and request_id not in self._access_orders:
             return
-        for group, order in enumerate(self.of(request_id)):
+        for group, order in enumerate(self.orders_of(request_id)):
             found = promised[group] if promised else None
             order.put_lookup(
                 before[group] if before else NO_ENTRIES,
@@ -133,7 +133,7 @@ class AccessOrders:
         access_orders = self._access_orders.get(request_id)
         return None if access_orders is None else access_orders[group]
 
-    def pop(self, request_id: str) -> tuple[AccessOrder, ...]:
+    def pop_orders(self, request_id: str) -> tuple[AccessOrder, ...]:
         return self._access_orders.pop(request_id, ())
 
     def clear(self) -> None:

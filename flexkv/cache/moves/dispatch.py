@@ -91,12 +91,12 @@ class TierWork:
 
     def _end(self, op: Op, result: OpResult) -> None:
         if isinstance(op, FetchOp):
-            self._promotions.complete(op, result, current=op.epoch == self._tables.epoch)
+            self._promotions.end_fetch(op, result, current=op.epoch == self._tables.epoch)
             brought = int(np.count_nonzero(good_pages(result, op.pages)))
             for request_id in op.waiters:
                 self._tables.requests.fetch_ended(request_id, op.op_id, brought)
         elif isinstance(op, WriteOp):
-            self._writes[op.tier].complete(op, result)
+            self._writes[op.tier].end_write(op, result)
         else:
             self._tables.stores_of(op.tier).follow_up_ended(op, result)
 

@@ -286,7 +286,7 @@ class Promotions:
         self._tables.ops.add(op)
         self._tables.outbox.put(tier, transfer)
 
-    def complete(self, op: FetchOp, result: OpResult, current: bool) -> None:
+    def end_fetch(self, op: FetchOp, result: OpResult, current: bool) -> None:
         """A fetch has ended; it is in flight no more.
 
         Args:

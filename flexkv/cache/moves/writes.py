@@ -166,7 +166,7 @@ class WriteQueue:
             return
         self._drain(self._tier.facts.write_pages)
 
-    def complete(self, op: WriteOp, result: OpResult) -> None:
+    def end_write(self, op: WriteOp, result: OpResult) -> None:
         good = good_pages(result, op.pages)
         written = self._sink.end_write(op.group, op.entries, good)
         self._tier.counts.written += int(np.count_nonzero(written))

@@ -55,7 +55,7 @@ class FailedLoad:
 
 
 class FailedLoads:
-    """By request, from the first failed page to `end`.
+    """By request, from the first failed page to `end_request`.
 
     Args:
         rest_s: `ManagerLimits.rest_s`.
@@ -71,11 +71,11 @@ class FailedLoads:
     def __len__(self) -> int:
         return len(self._requests)
 
-    def of(self, request_id: str) -> FailedLoad | None:
+    def of_request(self, request_id: str) -> FailedLoad | None:
         """None for a request none of whose loads failed. O(1)."""
         return self._requests.get(request_id)
 
-    def note(self, op: RankOp, block_tokens: int) -> None:
+    def note_failure(self, op: RankOp, block_tokens: int) -> None:
         """Pages of a load failed, of so many tokens each. To be called with each rank's report, before the request can
         be looked up again."""
         if op.abandoned:
@@ -113,6 +113,6 @@ class FailedLoads:
         """Whether a load has failed lately of which the pages are still there: nothing is promised anew."""
         return self._rest_s > 0 and self._clock() < self._rests_until_s
 
-    def end(self, request_id: str) -> None:
+    def end_request(self, request_id: str) -> None:
         """The request has ended."""
         self._requests.pop(request_id, None)

@@ -72,7 +72,7 @@ class PagesBehind:
         if streamed:
             extend_lease(lease, fetched.pages, self._block_tokens)
             return Looked(lease)
-        return Looked(lease, self._waits.join(ask.request_id, wanted, fetched))
+        return Looked(lease, self._waits.join_fetches(ask.request_id, wanted, fetched))
 
     def prefetch(self, ask: Ask, rest: Rest, first: int, most_pages: int) -> int:
         """Begins to fetch `most_pages` at most of what lies from block `first` on, where a lookup would wait for it;
@@ -89,7 +89,7 @@ class PagesBehind:
         # By layers where a lookup would: it then promises what has not come yet.
         _, layerwise = self._streams(rest)
         fetched = self._promotions.fetch(wanted, layerwise)
-        fetches = self._waits.join(ask.request_id, wanted, fetched, counted=False)
+        fetches = self._waits.join_fetches(ask.request_id, wanted, fetched, counted=False)
         if fetches:
             self._tables.requests.begin_prefetch(ask.request_id, first)
         for op_id, tier in fetched.ops.items():
@@ -132,7 +132,7 @@ class PagesBehind:
         fetched = self._promotions.fetch(wanted, layerwise=False, aligned=False)
         if turn is Turn.FETCH_SOME and not fetched.ops:
             self._note_without_room(ask, need, fetched, last)
-        return Looked(lease, self._waits.join(ask.request_id, wanted, fetched))
+        return Looked(lease, self._waits.join_fetches(ask.request_id, wanted, fetched))
 
     # --- room for fetches ---
 

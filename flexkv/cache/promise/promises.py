@@ -138,7 +138,7 @@ class Promises:
                 self._waits.end_prefetch(request_id)
             self._waits.skip_late(request_id)
         bound, straight = None, True
-        failed = self.failed_loads.of(request_id)
+        failed = self.failed_loads.of_request(request_id)
         if self.disabled or self.resetting:
             bound, keys, tail = MissReason.OFF, self.lookup.cut(keys, start_tokens), None
         elif failed is not None:
@@ -190,7 +190,7 @@ class Promises:
         held = requests.held_by(request_id)
         if held is None or (former is None and not held) or not self.lookup.same_blocks:
             return None
-        if self._silent or self.failed_loads.of(request_id) is not None:
+        if self._silent or self.failed_loads.of_request(request_id) is not None:
             return None
         if former is None and self.failed_loads.rests:
             return None
@@ -339,9 +339,9 @@ class Promises:
             tier.counts.hits += tokens // self._block_tokens
         self._tables.requests.pop_lease(request_id)
         self._count_miss(request_id)
-        self._waits.end(request_id)
+        self._waits.end_wait(request_id)
         self.line.forget(request_id)
-        ops = [op for route in self._routes for op in route.begin(request_id, lease, targets)]
+        ops = [op for route in self._routes for op in route.begin_load(request_id, lease, targets)]
         begun = [op for op in self._tables.ops.of_request(request_id, OpRole.LOAD) if op.load is None]
         for op in begun:
             op.load = begun[0].op_id
@@ -355,7 +355,7 @@ class Promises:
         requests = self._tables.requests
         if self._silent or self.failed_loads.rests:
             return 0
-        if self.failed_loads.of(request_id) is not None:
+        if self.failed_loads.of_request(request_id) is not None:
             return 0
         if requests.lease(request_id) is not None or request_id in requests.waits:
             return 0
@@ -413,17 +413,17 @@ class Promises:
         """Ends the leases of all pages of a promise."""
         for route in self._routes:
             for group in lease.groups:
-                route.release(group)
+                route.release_share(group)
 
     def release(self, request_id: str) -> None:
         """Implements `CacheManager.release`."""
         self.end_lease(request_id)
         self._count_miss(request_id)
-        self._waits.end(request_id)
+        self._waits.end_wait(request_id)
         self.line.leave(request_id)
         if not self._limits.asks_again:
             self.line.forget(request_id)
-        for order in self._tables.access_orders.pop(request_id):
+        for order in self._tables.access_orders.pop_orders(request_id):
             # Here and not with each lookup or load, so that a request hits a block once.
             self._tables.hub.index.touch(order.entries(), order.found)
 
@@ -436,7 +436,7 @@ class Promises:
         """Implements `CacheManager.end_request`."""
         self.release(request_id)
         self.line.forget(request_id)
-        self.failed_loads.end(request_id)
+        self.failed_loads.end_request(request_id)
         self.abandon_loads(request_id)
 
     def expire(self) -> int:
@@ -448,7 +448,7 @@ class Promises:
         self._tables.counts.expired_leases += len(expired)
         longest_s = max((tier.facts.wait_s for tier in self._tables.tiers[1:]), default=0.0)
         for request_id in self._tables.requests.waiting_before(now_s - longest_s):
-            self._waits.end(request_id)
+            self._waits.end_wait(request_id)
         return len(expired)
 
     def end_all(self) -> None:
@@ -456,7 +456,7 @@ class Promises:
         for request_id in self._tables.requests.leased():
             self.end_lease(request_id)
         for request_id in list(self._tables.requests.waits):
-            self._waits.end(request_id)
+            self._waits.end_wait(request_id)
         self._tables.requests.misses.clear()
         self.line.clear()
 

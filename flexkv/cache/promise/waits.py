@@ -18,7 +18,7 @@ class FetchWaits:
     def __init__(self, tables: CacheTables) -> None:
         self._tables = tables
 
-    def join(
+    def join_fetches(
         self, request_id: str, wanted: Sequence[WantedPages], fetched: Fetched, counted: bool = True
     ) -> int:
         """The request waits for these fetches, and what they bring is kept for it. Returns how many.
@@ -65,7 +65,7 @@ class FetchWaits:
         """A lookup asks for a prefetched request: what it waits for from now on is the lookup's to say."""
         self._leave(request_id, self._tables.requests.end_prefetch(request_id))
 
-    def end(self, request_id: str) -> None:
+    def end_wait(self, request_id: str) -> None:
         """The request waits no more. The fetches go on: what they bring is worth having."""
         if request_id not in self._tables.requests.waits:
             return

@@ -25,7 +25,7 @@ class LoadRoute(ABC):
     """Loads to engine blocks from one tier: of each promise it serves the part that lies there."""
 
     @abstractmethod
-    def begin(self, request_id: str, lease: Lease, targets: Sequence[BlockIds]) -> list[TransferOp]:
+    def begin_load(self, request_id: str, lease: Lease, targets: Sequence[BlockIds]) -> list[TransferOp]:
         """Plans the load of its part, and enters the ops as in flight.
 
         The ops take over the lease of what is loaded; what no engine block takes is unpinned.
@@ -35,7 +35,7 @@ class LoadRoute(ABC):
         """
 
     @abstractmethod
-    def release(self, group: GroupLease) -> None:
+    def release_share(self, group: GroupLease) -> None:
         """Ends the lease of its part of a promise that is not loaded."""
 
     @abstractmethod
@@ -43,7 +43,7 @@ class LoadRoute(ABC):
         """Pages of a load failed not for what they hold: the tier or the way from it failed them."""
 
     @abstractmethod
-    def end(self, op: RankOp, current: bool) -> None:
+    def end_load(self, op: RankOp, current: bool) -> None:
         """A load has ended on every rank: its pages are unpinned, and suspect pages are forgotten.
 
         Args:
@@ -119,7 +119,7 @@ class StoreRoute(ABC):
     """Stores of engine blocks to one tier."""
 
     @abstractmethod
-    def begin(self, offer: StoreOffer, room: int) -> StorePlan:
+    def begin_store(self, offer: StoreOffer, room: int) -> StorePlan:
         """Plans the store of those of the offer that are not stored, and enters its op as in flight.
 
         Args:
@@ -131,7 +131,7 @@ class StoreRoute(ABC):
         """These pages will not be published: their keys may be stored again at once."""
 
     @abstractmethod
-    def end(self, op: RankOp, good: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    def end_store(self, op: RankOp, good: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """A store has ended on every rank.
 
         Returns:

@@ -33,14 +33,14 @@ class PublishesFailedReads(LocalCacheManager):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        complete = self.work._promotions.complete
+        complete = self.work._promotions.end_fetch
 
         def completed(op: Any, result: OpResult, current: bool) -> None:
             status = OpStatus.OK if result.status is OpStatus.FAILED else result.status
             failed = np.empty(0, np.int32) if status is OpStatus.OK else result.failed
             complete(op, OpResult(result.op_id, status, failed), current)
 
-        self.work._promotions.complete = completed  # type: ignore[method-assign]
+        self.work._promotions.end_fetch = completed  # type: ignore[method-assign]
 
 
 class PublishesOnDiskBeforeTheWriteEnds(LocalCacheManager):
@@ -86,7 +86,7 @@ class ReusesSlotsBeingWritten(LocalCacheManager):
             disk_tier(self).end_write(op.group, op.entries, np.full(op.pages, good))
 
         queue.poll = polled  # type: ignore[method-assign]
-        queue.complete = complete  # type: ignore[method-assign]
+        queue.end_write = complete  # type: ignore[method-assign]
 
 
 class ReusesPlacesBeingRead(LocalCacheManager):

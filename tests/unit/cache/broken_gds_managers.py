@@ -26,7 +26,7 @@ class ReusesPlacesBeingLoaded(LocalCacheManager):
         index = disk_tier(self)
         loads = index.straight
         assert loads is not None
-        begin = loads.begin
+        begin = loads.begin_load
 
         def begun(*args: Any) -> list[TransferOp]:
             plans = begin(*args)
@@ -39,8 +39,8 @@ class ReusesPlacesBeingLoaded(LocalCacheManager):
         def end(op: Any, current: bool) -> None:
             """Does nothing: the lease ended with the plan."""
 
-        loads.begin = begun  # type: ignore[assignment,method-assign]
-        loads.end = end  # type: ignore[method-assign]
+        loads.begin_load = begun  # type: ignore[assignment,method-assign]
+        loads.end_load = end  # type: ignore[method-assign]
 
 
 class TakesFailedLoadsFromDiskAsGood(LocalCacheManager):
@@ -55,7 +55,7 @@ class LoadsOnePageIntoAnothersBlock(LocalCacheManager):
         super().__init__(*args, **kwargs)
         loads = disk_tier(self).straight
         assert loads is not None
-        begin = loads.begin
+        begin = loads.begin_load
 
         def begun(*args: Any) -> list[TransferOp]:
             return [
@@ -63,7 +63,7 @@ class LoadsOnePageIntoAnothersBlock(LocalCacheManager):
                 for op in begin(*args)
             ]
 
-        loads.begin = begun  # type: ignore[assignment,method-assign]
+        loads.begin_load = begun  # type: ignore[assignment,method-assign]
 
 
 class BrokenGdsStores(LocalCacheManager):
@@ -74,8 +74,8 @@ class BrokenGdsStores(LocalCacheManager):
         stores = disk_tier(self).stores
         assert stores is not None
         self._route = stores
-        self._end = stores.end
-        stores.end = self.stripes_ended  # type: ignore[method-assign]
+        self._end = stores.end_store
+        stores.end_store = self.stripes_ended  # type: ignore[method-assign]
 
     def stripes_ended(self, op: Any, good: Any) -> Any:
         return self._end(op, good)

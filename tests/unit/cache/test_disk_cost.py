@@ -130,7 +130,7 @@ def test_a_put_into_full_tiers_displaces_as_many_as_it_brings_and_in_bulk() -> N
 
 @pytest.mark.usefixtures("unjudged")
 def test_a_loop_over_blocks_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    complete = Promotions.complete
+    complete = Promotions.end_fetch
     source = "def looping(op):\n    for _ in op.host.tolist():\n        pass\n"
     space: dict[str, Any] = {}
     exec(compile(source, f"{FOLDER}/moves/fetches.py", "exec"), space)
@@ -139,5 +139,5 @@ def test_a_loop_over_blocks_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         space["looping"](op)
         complete(self, op, result, current)
 
-    monkeypatch.setattr(Promotions, "complete", both)
+    monkeypatch.setattr(Promotions, "end_fetch", both)
     assert lines_of(MANY, False) != lines_of(FEW, False)

@@ -97,7 +97,7 @@ def test_one_load_that_fails_on_both_ranks_and_by_both_ways_is_one_failure() -> 
     for op in ops:
         for rank in range(2):
             end(world.manager, op.op_id, OpStatus.CANCELLED, rank=rank)
-    skip = world.manager.promises.failed_loads.of("r")
+    skip = world.manager.promises.failed_loads.of_request("r")
     assert skip is not None
     assert (skip.failures, skip.first_token, skip.straight) == (1, 0, True)
 
@@ -156,8 +156,8 @@ def test_requests_whose_end_nobody_tells_are_bounded() -> None:
     for number in range(MAX_REQUESTS + 5):
         fail_a_load(manager, chain, [], f"r{number}", status=OpStatus.CANCELLED)
     assert len(manager.promises.failed_loads) == MAX_REQUESTS
-    assert manager.promises.failed_loads.of("r0") is None
-    assert manager.promises.failed_loads.of(f"r{MAX_REQUESTS + 4}") is not None
+    assert manager.promises.failed_loads.of_request("r0") is None
+    assert manager.promises.failed_loads.of_request(f"r{MAX_REQUESTS + 4}") is not None
 
 
 class Clock:
@@ -205,8 +205,8 @@ def test_a_rest_below_nothing_is_refused() -> None:
 @pytest.mark.parametrize("first", [0, 3])
 def test_an_empty_table_promises_as_ever(first: int) -> None:
     failed = FailedLoads()
-    assert failed.of("r") is None
-    failed.end("r")
+    assert failed.of_request("r") is None
+    failed.end_request("r")
     manager, chain = make(), keys(5)
     store(manager, chain)
     assert manager.match("r", [chain], first * BLOCK_TOKENS).blocks == 5 - first

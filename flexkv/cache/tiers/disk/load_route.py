@@ -79,13 +79,13 @@ class GdsLoads(StraightLoads):
             return False
         return self._disk.presence.count_ready(group, keys, pages.entries) == len(pages)
 
-    def release(self, group: GroupLease) -> None:
+    def release_share(self, group: GroupLease) -> None:
         if group.straight is not None:
             self._disk.presence.unpin(group.straight.entries)
 
     # --- loads ---
 
-    def begin(self, request_id: str, lease: Lease, targets: Sequence[BlockIds]) -> list[TransferOp]:
+    def begin_load(self, request_id: str, lease: Lease, targets: Sequence[BlockIds]) -> list[TransferOp]:
         ops = self._context.tables.ops
         plans = []
         for number, (group, target) in enumerate(zip(lease.groups, targets, strict=True)):
@@ -129,7 +129,7 @@ class GdsLoads(StraightLoads):
     def source_failed(self, reason: str) -> None:
         self._rest(reason)
 
-    def end(self, op: RankOp, current: bool) -> None:
+    def end_load(self, op: RankOp, current: bool) -> None:
         if not current:
             # What the places held was forgotten by the reset; a failure says nothing about what is there now.
             op.suspect[:] = op.withheld[:] = False

@@ -51,7 +51,7 @@ class GdsStores(StoreRoute):
 
     # --- stores ---
 
-    def begin(self, offer: StoreOffer, room: int) -> StorePlan:
+    def begin_store(self, offer: StoreOffer, room: int) -> StorePlan:
         new, being_read = self._unknown(offer)
         known = len(offer.keys) - len(new) - len(being_read)
         to_disk = self._begin_on_disk(offer, new, known, room)
@@ -66,7 +66,7 @@ class GdsStores(StoreRoute):
         # Not evicted to make room for the rest of the offer.
         index.pin(ready)
         try:
-            return self._context.tables.host_stores.begin(offer.part(positions), room)
+            return self._context.tables.host_stores.begin_store(offer.part(positions), room)
         finally:
             index.unpin(ready)
 
@@ -115,7 +115,7 @@ class GdsStores(StoreRoute):
     def bar(self, op: RankOp, pages: NDArray[np.bool_]) -> None:
         self._disk.presence.remove(op.entries[pages])
 
-    def end(self, op: RankOp, good: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    def end_store(self, op: RankOp, good: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """The ranks have written their stripes: orders the seal of the good pages and gives up the others."""
         self._disk.counts.failed_writes += int(np.count_nonzero(op.failed))
         # What was forgotten meanwhile would never be visible.

@@ -21,7 +21,7 @@ class HostLoads(LoadRoute):
     def __init__(self, tables: CacheTables) -> None:
         self._tables = tables
 
-    def begin(self, request_id: str, lease: Lease, targets: Sequence[BlockIds]) -> list[TransferOp]:
+    def begin_load(self, request_id: str, lease: Lease, targets: Sequence[BlockIds]) -> list[TransferOp]:
         ops = self._tables.ops
         plans = []
         for number, (group, target) in enumerate(zip(lease.groups, targets, strict=True)):
@@ -57,13 +57,13 @@ class HostLoads(LoadRoute):
             plans.append(plan)
         return plans
 
-    def release(self, group: GroupLease) -> None:
+    def release_share(self, group: GroupLease) -> None:
         self._tables.hub.index.unpin(group.entries)
 
     def source_failed(self, reason: str) -> None:
         """Nothing to decide: there is no other way from host memory."""
 
-    def end(self, op: RankOp, current: bool) -> None:
+    def end_load(self, op: RankOp, current: bool) -> None:
         index = self._tables.hub.index
         if not current:
             # A reset forgot what it loaded; under the same keys there may be other pages by now.

@@ -18,7 +18,7 @@ class HostStores(StoreRoute):
     def __init__(self, tables: CacheTables) -> None:
         self._tables = tables
 
-    def begin(self, offer: StoreOffer, room: int) -> StorePlan:
+    def begin_store(self, offer: StoreOffer, room: int) -> StorePlan:
         tables, group, blocks = self._tables, offer.group, offer.blocks
         without_slot = self._take_over(offer, room) if tables.ops.any_of(OpRole.FETCH) else 0
         positions, entries, slots, known, dropped = tables.hub.insert_for_store(
@@ -36,7 +36,7 @@ class HostStores(StoreRoute):
         sources = blocks if all_new else blocks[positions]
         plan = TransferOp(tables.ops.next_id(), OpKind.D2H, group, Priority.STORE, sources, slots)
         tables.enter_store(offer, HUB, plan, entries, stored)
-        tables.access_orders.of(offer.request_id)[group].put_at(offer.first_block, stored, entries)
+        tables.access_orders.orders_of(offer.request_id)[group].put_at(offer.first_block, stored, entries)
         return StorePlan(TransferGraph((plan,)), stored, known, dropped, accepted)
 
     def _take_over(self, offer: StoreOffer, room: int) -> int:
@@ -80,5 +80,5 @@ class HostStores(StoreRoute):
     def bar(self, op: RankOp, pages: NDArray[np.bool_]) -> None:
         self._tables.hub.remove(op.group, op.entries[pages])
 
-    def end(self, op: RankOp, good: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    def end_store(self, op: RankOp, good: NDArray[np.bool_]) -> NDArray[np.bool_]:
         return self._tables.hub.finish(op.group, op.entries, good)
