@@ -53,6 +53,12 @@ class HeldPages(NamedTuple):
 class GroupLease:
     """One group's share of a lease: whole blocks, then (in the same arrays) the partial tail if there is one.
 
+    ```
+    first_block                                    first_block + blocks
+    |  in host memory  |  coming: `fetches`                   |  tail  |    all of them: entries, slots
+    |  in host memory  |  where they lie: `straight`          |             the first part: entries, slots
+    ```
+
     Attributes:
         entries: of what is in host memory, or on its way there, uint32 [pages].
         slots: int32 [pages].
