@@ -11,7 +11,7 @@
 #include "cuda/copy_ways.h"
 #include "cuda/cuda_lane.h"
 #include "cuda/device_memory.h"
-#include "gds/transform_device.h"
+#include "gds/transform/device.h"
 
 namespace py = pybind11;
 

@@ -21,7 +21,7 @@
 #include "gds/gds_manager.h"
 #include "gds/io_choice.h"
 #include "gds/raw/raw_transfer.h"
-#include "gds/transform_timing.h"
+#include "gds/transform/timing.h"
 
 namespace py = pybind11;
 

@@ -4,7 +4,7 @@
 #include <memory>
 
 #include "gds/file_io.h"
-#include "gds/transform_device.h"
+#include "gds/transform/device.h"
 
 namespace flexkv {
 

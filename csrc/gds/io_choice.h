@@ -9,7 +9,7 @@
 #include "base/export.h"
 #include "gds/file_io.h"
 #include "gds/raw_files.h"
-#include "gds/transform_device.h"
+#include "gds/transform/device.h"
 #include "io/io_queue.h"
 
 namespace flexkv {

@@ -17,7 +17,7 @@
 #include "gds/file_io.h"
 #include "gds/page_map.h"
 #include "gds/staging_buffer.h"
-#include "gds/transform_device.h"
+#include "gds/transform/device.h"
 #include "transfer/deadline.h"
 #include "transfer/stream_event.h"
 

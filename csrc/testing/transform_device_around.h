@@ -4,7 +4,7 @@
 #include <string>
 #include <utility>
 
-#include "gds/transform_device.h"
+#include "gds/transform/device.h"
 
 namespace flexkv {
 

@@ -5,7 +5,7 @@
 #include <deque>
 #include <utility>
 
-#include "gds/transform_tables.h"
+#include "gds/transform/tables.h"
 #include "testing/transform_device_around.h"
 
 namespace flexkv {

@@ -5,8 +5,8 @@
 #include <memory>
 #include <string>
 
-#include "gds/layout_transform.h"
-#include "gds/transform_device.h"
+#include "gds/transform/arithmetic.h"
+#include "gds/transform/device.h"
 
 namespace flexkv {
 

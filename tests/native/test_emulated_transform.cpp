@@ -3,8 +3,8 @@
 
 #include "emulated_cuda.h"
 // It must come after emulated_cuda.h, in whose language it is written.
-#include "gds/transform_kernel.cuh"
-#include "gds/transform_tables.h"
+#include "gds/transform/kernel.cuh"
+#include "gds/transform/tables.h"
 #include "testing/transform_lanes.h"
 #include "transform_world.h"
 

@@ -10,7 +10,7 @@
 #include "cuda/event.h"
 #include "fake_cuda.h"
 #include "gds/bounced_file_io.h"
-#include "gds/cuda_transform_device.h"
+#include "gds/transform/cuda_device.h"
 #include "gds_world.h"
 #include "testing/transform_lanes.h"
 

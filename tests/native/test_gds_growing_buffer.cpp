@@ -4,7 +4,7 @@
 #include <cstdlib>
 #include <map>
 
-#include "gds/growing_buffer.h"
+#include "gds/transform/growing_buffer.h"
 
 using namespace flexkv;
 

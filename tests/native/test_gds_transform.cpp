@@ -8,8 +8,8 @@
 
 #include "base/error.h"
 #include "gds/raw/raw_file.h"
-#include "gds/transform_device.h"
-#include "gds/transform_tables.h"
+#include "gds/transform/device.h"
+#include "gds/transform/tables.h"
 #include "storage/striping.h"
 #include "testing/transform_lanes.h"
 #include "transform_world.h"

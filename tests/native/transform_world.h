@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "gds/page_map.h"
-#include "gds/transform_device.h"
+#include "gds/transform/device.h"
 
 namespace flexkv {
 

@@ -2,7 +2,7 @@
 // an argument its last leaf is taken from where the pool has ended.
 #include "../native/emulated_cuda.h"
 // After the words that it is written in.
-#include "gds/transform_kernel.cuh"
+#include "gds/transform/kernel.cuh"
 
 using namespace flexkv;
 

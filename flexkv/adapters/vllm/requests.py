@@ -249,9 +249,7 @@ class RequestTable:
                 tracker.kept_out.ask(asked, computed, max(computed, tracker.reached))
         tracker.reached = max(tracker.reached, computed + scheduled_tokens)
 
-    def _start(
-        self, tracker: RequestTracker, blocks: Sequence[Sequence[int]], started: OnRequest
-    ) -> None:
+    def _start(self, tracker: RequestTracker, blocks: Sequence[Sequence[int]], started: OnRequest) -> None:
         """Called when the request starts, or starts again, with these blocks."""
         # KV that was loaded before a reset is still in the blocks. Only a loss of the blocks ends that.
         stale = tracker.stale

@@ -1,4 +1,4 @@
-#include "gds/cuda_transform_device.h"
+#include "gds/transform/cuda_device.h"
 
 #include <algorithm>
 #include <cstring>
@@ -9,7 +9,7 @@
 
 #include "base/align.h"
 #include "base/error.h"
-#include "gds/cuda_transformer.h"
+#include "gds/transform/cuda_transforms.h"
 
 namespace flexkv {
 namespace {

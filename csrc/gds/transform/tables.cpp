@@ -1,4 +1,4 @@
-#include "gds/transform_tables.h"
+#include "gds/transform/tables.h"
 
 #include <algorithm>
 #include <string>

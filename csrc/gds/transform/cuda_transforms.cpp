@@ -1,11 +1,11 @@
-#include "gds/cuda_transformer.h"
+#include "gds/transform/cuda_transforms.h"
 
 #include <algorithm>
 #include <deque>
 #include <utility>
 
 #include "base/error.h"
-#include "gds/transform_tables.h"
+#include "gds/transform/tables.h"
 
 namespace flexkv {
 namespace {

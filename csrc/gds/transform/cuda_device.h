@@ -4,12 +4,12 @@
 #include <memory>
 
 #include "cuda/device.h"
-#include "gds/layout_launcher.h"
-#include "gds/transform_device.h"
+#include "gds/transform/device.h"
+#include "gds/transform/launcher.h"
 
 namespace flexkv {
 
-// Like cuda_transform_device(number, ...) of transform_device.h. First moves a page there and back. Throws
+// Like cuda_transform_device(number, ...) of device.h. First moves a page there and back. Throws
 // ConfigError, with the reason, if that fails or if the launcher is null.
 std::shared_ptr<TransformDevice> cuda_transform_device(std::shared_ptr<cuda::Device> device,
                                                        uintptr_t engine_stream, TransformGrid grid,

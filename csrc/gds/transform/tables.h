@@ -2,8 +2,8 @@
 #pragma once
 #include <vector>
 
-#include "gds/layout_transform.h"
 #include "gds/page_map.h"
+#include "gds/transform/arithmetic.h"
 
 namespace flexkv {
 

@@ -1,4 +1,4 @@
-#include "gds/cuda_workspace.h"
+#include "gds/transform/cuda_workspace.h"
 
 #include <cstdint>
 #include <utility>

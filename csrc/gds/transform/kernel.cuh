@@ -1,7 +1,7 @@
-// The layout transform's kernel; gds_layout_transform.cu launches it.
+// The layout transform's kernel; launcher.cu launches it.
 #pragma once
 #include "base/kernel_grid.h"
-#include "gds/layout_transform.h"
+#include "gds/transform/arithmetic.h"
 
 namespace flexkv {
 namespace {

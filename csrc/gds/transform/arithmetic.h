@@ -1,6 +1,6 @@
 // The arithmetic of the layout transform: moving pages between staging slots and the engine's pool, and
 // making or checking the digests of their runs in the same pass. A group of 32 lanes (a warp) does one leaf
-// of one run of one page. Compiled by g++ and nvcc alike: transform_kernel.cuh is the kernel over it,
+// of one run of one page. Compiled by g++ and nvcc alike: kernel.cuh is the kernel over it,
 // testing/transform_lanes.h runs the same functions on the CPU, lane by lane.
 #pragma once
 #include <cstdint>

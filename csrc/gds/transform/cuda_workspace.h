@@ -8,8 +8,8 @@
 
 #include "cuda/device.h"
 #include "cuda/event.h"
-#include "gds/growing_buffer.h"
-#include "gds/transform_device.h"
+#include "gds/transform/device.h"
+#include "gds/transform/growing_buffer.h"
 
 namespace flexkv {
 

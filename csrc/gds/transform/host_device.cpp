@@ -10,8 +10,8 @@
 
 #include "base/align.h"
 #include "base/error.h"
-#include "gds/transform_device.h"
-#include "gds/transform_tables.h"
+#include "gds/transform/device.h"
+#include "gds/transform/tables.h"
 #include "transfer/host_copy.h"
 #include "transfer/memory_limit.h"
 

@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "base/export.h"
-#include "gds/transform_device.h"
+#include "gds/transform/device.h"
 
 namespace flexkv {
 

@@ -1,4 +1,4 @@
-#include "gds/transform_timing.h"
+#include "gds/transform/timing.h"
 
 #include <algorithm>
 #include <memory>

@@ -1,4 +1,4 @@
-#include "gds/layout_launcher.h"
+#include "gds/transform/launcher.h"
 
 namespace flexkv {
 

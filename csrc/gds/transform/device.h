@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
-#include "gds/layout_transform.h"
 #include "gds/page_map.h"
+#include "gds/transform/arithmetic.h"
 #include "transfer/stream_event.h"
 
 namespace flexkv {

@@ -2,9 +2,9 @@
 #pragma once
 #include <memory>
 
-#include "gds/cuda_workspace.h"
-#include "gds/layout_launcher.h"
 #include "gds/page_map.h"
+#include "gds/transform/cuda_workspace.h"
+#include "gds/transform/launcher.h"
 
 namespace flexkv {
 
