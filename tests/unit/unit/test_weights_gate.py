@@ -18,6 +18,7 @@ from flexkv.storage import weights_name
 from flexkv.storage.journal import Journal
 from flexkv.storage.striped_slabs import StripedSlabs
 from flexkv.storage.weights_name import WEIGHTS_NAME
+from flexkv.unit import weights_gate
 from flexkv.unit.base import CacheRole
 from flexkv.unit.build import build_unit
 from flexkv.unit.live_unit import LiveUnit
@@ -30,6 +31,12 @@ from tests.unit.weights.tensor_files import HIDDEN, change, write_model
 Build = Callable[..., LiveUnit]
 FILE = "model.safetensors"
 LATER_NS = 3600 * 10**9
+
+
+@pytest.fixture(autouse=True)
+def _patient_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start waits for weights that are read at once, however busy the machine."""
+    monkeypatch.setattr(weights_gate, "START_WAIT_S", DEADLINE_S)
 
 
 @pytest.fixture
