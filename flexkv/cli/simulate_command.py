@@ -90,7 +90,8 @@ def _print(report: SimulationReport, seed: int, seconds: float, as_json: bool) -
         "steps": report.steps,
         "verified pages": report.verified_pages,
         "failed pages": report.failed_pages,
-        **{name.replace("_", " "): count for name, count in asdict(report.stats).items()},
+        **{name.replace("_", " "): count for name, count in asdict(report.stats).items() if name != "missed"},
+        **{f"missed {reason.reason}": blocks for reason, blocks in report.stats.missed.items()},
     }
     if as_json:
         click.echo(json.dumps({**facts, "actions": report.actions}, indent=2))

@@ -180,7 +180,7 @@ def test_pages_that_a_load_leases_are_written_too(
 ) -> None:
     cache = opened(mode=mode)
     (text,) = texts(1)
-    monkeypatch.setattr(cache.manager.work._writes[DISK], "poll", lambda epoch: None)
+    monkeypatch.setattr(cache.manager.work._writes[DISK], "poll", lambda: None)
     put(cache, text)
     load = cache.begin_load([text])
     # Fault: the load's end is never reported.
