@@ -1,1 +1,1 @@
-"""What a manager keeps account of: host slots, ops in flight, leases, waits, costs. Nothing here plans."""
+"""The manager's records: host slots, ops in flight, leases, waits and costs. Nothing here plans."""

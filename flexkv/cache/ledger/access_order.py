@@ -1,8 +1,9 @@
 """The blocks each live request has used, so that they can be marked as used together.
 
-A request stores its blocks chunk by chunk, so by age alone its first chunk would be evicted first, and the rest would
-be useless without it. Marking all of them in order whenever their number has doubled, and once at the end, costs O(1) a
-block. Entry numbers here are hints without a lease: one that was reused meanwhile only gets another block marked.
+A request stores its blocks chunk by chunk. By age alone its first chunk would be evicted first, and the rest would be
+useless without it. All of them are therefore marked in order whenever their number has doubled, and once at the end,
+which costs O(1) per block. Entry numbers here are hints without a lease: if one was reused meanwhile, another block
+gets marked, and nothing worse happens.
 """
 
 from __future__ import annotations
@@ -16,25 +17,28 @@ from flexkv.cache.base import NO_ENTRIES, EntryIds
 from flexkv.cache.ledger.leases import GroupLease
 
 MAX_REQUESTS = 16_384
-"""Requests tracked at once; the oldest is dropped beyond. Far above what an engine runs; a bound on leaked ids."""
+"""Requests tracked at once; beyond it the oldest is dropped. Far above what an engine runs: it bounds the ids that
+leak."""
 
 
 MOST_STORED = 4
-"""Entries that an order keeps of its stores for each of its blocks: stores that fail are offered again and again."""
+"""Entries from stores that an order keeps per block at most: an engine offers a failed store again and again."""
 
 Part = tuple[int, NDArray[np.integer] | None, EntryIds]
-"""First block, positions after it (None: one after the other), and the entry of each."""
+"""First block, positions relative to it (None: consecutive), and the entry at each position."""
 
 
 class AccessOrder:
-    """Entries of one request in one group, by block number. Parts are kept as they come and joined when read.
+    """Entries of one request in one group, by block number. Parts are kept as they arrive and joined when they are
+    read.
 
-    What a lookup found is kept apart from the stores: an engine without free blocks looks a request up at every step,
-    and each lookup replaces what the former one found. Where both have a block, the store's entry counts.
+    Entries from lookups are kept apart from those of stores, because an engine without free blocks looks a request up
+    at every step, and each lookup replaces the entries of the one before. Where both have a block, the store's entry
+    wins.
 
     Attributes:
-        blocks: up to the last that is known.
-        found: the leading ones, up to the last that the latest lookup found.
+        blocks: number of blocks up to the last one with a known entry.
+        found: number of blocks up to the last one that the latest lookup found.
     """
 
     __slots__ = ("_looked_up", "_marked_blocks", "_parts", "_stored", "blocks", "found")
@@ -43,14 +47,14 @@ class AccessOrder:
         self._looked_up: tuple[Part, ...] = ()
         self._parts: list[Part] = []
         self._stored = 0
-        """Entries in the stores' parts."""
+        """Entries in the parts that came from stores."""
         self.blocks = 0
         self.found = 0
         self._marked_blocks = 0
 
     def put_lookup(self, before: EntryIds, first_block: int, promised: EntryIds) -> None:
-        """A lookup found `before` for the blocks from 0 on and `promised` for those from `first_block` on. Neither
-        array may be changed later."""
+        """Replaces the entries of the last lookup: `before` for the blocks from 0 on, `promised` for those from
+        `first_block` on. The caller must not change either array later."""
         parts: tuple[Part, ...] = ()
         self.found = len(before)
         if len(before):
@@ -63,13 +67,14 @@ class AccessOrder:
 
     @property
     def parts(self) -> int:
-        """Arrays that are kept."""
+        """Number of arrays kept."""
         return len(self._looked_up) + len(self._parts)
 
     def put_at(self, first_block: int, positions: NDArray[np.integer], entries: EntryIds) -> None:
-        """Entry i is that of block `first_block + positions[i]`; ascending, at least one."""
+        """Adds entries from a store: entry i is that of block `first_block + positions[i]`. `positions` ascend; there
+        is at least one."""
         last = int(positions[-1])
-        # The room for the part first: where this breaks off, what is kept still fits.
+        # `blocks` grows before the part is added: if this method breaks off, the parts still fit.
         self.blocks = max(self.blocks, first_block + last + 1)
         self._stored += len(entries)
         self._parts.append((first_block, None if last < len(positions) else positions, entries))
@@ -77,7 +82,8 @@ class AccessOrder:
             self.entries()
 
     def entries(self) -> EntryIds:
-        """Entry of each block, uint32 [blocks]; no entry at all where none was put."""
+        """Entry of each block, uint32 [blocks]; NO_ENTRY where none was put. Keeps the joined array in place of the
+        parts."""
         parts = [*self._looked_up, *self._parts]
         if len(parts) == 1:
             first_block, positions, entries = parts[0]
@@ -93,7 +99,7 @@ class AccessOrder:
         return joined
 
     def due(self) -> bool:
-        """Whether the blocks have doubled since this last said so."""
+        """Notes the number of blocks if it has doubled since it was last noted, and returns whether it did."""
         if self.blocks < 2 * self._marked_blocks or self.blocks == self._marked_blocks:
             return False
         self._marked_blocks = self.blocks
@@ -117,8 +123,8 @@ class AccessOrders:
         return access_orders
 
     def put_lookup(self, request_id: str, before: Sequence[EntryIds], promised: Sequence[GroupLease]) -> None:
-        """A lookup used, per group, blocks that the engine has itself and those that it was promised; what an earlier
-        lookup of the request found is forgotten."""
+        """Replaces what the request's last lookup found. Per group, `before` are the blocks that the engine has itself,
+        and `promised` those that the lookup promised."""
         if not before and not promised and request_id not in self._access_orders:
             return
         for group, order in enumerate(self.orders_of(request_id)):

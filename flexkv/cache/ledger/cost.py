@@ -1,4 +1,4 @@
-"""How long it takes to fetch pages of each tier, to load them, and to compute them instead, as measured lately."""
+"""How long it lately took to fetch pages from each tier, to load them, and to compute them instead."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from numpy.typing import NDArray
 from flexkv.cache.base import TierId
 
 MEMORY_SAMPLES = 32
-"""What was seen so many samples ago counts a third of the latest: long enough to even out one busy step, short enough
+"""A sample this many samples old counts a third of the latest one: long enough to even out one busy step, short enough
 to follow a tier that another program has begun to use."""
 
 MIN_SAMPLES = 4
-"""Fewer say nothing: the first steps of an engine compile, the first fetches fill caches."""
+"""Fewer samples are not relied on: the first steps of an engine compile, the first fetches fill caches."""
 
 RELIABLE_S = 60.0
-"""A measurement without news for so long is not relied on. Who never fetches never learns that a tier has become
-faster, so once in a while a fetch is made to look."""
+"""A fit without a new sample for this long is not relied on. A manager that never fetches never learns that a tier has
+become faster, so once in a while it fetches to measure."""
 
 
 class LinearFit:
     """seconds = latency + rate * units, by least squares over samples that fade (recursive least squares with a
     forgetting factor; Ljung, System Identification, 1987). Units are pages or tokens.
 
-    Where all samples have the same size the line goes through the origin.
+    If all samples have the same size, the line goes through the origin.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class LinearFit:
         self._n = self._x = self._y = self._xx = self._xy = 0.0
 
     def see(self, units: float, seconds: float, now_s: float) -> None:
-        """`units` took `seconds`; `now_s` is a clock that never runs backwards."""
+        """Adds a sample: `units` took `seconds`. `now_s` is a clock that never runs backwards."""
         fade = 1.0 - 1.0 / MEMORY_SAMPLES
         self._n = self._n * fade + 1.0
         self._x = self._x * fade + units
@@ -45,11 +45,11 @@ class LinearFit:
         self._last_s = now_s
 
     def reliable(self, now_s: float) -> bool:
-        """Whether enough was seen, and lately."""
+        """Whether there are enough samples, and a recent one."""
         return self.samples >= MIN_SAMPLES and now_s - self._last_s <= RELIABLE_S
 
     def line(self) -> tuple[float, float]:
-        """Latency in seconds and rate in seconds a unit, neither negative; zeros before the first sample."""
+        """Latency in seconds and rate in seconds per unit, neither negative; zeros before the first sample."""
         if not self._x:
             return 0.0, 0.0
         spread = self._n * self._xx - self._x * self._x
@@ -60,18 +60,18 @@ class LinearFit:
         return (latency, rate) if latency >= 0 else (0.0, self._y / self._x)
 
     def seconds(self, units: int) -> float:
-        """What `units` at once take."""
+        """Seconds that `units` take if they are moved together."""
         latency_s, unit_s = self.line()
         return latency_s + unit_s * units
 
 
 class CostModel:
-    """What one unit's choice between fetching and computing rests on.
+    """The measurements by which one ownership unit chooses between fetching and computing.
 
     Attributes:
-        load: of loads from host memory to the engine; units are the pages in flight when one was planned, its own among
-            them, so that the wait behind others is part of it.
-        compute: of the engine's prefill steps, in tokens.
+        load: loads from host memory to the engine. Units are the pages in flight when a load was planned, its own
+            included, so that its time behind other loads is part of the fit.
+        compute: the engine's prefill steps; units are tokens.
     """
 
     def __init__(self) -> None:
@@ -81,11 +81,11 @@ class CostModel:
         self._straight: dict[TierId, LinearFit] = {}
 
     def fetch(self, tier: TierId) -> LinearFit:
-        """Of fetches from a tier to host memory, likewise."""
+        """The fit of fetches from a tier to host memory; units as for `load`."""
         return self._fetch.setdefault(tier, LinearFit())
 
     def straight(self, tier: TierId) -> LinearFit:
-        """Of loads from a tier to the engine without a page of host memory, likewise."""
+        """The fit of loads from a tier to the engine that bypass host memory; units as for `load`."""
         return self._straight.setdefault(tier, LinearFit())
 
     def load_s(self, pages: int) -> float:
@@ -99,8 +99,9 @@ class CostModel:
     def straight_is_faster(
         self, tier: TierId, pages: int, queued_straight: int, queued_fetches: int, now_s: float
     ) -> bool:
-        """Whether `pages` of a tier reach the engine sooner from where they lie, behind `queued_straight` others, than
-        by a fetch behind `queued_fetches` others and a load. Whichever way is not known, or not any more, is tried."""
+        """Whether `pages` of a tier reach the engine sooner by a straight load behind `queued_straight` others than by
+        a fetch behind `queued_fetches` others and a load. A way without a reliable measurement is preferred, so that it
+        is measured; straight loads first."""
         straight, fetch = self.straight(tier), self.fetch(tier)
         if not straight.reliable(now_s):
             return True
@@ -112,9 +113,10 @@ class CostModel:
     def straight_is_worth(
         self, tier: TierId, pages: int, tokens: int, queued_pages: int, now_s: float
     ) -> bool:
-        """Whether loading `pages` from where they lie is quicker than computing their `tokens`, where both are known.
+        """Whether loading `pages` straight from the tier is quicker than computing their `tokens`; True unless both are
+        known.
 
-        A prefix of them saves and costs its share of the same, so it is all of them or none.
+        A prefix of the pages saves and costs in proportion, so the answer is the same for all of them.
         """
         line = self.straight(tier)
         if not (line.reliable(now_s) and self.compute.reliable(now_s)):
@@ -122,7 +124,7 @@ class CostModel:
         return self.compute_s(tokens) > line.seconds(queued_pages + pages)
 
     def fetch_is_known(self, tiers: Iterable[TierId], now_s: float) -> bool:
-        """Whether computing, and fetching from every one of `tiers`, are known well enough to choose."""
+        """Whether the times to compute and to fetch from every one of `tiers` are reliable."""
         return self.compute.reliable(now_s) and all(self.fetch(tier).reliable(now_s) for tier in tiers)
 
     def worth(
@@ -132,17 +134,17 @@ class CostModel:
         waiting: NDArray[np.bool_],
         tokens: NDArray[np.int64],
     ) -> int:
-        """How many of the offered blocks are there sooner than computed.
+        """How many of the leading blocks arrive sooner than the engine computes them.
 
-        Each prefix of the blocks is weighed: the time to compute it, less the time to fetch what of it is missing
-        behind what is queued, and to load it. Tiers fetch side by side, so that the slowest counts. The longest prefix
-        that saves the most is taken; the rest is left to the engine.
+        Weighs each prefix of the blocks: the time to compute it, less the time to fetch its missing pages behind those
+        queued and to load it. Tiers fetch in parallel, so the slowest one counts. Takes the longest prefix that saves
+        the most time; the engine computes the rest.
 
         Args:
-            missing: by tier, pages that a prefix of i + 1 blocks needs from it, int64 [blocks], ascending.
-            queued: by tier, pages that are on their way from it.
-            waiting: whether such a prefix has to wait for a fetch, bool [blocks].
-            tokens: that such a prefix saves the engine, int64 [blocks].
+            missing: per tier, the pages that a prefix of i + 1 blocks needs from it, int64 [blocks], ascending.
+            queued: per tier, the pages that fetches in flight bring from it.
+            waiting: whether a prefix of i + 1 blocks has to wait for a fetch, bool [blocks].
+            tokens: tokens that the engine need not compute with that prefix, int64 [blocks].
 
         Returns:
             0 to len(tokens).

@@ -1,4 +1,4 @@
-"""The pages in host memory: which keys are in which slots, which are on their way there, and whom the hub notifies."""
+"""The pages in host memory: which keys are in which slots, which are being brought there, and whom the hub notifies."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from flexkv.facts.keys import Keys
 from flexkv.transfer.graph import OpId, ReadIds, SlotIds
 
 RESERVE_FROM_SLOTS = 4096
-"""Smaller pools keep no reserve: in them every slot counts, and their evictions are few."""
+"""Smaller pools keep no reserve: every slot counts there, and evictions are few."""
 
 RESERVE_SHARE = 64
-"""One slot in so many is kept free."""
+"""One slot in this many is kept free."""
 
 RESERVE_MAX_PAGES = 16_384
-"""More is never kept free: two prompts of 128k tokens at 16 a block."""
+"""Most slots kept free: two prompts of 128k tokens at 16 tokens per block."""
 
 REFILL_PAGES = 512
-"""Evicted at most when an op ends, or as many as that op had pages: some 20 us beyond the op's own share."""
+"""Most pages evicted when an op ends (or the op's own number of pages, if larger): some 20 us beyond the op's share."""
 
 
 def reserve_pages(up_slots: int) -> int:
-    """Slots to keep free in a pool of which `up_slots` may be used, so that planning a store rarely has to evict.
+    """Number of slots to keep free in a pool with `up_slots` usable ones, so that planning a store rarely has to evict.
 
-    The engine's step waits for a store's plan, and evicting costs more than all the rest of it. Nothing waits for the
-    end of an op, so the slots that the next store will want are freed then. The price: this share of the pool holds no
+    The engine's step waits for a store's plan, and evicting costs more than the rest of the plan. Nothing waits for the
+    end of an op, so that is when the slots for the next store are freed. The price: this share of the pool holds no
     blocks.
     """
     return 0 if up_slots < RESERVE_FROM_SLOTS else min(up_slots // RESERVE_SHARE, RESERVE_MAX_PAGES)
 
 
 class PageIndex(Protocol):
-    """The part of `c_ext.BlockIndex` that asks and pins. What changes which pages are visible goes through the hub,
+    """The part of `c_ext.BlockIndex` that looks up and pins. Changes to which pages are visible go through the hub,
     which notifies the listeners."""
 
     def match_prefix(self, group: int, keys: Keys) -> EntryIds: ...
@@ -66,10 +66,10 @@ class PageIndex(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Inserted:
-    """Pages that a fetch is to bring, at `positions` of the keys that were offered.
+    """Pages that a fetch is to bring; `positions` are their indices in the offered keys.
 
     Attributes:
-        entries: pending, pinned once for the fetch and once for who waits for it.
+        entries: pending; pinned once for the fetch and once for the request that waits for it.
         whole: every key got a slot.
     """
 
@@ -80,22 +80,23 @@ class Inserted:
 
 
 class Hub:
-    """The host slots of one unit. Whatever becomes visible or leaves does so in here, and the listeners are notified.
+    """The host slots of one unit. Every page that becomes visible or leaves does so through this class, which notifies
+    the listeners.
 
     Args:
-        policy: which pages are evicted first; allowed are `c_ext.eviction_policies()`.
-        counts: of the manager; evictions are counted there.
-        reactions: of the manager; evictions are reported there, before the listeners.
+        policy: decides which pages are evicted first; one of `c_ext.eviction_policies()`.
+        counts: the manager's totals; the hub counts evictions there.
+        reactions: the manager's; the hub reports evictions there before it notifies the listeners.
 
     Attributes:
-        presence: keys to slots, for lookups over all tiers.
-        index: the same, for everybody else.
-        tokens: per group, valid tokens of the page in each slot, int32 [slots], one array for groups that share slots;
-            right only where `tracks_tokens`.
-        tracks_tokens: other tiers want to know the tokens of pages.
-        any_partial: some slot may have other tokens than `tokens` says at the start.
+        presence: maps keys to slots; for lookups over all tiers.
+        index: the same object, for all other callers.
+        tokens: per group, valid tokens of the page in each slot, int32 [slots]. Groups that share slots share the
+            array. Correct only if `tracks_tokens`.
+        tracks_tokens: other tiers need the number of valid tokens per page.
+        any_partial: some page may have another number of tokens than `tokens` had initially.
         owners: the groups with slots of their own.
-        listeners: notified of what becomes visible and what leaves, in this order.
+        listeners: notified, in this order, of the pages that become visible or leave.
 
     Raises:
         ConfigError: no such policy.
@@ -124,11 +125,11 @@ class Hub:
         self._counts = counts
         self._reactions = reactions
         self._reserve = [0] * len(specs)
-        """Slots to keep free, by group with slots of its own."""
+        """Slots to keep free, by the group that owns them."""
         self.listeners: list[CacheListener] = []
 
     def grow(self, group: int, slots: int) -> None:
-        """The slots up to number `slots` may be used from now on."""
+        """Makes the first `slots` slots of the group usable."""
         self.presence.grow(group, slots)
         self._reserve[self._owner[group]] = reserve_pages(self.index.up_slots(group))
 
@@ -143,8 +144,9 @@ class Hub:
             spare: see `CacheManager.begin_store`.
 
         Returns:
-            Positions in `keys` of those that got one, ascending; their entries, pending and pinned once; their
-            slots; how many keys were known, and how many were dropped: all from the first that found no slot.
+            Positions in `keys` of those that got a slot, ascending; their entries, pending and pinned once; their
+            slots; how many keys were known already; how many were dropped, which are all from the first one without a
+            slot on.
         """
         positions, entries, slots, evicted, known, dropped = self.presence.insert(
             group, keys, most, spare=spare
@@ -154,7 +156,7 @@ class Hub:
         return positions, entries, slots, known, dropped
 
     def insert_coming(self, group: int, keys: Keys, most: int, fetch: OpId) -> Inserted:
-        """Gives a slot to those of `keys` that have none, for at most `most` of them; `fetch` is to fill them."""
+        """Gives a slot, which `fetch` is to fill, to those of `keys` that have none, for at most `most` of them."""
         positions, entries, slots, evicted, known, dropped = self.presence.insert(
             group, keys, most, filler=fetch, leases=1
         )
@@ -163,13 +165,13 @@ class Hub:
         return Inserted(positions, entries, slots, not dropped and not known)
 
     def filled_by_store(self, group: int, slots: SlotIds, tokens: int) -> None:
-        """A store was given these slots, for pages of so many valid tokens each."""
+        """Notes that a store got these slots, for pages of `tokens` valid tokens each."""
         if self.tracks_tokens:
             self.tokens[group][slots] = tokens
             self.any_partial |= tokens != self._block_tokens[group]
 
     def filled_by_fetch(self, group: int, slots: SlotIds, tokens: NDArray[np.integer] | None) -> None:
-        """A fetch has brought pages of so many valid tokens each; None where all are whole."""
+        """Notes the valid tokens of each page that a fetch has brought; None if all are whole blocks."""
         if tokens is not None:
             self.any_partial = True
         if self.any_partial:
@@ -183,19 +185,19 @@ class Hub:
         return found
 
     def ready(self, entries: EntryIds) -> NDArray[np.bool_]:
-        """Which entries may be hit, bool [entries]; not NO_ENTRY."""
+        """Which entries are ready, so that a lookup may hit them, bool [entries]; False for NO_ENTRY."""
         ready = np.zeros(len(entries), np.bool_)
         known = entries != NO_ENTRY
         ready[known] = self.index.ready(entries[known]).view(np.bool_)
         return ready
 
     def holds(self, group: int, keys: Keys, entries: EntryIds) -> bool:
-        """Whether all entries, one a key, are still those of the keys, ready and leased."""
+        """Whether all entries, one per key, still belong to the keys, and are ready and leased."""
         return self.index.count_ready(group, keys, entries) == len(entries)
 
     def finish(self, group: int, entries: EntryIds, good: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """The ops that filled these pending entries have ended: those marked in `good` become visible, unless they were
-        removed meanwhile, and the others leave. Ends the pin of the insert.
+        """Publishes the pending entries that `good` marks, unless they were removed meanwhile, and removes the others.
+        Ends the pin of the insert. Called when the op that filled the entries has ended.
 
         Returns:
             Which became visible, bool [entries].
@@ -210,7 +212,7 @@ class Hub:
     # --- what leaves ---
 
     def evict(self, group: int, most: int) -> None:
-        """Evicts up to so many blocks, of the group or of others that share its slots."""
+        """Evicts up to `most` blocks of the group and of others that share its slots."""
         if len(keys := self.presence.evict(group, most)):
             self._gone(group, keys)
 
@@ -224,14 +226,15 @@ class Hub:
             self._evicted(group, keys[removed])
 
     def _evicted(self, group: int, keys: Keys) -> None:
-        """Blocks left to make room."""
+        """Counts and reports blocks that left to make room."""
         self._counts.evicted_blocks += len(keys)
         self._reactions.evicted(group, keys)
         for listener in self.listeners:
             listener.on_evict(group, keys)
 
     def _gone(self, group: int, keys: Keys) -> None:
-        """The index has just evicted these blocks for room in the group."""
+        """Counts and reports, each in its own group, the blocks that the index has just evicted to make room in
+        `group`."""
         if not self._shares:
             self._evicted(group, keys)
             return
@@ -240,13 +243,15 @@ class Hub:
             self._evicted(int(each), np.ascontiguousarray(keys[groups == each]))
 
     def give_up_coming(self, entries: EntryIds, fetch: OpId) -> None:
-        """What a fetch was to bring, and who pinned these entries waits for, will not come."""
+        """Removes those of these entries that `fetch` was to fill and will not. Requests that wait for them keep their
+        pins; the pin of the fetch has ended before."""
         lost = entries[self.index.fillers(entries) == fetch]
         self.index.pin_coming(lost)
         self.presence.finish(lost, np.zeros(len(lost), np.uint8))
 
     def remove(self, group: int, entries: EntryIds) -> int:
-        """Makes blocks misses, visible or not; leased slots are freed with their last lease. Returns how many."""
+        """Makes blocks misses, whether visible or pending, and returns how many. A leased slot is freed with its last
+        lease."""
         was_ready = self.index.ready(entries) if self.listeners else None
         keys = self.index.keys_of(entries[was_ready.view(np.bool_)]) if was_ready is not None else None
         removed = int(np.count_nonzero(self.presence.remove(entries)))
@@ -256,7 +261,7 @@ class Hub:
         return removed
 
     def refill_reserve(self, group: int, most: int) -> None:
-        """Evicts up to `most` blocks where fewer slots are free than `reserve_pages` says."""
+        """Evicts up to `most` blocks if fewer slots are free than `reserve_pages` asks for."""
         missing = self._reserve[self._owner[group]] - self.index.free_slots(group)
         if missing > 0:
             self.evict(group, min(missing, most))
@@ -264,11 +269,11 @@ class Hub:
     # --- groups that share slots ---
 
     def owner(self, group: int) -> int:
-        """The group whose slots this one shares; itself where it has its own."""
+        """The group that owns this one's slots: itself, unless it shares another's."""
         return self._owner[group]
 
     def by_group(self, group: int, entries: EntryIds) -> list[tuple[int, EntryIds]]:
-        """Entries of the group and of those that share its slots, apart; each in order."""
+        """Splits entries of the groups that share these slots by group, and keeps their order."""
         if not self._shares:
             return [(group, entries)]
         groups = self.index.groups_of(entries)

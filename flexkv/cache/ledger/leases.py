@@ -1,4 +1,5 @@
-"""Lookup leases: what `match` promised to a request and keeps from being evicted until it is loaded or released."""
+"""Lookup leases: the pages that `match` promised to a request, and that are not evicted until it loads or releases
+them."""
 
 from __future__ import annotations
 
@@ -15,12 +16,12 @@ from flexkv.transfer.graph import PageTags, ReadIds, SlotIds
 
 @dataclass(frozen=True, slots=True)
 class StraightPages:
-    """Pages of one group that go to engine blocks from where they lie, each leased in their tier.
+    """Pages of one group that are loaded straight from their tier to engine blocks, each leased in that tier.
 
     Attributes:
         tier: number of the tier.
-        entries: of the tier's index, uint32 [pages].
-        places: of the entries, int32 [pages].
+        entries: entries in the tier's index, uint32 [pages].
+        places: place of each entry, int32 [pages].
         tags: what the places must hold, uint8 [pages, TAG_BYTES].
     """
 
@@ -37,7 +38,7 @@ class StraightPages:
 
 
 class HeldPages(NamedTuple):
-    """Pages of one group in host memory, or on their way there, each leased once for a request that waits.
+    """Pages of one group that are in host memory or being fetched, each leased once for a request that waits.
 
     Attributes:
         entries: uint32 [pages].
@@ -51,7 +52,7 @@ class HeldPages(NamedTuple):
 
 @dataclass(slots=True)
 class GroupLease:
-    """One group's share of a lease: whole blocks, then (in the same arrays) the partial tail if there is one.
+    """One group's share of a lease: whole blocks, followed (in the same arrays) by the partial tail if there is one.
 
     ```
     first_block                                    first_block + blocks
@@ -60,12 +61,12 @@ class GroupLease:
     ```
 
     Attributes:
-        entries: of what is in host memory, or on its way there, uint32 [pages].
+        entries: entries of the pages in host memory or being fetched, uint32 [pages].
         slots: int32 [pages].
-        first_block: number in the request of the first block.
+        first_block: number of the first block within the request.
         blocks: whole blocks; `pages` is one more when there is a tail.
-        fetches: int64 [pages], of each page the op that brings it to host memory, or 0; None when all are there.
-        straight: the blocks that follow and are loaded from where they lie; then there is no tail.
+        fetches: int64 [pages], the op that brings each page to host memory, or 0; None if all are there.
+        straight: the blocks that follow and are loaded straight from another tier. With them there is no tail.
     """
 
     entries: EntryIds
@@ -85,11 +86,12 @@ class GroupLease:
 
     @property
     def is_whole(self) -> bool:
-        """Whether these are whole blocks that are in place: in host memory, or where they are loaded from."""
+        """Whether these are whole blocks alone, all of which can be loaded at once: none is being fetched."""
         return self.fetches is None and not self.has_tail
 
     def followed_by(self, held: HeldPages) -> GroupLease:
-        """Whole blocks in host memory, and those that follow there. Precondition: none is loaded from elsewhere."""
+        """A share of these whole blocks and of `held`, which follow them. Precondition: all of them are in host
+        memory."""
         return GroupLease(
             np.concatenate((self.entries, held.entries)),
             np.concatenate((self.slots, held.slots)),
@@ -100,14 +102,14 @@ class GroupLease:
 
 @dataclass(slots=True)
 class Lease:
-    """What a lookup promised to one request and keeps for it.
+    """The pages that a lookup promised to one request and keeps for it.
 
     Attributes:
         since_s: the clock when it was made.
-        start_tokens: that the engine had itself, whole blocks of every group.
-        tokens: that follow these, whole blocks of every group.
-        tail_tokens: of the partial tail; 0 for none.
-        cut: there is more than `tokens`, for which there was no room.
+        start_tokens: tokens that the engine had itself: whole blocks of every group.
+        tokens: tokens promised after those: whole blocks of every group.
+        tail_tokens: tokens of the partial tail; 0 for none.
+        cut: there are more than `tokens`, but no room to promise them.
         by_tier, shared_tokens: see `MatchResult`.
     """
 
@@ -133,8 +135,8 @@ class Lease:
 def joined_shares(
     lease: Lease | None, held: Sequence[HeldPages], groups: int, start_tokens: int, start_block: int
 ) -> tuple[GroupLease, ...]:
-    """Of each group, the whole blocks after `start_block` that a request's lease and what is held for it make up
-    together; empty where something else is leased, or from another block on."""
+    """Joins a request's lease and the pages held for it into one share per group, of whole blocks from `start_block`
+    on. Empty if there is neither, or if they do not form such shares."""
     if lease is not None and (
         lease.start_tokens != start_tokens or not all(share.is_whole for share in lease.groups)
     ):

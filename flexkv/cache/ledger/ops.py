@@ -1,4 +1,4 @@
-"""Ops that were planned and have not ended: on every rank, or on the plane of their tier."""
+"""Ops that were planned and have not ended yet, whether the ranks run them or the plane of their tier."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ WHOLE_OP_STATUSES = (OpStatus.CANCELLED, OpStatus.SKIPPED, OpStatus.LANE_DOWN)
 
 
 def good_pages(result: OpResult, pages: int, who: str = "the lane") -> NDArray[np.bool_]:
-    """Which pages of an op of so many ended well, bool [pages].
+    """Which of the `pages` pages of an op ended well, bool [pages].
 
     Raises:
-        ContractError: the result lists pages that the op has not, or some although it says OK; names `who` sent it.
+        ContractError: the result lists pages that the op does not have, or lists some and says OK; the message names
+            `who` sent it.
     """
     listed = np.asarray(result.failed)
     if listed.size and (
@@ -47,7 +48,7 @@ def good_pages(result: OpResult, pages: int, who: str = "the lane") -> NDArray[n
             raise ContractError(f"op {result.op_id}: {who} says OK and lists {listed.size} failed pages")
         return np.ones(pages, np.bool_)
     good = np.zeros(pages, np.bool_)
-    # A failure that names no page is taken as a failure of all: never a page too few.
+    # A failure that names no page counts as a failure of all of them, so that no failed page is taken for a good one.
     if result.status not in WHOLE_OP_STATUSES and listed.size:
         good[:] = True
         good[listed] = False
@@ -56,18 +57,18 @@ def good_pages(result: OpResult, pages: int, who: str = "the lane") -> NDArray[n
 
 @dataclass(slots=True, kw_only=True)
 class Op:
-    """One op between its plan and its end. All arrays have one element a page.
+    """One op between its plan and its end. All arrays have one element per page.
 
     Attributes:
         plan: the op as it was handed out.
         role: what it is for.
-        tier: whose pages `entries` are.
-        entries: its pages' index entries in that tier, each pinned once by the op.
+        tier: the tier whose index `entries` belong to.
+        entries: index entries of its pages in that tier, each pinned once by the op.
         epoch: the manager's epoch when it was planned.
-        op_id, group: of the plan.
-        pages: how many it moves.
+        op_id, group: copied from the plan.
+        pages: number of pages that it moves.
         begun_s: the clock when it was added to the table.
-        ahead: pages that were in flight in its way then.
+        ahead: pages that were in flight on the same way then.
     """
 
     plan: TransferOp
@@ -91,7 +92,7 @@ class Op:
 
 @dataclass(slots=True, kw_only=True)
 class AwaitedOp(Op):
-    """One that requests wait for.
+    """An op that requests wait for.
 
     Attributes:
         waiters: those requests.
@@ -106,7 +107,7 @@ class FetchOp(AwaitedOp):
 
     Attributes:
         host: the pages' entries in host memory, pending, each pinned once by the op.
-        prefetched: it was begun before a lookup asked for its pages.
+        prefetched: the fetch was begun before a lookup asked for its pages.
     """
 
     host: EntryIds
@@ -115,11 +116,11 @@ class FetchOp(AwaitedOp):
 
 @dataclass(slots=True, kw_only=True)
 class ProbeOp(AwaitedOp):
-    """Asks a tier which pages of a request it has. Moves none.
+    """Asks a tier which pages of a request it has. Moves no pages.
 
     Attributes:
-        keys: of each group, of the whole request.
-        start_tokens: that the engine had itself.
+        keys: per group, the keys of the whole request.
+        start_tokens: tokens that the engine had itself.
     """
 
     keys: Sequence[Keys]
@@ -128,11 +129,11 @@ class ProbeOp(AwaitedOp):
 
 @dataclass(slots=True, kw_only=True)
 class WriteOp(Op):
-    """Takes pages of host memory to a tier.
+    """Writes pages of host memory to a tier.
 
     Attributes:
         host: the pages' entries in host memory, each pinned once by the op.
-        leaving: the pages leave host memory when it has ended.
+        leaving: the pages leave host memory when the op has ended.
     """
 
     host: EntryIds
@@ -140,7 +141,7 @@ class WriteOp(Op):
 
 
 class Mark(IntFlag):
-    """What follows for a page that failed on a rank; `RankOp` has a field of each name."""
+    """What a failure on a rank means for the page; `RankOp` has a field of each name."""
 
     NONE = 0
     SUSPECT = 1
@@ -162,8 +163,8 @@ HOST_MARKS = _marks(
         FailureCause.NOT_EXECUTED: Mark.SUSPECT,
     }
 )
-"""By cause, of pages in host memory: there is no other route from it to an engine, so a page that stayed would fail
-again, whatever the cause."""
+"""Marks by cause, for pages in host memory. There is no other route from it to an engine, so a page that stayed would
+fail again, whatever the cause."""
 
 STRAIGHT_MARKS = _marks(
     {
@@ -174,28 +175,32 @@ STRAIGHT_MARKS = _marks(
         FailureCause.NOT_EXECUTED: Mark.NONE,
     }
 )
-"""By cause, of pages of another tier: they may come by host memory the next time, unless their content is bad."""
+"""Marks by cause, for pages of another tier: unless their content is bad, they may be loaded through host memory the
+next time."""
 
 
 @dataclass(slots=True, kw_only=True)
 class RankOp(Op):
-    """A load or a store: moves pages between engine blocks and a tier, and every rank reports it.
+    """A load or a store: moves pages between engine blocks and a tier. Every rank reports its end.
 
     Attributes:
-        first_block, positions: page i is of block `first_block + positions[i]` of the request; any integers, ascending.
-        digests: of pages stored straight to a tier, of each rank that has reported some, its run digests of every page.
+        first_block, positions: page i belongs to block `first_block + positions[i]` of the request; integers of any
+            dtype, ascending.
+        digests: for a store straight to a tier, by rank, the run digests of every page that the rank reported.
         waits_for: loads of the same request that were in flight when this store was planned.
-        reported: ranks whose result has come. The op ends with the last: one that died never reports, so its pages stay
-            pinned until the unit ends, because nobody can tell whether its last copy has stopped.
+        reported: ranks that have reported their result. The op ends with the last of them. A rank that died never
+            reports, so the pages stay pinned until the unit ends, because nobody can tell whether its last copy has
+            stopped.
         failed: pages that failed on a rank that has reported.
-        suspect: failed pages whose stored copy may be at fault (a cancelled load says nothing about it).
-        damaged: failed pages whose content may be at fault, as far as ranks say.
-        withheld: of a load from another tier than host memory, failed pages that the tier did not give; it is counted,
-            and the page is kept.
-        source_failed: of such a load, the tier or the way from it failed pages, not what they hold.
+        suspect: failed pages whose stored copy may be at fault. A cancelled load says nothing about it.
+        damaged: failed pages whose content may be at fault, as reported by the ranks.
+        withheld: for a load straight from another tier, failed pages that the tier did not deliver. They are counted,
+            and the tier keeps them.
+        source_failed: for such a load, pages failed because of the tier or the route from it, not because of their
+            content.
         revoked: pages that must not be published.
-        load: number of the load that it is a part of: that of the load's first op.
-        abandoned: of a load, its request has ended, and nobody waits for it.
+        load: number of the load that this op is part of, which is the number of the load's first op.
+        abandoned: for a load, its request has ended or taken it back, and nobody waits for it.
     """
 
     request_id: str
@@ -216,7 +221,7 @@ class RankOp(Op):
     loss: PageLoss | None = None
 
     def __post_init__(self) -> None:
-        Op.__post_init__(self)  # `super()` does not know a class that slots have made anew
+        Op.__post_init__(self)  # `super()` fails here: dataclass recreates a class with slots
         marks = np.zeros((5, len(self.entries)), np.bool_)
         self.failed, self.suspect, self.revoked, self.damaged, self.withheld = marks
 
@@ -232,16 +237,17 @@ class RankOp(Op):
 
     @property
     def coming(self) -> NDArray[np.bool_] | None:
-        """Pages that were on their way to host memory when it was planned; None when there were none."""
+        """Pages that were still being fetched to host memory when the op was planned, bool [pages]; None if there were
+        none."""
         return self.plan.reads != 0 if len(self.plan.reads) else None
 
     @property
     def block_numbers(self) -> NDArray[np.int64]:
-        """Number of each page's block in the request, int64. Made when asked for, which a plan never does."""
+        """Number of each page's block in the request, int64 [pages]. Computed on each call; planning never calls it."""
         return self.positions.astype(np.int64) + self.first_block
 
     def completion(self, failed: NDArray[np.bool_], published: NDArray[np.int32]) -> Completion:
-        """What is said of its end; `failed` marks the pages whose engine blocks are named."""
+        """The op's `Completion`; `failed` marks the pages whose engine blocks it lists as failed."""
         blocks = self.plan.blocks
         return Completion(
             op_id=self.op_id,
@@ -256,17 +262,17 @@ class RankOp(Op):
         )
 
     def report(self, rank: int, result: OpResult) -> None:
-        """Takes one rank's result.
+        """Records one rank's result.
 
         Raises:
-            ContractError: a list of failed pages or causes that does not fit. Nothing has changed.
+            ContractError: the list of failed pages or causes does not fit the op. Nothing has changed.
         """
         if result.status is not OpStatus.OK or len(result.failed):
             good = good_pages(result, self.pages, f"rank {rank}")
             self._take_failures(rank, result, ~good, result.page_causes(self.pages))
         if result.digests.size:
             self.digests[rank] = result.digests
-        # Last: a report that breaks off must not count as a good one.
+        # This comes last, because a report that breaks off must not count as a good one.
         self.reported.add(rank)
 
     def _take_failures(
@@ -285,14 +291,14 @@ class RankOp(Op):
 
 
 class OpTable:
-    """Ops in flight by number and by request, with the pages and ops of each role and tier.
+    """Ops in flight by number and by request, and how many pages and ops each role and tier has in flight.
 
     Args:
         clock: seconds, never running backwards.
 
     Attributes:
-        last_id: the last number that was given; 0 for none.
-        of_ranks: how many ops ranks have to report.
+        last_id: the last number assigned; 0 if none was.
+        of_ranks: number of ops in flight that the ranks have to report.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -309,7 +315,7 @@ class OpTable:
         self.of_ranks = 0
 
     def next_id(self) -> OpId:
-        """A number that no op of this manager has had."""
+        """Assigns and returns a number that no op of this manager has had."""
         self.last_id = OpId(self.last_id + 1)
         return self.last_id
 
@@ -323,11 +329,11 @@ class OpTable:
         return op_id in self._ops
 
     def pages(self, role: OpRole, tier: TierId | None = None) -> int:
-        """Pages in flight in ops of a role, of one tier or of all."""
+        """Pages in flight in ops of a role, for one tier or for all."""
         return self._all_pages[role] if tier is None else self._pages.get((role, tier), 0)
 
     def count(self, role: OpRole, tier: TierId) -> int:
-        """Ops of a role and tier in flight."""
+        """Number of ops of a role and tier in flight."""
         return self._counts.get((role, tier), 0)
 
     def any_of(self, role: OpRole) -> bool:
@@ -345,21 +351,21 @@ class OpTable:
         return op
 
     def find(self, op_id: OpId) -> Op | None:
-        """None when it has ended."""
+        """The op of that number; None when it has ended."""
         return self._ops.get(op_id)
 
     def fetch(self, op_id: OpId) -> FetchOp | None:
-        """The fetch of that number; None when it has ended."""
+        """The fetch of that number; None when it has ended, or if it is another op."""
         op = self._ops.get(op_id)
         return op if isinstance(op, FetchOp) else None
 
     def awaited(self, op_id: OpId) -> AwaitedOp | None:
-        """The op of that number, which requests may wait for; None when it has ended."""
+        """The op of that number if it is one that requests may wait for; None otherwise, or when it has ended."""
         op = self._ops.get(op_id)
         return op if isinstance(op, AwaitedOp) else None
 
     def unawaited_prefetches(self) -> int:
-        """Pages in flight of fetches that were begun before a lookup asked, and that no request waits for any more."""
+        """Pages in flight in fetches that were begun before a lookup asked, and that no request waits for any more."""
         fetches = (op for op in self if isinstance(op, FetchOp))
         return sum(op.pages for op in fetches if op.prefetched and not op.waiters)
 
@@ -367,12 +373,12 @@ class OpTable:
         return [op for op in self._by_request.get(request_id, {}).values() if op.role is role]
 
     def targets_of_loads(self, group: int) -> BlockIds:
-        """Engine blocks of a group that loads in flight write."""
+        """Engine blocks of a group that loads in flight write to."""
         targets = [op.plan.blocks for op in self if op.role is OpRole.LOAD and op.group == group]
         return np.concatenate(targets) if targets else NO_BLOCKS
 
     def entries_read(self, tier: TierId, group: int) -> EntryIds:
-        """Entries of a tier whose pages loads and fetches in flight read."""
+        """Entries of a tier whose pages are read by loads and fetches in flight."""
         reads = [
             op.entries
             for op in self
@@ -395,8 +401,8 @@ class OpTable:
             self.of_ranks += 1
 
     def drop_after(self, last: OpId, handed_out: set[OpId], ended: Op | None = None) -> None:
-        """Forgets the ops numbered above `last`, but for those `handed_out`, and `ended`, and counts all others anew:
-        what added or removed them broke off, perhaps within `add` or `remove`."""
+        """Removes the ops numbered above `last` except those in `handed_out`, removes `ended`, and recounts all others.
+        For a call that broke off, perhaps within `add` or `remove`."""
         kept = [op for op in self if (op.op_id <= last or op.op_id in handed_out) and op is not ended]
         self._ops = {}
         self._clear_counts()

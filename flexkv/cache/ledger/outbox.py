@@ -1,4 +1,4 @@
-"""Ops that were planned for the tiers' own planes and have not been handed out."""
+"""Ops that were planned for the tiers' own planes and not handed out yet."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from flexkv.transfer.graph import OpId, TransferGraph, TransferOp
 
 
 class Outbox:
-    """In the order in which they were planned, which is that of their submission."""
+    """A queue of graphs in the order in which they were planned, which is the order to submit them in."""
 
     def __init__(self) -> None:
         self._graphs: list[tuple[TierId, TransferGraph]] = []
@@ -17,13 +17,13 @@ class Outbox:
 
     @property
     def op_ids(self) -> set[OpId]:
-        """Of the ops that wait here."""
+        """Numbers of the ops that wait here."""
         return {op.op_id for _, graph in self._graphs for op in graph.ops}
 
     def put(self, tier: TierId, op: TransferOp) -> None:
         self._graphs.append((tier, TransferGraph((op,))))
 
     def take(self) -> list[tuple[TierId, TransferGraph]]:
-        """Those since the last call."""
+        """Removes and returns all that wait, with their tiers."""
         graphs, self._graphs = self._graphs, []
         return graphs

@@ -1,4 +1,4 @@
-"""What follows when pages leave or turn out not to be where they were thought: the one late binding of a manager."""
+"""Callbacks for pages that leave, or turn out not to be where the tables say: the one late binding of a manager."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from flexkv.facts.keys import Keys
 
 
 def _nothing(*_: object) -> None:
-    """Before the manager is whole."""
+    """Stands in until the manager is fully constructed."""
 
 
 @dataclass(slots=True)
 class Reactions:
-    """Called by the ledger and the tiers, which are made before the rooms that act. The manager sets all of them once,
-    at the end of its constructor.
+    """Callbacks for the ledger and the tiers, which are constructed before the packages that act. The manager sets all
+    of them once, at the end of its constructor.
 
     Attributes:
         evicted: (group, keys) these blocks left host memory to make room.
-        forgotten: (tier, group, keys) the tier forgot these pages, because it did not hold them.
-        reused: (tier, group, keys) these pages of host memory were used again, and the tier takes such.
+        forgotten: (tier, group, keys) the tier forgot these pages, because it did not have them.
+        reused: (tier, group, keys) these pages of host memory were used again, and the tier writes reused pages.
         answered: (request, keys, start in tokens) a tier has answered a question that the request waited for.
-        undone: () a plan that broke off was undone; whoever counts for himself counts anew.
+        undone: () a plan that broke off was undone; those who keep counts of their own must recount.
     """
 
     evicted: Callable[[int, Keys], object] = _nothing

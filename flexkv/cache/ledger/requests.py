@@ -1,4 +1,4 @@
-"""What the manager keeps for each request: the lease of its last lookup, and what it waits for."""
+"""The manager's records of each request: the lease of its last lookup, and the ops that it waits for."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ from flexkv.transfer.graph import OpId
 
 @dataclass(slots=True)
 class Wait:
-    """A request whose lookup found more behind host memory than in it.
+    """The wait of a request whose lookup found further pages in other tiers than host memory.
 
     Attributes:
-        since_s: the clock when it began to wait for each tier.
-        ends_s: the clock until which it waits at most.
-        ops: fetches that have not ended.
-        held: what is fetched for it, and what follows, until its next lookup has leased it.
-        skipped: tiers that it goes on without, and why.
-        probed: tiers that were asked for its pages, each once (True: for its tail), with the number of the question.
-        ready_end: end of what was in host memory when it began to wait, in blocks of the request.
-        fetched: blocks that were brought to host memory for it, by the tier that they came from.
+        since_s: by tier, the clock when the request began to wait for it.
+        ends_s: the clock at which the wait ends at the latest.
+        ops: fetches and questions that have not ended, with their tiers.
+        held: pages that are fetched for the request, with those that its fetches found there; kept until its next
+            lookup has leased them.
+        skipped: tiers that the request goes on without, and why.
+        probed: number of the question by tier and whether it was for the tail; each tier is asked once for blocks and
+            once for a tail.
+        ready_end: block of the request at which the pages in host memory ended when it began to wait.
+        fetched: pages that were brought to host memory for it, by the tier that they came from.
     """
 
     since_s: dict[TierId, float] = field(default_factory=dict)
@@ -38,14 +40,14 @@ class Wait:
 
 
 class RequestTable:
-    """The lookup leases by request, oldest first, with the pages they reserve; and the waits.
+    """The lookup leases by request, oldest first, the pages that they reserve, and the waits.
 
     Attributes:
-        waits: by request.
-        prefetched: those of them that no lookup has asked for yet.
-        reserved_pages: of all leases.
-        misses: why the last lookup of a request promised no more, and how many whole blocks it did not promise; of
-            lookups that were not acted on yet.
+        waits: the waits by request.
+        prefetched: requests with a wait that no lookup has asked for yet.
+        reserved_pages: pages of all leases.
+        misses: by request, why its last lookup promised no more, and how many whole blocks it did not promise. Only
+            lookups that the engine has not acted on yet.
     """
 
     def __init__(self) -> None:
@@ -68,7 +70,7 @@ class RequestTable:
         return self._leases.get(request_id)
 
     def add_lease(self, request_id: str, lease: Lease) -> None:
-        """Enters a lease, unless it is of no page. The request must have none."""
+        """Enters a lease, unless it has no pages. Precondition: the request has no lease."""
         assert request_id not in self._leases
         if pages := lease.pages:
             self._leases[request_id] = lease
@@ -81,7 +83,7 @@ class RequestTable:
         return lease
 
     def leased_before(self, since_s: float) -> list[str]:
-        """Requests whose lease was made before `since_s`. Costs no more than those, as leases are kept in order."""
+        """Requests whose lease was made before `since_s`. Leases are kept in order, so it visits only those."""
         expired = []
         for request_id, lease in self._leases.items():
             if lease.since_s >= since_s:
@@ -96,10 +98,10 @@ class RequestTable:
     # --- waits ---
 
     def wait(self, request_id: str, ops: Iterable[tuple[OpId, TierId, float]], now_s: float) -> list[TierId]:
-        """The request waits for these fetches: number, tier, and how long it waits for that tier.
+        """Adds ops to the request's wait: number, tier, and seconds that the request waits for that tier.
 
         Returns:
-            Tiers that it did not wait for before.
+            Tiers that the request did not wait for before.
         """
         wait = self.waits.setdefault(request_id, Wait())
         new = []
@@ -112,7 +114,7 @@ class RequestTable:
         return new
 
     def skip(self, request_id: str, tiers: Iterable[TierId], reason: MissReason) -> None:
-        """The request goes on without these tiers, until its wait is dropped."""
+        """Notes that the request goes on without these tiers, until its wait is dropped."""
         self.waits.setdefault(request_id, Wait()).skipped.update(dict.fromkeys(tiers, reason))
 
     def skipped(self, request_id: str) -> Mapping[TierId, MissReason]:
@@ -121,21 +123,21 @@ class RequestTable:
         return {} if wait is None else wait.skipped
 
     def probe_of(self, request_id: str, tier: TierId, tail: bool) -> OpId | None:
-        """The question that was asked for the request; None before."""
+        """Number of the question that the tier was asked for the request; None if it was not asked."""
         wait = self.waits.get(request_id)
         return None if wait is None else wait.probed.get((tier, tail))
 
     def probed(self, request_id: str, tier: TierId, tail: bool, op_id: OpId) -> None:
-        """A question was asked for the request."""
+        """Notes that the tier was asked for the request."""
         self.waits.setdefault(request_id, Wait()).probed[tier, tail] = op_id
 
     def hold(self, request_id: str, pages: HeldPages) -> None:
-        """Leased once for the request, until `take_held`."""
+        """Keeps pages, which the caller has pinned once for the request, until `take_held`."""
         if len(pages.entries):
             self.waits.setdefault(request_id, Wait()).held.append(pages)
 
     def held_by(self, request_id: str) -> Sequence[HeldPages] | None:
-        """What is held for a request; None while it waits for a fetch, or before a lookup has asked for it."""
+        """The pages held for a request; None while it waits for an op, or before a lookup has asked for it."""
         wait = self.waits.get(request_id)
         if wait is None:
             return ()
@@ -146,7 +148,7 @@ class RequestTable:
         return 0 if wait is None else sum(len(held.entries) for held in wait.held)
 
     def take_held(self, request_id: str) -> Sequence[HeldPages]:
-        """What was held; the pins are the caller's to end."""
+        """Removes and returns the pages held for the request; the caller must end their pins."""
         wait = self.waits.get(request_id)
         if wait is None:
             return ()
@@ -154,23 +156,24 @@ class RequestTable:
         return held
 
     def held(self) -> Iterator[HeldPages]:
-        """All that is held."""
+        """All held pages."""
         return (held for wait in self.waits.values() for held in wait.held)
 
     def is_waiting(self, request_id: str, now_s: float) -> bool:
-        """Whether the request's last lookup waits for a fetch and has not done so for too long. O(1)."""
+        """Whether the request's last lookup waits for ops, and its time to wait is not over. O(1)."""
         wait = self.waits.get(request_id)
         if wait is None or not wait.ops or now_s > wait.ends_s:
             return False
         return request_id not in self.prefetched
 
     def begin_prefetch(self, request_id: str, ready_end: int) -> None:
-        """What the request waits for is fetched before a lookup asks for it."""
+        """Marks the request's wait as one that no lookup has asked for yet; `ready_end` as in `begins_to_wait`."""
         self.prefetched.add(request_id)
         self.begins_to_wait(request_id, ready_end)
 
     def end_prefetch(self, request_id: str) -> list[OpId]:
-        """A lookup asks: the request's waits begin with it. Returns the fetches that have not ended."""
+        """Turns a prefetched request into one that a lookup has asked for: its wait starts anew, for no op yet. Returns
+        the ops that it waited for."""
         self.prefetched.discard(request_id)
         wait = self.waits[request_id]
         ops = list(wait.ops)
@@ -179,38 +182,39 @@ class RequestTable:
         return ops
 
     def prefetched_pages(self) -> int:
-        """Pages of host memory that are held for prefetched requests."""
+        """Pages of host memory held for prefetched requests."""
         return sum(
             len(held.entries) for request_id in self.prefetched for held in self.waits[request_id].held
         )
 
     def probe_ended(self, request_id: str, op_id: OpId) -> None:
-        """A tier has answered."""
+        """Removes a question that its tier has answered from the request's wait."""
         if (wait := self.waits.get(request_id)) is not None:
             wait.ops.pop(op_id, None)
 
     def fetch_ended(self, request_id: str, op_id: OpId, pages: int) -> None:
-        """A fetch has brought so many pages."""
+        """Removes a fetch that has ended from the request's wait, and counts the `pages` that it brought."""
         wait = self.waits.get(request_id)
         if wait is not None and (tier := wait.ops.pop(op_id, None)) is not None:
             wait.fetched[tier] = wait.fetched.get(tier, 0) + pages
 
     def begins_to_wait(self, request_id: str, ready_end: int) -> None:
-        """Blocks of the request up to `ready_end` are in host memory; it waits for what follows."""
+        """Notes, the first time, that the request's blocks up to `ready_end` are in host memory and that it waits for
+        those after."""
         wait = self.waits.get(request_id)
         if wait is not None and wait.ready_end is None:
             wait.ready_end = ready_end
 
     def fetched_for(self, request_id: str, start: int, end: int) -> dict[TierId, int]:
-        """Of the request's blocks from `start` to `end` those that it waited for, by the tier that they came from."""
+        """How many of the request's blocks from `start` to `end` it waited for, by the tier that they came from."""
         wait = self.waits.get(request_id)
         if wait is None or wait.ready_end is None or not wait.fetched:
             return {}
         return self.fetched_pages(request_id, max(0, end - max(start, wait.ready_end)))
 
     def fetched_pages(self, request_id: str, most: int) -> dict[TierId, int]:
-        """Pages that were brought to host memory for the request, by the tier that they came from; `most` over all
-        tiers, as some may have been brought twice."""
+        """Pages that were brought to host memory for the request, by the tier that they came from. At most `most` over
+        all tiers, because some may have been brought twice."""
         wait = self.waits.get(request_id)
         left, found = most, {}
         for tier, pages in wait.fetched.items() if wait is not None else ():
@@ -219,17 +223,16 @@ class RequestTable:
         return found
 
     def drop_wait(self, request_id: str) -> Wait | None:
-        """The request waits no more. Nothing may be held."""
+        """Removes and returns the request's wait, if any. Precondition: it holds no pages."""
         self.prefetched.discard(request_id)
         return self.waits.pop(request_id, None)
 
     def waiting_before(self, ends_s: float) -> list[str]:
-        """Requests that were to stop waiting before `ends_s`."""
+        """Requests whose time to wait (`Wait.ends_s`) was over before `ends_s`."""
         return [request_id for request_id, wait in self.waits.items() if wait.ends_s < ends_s]
 
     def recount(self, in_flight: set[OpId]) -> None:
-        """Counts the leased pages anew, and ends the waits for fetches that are not `in_flight`: what was noting them
-        broke off."""
+        """Recounts the leased pages, and ends the waits for ops that are not `in_flight`. For a call that broke off."""
         self.reserved_pages = sum(lease.pages for lease in self.leases())
         for wait in self.waits.values():
             wait.ops = {op_id: tier for op_id, tier in wait.ops.items() if op_id in in_flight}
@@ -237,7 +240,8 @@ class RequestTable:
     def check_integrity(self) -> None:
         """
         Raises:
-            ContractError: another number of pages is counted than is leased, or a prefetched request has no wait.
+            ContractError: the number of reserved pages is not that of the leased ones, or a prefetched request has no
+                wait.
         """
         if strange := self.prefetched - set(self.waits):
             raise ContractError(f"requests {sorted(strange)} were prefetched and wait for nothing")

@@ -16,19 +16,19 @@ class ManagerStats:
         hit_blocks: whole blocks promised, counted once for all groups.
         miss_blocks: whole blocks asked for and not promised.
         tail_hits: partial tails promised.
-        loaded_pages: pages whose load ended OK on every rank.
-        failed_load_pages: pages whose load did not.
+        loaded_pages: pages that every rank loaded.
+        failed_load_pages: pages that failed to load on some rank.
         stored_pages: pages published.
-        failed_store_pages: pages whose store ended badly on some rank.
+        failed_store_pages: pages that failed to be stored on some rank.
         discarded_pages: pages written well and not published: revoked, forgotten, or of an old epoch.
-        busy_pages: pages that a store offered and that found no slot or no queue entry.
+        busy_pages: offered pages that were not stored, because there was no slot or no queue entry.
         evicted_blocks: blocks evicted to make room.
         forgotten_blocks: blocks made misses by `forget` or a failed load.
-        expired_leases: lookups that never became a load.
-        cut_promises: lookups cut because the load queue had no more places.
+        expired_leases: lookups whose lease expired before a load.
+        cut_promises: lookups whose promise was cut because the load queue was full.
         resets: calls of `reset`.
-        streamed_pages: pages whose load began while they were on their way to host memory.
-        missed: whole blocks that lookups did not promise, by the reason, once for each lookup that was acted on.
+        streamed_pages: pages whose load began while they were still being fetched to host memory.
+        missed: whole blocks that lookups did not promise, by reason; counted once per lookup that the engine acted on.
     """
 
     lookups: int = 0
@@ -50,11 +50,11 @@ class ManagerStats:
     missed: dict[MissReason, int] = field(default_factory=dict)
 
     def copy(self) -> ManagerStats:
-        """The totals as of now."""
+        """A copy of the current totals."""
         return replace(self, missed=dict(self.missed))
 
     def add_lookup(self, asked: int, promised: int, tail: bool, cut: bool) -> None:
-        """Counts a lookup of so many whole blocks."""
+        """Counts a lookup of `asked` whole blocks."""
         self.lookups += 1
         self.hit_blocks += promised
         self.miss_blocks += asked - promised
