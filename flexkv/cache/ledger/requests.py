@@ -39,6 +39,10 @@ class Wait:
     fetched: dict[TierId, int] = field(default_factory=dict)
 
 
+MOST_MISSES = 16_384
+"""Misses noted at once; the oldest is dropped beyond. Far above what an engine queues; a bound on leaked ids."""
+
+
 class RequestTable:
     """The lookup leases by request, oldest first, the pages that they reserve, and the waits.
 
@@ -56,6 +60,14 @@ class RequestTable:
         self.prefetched: set[str] = set()
         self.reserved_pages = 0
         self.misses: dict[str, tuple[MissReason, int]] = {}
+
+    # --- misses ---
+
+    def note_miss(self, request_id: str, reason: MissReason, blocks: int) -> None:
+        """Notes why the request's last lookup did not promise so many whole blocks, in place of what was noted."""
+        if len(self.misses) >= MOST_MISSES and request_id not in self.misses:
+            del self.misses[next(iter(self.misses))]
+        self.misses[request_id] = (reason, blocks)
 
     # --- leases ---
 

@@ -239,7 +239,7 @@ class Promises:
             reason = MissReason.QUEUE_FULL
         is_open = bool(looked.fetches or looked.awaited)
         # Where the caller acts on it though more may come, it could not wait any longer.
-        requests.misses[request_id] = (MissReason.LATE if is_open else reason, missing)
+        requests.note_miss(request_id, MissReason.LATE if is_open else reason, missing)
         return None if is_open else reason
 
     def _count_miss(self, request_id: str) -> None:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from flexkv.cache.base import ManagerLimits, Outcome
+from flexkv.cache.ledger.requests import MOST_MISSES
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.observe import Counters, MissReason
 from flexkv.transfer.graph import OpStatus
@@ -58,6 +59,16 @@ def test_what_was_found_in_the_end_is_no_miss() -> None:
     assert manager.match("r", [whole], 0).outcome is Outcome.HIT
     manager.release("r")
     assert missed(manager) == {}
+
+
+def test_ids_whose_end_nobody_tells_are_bounded() -> None:
+    manager, wanted = make(), keys(1)
+    for number in range(MOST_MISSES + 5):
+        manager.match(f"r{number}", [wanted], 0)
+    assert len(manager.tables.requests.misses) == MOST_MISSES
+    manager.release("r0")
+    manager.release(f"r{MOST_MISSES + 4}")
+    assert missed(manager) == {MissReason.ABSENT: 1}, "the oldest was dropped"
 
 
 def test_a_copy_of_the_totals_does_not_change() -> None:
