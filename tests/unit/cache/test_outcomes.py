@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flexkv.cache.base import ManagerLimits, Outcome
+from flexkv.cache.base import ManagerLimits, Outcome, TailCandidates
 from flexkv.cache.ledger.requests import MOST_MISSES
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.observe import Counters, MissReason
@@ -59,6 +59,17 @@ def test_what_was_found_in_the_end_is_no_miss() -> None:
     assert manager.match("r", [whole], 0).outcome is Outcome.HIT
     manager.release("r")
     assert missed(manager) == {}
+
+
+def test_a_lookup_of_the_tail_after_a_hit_keeps_what_was_missed() -> None:
+    manager, whole = make(), keys(6)
+    store(manager, whole[:4])
+    manager.match("r", [whole], 0)
+    tail = TailCandidates(keys(2, seed=5), np.array([1, 2], np.int32), 4)
+    result = manager.match("r", [whole[:4]], 0, [tail])
+    assert (result.outcome, result.blocks, result.tail_tokens) == (Outcome.HIT, 4, 0)
+    manager.release("r")
+    assert missed(manager) == {MissReason.ABSENT: 2}
 
 
 def test_ids_whose_end_nobody_tells_are_bounded() -> None:
