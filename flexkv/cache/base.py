@@ -1,8 +1,8 @@
-"""The control plane's contracts: what an adapter may ask of a cache manager, and what it gets.
+"""The control plane's contracts: what an adapter may ask of a cache manager, and what the manager returns.
 
-One manager serves one ownership unit. It is driven by a single thread (the engine's scheduler), never blocks but in a
-`reset` with tiers that outlive the process, and never touches a byte of KV: it hands out transfer graphs and is told
-how their ops ended.
+One manager serves one ownership unit. A single thread drives it (the engine's scheduler). It never blocks, except in a
+`reset` with tiers that outlive the process. It never touches a byte of KV: it plans transfer graphs, and its caller
+reports how their ops ended.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from flexkv.observe import MissReason, PageLoss
 from flexkv.transfer.graph import BlockIds, OpId, OpResult, SlotIds, TransferGraph
 
 TierId = NewType("TierId", int)
-"""Place of a tier in the order in which a lookup asks them."""
+"""Index of a tier in the order in which a lookup asks the tiers."""
 
 HUB = TierId(0)
-"""Host memory, which every other tier reads into and is written from."""
+"""Host memory: every other tier reads into it and is written from it."""
 
 EntryIds = NDArray[np.uint32]
 """Entries of a tier's native block index, each pinned once for every lease or op that names it."""
@@ -32,13 +32,14 @@ EntryIds = NDArray[np.uint32]
 NO_ENTRIES: EntryIds = np.empty(0, np.uint32)
 
 NO_ENTRY = np.uint32(0xFFFFFFFF)
-"""In place of an entry: the index does not know the key."""
+"""Stands for a missing entry: the index does not know the key."""
 
 MOST_BLOCKS = 2**31
-"""Most pages of one request: an engine numbers its blocks with 32 bits, and no request has more than all of them."""
+"""Most pages of one request: an engine numbers its blocks with 32 bits, and no request has more blocks than the
+engine."""
 
 NO_BLOCK = -1
-"""In place of an engine block: the engine keeps no page there."""
+"""Stands for a missing engine block: the engine keeps no page there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +47,11 @@ class GroupSpec:
     """One KV group of the unit.
 
     Attributes:
-        block_tokens: tokens a block.
-        slots: host slots of this group's pool once all of it is up.
-        reach: of a WINDOW in pages, of a CHUNK in tokens; 0 for the other rules.
-        shares: number of a group before it whose slots this one shares, and then has as many: groups whose pages have
-            one size, of which whichever is used least is evicted first. None for slots of its own.
+        block_tokens: tokens per block.
+        slots: host slots of this group's pool once the whole pool is usable.
+        reach: for a WINDOW in pages, for a CHUNK in tokens; 0 for the other rules.
+        shares: number of an earlier group whose slots this one shares, with the same `slots`; their pages have the same
+            size, and one eviction order covers both. None for slots of its own.
     """
 
     block_tokens: int
@@ -61,7 +62,7 @@ class GroupSpec:
 
 
 def sharing(specs: Sequence[GroupSpec]) -> list[int]:
-    """Of each group the one whose slots it shares, itself where it has its own."""
+    """For each group, the number of the group that owns its slots: its own, unless it shares another's."""
     return [number if spec.shares is None else spec.shares for number, spec in enumerate(specs)]
 
 
@@ -74,12 +75,12 @@ class ManagerLimits:
         inflight_store_pages: stores beyond this many pages in flight are dropped and counted (BUSY).
         inflight_load_pages: promises beyond this many reserved pages are cut to what fits.
         lease_s: a lookup's lease expires after this long without a load.
-        rest_s: after a load that did not bring pages which are still there, nothing is promised to any request for so
-            long, but to those that have a promise already. For an engine that ends a request whose load fails; 0 for
-            one that computes what did not come.
-        prefetch_requests: requests that are prefetched and not looked up yet, at most; 0 for none.
-        asks_again: the engine asks again for a request whose lookup ends in ASK_AGAIN, or ends it. False: no lookup
-            ends so, and what finds no room at once is left to the engine.
+        rest_s: after a load that did not bring pages which are still in their tier, new requests are promised nothing
+            for this long; those with a promise keep it. For an engine that ends a request whose load fails; 0 for one
+            that computes the missing pages.
+        prefetch_requests: most requests that are prefetched and not looked up yet; 0 for none.
+        asks_again: the engine asks again for a request whose lookup returns ASK_AGAIN, or ends the request. If False,
+            no lookup returns it, and the engine computes the pages that find no room at once.
     """
 
     ranks: int = 1
@@ -98,7 +99,7 @@ class TailCandidates:
     Attributes:
         keys: shape [candidates, KEY_BYTES].
         tokens: valid tokens of each candidate, int32, each in [1, block_tokens), no two alike.
-        base_block: number of the block that the candidates would fill (whole blocks before it).
+        base_block: number of the block that the candidates would fill, which is the number of whole blocks before it.
     """
 
     keys: Keys
@@ -107,31 +108,33 @@ class TailCandidates:
 
 
 class Outcome(Enum):
-    """What a lookup came to."""
+    """The result of a lookup."""
 
     HIT = "hit"
-    """Something is promised, and nothing more will come."""
+    """Tokens are promised, and nothing more will come."""
     MISS = "miss"
     """Nothing is promised, and nothing will come. `MatchResult.miss` says why."""
     COMING = "coming"
-    """Fetches or answers that would make the match longer are under way. The caller asks again when `waits` says so, or
-    takes what is promised."""
+    """Fetches or answers that would make the match longer are under way. The caller asks again once `waits` returns
+    False, or takes what is promised."""
     ASK_AGAIN = "ask again"
-    """Nothing is promised or kept, because fetches that would make the match longer find no room in host memory until
-    others have ended. The caller asks again with its next step, by `still_waits` first; only with
+    """Nothing is promised or kept, because the fetches that would make the match longer find no room in host memory
+    until others have ended. The caller asks again in its next step, calling `still_waits` first. Only with
     `ManagerLimits.asks_again`."""
 
 
 class GroupMatch(NamedTuple):
-    """What one group can restore after `MatchResult.start_tokens`. Blocks are the group's own.
+    """What one group can restore after `MatchResult.start_tokens`, in the group's own blocks.
 
     Attributes:
         blocks: whole blocks restorable after the start.
-        slots: their host slots, in order, int32 [blocks]; fewer where the last blocks are loaded from where they lie.
+        slots: their host slots, in order, int32 [blocks]; fewer if the last blocks are loaded straight from another
+            tier.
         tail_tokens: tokens of a partial tail block that follows the last matched (or local) block; 0 for none.
         tail_slot: host slot of that tail, or -1.
-        first_block: number in the request of the block in `slots[0]`: the first after the start for a FULL group; later
-            for the other rules, which need only the last blocks (their `slots` are as many as they need).
+        first_block: number within the request of the block in `slots[0]`. For a FULL group this is the first block
+            after the start. The other rules need only the last blocks, so it is later, and `slots` has only the blocks
+            that they need.
     """
 
     blocks: int
@@ -150,18 +153,19 @@ class MatchResult(NamedTuple):
     ```
 
     Attributes:
-        start_tokens: that the engine has itself.
+        start_tokens: tokens that the engine has itself.
         groups: one entry per group of the manager.
-        tokens: that follow these and every group can restore (the length an adapter may promise): whole blocks.
-        tail_tokens: partial-tail tokens that every group can restore after those.
-        outcome: what the caller does next.
-        miss: why no more than this is promised; None where all that was asked for is, or may still come.
-        reads: fetches and answers to wait for.
-        by_tier: for each tier of the manager, by its number, how many of `tokens` it has supplied: those that were
-            fetched for the request count for the tier that they came from. Empty where nothing is promised.
-        shared_tokens: where groups need other pages each, tokens from the request's start up to which those of full
-            attention have all of theirs: so far other requests were the same. A hit could end there if the other groups
-            had what it needs. 0 where every group restores whole prefixes.
+        tokens: tokens after those that every group can restore, in whole blocks: the length that an adapter may
+            promise.
+        tail_tokens: tokens of the partial tail that every group can restore after those.
+        outcome: tells the caller what to do next.
+        miss: why no more is promised; None if everything asked for is promised or may still come.
+        reads: number of fetches and answers to wait for.
+        by_tier: by tier number, how many of `tokens` the tier has supplied. Tokens that were fetched for the request
+            count for the tier that they came from. Empty if nothing is promised.
+        shared_tokens: if groups need different pages, the tokens from the request's start for which the groups of full
+            attention have every page: so far earlier requests were the same. A hit could end there if the other groups
+            had the pages for it. 0 if every group restores whole prefixes.
     """
 
     request_id: str
@@ -182,7 +186,7 @@ class MatchResult(NamedTuple):
 
     @property
     def is_final(self) -> bool:
-        """Whether asking again would bring nothing more."""
+        """Whether asking again would not bring more."""
         return self.outcome is Outcome.HIT or self.outcome is Outcome.MISS
 
 
@@ -191,13 +195,13 @@ class StorePlan:
     """What `begin_store` decided.
 
     Attributes:
-        graph: None when nothing needs to move.
-        stored: positions (into the blocks offered) that the graph stores, int32: those of its first op, ascending, then
-            those of the next.
+        graph: the transfers to run; None when nothing needs to move.
+        stored: positions in the offer of the blocks that the graph stores, int32: those of its first op, ascending,
+            then those of the next op.
         known: blocks that were stored or in flight already.
         dropped: blocks that found no slot or no queue entry (BUSY); the caller may offer them again later.
-        accepted: where blocks were dropped, so many leading blocks of the offer at least were not: they need not be
-            offered again.
+        accepted: if blocks were dropped, a lower bound on the leading blocks of the offer that were not. Those need not
+            be offered again.
     """
 
     graph: TransferGraph | None
@@ -207,7 +211,7 @@ class StorePlan:
     accepted: int = 0
 
     def joined(self, other: StorePlan) -> StorePlan:
-        """One plan for two parts of an offer."""
+        """The plan for two parts of an offer together; `accepted` is 0."""
         ops = tuple(op for plan in (self, other) if plan.graph is not None for op in plan.graph.ops)
         return StorePlan(
             TransferGraph(ops) if ops else None,
@@ -229,11 +233,11 @@ class OpRole(Enum):
     WRITE = "write"
     """From host slots to a tier."""
     PROBE = "probe"
-    """Asks a tier what it has."""
+    """A question to a tier: which pages it has."""
     SEAL = "seal"
-    """Makes pages of a store exist that lies in a tier already."""
+    """Makes pages visible whose bytes a store has already put in a tier."""
 
-    # Members are compared by identity. Enum's own hash is a call of Python at each look into a table by role.
+    # Members are compared by identity. Enum's own hash would be a Python call at each lookup in a table keyed by role.
     __hash__ = object.__hash__
 
 
@@ -244,8 +248,8 @@ class Completion:
     Attributes:
         blocks: the engine blocks of the op (all of its pages).
         failed_blocks: for a load, the engine blocks that hold no valid KV; for a store, blocks not published.
-        published: for a store, the positions of the op's pages that became visible, or do when they have been sealed.
-        loss: for a store that a rank never began, why.
+        published: for a store, the positions of the op's pages that became visible, or will when they have been sealed.
+        loss: why a rank never began this store; None otherwise.
     """
 
     op_id: OpId
@@ -260,13 +264,14 @@ class Completion:
 
 
 class CacheListener:
-    """Is told which keys appear in the host tier and which leave it, in order. Does nothing by itself."""
+    """Base class of listeners, whose methods a manager calls in order as keys appear in host memory and leave it. The
+    methods here do nothing."""
 
     def on_publish(self, group: int, keys: Keys) -> None:
         """These blocks became visible."""
 
     def on_evict(self, group: int, keys: Keys) -> None:
-        """These blocks were visible and are not any more: evicted, forgotten or found bad."""
+        """These blocks are no longer visible: they were evicted, forgotten or found bad."""
 
     def on_reset(self, epoch: int) -> None:
         """Every block left; `epoch` has begun."""
@@ -286,55 +291,66 @@ class CacheManager(ABC):
         start_tokens: int,
         tail: Sequence[TailCandidates | None] | None = None,
     ) -> MatchResult:
-        """Looks up the longest restorable prefix after `start_tokens` and leases it for `request_id`.
+        """Looks up the longest restorable prefix after `start_tokens`, leases it for `request_id`, and begins to fetch
+        what other tiers have beyond it.
 
-        Asking again replaces the former lease. A hit is only what is in host memory, published and verified. What other
-        tiers have besides is being fetched when this returns, and the answer says so (COMING). Of tiers that stream
-        (`TierFacts.streams`) whole blocks on their way are promised too: their load waits for each page, and fails
-        those that do not come or do not verify. Of tiers with straight loads they are promised where they lie. Where
-        host memory has no room for all that would be fetched, the request may have to wait for it (ASK_AGAIN); what
-        is larger than host memory is fetched as far as there is room.
+        Asking again replaces the former lease. Only pages in host memory, published and verified, are promised, with
+        two exceptions. From tiers that stream (`TierFacts.streams`), whole blocks on their way are promised too: their
+        load waits for each page, and fails those that do not come or do not verify. From tiers with straight loads,
+        whole blocks are promised where they lie. All other pages that tiers have are being fetched when this returns,
+        and the outcome says so (COMING). If host memory has no room for all of them, the request may have to wait for
+        it (ASK_AGAIN). A prefix larger than host memory is fetched as far as there is room.
 
-        What a load of the request did not bring is not promised to it again by the same way, and after two failed loads
-        nothing is, until `end_request`. With `ManagerLimits.rest_s` others are promised nothing either for a while.
+        Pages that a load of the request did not bring are not promised to it again by the same route, and after two
+        failed loads nothing is promised to it until `end_request`. With `ManagerLimits.rest_s`, other requests are
+        promised nothing for a while either.
 
         Args:
             keys: per group, keys of all whole blocks of the request from its first token on.
-            start_tokens: that the engine has itself: whole blocks of every group.
-            tail: per group, partial-tail candidates: only those whose `base_block` equals the end of the match count.
-                None where groups have other rules than FULL or blocks of other sizes.
+            start_tokens: tokens that the engine has itself: whole blocks of every group.
+            tail: per group, partial-tail candidates; only those count whose `base_block` equals the end of the match.
+                None if groups have other rules than FULL or blocks of different sizes.
 
         Raises:
-            ContractError: not one element a group, a start within a block, or a tail where there may be none.
+            ContractError: not one element per group, a start within a block, or a tail where there may be none.
             BlockRangeError: a negative start.
         """
 
     @abstractmethod
     def prefetch(self, request_id: str, keys: Sequence[Keys], start_tokens: int = 0) -> int:
-        """Begins to fetch what other tiers have of a request that no lookup has asked for yet. Promises nothing.
+        """Begins to fetch what other tiers have for a request that has not been looked up yet. Promises nothing.
 
-        For requests that wait in the engine's queue. What is fetched is kept for the request's first `match`, which
-        waits for what has not come yet: its time to wait begins there. It ends with `release`, and some time after
-        `TierFacts.wait_s` by `expire`. Prefetched requests together are kept a share of host memory at most, and their
-        fetches leave room for those of lookups; what does not fit is fetched by the first `match`.
+        For requests that wait in the engine's queue. The pages are kept for the request's first `match`, which waits
+        for those that have not come yet; the time to wait begins there. `release` ends the prefetch, and `expire` does
+        some time after `TierFacts.wait_s`. Prefetched requests together keep at most a share of host memory, and their
+        fetches leave room for those of lookups. The first `match` fetches what does not fit.
+
+        Call order:
+            Before the request's first `match`. For a request with a lease or a wait it does nothing.
 
         Args:
-            start_tokens: whole blocks that the engine has itself, as far as is known.
+            start_tokens: tokens that the engine has itself, as far as is known: whole blocks of every group.
 
         Returns:
-            Fetches under way for it; 0 where there is nothing to bring or no room.
+            Number of fetches under way for it; 0 if there is nothing to fetch or no room.
         """
 
     @abstractmethod
     def begin_load(
         self, request_id: str, blocks: Sequence[BlockIds], tail: bool = False
     ) -> TransferGraph | None:
-        """Turns the first `len(blocks[g])` matched blocks into a load to those engine blocks and ends the lookup lease.
+        """Plans a load of the first `len(blocks[g])` matched blocks of each group to those engine blocks, and ends the
+        lookup lease.
 
         With `tail`, the last engine block of each group takes the matched partial tail, after all the matched blocks.
-        The engine may take fewer blocks than were promised (of a group whose rule is not FULL: all or none); the
-        rest is released, and so is what has NO_BLOCK for an engine block. None when there is nothing to load. Never
-        BUSY.
+        The engine may take fewer blocks than were promised (for a group whose rule is not FULL: all or none). The rest
+        is released, as are pages whose engine block is NO_BLOCK. Never BUSY.
+
+        Call order:
+            After the `match` that promised the blocks, before `release`, `reset` or the lease's expiry.
+
+        Returns:
+            The graph that every rank has to run; None when there is nothing to load.
 
         Raises:
             ContractError: the request has no lease, or asks for more than it was promised.
@@ -342,15 +358,17 @@ class CacheManager(ABC):
 
     @abstractmethod
     def waits(self, request_id: str) -> bool:
-        """Whether the request's last match began reads that have not ended, and not for too long. O(1)."""
+        """Whether the request's last match waits for reads that have not ended, and its time to wait is not over.
+        O(1)."""
 
     @abstractmethod
     def still_waits(self, request_id: str) -> bool:
-        """Notes that the engine asks for a request again; whether `match` would find that it has to wait yet: for
-        reads, as `waits` says, or for room. O(1).
+        """Notes that the engine asks for a request again, and returns whether `match` would find that it still has to
+        wait: for reads, as `waits` says, or for room. O(1).
 
-        Room for fetches goes to whole prompts, in the order in which they first asked, and a request that waits for it
-        has none. It waits `TierFacts.wait_s` at most, as far as the engine asks for it meanwhile, then goes on without.
+        Room for fetches goes to whole prompts, in the order in which they first asked, and a request that waits for
+        room holds none. It waits `TierFacts.wait_s` at most, counting only time in which the engine asks for it, then
+        goes on without.
         """
 
     @abstractmethod
@@ -367,12 +385,15 @@ class CacheManager(ABC):
         """Plans a store of `keys[i]` from engine block `blocks[i]`; block i is number `first_block + i` of the request.
 
         Keys that are stored or in flight are skipped, so nothing is stored twice. Never blocks, never evicts a leased
-        slot. The engine blocks stay pinned by the caller until the op's `Completion`.
+        slot.
+
+        Preconditions:
+            The caller keeps the engine blocks pinned until the op's `Completion`.
 
         Args:
             tokens: valid tokens in each of the blocks; None for whole blocks.
-            spare: of use only to requests that part from this one here. Such blocks have a share of host memory, and
-                leave it first where they are more, until a request hits them or one offers them without it.
+            spare: the blocks are of use only to requests that diverge from this one here. Such blocks have a share of
+                host memory; beyond it they are evicted first, until a request hits them or offers them without `spare`.
 
         Raises:
             ContractError: `keys` and `blocks` differ in length, or a block has no such number of valid tokens.
@@ -382,19 +403,23 @@ class CacheManager(ABC):
 
     @abstractmethod
     def known(self, group: int, keys: Keys) -> NDArray[np.bool_]:
-        """Which of these blocks are in one of the unit's tiers or on their way there, as far as is known here. Nothing
-        is leased, and no block counts as used."""
+        """Which of these blocks are in one of the unit's tiers or on their way there, as far as is known here, bool
+        [keys]. Leases nothing, and counts no block as used."""
 
     @abstractmethod
     def complete(self, rank: int, result: OpResult) -> Completion | None:
-        """Takes one rank's terminal result of an op; returns the Completion once every rank has reported.
+        """Records one rank's terminal result of an op; with the last rank's, ends the op and returns its Completion.
 
-        Store: pages that ended OK on every rank, of the current epoch and not discarded, become visible; other slots
-        are freed. Load: pages that failed on any rank are forgotten, so that the next lookup misses them (not those of
-        a cancelled load: nothing is wrong with them). From the first rank's report of a failed load on, the request's
-        in-flight stores from the first failed block on are revoked as by `discard_from`; a store that ends while an
-        earlier load of its request is in flight is not published. A load that was planned before a `reset` ends with
-        all of its blocks failed: they hold KV of the old weights.
+        Store: pages of the current epoch that ended OK on every rank and were not discarded become visible; all other
+        slots are freed. A store that ends while an earlier load of its request is in flight is not published.
+
+        Load: pages that failed on any rank are forgotten, so that the next lookup misses them; those of a cancelled
+        load are kept, because nothing is wrong with them. From the first rank's report of a failure on, the request's
+        in-flight stores are revoked from the first failed block on, as by `discard_from`. A load that was planned
+        before a `reset` ends with all of its blocks failed: they hold KV of the old weights.
+
+        Call order:
+            Once per rank and op, after the rank has stopped moving the op's bytes.
 
         Raises:
             ContractError: unknown op, unknown rank, or a second report of the same rank.
@@ -402,59 +427,64 @@ class CacheManager(ABC):
 
     @abstractmethod
     def discard_from(self, request_id: str, first_token: int) -> int:
-        """Bars the request's stores in flight, of pages with tokens from `first_token` on, from being published.
+        """Keeps the request's stores in flight from publishing pages with tokens from `first_token` on; returns how
+        many pages that are.
 
-        For blocks that were computed from a failed load's target; also those of requests that shared the target's
-        engine blocks. The keys may be stored again at once. Returns how many pages were revoked.
+        For blocks that were computed from a failed load's target, also those of requests that shared the target's
+        engine blocks. The keys may be stored again at once.
         """
 
     @abstractmethod
     def release(self, request_id: str) -> None:
-        """Ends the request's lookup lease, if any. Ops in flight are not touched. Idempotent.
+        """Ends the request's lookup lease, wait and prefetch, if any. Ops in flight go on. Idempotent.
 
-        The request's blocks then count as used together, so that of them the one farthest from the start is evicted
-        first.
+        It also marks the request's blocks as used together, so that the one farthest from the start is evicted first.
         """
 
     @abstractmethod
     def abandon_loads(self, request_id: str) -> None:
-        """Nobody waits for the request's loads in flight: that they fail is not held against them, and no warning.
+        """Marks the request's loads in flight as ones that nobody waits for: a failure is neither counted against the
+        request nor warned of.
 
-        For loads that the engine has taken back, or that no rank was given. They end by `complete` all the same.
+        For loads that the engine has taken back, or that were sent to no rank. They still have to end by `complete`.
         """
 
     @abstractmethod
     def end_request(self, request_id: str) -> None:
-        """The request has ended: `release`, `abandon_loads`, and its failed loads are forgotten. Idempotent."""
+        """Ends the request: `release`, `abandon_loads`, and its failed loads are forgotten. Idempotent."""
 
     @abstractmethod
     def forget(self, group: int, keys: Keys) -> int:
-        """Makes these keys misses; leased slots are freed when their last lease ends. Returns how many were known."""
+        """Makes these keys misses in every tier; leased slots are freed when their last lease ends. Returns how many
+        were known."""
 
     @abstractmethod
     def reset(self) -> int:
-        """New weights: every entry becomes a miss, in-flight stores will not be published. Returns the new epoch.
+        """Makes every entry a miss and bars in-flight stores from being published, because the weights are new. Returns
+        the new epoch.
 
-        It waits until nothing older is served from any tier, not even after a crash.
+        Waits until no tier serves anything older, not even after a crash.
 
         Lookup leases end too: a promise that was not turned into a load before cannot be kept.
         """
 
     @abstractmethod
     def disable(self) -> None:
-        """From now on lookups are misses and nothing is stored; what is promised or under way ends as before."""
+        """Turns the cache off: from now on lookups are misses and nothing is stored. Promises and ops in flight end as
+        before."""
 
     @abstractmethod
     def grow(self, group: int, slots: int) -> None:
-        """The first `slots` slots of the group's host pool are up and may be used. Never shrinks."""
+        """Makes the first `slots` slots of the group's host pool usable. Never shrinks."""
 
     @abstractmethod
     def expire(self) -> int:
-        """Ends lookup leases older than `ManagerLimits.lease_s`; returns how many."""
+        """Ends lookup leases older than `ManagerLimits.lease_s`, and waits that nobody follows up; returns how many
+        leases."""
 
     @abstractmethod
     def inflight_ops(self) -> int:
-        """Ops that have been planned and have not ended on every rank."""
+        """Number of ops that were planned and have not ended on every rank."""
 
     @abstractmethod
     def check_integrity(self) -> None:

@@ -1,10 +1,10 @@
-"""The contract of a tier: one place that pages lie in.
+"""The contract of a tier: one kind of storage that holds pages.
 
-Host memory is the hub: the tier with number 0, which every other one reads into and is written from. What another tier
-can do is said by its facets: a `Source` fills host slots, a `Sink` takes pages from them, routes move pages straight
-between the tier and engine blocks. The manager knows tiers by their number alone.
+Host memory is the hub: the tier with number 0, which every other tier reads into and is written from. A tier's facets
+say what it can do: a `Source` fills host slots, a `Sink` takes pages from them, a `Prober` has to be asked for its
+pages, and routes move pages straight between the tier and engine blocks. The manager knows tiers by their number alone.
 
-Driven by the manager's thread; nothing here but `finish_reset` and `close` may wait.
+The manager's thread makes all calls. Only `finish_reset` and `close` may wait.
 """
 
 from __future__ import annotations
@@ -34,38 +34,38 @@ Series = tuple[str, tuple[tuple[str, str], ...]]
 
 
 class WriteMode(Enum):
-    """When a page of host memory goes to a tier."""
+    """When a page of host memory is written to a tier."""
 
     THROUGH = "through"
-    """As soon as it is in host memory: the tier has everything, and the most is written."""
+    """As soon as it is in host memory: the tier has everything, at the price of the most writes."""
     BACK = "back"
     """When the tier has nothing else to do, and before the page leaves host memory."""
     EVICT = "evict"
-    """Only when it is about to leave host memory: the least is written, and a crash loses what host memory held."""
+    """Only when it is about to leave host memory: the fewest writes, but a crash loses the pages in host memory."""
     REUSE = "reuse"
-    """When an engine has loaded it from host memory: it came back once, and may again."""
+    """When an engine has loaded it from host memory: a page used once more may be used again."""
     OFF = "off"
     """Pages are not written here from host memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierFacts:
-    """What the manager needs to know of a tier. Counts are pages unless they say otherwise.
+    """What the manager needs to know of a tier. Counts are in pages unless they say otherwise.
 
     Attributes:
-        name: for people: settings, metrics, log.
-        wait_s: a request waits for this tier so long, then goes on without it.
-        streams: pages on their way to host memory may be promised to an engine that computes what a load did not bring:
-            the plane settles each page in the pool's words before its op ends.
-        stream_layers: such ops bring ranges of layers of all their pages, one after the other.
-        fetch_pages: on their way to host memory at most; a longer hit is cut to what fits.
-        fetch_ops: fetches in flight at most, and as many writes.
+        name: for people; appears in settings, metrics and the log.
+        wait_s: seconds that a request waits for this tier before it goes on without it.
+        streams: pages on their way to host memory may be promised to an engine that computes the pages that a load did
+            not bring. The plane marks each page as arrived or failed in the pool's words before its op ends.
+        stream_layers: streamed fetches bring ranges of layers of all their pages, one range after the other.
+        fetch_pages: most pages on their way to host memory; a longer hit is cut to fit.
+        fetch_ops: most fetches in flight, and most writes in flight.
         write: when pages of host memory are written here.
-        write_pages: with a write in flight at most; more wait.
-        waiting_pages: that may wait for their write; beyond it they are dropped and counted.
-        write_at_close: a close writes what only host memory has.
-        copies_unchecked: pages are written as host memory has them: where a load finds one damaged there, this tier may
-            have the damage too.
+        write_pages: most pages with a write in flight; further ones wait.
+        waiting_pages: most pages that wait for their write; further ones are dropped and counted.
+        write_at_close: a close writes the pages that only host memory has.
+        copies_unchecked: pages are written unverified. If a load finds one damaged in host memory, this tier may have
+            the damage too.
     """
 
     name: str
@@ -82,13 +82,13 @@ class TierFacts:
 
     @property
     def label(self) -> str:
-        """Of metrics."""
+        """The tier's label in metrics: the first word of its name."""
         return self.name.split()[0]
 
     def check(self) -> None:
         """
         Raises:
-            ConfigError: a bound is not positive; names it.
+            ConfigError: a bound is not positive; the message names it.
         """
         for name in ("wait_s", "fetch_pages", "fetch_ops", "write_pages", "waiting_pages"):
             if not getattr(self, name) > 0:
@@ -103,27 +103,27 @@ class TierCounts:
 
     Attributes:
         written: pages whose write ended well.
-        failed_writes: pages whose write did not.
+        failed_writes: pages whose write failed.
         dropped_writes: pages never written, because a queue or the tier was full.
         lost: pages that left host memory before they were written.
         read: pages brought to host memory and verified.
-        failed_reads: pages that were not: damaged, torn, of another write, or the tier failed.
-        unread: pages whose fetch was planned and never begun, through no fault of theirs or the tier's, or whose
-            weights are gone.
+        failed_reads: pages that were not brought or not verified: damaged, torn, of another write, or the tier failed.
+        unread: pages whose fetch was planned and never begun, through no fault of theirs or the tier's, or was
+            overtaken by a reset.
         expired: pages found past their time to live.
         evicted: pages that left the tier to make room.
         gone: pages lost with a volume.
         waits: lookups that waited for the tier.
         prefetched: pages whose fetch was begun before a lookup asked for them.
-        late: lookups that went on without it, because it took too long.
-        left: lookups of which a part was left to the engine, because it computes that sooner.
-        left_pages: pages of those.
-        no_room: lookups that went on without some of the tier's pages, because no host slot, or place among the reads
-            in flight, was there for them in time.
-        no_room_pages: pages of those.
-        gds_read: pages loaded and verified without a page of host memory.
-        gds_written: pages written without one; they are among `written`.
-        hits: blocks that an engine took of what the tier had supplied.
+        late: lookups that went on without the tier, because it took too long.
+        left: lookups that left pages to the engine, because it computes them sooner.
+        left_pages: pages that those lookups left.
+        no_room: lookups that went on without some of the tier's pages, because no host slot or no place among the reads
+            in flight became free in time.
+        no_room_pages: pages that those lookups went on without.
+        gds_read: pages loaded and verified without passing through host memory.
+        gds_written: pages written without passing through host memory; `written` includes them.
+        hits: blocks supplied by the tier that an engine took.
     """
 
     written: int = 0
@@ -150,13 +150,13 @@ class TierCounts:
 
 @dataclass(frozen=True, slots=True)
 class TierRoom:
-    """What a tier has room for, for people.
+    """How many pages a tier has room for, as shown to people.
 
     Attributes:
-        pages: in all.
-        setting: that sizes the tier.
-        shares: how often the setting's bytes are taken, such as disks in use.
-        more: what else is to be said of it.
+        pages: pages in all.
+        setting: name of the setting that sizes the tier.
+        shares: how often the setting's bytes count, such as the number of disks in use.
+        more: further text about the tier, to be appended.
     """
 
     pages: int
@@ -166,10 +166,10 @@ class TierRoom:
 
 
 class Plane(Protocol):
-    """Moves the pages of a tier's ops. One result an op, after its last byte has stopped moving."""
+    """Moves the pages of a tier's ops. Reports one result per op, after the op's last byte has stopped moving."""
 
     def submit(self, graph: TransferGraph) -> int | None:
-        """None when the queue is full: the op ends as not executed."""
+        """Queues the graph's ops. None when the queue is full: the ops end as not executed."""
 
     def poll(self) -> list[OpResult]: ...
     def close(self, deadline_s: float) -> bool: ...
@@ -189,47 +189,52 @@ class Source(ABC):
         slots: SlotIds,
         layerwise: bool,
     ) -> TransferOp:
-        """An op that brings pages to host slots. Its tags say what each slot must hold.
+        """Plans an op that brings pages to host slots; its tags say what each slot must hold.
 
         Args:
-            entries: of `keys`, each leased by the lookup; the op takes the lease over.
-            places: of `entries`.
-            layerwise: by ranges of layers, where the tier can.
+            entries: entry of each key, leased by the lookup; the op takes the leases over.
+            places: place of each entry.
+            layerwise: bring ranges of layers one after the other, if the tier can.
         """
 
     @abstractmethod
     def end_fetch(self, plan: TransferOp, entries: EntryIds, suspect: NDArray[np.bool_]) -> None:
-        """All has stopped: entries are unpinned, and those marked in `suspect`, which were not what was asked for, are
-        forgotten."""
+        """Unpins a fetch's entries and forgets those marked in `suspect`, whose pages were not the ones asked for.
+
+        Call order:
+            Once per planned fetch, after its last byte has stopped moving.
+        """
 
     @abstractmethod
     def tokens_of(self, plan: TransferOp) -> NDArray[np.integer] | None:
-        """Valid tokens of each page of a fetch; None where all of the tier's are whole blocks."""
+        """Valid tokens of each page of a fetch; None if all of the tier's pages are whole blocks."""
 
 
 class Prober(ABC):
-    """A tier that has to be asked what it has. What it answers is in its `presence` when the question has ended.
+    """A tier that has to be asked which pages it has. Its answers are in its `presence` when the question has ended.
 
     Attributes:
-        probe_s: a request waits so long for an answer, then goes on without the tier.
+        probe_s: seconds that a request waits for an answer before it goes on without the tier.
     """
 
     probe_s: float
 
     @abstractmethod
     def ask(self, op_id: OpId, asked: Sequence[Keys], tokens: NDArray[np.int32] | None = None) -> bool:
-        """Asks for pages; False: nothing is asked, and what `presence` does not have is a miss.
+        """Asks the tier which of these pages it has. False: it asked nothing, and pages that `presence` does not have
+        are misses.
 
         Args:
             op_id: number of the question.
-            asked: per group, keys in the order of the request. Of a group that restores whole prefixes the answer may
-                end with the first page that is not there.
+            asked: per group, keys in the order of the request. For a group that restores whole prefixes, the answer may
+                end with the first page that the tier lacks.
             tokens: valid tokens of each page, the same in every group; None for whole blocks.
         """
 
     @abstractmethod
     def answers(self) -> list[OpId]:
-        """The questions that have ended since the last call."""
+        """Enters the answers that have come in `presence`, and returns the questions that have ended since the last
+        call."""
 
 
 class Sink(ABC):
@@ -237,13 +242,14 @@ class Sink(ABC):
 
     @abstractmethod
     def known(self, group: int, keys: Keys) -> NDArray[np.bool_]:
-        """Which of the keys are here or on their way here, bool [keys]."""
+        """Which of the keys are in the tier or being written to it, bool [keys]."""
 
     @abstractmethod
     def plan_write(
         self, op_id: OpId, group: int, keys: Keys, slots: SlotIds, tokens: NDArray[np.int32]
     ) -> tuple[NDArray[np.integer], EntryIds, TransferOp | None]:
-        """Gives pages a place, evicting what is used least. What lay there is announced as gone before.
+        """Gives pages a place, evicting others by the tier's policy, and plans the op that writes them. Evicted pages
+        are recorded as gone before their places are written.
 
         Returns:
             Positions in `keys` of those that got a place, their entries (pinned until `end_write`), and the op.
@@ -251,31 +257,36 @@ class Sink(ABC):
 
     @abstractmethod
     def end_write(self, group: int, entries: EntryIds, good: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Makes pages visible here whose bytes are all in place; returns which became so."""
+        """Makes the pages marked in `good` visible, frees the places of the others, and unpins all. Returns which
+        became visible.
+
+        Call order:
+            Once for the entries of each `plan_write`, after the last byte has stopped moving.
+        """
 
     @abstractmethod
     def used(self, group: int, keys: Keys) -> None:
-        """Pages that were used from host memory count as used here too."""
+        """Counts pages that were used from host memory as used in this tier too."""
 
     @abstractmethod
     def room(self, group: int) -> int:
-        """Pages of the group that the tier holds at most now."""
+        """Most pages of the group that the tier can hold now."""
 
 
 class Tier(ABC):
-    """One place that pages lie in.
+    """One kind of storage that holds pages.
 
     Attributes:
         facts: what the manager needs to know of it.
-        presence: its pages' keys.
-        down: why it cannot be used any more; empty while it can. What it holds is a miss then, and nothing is written.
-        held: why it may not be used yet; empty once it may. What it holds is a miss until then, and what is to be
-            written waits.
-        source, sink, prober, loads, stores: what it can do; None for what it cannot. `loads` bring its pages to engine
-            blocks, `stores` take them from there.
-        straight: `loads`, of a tier other than the hub.
-        plane: moves the pages of its own ops; None where the ranks do.
-        durable_pages: written so that they would survive a crash.
+        presence: index of the keys of its pages.
+        down: why the tier cannot be used; empty while it can. While it is down, its pages are misses and nothing is
+            written.
+        held: why the tier may not be used yet; empty once it may. Until then its pages are misses, and writes wait.
+        source, sink, prober, loads, stores: its facets; None for what it cannot do. `loads` move its pages to engine
+            blocks, `stores` move pages from there.
+        straight: the same as `loads` for tiers other than the hub; None for the hub.
+        plane: moves the pages of its own ops; None if it has no such ops or the caller moves them.
+        durable_pages: pages written so far that would survive a crash.
     """
 
     facts: TierFacts
@@ -294,64 +305,78 @@ class Tier(ABC):
 
     @abstractmethod
     def leading(self, group: int, keys: Keys) -> EntryIds:
-        """The entries of the leading keys that are here."""
+        """Entries of the leading keys that the tier has and may serve, uint32. May remove pages that it finds
+        expired."""
 
     @abstractmethod
     def present(self, group: int, keys: Keys) -> NDArray[np.bool_]:
-        """Which of the keys are here, bool [keys]. Drops those of them whose time is over (`BlockIndex.set_expiry`)."""
+        """Which of the keys the tier has and may serve, bool [keys]. May remove pages that it finds expired
+        (`BlockIndex.set_expiry`)."""
 
     @abstractmethod
     def forget(self, group: int, keys: Keys) -> int:
-        """Misses from now on; pinned pages leave with their last pin. Returns how many were known."""
+        """Makes these keys misses; pinned pages leave with their last pin. Returns how many were known."""
 
     @abstractmethod
     def begin_reset(self) -> None:
-        """Everything is a miss at once, and what is in flight will not become visible. Never waits."""
+        """Makes every page a miss at once; pages in flight will not become visible. Never waits."""
 
     @abstractmethod
     def finish_reset(self, ends_s: float) -> None:
-        """Returns when nothing older is served, not even after a crash; what cannot say so by `ends_s`, on the
-        monotonic clock, is taken out."""
+        """Waits until nothing older is served, not even after a crash. Parts that cannot confirm this by `ends_s`, on
+        the monotonic clock, are taken out of use.
+
+        Call order:
+            After `begin_reset`.
+        """
 
     @abstractmethod
     def poll(self, now_s: float) -> None:
-        """Takes news of what lies below: lost volumes, durable pages, a state. Called a few times a second."""
+        """Takes news from the storage below: lost volumes, durable pages, whether it can be reached. Called a few times
+        per second."""
 
     def go_down(self, reason: str) -> None:
-        """It cannot be used any more."""
+        """Takes the tier out of use and logs why, unless it is down already."""
         if not self.down:
             logger.error("the %s tier is off: %s", self.facts.name, reason)
             self.down = reason
 
     @property
     def in_use(self) -> bool:
-        """Whether it may be asked and written to now."""
+        """Whether the tier may be asked and written to now."""
         return not self.down and not self.held
 
     def hold(self, reason: str) -> None:
-        """It may not be used before `open_for`. Called before its first use."""
+        """Keeps the tier from being used before `open_for`.
+
+        Call order:
+            Before the tier's first use.
+        """
         self.held = reason
 
     def begin_open(self, weights: bytes) -> int:
-        """Begins to forget what was computed with other weights, for good. `open_for` follows, when `opens` says no.
-        Never waits.
+        """Begins to forget, for good, the pages that were computed with other weights. Never waits.
+
+        Call order:
+            After `hold`; then `open_for`, once `opens` is False or the caller waits no longer.
 
         Args:
             weights: 32 bytes that name all content of the weights.
 
         Returns:
-            How many pages of other weights, or of nobody knows which, it had.
+            How many pages of other or unknown weights the tier had.
         """
         return 0
 
     @property
     def opens(self) -> bool:
-        """Whether `open_for` would wait."""
+        """Whether `begin_open` is still forgetting pages, so that `open_for` would take parts of the tier out of
+        use."""
         return False
 
     def open_for(self, weights: bytes) -> None:
-        """It may be used from now on, by an engine with these weights. Never waits: what has not forgotten the others
-        by now is taken out.
+        """Lets an engine with these weights use the tier from now on. Never waits: parts that have not forgotten the
+        pages of other weights by now are taken out of use.
 
         Args:
             weights: as for `begin_open`.
@@ -360,19 +385,19 @@ class Tier(ABC):
 
     @property
     def unflushed(self) -> bool:
-        """Whether further polls are wanted to make something durable. Costs next to nothing."""
+        """Whether further calls of `poll` are needed to make pages durable. Costs next to nothing."""
         return False
 
     def durable(self) -> bool:
-        """Whether all that was written until now would survive a crash; takes news first."""
+        """Takes news as `poll` does, then returns whether all pages written so far would survive a crash."""
         return True
 
     def close(self, deadline_s: float) -> bool:
-        """Makes what was written durable. False: not all of it."""
+        """Makes the written pages durable and closes the tier; False if not all of them are durable."""
         return True
 
     def room_of(self, group: int) -> TierRoom | None:
-        """What it has room for now; None of a tier that nobody sizes."""
+        """How many pages the tier has room for now; None for a tier without a size setting."""
         return None
 
     def gauges(self) -> Mapping[str, float]:
