@@ -1,1 +1,1 @@
-"""Where pages lie: one package per tier behind `contract`; `factory` makes the list of a unit's tiers."""
+"""The tiers that hold pages: one package each behind `contract`; `factory` lists the tiers of a unit."""

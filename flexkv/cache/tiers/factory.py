@@ -17,11 +17,12 @@ from flexkv.cache.tiers.tables import TierFactory
 from flexkv.storage.base import StoredPages, Volumes
 
 TIERS: tuple[PlanTier, ...] = (plan_disk, plan_peers, plan_remote)
-"""Behind host memory, in the order in which a lookup asks them. A new tier is a package of its own and a name here."""
+"""The tiers behind host memory, in the order in which a lookup asks them. A new tier is a package of its own, and its
+`plan_` function is listed here."""
 
 
 def plan_tiers(unit: UnitFacts) -> list[TierPlan]:
-    """The tiers behind host memory that the unit's settings want, in the order in which a lookup asks them."""
+    """Plans the tiers behind host memory that the unit's settings want, in the order in which a lookup asks them."""
     return [planned for plan in TIERS if (planned := plan(unit)) is not None]
 
 
@@ -33,13 +34,13 @@ def unit_tiers(
     peer_facts: TierFacts = TierFacts("peers"),  # noqa: B008 - frozen
     peer_plane: PeerPlane | None = None,
 ) -> Sequence[TierFactory]:
-    """The tiers of a manager whose storage the caller has opened.
+    """Factories for the tiers of a manager whose storage the caller has opened.
 
     Args:
-        volumes: of the unit's own disks; None for none.
-        plane: of those; None where the caller moves pages.
-        peers: pages of other units' folders; None for none.
-        peer_plane: of those.
+        volumes: the unit's own disks; None for none.
+        plane: moves pages of those disks; None if the caller moves them.
+        peers: pages in other units' folders; None for none.
+        peer_plane: moves the peers' pages; None if the caller moves them.
     """
     tiers: list[TierFactory] = [HostTier]
     if volumes is not None:

@@ -1,7 +1,7 @@
-"""The contract of a tier that a unit is to have and that is not open yet.
+"""The contract of a planned tier: the unit's settings want it, and it is not open yet.
 
-A tier's share of a slot is asked for before host memory is sized, and its folders are opened after: so nothing is ever
-half open.
+A tier's share of each slot has to be known before host memory is sized, and its folders are opened afterwards, so that
+nothing is ever half open.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from flexkv.transfer.slab_map import SlabMap
 
 @dataclass(frozen=True, slots=True)
 class UnitFacts:
-    """What is known of a unit before it has memory.
+    """What is known of a unit before its host memory is allocated.
 
     Attributes:
         groups: the unit's KV groups, which share slots.
-        ranks: each rank that has a stripe of its own; one where all ranks hold the same bytes.
-        recomputes: the engine computes what a load did not bring.
+        ranks: the ranks with a stripe of their own; one if all ranks hold the same bytes.
+        recomputes: the engine computes the pages that a load did not bring.
     """
 
     config: FlexKVConfig
@@ -37,11 +37,11 @@ class UnitFacts:
 
 @dataclass(frozen=True, slots=True)
 class ImageNeeds:
-    """What a tier stores of one group's pages beside their stripes.
+    """What a tier needs in each slot for one group's pages, besides their stripes.
 
     Attributes:
-        image_bytes: of a slot with everything that is stored.
-        digest_offsets: where in a slot the run digests of each stripe lie; empty where none are kept.
+        image_bytes: bytes of a slot with everything that the tier stores.
+        digest_offsets: offset in a slot of each stripe's run digests; empty if none are kept.
     """
 
     image_bytes: int
@@ -49,11 +49,11 @@ class ImageNeeds:
 
 
 class TierPlan(ABC):
-    """One tier of a unit, decided on by the settings.
+    """One tier of a unit that the settings want.
 
     Attributes:
-        images: what it needs of a slot with a page of each group; empty for nothing.
-        shares_pool: another process of its own maps the pool.
+        images: per group, what the tier needs in each slot; empty for nothing.
+        shares_pool: the tier has a process of its own that maps the pool.
     """
 
     images: tuple[ImageNeeds, ...] = ()
@@ -61,20 +61,20 @@ class TierPlan(ABC):
 
     @abstractmethod
     def open(self, pool: HostPool, on_error: ExitStack) -> TierFactory | None:
-        """Opens what the tier works with; None where there is nothing to open.
+        """Opens the tier's storage, and returns the factory of the tier; None if there is nothing to open.
 
         Args:
-            pool: with slots for all `images`.
-            on_error: takes what is to be closed if the unit is not built in the end.
+            pool: host memory with room for all `images` in each slot.
+            on_error: `open` enters here what has to be closed if building the unit fails later.
 
         Raises:
-            FlexKVError: it cannot be opened; says which folder and why.
+            FlexKVError: the storage cannot be opened; the message says which folder and why.
         """
 
     def slab_map(self) -> SlabMap | None:
-        """What ranks need to move pages straight between this tier and their pools; None where they do not."""
+        """What ranks need to move pages straight between this tier and their pools; None if they do not."""
         return None
 
 
 PlanTier = Callable[[UnitFacts], TierPlan | None]
-"""None: the settings want no such tier; a setting that cannot be had here is warned of."""
+"""Plans a tier; None if the settings want no such tier. Warns of settings that cannot be met here."""

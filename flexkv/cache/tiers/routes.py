@@ -1,7 +1,7 @@
-"""The ways between engine blocks and a tier, one for each kind of op: what a manager may ask of them.
+"""The contracts of routes between engine blocks and a tier: one class per direction.
 
-Contract with the index that a route's entries are of: an op's entries are pinned from its plan to its end on every
-rank, so that nobody is given the slots or places that a rank may still read or write.
+Contract with the index that a route's entries belong to: an op's entries are pinned from its plan to its end on every
+rank, so that no other page gets the slots or places that a rank may still read or write.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from flexkv.transfer.graph import BlockIds, OpResult, SlotIds, TransferOp
 
 
 class LoadRoute(ABC):
-    """Loads to engine blocks from one tier: of each promise it serves the part that lies there."""
+    """Loads from one tier to engine blocks. It serves the part of each promise that lies in its tier."""
 
     @abstractmethod
     def begin_load(self, request_id: str, lease: Lease, targets: Sequence[BlockIds]) -> list[TransferOp]:
-        """Plans the load of its part, and enters the ops as in flight.
+        """Plans the load of this tier's part of a promise, and enters the ops as in flight.
 
-        The ops take over the lease of what is loaded; what no engine block takes is unpinned.
+        The ops take over the leases of the pages that are loaded; pages without an engine block are unpinned.
 
         Args:
             targets: per group, the engine blocks of the promise's leading pages; NO_BLOCK for pages not wanted.
@@ -36,15 +36,15 @@ class LoadRoute(ABC):
 
     @abstractmethod
     def release_share(self, group: GroupLease) -> None:
-        """Ends the lease of its part of a promise that is not loaded."""
+        """Unpins this tier's part of a promise that is not loaded."""
 
     @abstractmethod
     def source_failed(self, reason: str) -> None:
-        """Pages of a load failed not for what they hold: the tier or the way from it failed them."""
+        """Notes that pages of a load failed because of the tier or the route from it, not because of their content."""
 
     @abstractmethod
     def end_load(self, op: RankOp, current: bool) -> None:
-        """A load has ended on every rank: its pages are unpinned, and suspect pages are forgotten.
+        """Unpins the pages of a load that has ended on every rank, and forgets the suspect ones.
 
         Args:
             current: there was no reset since it was planned.
@@ -53,14 +53,14 @@ class LoadRoute(ABC):
 
 @dataclass(slots=True)
 class StoreOffer:
-    """Blocks that a request would have stored; checked.
+    """Blocks that a request offers to store, already validated.
 
     Attributes:
-        keys, blocks: `keys[i]` is of engine block `blocks[i]`, which is number `first_block + i` of the request.
+        keys, blocks: `keys[i]` is the key of engine block `blocks[i]`, which is block `first_block + i` of the request.
         tokens: valid tokens in each of the blocks.
-        spare: as of `CacheManager.begin_store`.
-        chosen: of a part of an offer, the position there of each key, int32 ascending; block i is number
-            `first_block + chosen[i]` then.
+        spare: see `CacheManager.begin_store`.
+        chosen: for a part of an offer, the position of each key in the whole offer, int32, ascending; block i is then
+            block `first_block + chosen[i]` of the request. None for a whole offer.
     """
 
     request_id: str
@@ -73,7 +73,7 @@ class StoreOffer:
     chosen: NDArray[np.int32] | None = None
 
     def part(self, positions: NDArray[np.integer]) -> StoreOffer:
-        """Some blocks of a whole offer."""
+        """The offer of the blocks at `positions` alone. Precondition: this is a whole offer."""
         return StoreOffer(
             self.request_id,
             self.group,
@@ -86,33 +86,33 @@ class StoreOffer:
         )
 
     def positions(self, found: NDArray[np.uint32]) -> NDArray[np.int32]:
-        """Positions in the whole offer of those at `found` in this part of it."""
+        """Positions in the whole offer of the keys at `found` in this one."""
         return found.view(np.int32) if self.chosen is None else self.chosen[found]
 
 
 class StraightLoads(LoadRoute):
-    """Loads of pages that have no host slot, from where they lie."""
+    """Loads from a tier straight to engine blocks, without a host slot."""
 
     @property
     @abstractmethod
     def pages(self) -> int:
-        """Being loaded now."""
+        """Number of pages being loaded now."""
 
     @abstractmethod
     def wants(self, pages: int, queued_fetches: int) -> bool:
-        """Whether `pages` are to go this way rather than behind `queued_fetches` others through host memory."""
+        """Whether `pages` should take this route rather than go through host memory behind `queued_fetches` others."""
 
     @abstractmethod
     def lease(self, group: int, entries: EntryIds, places: SlotIds) -> StraightPages:
-        """What a load needs to know of pages that the lookup has leased."""
+        """Describes pages that the lookup has leased, for the load."""
 
     @abstractmethod
     def keeps(self, group: int, keys: Keys, pages: StraightPages) -> bool:
-        """Whether leased pages are still those of the keys, one each, and may go this way, whatever has expired."""
+        """Whether leased pages, one per key, still belong to the keys and may take this route. Ignores expiry."""
 
     @abstractmethod
     def stop(self, reason: str) -> None:
-        """A rank cannot: pages go through host memory from now on."""
+        """Closes this route, because a rank cannot use it: pages go through host memory from now on."""
 
 
 class StoreRoute(ABC):
@@ -120,24 +120,26 @@ class StoreRoute(ABC):
 
     @abstractmethod
     def begin_store(self, offer: StoreOffer, room: int) -> StorePlan:
-        """Plans the store of those of the offer that are not stored, and enters its op as in flight.
+        """Plans the store of the offered blocks that are not stored yet, and enters its op as in flight.
 
         Args:
-            room: more pages are dropped.
+            room: most pages to store; further ones are dropped.
         """
 
     @abstractmethod
     def bar(self, op: RankOp, pages: NDArray[np.bool_]) -> None:
-        """These pages will not be published: their keys may be stored again at once."""
+        """Keeps these pages from being published; their keys may be stored again at once."""
 
     @abstractmethod
     def end_store(self, op: RankOp, good: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """A store has ended on every rank.
+        """Publishes the good pages of a store that has ended on every rank, or plans their seal, and gives up the
+        others.
 
         Returns:
-            Of its pages those that are visible, or will be when they have been sealed, bool [pages].
+            Which pages are visible, or will be when they have been sealed, bool [pages].
         """
 
     def follow_up_ended(self, op: Op, result: OpResult) -> None:
-        """An op that `end` planned, of role SEAL, has ended on the tier's plane. Of routes that plan none: never."""
+        """Publishes the good pages of a seal that `end_store` planned and that has ended on the tier's plane. Never
+        called on routes that plan no seals."""
         raise ContractError(f"op {op.op_id}: this route plans no seals")

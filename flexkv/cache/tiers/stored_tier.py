@@ -1,4 +1,5 @@
-"""A tier of pages that lie at places of volumes: keys to places, with what each place was written with."""
+"""A tier whose pages lie at places of volumes: it maps keys to places, and keeps the tag that each place was written
+with."""
 
 from __future__ import annotations
 
@@ -28,14 +29,14 @@ from flexkv.transfer.graph import (
 
 
 class StoredTier(Tier, Source):
-    """Pages that are there, to be looked up and read. An entry is pinned while an op uses its place.
+    """Looks up and reads stored pages. An entry is pinned while an op uses its place.
 
-    Epochs are even while the weights are those that the process loaded at its start, which is what the fingerprint of
-    the folder names, and odd after a reset: then they are known to this process alone. What was written in an odd epoch
-    is dropped by the next process, because nothing says that it has the same weights.
+    Epochs are even while the weights are those that the process loaded at its start, which the folder's fingerprint
+    names. After a reset they are odd, because only this process knows the weights. The next process drops pages written
+    in an odd epoch, because nothing says that it has the same weights.
 
     Args:
-        pages: what survives the process; also says how many places there are and what lies in them.
+        pages: the storage, which survives the process; it also says how many places there are and what lies in them.
     """
 
     def __init__(self, context: TierContext, pages: StoredPages, facts: TierFacts) -> None:
@@ -53,7 +54,7 @@ class StoredTier(Tier, Source):
         self.presence = BlockIndex(slots, context.policy, owners if len(self._owners) < len(owners) else [])
         tags = {owner: np.zeros(slots[owner], TAG) for owner in self._owners}
         self._tags = [tags[owner] for owner in owners]
-        """Of each group's places, which it may share, the tag that each was written with last."""
+        """Per group, the tag that each place was last written with. Groups that share places share the array."""
         self._any_expires = False
         self._any_partial = False
         self._sizes = [spec.block_tokens for spec in context.tables.specs]
@@ -86,7 +87,7 @@ class StoredTier(Tier, Source):
     # --- lookups ---
 
     def leading(self, group: int, keys: Keys) -> EntryIds:
-        """The entries of the leading keys that are here and have not expired."""
+        """Implements `Tier.leading`; removes expired pages among the leading keys."""
         entries = self.presence.match_prefix(group, keys)
         if not self._any_expires or not len(entries):
             return entries
@@ -141,19 +142,19 @@ class StoredTier(Tier, Source):
         return tag_fields(plan.tags)["tokens"] if self._any_partial else None
 
     def end_use(self, group: int, entries: EntryIds, places: Places, suspect: NDArray[np.bool_]) -> None:
-        """Pages were read, and are unpinned; those marked in `suspect` did not hold what was asked for."""
+        """Unpins pages that were read, and removes those marked in `suspect`, which did not hold what was asked for."""
         self.pages.record_use(group, places)
         if suspect.any():
             self.remove(group, entries[suspect])
         self.presence.unpin(entries, hit=True)
 
     def tags_of(self, group: int, places: Places) -> PageTags:
-        """What places hold; to be read only, and while the places are pinned."""
-        # As whole numbers, five a tag: NumPy takes those four times as fast as records.
+        """The tags of places, uint8 [places, TAG_BYTES]. Read only, and valid while the places are pinned."""
+        # As integers, five per tag: NumPy copies those four times as fast as records.
         rows = self._tags[group].view(np.uint64).reshape(-1, TAG_BYTES // 8)
         if not in_a_row(places):
             return rows.take(places, axis=0).view(np.uint8)
-        # Written together, as most chains are: they need no copy.
+        # The places are contiguous, as for most chains that were written together, so a view will do.
         tags = rows[places[0] : places[0] + len(places)].view(np.uint8)
         tags.flags.writeable = False
         return tags
@@ -164,7 +165,7 @@ class StoredTier(Tier, Source):
     # --- leaving ---
 
     def remove(self, group: int, entries: EntryIds) -> int:
-        """Makes pages misses; their places are free when no op touches them. Returns how many were there."""
+        """Makes pages misses, and returns how many were there. A place is free once no op uses it."""
         gone = self.presence.slots_of(entries[self.presence.ready(entries).view(np.bool_)])
         removed = int(np.count_nonzero(self.presence.remove(entries)))
         if len(gone):
@@ -176,11 +177,12 @@ class StoredTier(Tier, Source):
         return self.remove(group, entries[entries != NO_ENTRY])
 
     def lose(self, volume: int) -> None:
-        """A volume is gone for good, and what was on it a miss."""
+        """Counts and retires the pages of a volume that is gone for good."""
         self.counts.gone += self.retire(volume)
 
     def retire(self, volume: int) -> int:
-        """Nothing of a volume is served or written any more; returns how many pages were there."""
+        """Makes all pages of a volume misses, keeps its places from being written again, and returns how many pages
+        were there."""
         pages = 0
         for group in self._owners:
             places = np.arange(len(self._tags[group]), dtype=np.int32)

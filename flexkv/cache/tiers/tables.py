@@ -1,4 +1,4 @@
-"""What one manager knows at any time, for the rooms that plan from it and for the tiers."""
+"""The tables of one manager, which its tiers share and the packages `moves` and `promise` plan from."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class CacheTables:
     Attributes:
         specs: the unit's KV groups.
         hub: the pages in host memory.
-        tiers: by number; complete once the manager has made them.
+        tiers: tiers by number; complete once the manager has made them all.
         clock: seconds, never running backwards.
         unix_s: wall clock for times to live.
-        counts: what was counted so far.
+        counts: running totals.
         epoch: how often `CacheManager.reset` was called.
     """
 
@@ -53,13 +53,13 @@ class CacheTables:
     epoch: int = 0
 
     def loads_of(self, tier: TierId) -> LoadRoute:
-        """The way from a tier to engine blocks. Precondition: it has one."""
+        """The route from a tier to engine blocks. Precondition: the tier has one."""
         route = self.tiers[tier].loads
         assert route is not None
         return route
 
     def stores_of(self, tier: TierId) -> StoreRoute:
-        """The way from engine blocks to a tier. Precondition: it has one."""
+        """The route from engine blocks to a tier. Precondition: the tier has one."""
         route = self.tiers[tier].stores
         assert route is not None
         return route
@@ -72,8 +72,8 @@ class CacheTables:
         entries: EntryIds,
         positions: NDArray[np.integer],
     ) -> None:
-        """Enters the op that stores the pages at `positions` of the whole offer as in flight, behind the request's own
-        loads: what it stores now may have been computed from their targets."""
+        """Enters as in flight the op that stores the pages at `positions` of the whole offer. It waits for the
+        request's loads in flight, because the pages may have been computed from their targets."""
         loads = self.ops.of_request(offer.request_id, OpRole.LOAD)
         self.ops.add(
             RankOp(
@@ -91,7 +91,7 @@ class CacheTables:
 
     @property
     def host_stores(self) -> StoreRoute:
-        """The way from engine blocks to host memory."""
+        """The route from engine blocks to host memory."""
         return self.stores_of(HUB)
 
 
@@ -104,7 +104,7 @@ def new_tables(
     """The tables of a manager that has no tier yet.
 
     Args:
-        policy: of eviction from host memory.
+        policy: eviction policy of host memory.
     """
     counts, reactions = ManagerStats(), Reactions()
     return CacheTables(
@@ -125,9 +125,9 @@ class TierContext:
     """What the manager shares with each of its tiers.
 
     Attributes:
-        tier: the number of the tier that is made.
-        policy: of eviction.
-        tables: of the manager; `tables.tiers` has the tiers before this one only, until all are made.
+        tier: number of the tier that is being made.
+        policy: eviction policy.
+        tables: the manager's tables. Until all tiers are made, `tables.tiers` has only the tiers before this one.
     """
 
     tier: TierId

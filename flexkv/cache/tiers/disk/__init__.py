@@ -1,1 +1,1 @@
-"""The unit's own disks, or SSD folders striped over several."""
+"""The unit's own disks: SSD folders, striped over several if there are several."""

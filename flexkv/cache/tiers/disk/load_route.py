@@ -1,8 +1,8 @@
-"""Loads from the unit's own disks to engine blocks, with no page of host memory between (docs/gds.md).
+"""Loads from the unit's own disks to engine blocks that bypass host memory (docs/gds.md).
 
-Contract with the tier: from the promise to the end of the load on every rank its entries are pinned, so that nobody
-writes their places. Each rank verifies what it brings against the tags; a page that fails is named to the engine, which
-computes it, and is forgotten on disk where its place held something else (`FailureCause`).
+Contract with the tier: entries are pinned from the promise to the end of the load on every rank, so that nobody writes
+their places. Each rank verifies the pages that it brings against the tags. The engine learns of each page that fails,
+and computes it; the tier forgets it if its place held something else (`FailureCause`).
 """
 
 from __future__ import annotations
@@ -25,24 +25,25 @@ from flexkv.transfer.graph import NO_PLACES, BlockIds, OpKind, Priority, SlotIds
 logger = get_logger(__name__)
 
 REST_S = 60.0
-"""After a rank's lane or a disk failed pages, no page is loaded this way for so long: what hangs may end, the manager's
-own lane judges the disk, and each try costs a request its hit."""
+"""After a rank's lane or a disk failed pages, no page is loaded on this route for this long: a hang may end, the
+manager's own lane judges the disk, and each try costs a request its hit."""
 
 
 class GdsUse(Enum):
-    """When pages on disk are loaded without a page of host memory."""
+    """When pages on disk are loaded without passing through host memory."""
 
     NEVER = "never"
     WHERE_FASTER = "where_faster"
-    """Than through host memory, as both were measured lately."""
+    """When it is faster than through host memory, by what was measured lately."""
     ALWAYS = "always"
 
 
 class GdsLoads(StraightLoads):
-    """GDS_READ: plans loads of what a promise has on the disks, and takes their ends. How long they take is measured.
+    """Plans GDS_READ ops for the part of a promise that lies on the disks, takes their ends, and measures how long they
+    take.
 
     Args:
-        use: not NEVER.
+        use: WHERE_FASTER or ALWAYS.
     """
 
     def __init__(self, disk: DiskPages, context: TierContext, use: GdsUse) -> None:
@@ -58,7 +59,7 @@ class GdsLoads(StraightLoads):
     # --- promises ---
 
     def _is_resting(self, now_s: float) -> bool:
-        """Whether nothing goes this way for now, after a failure."""
+        """Whether the route is unused for now, after a failure."""
         return now_s < self._rests_until_s
 
     def wants(self, pages: int, queued_fetches: int) -> bool:
@@ -131,17 +132,18 @@ class GdsLoads(StraightLoads):
 
     def end_load(self, op: RankOp, current: bool) -> None:
         if not current:
-            # What the places held was forgotten by the reset; a failure says nothing about what is there now.
+            # The reset forgot what the places held; a failure says nothing about what is there now.
             op.suspect[:] = op.withheld[:] = False
         elif op.suspect.all():
-            # Perhaps not the disk's fault but the way's: then the next ones would go as these did.
+            # If every page failed, the route may be at fault rather than the disk, and the next loads would fail too.
             self._rest("; ".join(op.reasons) or "all of a load failed")
         now_s = self._context.tables.clock()
         if not op.failed.any():
             self._context.tables.cost.straight(op.tier).see(op.ahead + op.pages, now_s - op.begun_s, now_s)
         counts = self._disk.counts
         counts.gds_read += int(np.count_nonzero(~op.failed))
-        # What a disk does not give is kept: the manager's own lane judges the disk. The log names the failure at once.
+        # Pages that a disk did not deliver are kept, because the manager's own lane judges the disk. The log names the
+        # failure at once.
         of_disk = op.suspect | op.withheld
         counts.failed_reads += int(np.count_nonzero(of_disk))
         counts.unread += int(np.count_nonzero(op.failed & ~of_disk))
@@ -151,7 +153,8 @@ class GdsLoads(StraightLoads):
             self._context.tables.reactions.forgotten(op.tier, op.group, lost)
 
     def _rest(self, reason: str) -> None:
-        """A rank's lane or a disk failed, or nothing was brought: for a while pages go through host memory."""
+        """Makes pages go through host memory for a while, because a rank's lane or a disk failed, or a load brought
+        nothing."""
         now_s = self._context.tables.clock()
         if now_s >= self._rests_until_s:
             logger.warning("pages on disk go through host memory for the next %.0f s: %s", REST_S, reason)

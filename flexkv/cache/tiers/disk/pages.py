@@ -1,4 +1,4 @@
-"""Pages on the unit's own disks: those that are there, and those on their way."""
+"""Pages on the unit's own disks: those stored there, and those being written."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ logger = get_logger(__name__)
 
 
 class DiskPages(StoredTier, Sink):
-    """Reads and writes pages of the unit's own folders by way of host memory.
+    """Reads and writes pages of the unit's own folders through host memory.
 
     Args:
         volumes: the open folders; closed with the tier.
-        ttl_s: pages are a miss this long after they were written, in whole seconds; None for never.
-        plane: runs DISK_READ, DISK_WRITE and DISK_SEAL; None where the caller does.
+        ttl_s: whole seconds after which a written page is a miss; None for never.
+        plane: runs DISK_READ, DISK_WRITE and DISK_SEAL; None if the caller does.
 
     Raises:
-        ConfigError: a time to live that is not positive.
+        ConfigError: the time to live is not positive.
     """
 
     def __init__(
@@ -83,16 +83,17 @@ class DiskPages(StoredTier, Sink):
     def begin_write(
         self, group: int, keys: Keys, tokens: NDArray[np.int32], room: int
     ) -> tuple[NDArray[np.uint32], EntryIds, Places, PageTags]:
-        """Gives a place to keys that have none, evicting what is used least, for at most `room` of them.
+        """Gives a place to those of `keys` that have none, for at most `room` of them, evicting others by the tier's
+        policy.
 
         Returns:
-            Positions in `keys` of those that got one, their entries (pinned until `end_write`), places and tags.
+            Positions in `keys` of those that got a place, their entries (pinned until `end_write`), places and tags.
         """
         positions, entries, places, evicted, _, _ = self.presence.insert(group, keys, room)
         self.counts.evicted += len(evicted)
         former = self._fields(group, places)["generation"]
         if former.any():
-            # Before the place is written, so that no crash leaves an index that still believes in its old content.
+            # Recorded before the place is written, so that no crash leaves an index that still lists its old content.
             self.pages.record_evict(group, places[former != 0], former[former != 0])
         expiry = NEVER if self._ttl_s is None else self._now() + self._ttl_s
         generations = self.volumes.next_generations(len(places))
@@ -104,7 +105,8 @@ class DiskPages(StoredTier, Sink):
         return positions, entries, places, tags
 
     def under_way(self, group: int, entries: EntryIds) -> NDArray[np.bool_]:
-        """Which of these entries, pinned since `begin_write`, are still to become visible, bool [entries]."""
+        """Which of these entries, pinned since `begin_write`, may still become visible, because nobody forgot them,
+        bool [entries]."""
         return np.asarray(
             self.presence.find(group, self.presence.keys_of(entries), ready_only=False) == entries
         )
@@ -139,7 +141,7 @@ class DiskPages(StoredTier, Sink):
             return 0
         strange = len(self)
         self.presence.clear()
-        # Still of the weights that the process loaded at its start, or of those that it alone knows.
+        # Two, so that even stays even and odd stays odd: the process has the same weights as before.
         self.epoch += 2
         self.volumes.begin_reset(self.epoch)
         return strange
@@ -185,8 +187,8 @@ class DiskPages(StoredTier, Sink):
 
     def durable(self) -> bool:
         stats = self.volumes.stats()
-        # In this order: a journal that has failed lags behind nothing, and its disk is found lost here. What journals
-        # had no room for is given to them here, too, and lags from then on.
+        # `poll` comes after `stats`: a journal that has failed shows no lag, but `poll` finds its disk lost. `poll`
+        # also passes to the journals what they had no room for, which shows as lag from then on.
         self.poll(time.monotonic())
         return not (stats.journal_lag_s > 0 or stats.pending_pages)
 

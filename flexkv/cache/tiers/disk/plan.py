@@ -1,4 +1,4 @@
-"""A unit's own disks as its settings want them, before any folder is opened."""
+"""Plans the tier of a unit's own disks from its settings, before any folder is opened."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from flexkv.transfer.slab_map import SlabMap
 logger = get_logger(__name__)
 
 OPS_SHARE = 2
-"""The control plane uses at most one in so many of the lane's queue entries for each direction: a lane whose results
-have not been polled yet still holds theirs."""
+"""The control plane uses at most one in this many of the lane's queue entries per direction, because ops whose results
+have not been polled yet still occupy theirs."""
 
 PROMISES_NEED = (
     "it needs an engine that computes what a load did not bring: vLLM with "
@@ -38,16 +38,16 @@ ONE_GROUP = "it is for models with one KV group"
 
 
 def plan_disk(unit: UnitFacts) -> TierPlan | None:
-    """None without `disk.folders`.
+    """The plan of the disk tier; None without `disk.folders`.
 
     Raises:
-        GeometryError: the ranks say different formats of their pages.
+        GeometryError: the ranks report different formats of their pages.
     """
     return DiskPlan(unit) if unit.config.disk.folders else None
 
 
 class DiskPlan(TierPlan):
-    """Made by `plan_disk`."""
+    """The plan of the disk tier; made by `plan_disk`."""
 
     def __init__(self, unit: UnitFacts) -> None:
         self._unit = unit
@@ -59,7 +59,7 @@ class DiskPlan(TierPlan):
     def open(self, pool: HostPool, on_error: ExitStack) -> TierFactory:
         """
         Raises:
-            FlexKVError: a folder is in use by another process, or cannot be used; says which and why.
+            FlexKVError: a folder is in use by another process, or cannot be used; the message says which and why.
         """
         config = self._unit.config
         disk, transfer = config.disk, config.transfer
@@ -97,7 +97,8 @@ class DiskPlan(TierPlan):
 
 
 def disk_traffic(unit: UnitFacts) -> DiskTraffic:
-    """How the unit uses its disks: the settings as this engine and its ranks can have them."""
+    """How the unit uses its disks: the settings as far as this engine and its ranks can meet them. Warns of those that
+    they cannot."""
     disk = unit.config.disk
     if disk.stream and not (unit.recomputes and len(unit.groups) == 1):
         logger.warning("disk.stream is off here: %s", PROMISES_NEED if not unit.recomputes else ONE_GROUP)
@@ -127,7 +128,7 @@ def disk_facts(unit: UnitFacts) -> TierFacts:
 
 
 def _gds_loads(unit: UnitFacts) -> GdsUse:
-    """`disk.gds` as this engine and its ranks can have it."""
+    """`disk.gds` as far as this engine and its ranks can meet it."""
     wanted = unit.config.disk.gds
     if wanted == "off":
         return GdsUse.NEVER
@@ -138,7 +139,7 @@ def _gds_loads(unit: UnitFacts) -> GdsUse:
         return GdsUse.NEVER
     if wanted == "on":
         return GdsUse.ALWAYS
-    # Inside a step all its requests would stand still for the disk.
+    # A load inside a step would make all requests of the step wait for the disk.
     if unit.config.load.mode != "async" or not all(rank.gpudirect for rank in unit.ranks):
         return GdsUse.NEVER
     return GdsUse.WHERE_FASTER
@@ -149,10 +150,10 @@ def _gds_needs(unit: UnitFacts) -> str:
 
 
 def disk_groups(unit: UnitFacts) -> list[DiskGroup]:
-    """The unit's pages as disks see them: all groups' in the slabs of the first.
+    """The unit's groups as disks see them: all groups lie in the slabs of the first.
 
     Raises:
-        GeometryError: the ranks say different formats of their pages.
+        GeometryError: the ranks report different formats of their pages.
     """
     return [
         _disk_group(
@@ -186,7 +187,7 @@ def _disk_group(
 
 
 def image_needs(group: DiskGroup) -> ImageNeeds:
-    """Of a slot with a page of the group and its trailer."""
+    """What the tier needs in a slot for a page of the group and its trailer."""
     codec = codec_of(group)
     ranks = range(codec.ranks) if group.host_digests else ()
     return ImageNeeds(codec.image_bytes, tuple(codec.digest_offset(rank) for rank in ranks))
@@ -201,10 +202,10 @@ def disk_folders(unit: UnitFacts) -> list[Path]:
 
 
 def overwritable(unit: UnitFacts) -> OwnBytes:
-    """Bytes in a folder that the unit may write over.
+    """A function that returns how many bytes in a folder the unit may overwrite.
 
     Raises:
-        GeometryError: as `disk_groups`, when it is asked.
+        GeometryError: when the function is called, as `disk_groups`.
     """
 
     def own(root: Path) -> int:

@@ -1,8 +1,8 @@
-"""Stores from engine blocks to the unit's own disks, with no page of host memory between (docs/gds.md).
+"""Stores from engine blocks to the unit's own disks that bypass host memory (docs/gds.md).
 
-Each rank writes its stripe and reports the digests of its runs; then the disk lane writes the trailers, and the pages
-exist. Contract with the tier: from the plan to the end of the seal its entries are pending and pinned, so that nobody
-reads or rewrites their places; a page that is not sealed is never visible.
+Each rank writes its stripe and reports the digests of its runs. Then the disk lane writes the trailers (the seal), and
+the pages become visible. Contract with the tier: entries are pending and pinned from the plan to the end of the seal,
+so that nobody reads or rewrites their places. A page that is not sealed is never visible.
 """
 
 from __future__ import annotations
@@ -29,13 +29,15 @@ NO_POSITIONS: NDArray[np.intp] = np.empty(0, np.intp)
 
 
 class GdsStores(StoreRoute):
-    """GDS_WRITE, then DISK_SEAL: plans both, and takes the ends of both. Blocks that host memory has are not stored.
+    """Plans GDS_WRITE ops and then DISK_SEAL ops, and takes the ends of both. Blocks that host memory has are not
+    stored.
 
-    Nor are blocks that are being read from the disk stored there again, though the read may fail, and the engine offers
-    a block once: they are stored in host memory, and written to disk from there if the read finds them bad.
+    Blocks that are being read from the disk are not stored there again either. But the read may fail, and the engine
+    offers a block only once, so they are stored in host memory, and written to disk from there if the read finds them
+    bad.
 
     Args:
-        most_pages: that are being stored or sealed at once.
+        most_pages: most pages being stored or sealed at once.
     """
 
     def __init__(self, disk: DiskPages, context: TierContext, most_pages: int) -> None:
@@ -45,7 +47,7 @@ class GdsStores(StoreRoute):
 
     @property
     def pages(self) -> int:
-        """Being stored or sealed."""
+        """Number of pages being stored or sealed now."""
         ops, tier = self._context.tables.ops, self._context.tier
         return ops.pages(OpRole.STORE, tier) + ops.pages(OpRole.SEAL, tier)
 
@@ -63,7 +65,7 @@ class GdsStores(StoreRoute):
         index = self._context.tables.hub.index
         entries = index.find(offer.group, offer.keys)
         ready = entries[entries != NO_ENTRY]
-        # Not evicted to make room for the rest of the offer.
+        # Blocks of the offer must not be evicted to make room for the rest of it.
         index.pin(ready)
         try:
             return self._context.tables.host_stores.begin_store(offer.part(positions), room)
@@ -71,8 +73,7 @@ class GdsStores(StoreRoute):
             index.unpin(ready)
 
     def _unknown(self, offer: StoreOffer) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-        """Positions of offered blocks that are in neither tier, and of those of which the disk has a page that is being
-        read."""
+        """Positions of the offered blocks that are in neither tier, and of those whose page on disk is being read."""
         index, ops, group = self._context.tables.hub.index, self._context.tables.ops, offer.group
         in_host = index.find(group, offer.keys, ready_only=False)
         on_disk = self._disk.presence.find(group, offer.keys, ready_only=False)
@@ -83,7 +84,8 @@ class GdsStores(StoreRoute):
         coming = stored.copy()
         coming[stored] = index.fillers(in_host[stored]) != 0
         read = np.isin(on_disk, reads)
-        # These engine blocks get what is being read: where it fails they are computed, and offered again.
+        # Loads write what is being read to these engine blocks. If a read fails, the engine computes them and offers
+        # them again.
         awaited = (coming | read) & np.isin(offer.blocks, ops.targets_of_loads(group))
         unknown = ~(stored & ~coming) & ~awaited
         return np.flatnonzero(unknown & (on_disk == NO_ENTRY)), np.flatnonzero(unknown & read)
@@ -116,9 +118,9 @@ class GdsStores(StoreRoute):
         self._disk.presence.remove(op.entries[pages])
 
     def end_store(self, op: RankOp, good: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """The ranks have written their stripes: orders the seal of the good pages and gives up the others."""
+        """Plans the seal of the good pages, once the ranks have written their stripes, and gives up the others."""
         self._disk.counts.failed_writes += int(np.count_nonzero(op.failed))
-        # What was forgotten meanwhile would never be visible.
+        # Pages that were forgotten meanwhile would never be visible.
         good = good & self._disk.under_way(op.group, op.entries)
         if not op.digests:
             good = np.zeros_like(good)
@@ -132,7 +134,7 @@ class GdsStores(StoreRoute):
     # --- seals ---
 
     def _seal(self, op: RankOp, good: NDArray[np.bool_]) -> None:
-        # One row a page, of all ranks' runs side by side; a rank whose stripe is another's has reported none.
+        # One row per page, with all ranks' runs side by side. A rank that shares another's stripe has reported none.
         digests = np.concatenate([op.digests[rank] for rank in sorted(op.digests)], axis=1)[good]
         ops, tier = self._context.tables.ops, self._context.tier
         plan = TransferOp(
@@ -150,7 +152,7 @@ class GdsStores(StoreRoute):
         self._context.tables.outbox.put(tier, plan)
 
     def follow_up_ended(self, op: Op, result: OpResult) -> None:
-        """What was sealed is on disk."""
+        """Publishes the pages that were sealed well, and counts them."""
         good = good_pages(result, op.pages)
         written = int(np.count_nonzero(self._disk.end_write(op.group, op.entries, good)))
         counts = self._disk.counts

@@ -1,4 +1,4 @@
-"""The unit's own disks as a tier: pages that go by way of host memory, or straight."""
+"""The unit's own disks as a tier: pages go through host memory, or straight to and from engine blocks."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class DiskTraffic:
 
     Attributes:
         facts: bounds and modes.
-        ttl_s: pages are a miss this long after they were written, in whole seconds; None for never.
-        gds_loads: when whole blocks are loaded from disk without a page of host memory. Only for an engine that
-            computes what a load did not bring, whose workers have the lane for it.
-        gds_stores: blocks are stored on disk without a page of host memory, and not in host memory.
+        ttl_s: whole seconds after which a written page is a miss; None for never.
+        gds_loads: when whole blocks are loaded from disk without passing through host memory. Only if a load may fail
+            pages (the engine computes them, or `disk.gds_may_fail_requests`), and if the workers have the lane for it.
+        gds_stores: blocks are stored straight on disk, and not in host memory.
     """
 
     facts: TierFacts = TierFacts("disk")  # noqa: RUF009 - frozen
@@ -31,14 +31,14 @@ class DiskTraffic:
 
 
 class DiskTier(DiskPages):
-    """Adds to `DiskPages` the ways past host memory that its unit uses.
+    """Adds to `DiskPages` the routes past host memory that its unit uses.
 
     Args:
         volumes: the open folders; closed with the tier.
-        plane: runs DISK_READ, DISK_WRITE and DISK_SEAL; None where the caller does.
+        plane: runs DISK_READ, DISK_WRITE and DISK_SEAL; None if the caller does.
 
     Raises:
-        ConfigError: a time to live that is not positive.
+        ConfigError: the time to live is not positive.
     """
 
     def __init__(

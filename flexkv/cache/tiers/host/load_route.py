@@ -16,7 +16,7 @@ from flexkv.transfer.graph import NO_READS, BlockIds, OpKind, Priority, ReadIds,
 
 
 class HostLoads(LoadRoute):
-    """H2D: what host memory has, or what is on its way there."""
+    """Plans H2D ops for pages that are in host memory or on their way there, and takes their ends."""
 
     def __init__(self, tables: CacheTables) -> None:
         self._tables = tables
@@ -61,24 +61,24 @@ class HostLoads(LoadRoute):
         self._tables.hub.index.unpin(group.entries)
 
     def source_failed(self, reason: str) -> None:
-        """Nothing to decide: there is no other way from host memory."""
+        """Does nothing: there is no other route from host memory."""
 
     def end_load(self, op: RankOp, current: bool) -> None:
         index = self._tables.hub.index
         if not current:
-            # A reset forgot what it loaded; under the same keys there may be other pages by now.
+            # A reset forgot these pages, and the same keys may have other pages by now.
             index.unpin(op.entries)
             return
         coming = op.coming
         if coming is not None:
-            # What never came is judged by its fetch, which may not have been reported yet.
+            # The end of its fetch, which may not have been reported yet, judges a page that never came.
             op.suspect &= ~coming | index.ready(op.entries).view(np.bool_)
         if others := self._tables.tiers[1:]:
             keys = index.keys_of(op.entries)
             damaged, good = keys[op.suspect & op.damaged], keys[~op.suspect]
             for tier in others:
                 if len(damaged) and tier.facts.copies_unchecked:
-                    # What is wrong with the page may have been written there too.
+                    # The damage may have been written there too.
                     tier.forget(op.group, damaged)
                 if tier.sink is not None:
                     tier.sink.used(op.group, good)
@@ -92,6 +92,6 @@ class HostLoads(LoadRoute):
 
 
 def _fetches_of(fetches: ReadIds, kept: NDArray[np.intp]) -> ReadIds:
-    """The fetches that bring the pages of a load; empty when all of them are there."""
+    """The fetches that bring the pages of a load; empty if all of them are there."""
     fetches = fetches[kept]
     return fetches if fetches.any() else NO_READS

@@ -13,7 +13,7 @@ from flexkv.transfer.graph import OpKind, Priority, TransferGraph, TransferOp
 
 
 class HostStores(StoreRoute):
-    """D2H: what is stored is visible in host memory when every rank has copied it."""
+    """Plans D2H ops, and takes their ends. A page is visible in host memory once every rank has copied its share."""
 
     def __init__(self, tables: CacheTables) -> None:
         self._tables = tables
@@ -26,8 +26,8 @@ class HostStores(StoreRoute):
         )
         stored = offer.positions(positions)
         known, dropped = known - without_slot, dropped + without_slot
-        # The index takes blocks in order and none behind the first that finds no slot. Blocks that stay a fetch's may
-        # stand anywhere.
+        # The index takes blocks in order and none after the first that finds no slot. Blocks that a fetch keeps may be
+        # anywhere in the offer.
         accepted = int(stored[-1]) + 1 if len(stored) and not without_slot else 0
         if not len(stored):
             return StorePlan(None, stored, known, dropped, accepted)
@@ -40,14 +40,14 @@ class HostStores(StoreRoute):
         return StorePlan(TransferGraph((plan,)), stored, known, dropped, accepted)
 
     def _take_over(self, offer: StoreOffer, room: int) -> int:
-        """Makes blocks unknown that a fetch is to bring, so that the offer stores them.
+        """Removes the keys of offered blocks that a fetch is to bring, so that the offer stores them.
 
-        Until it has been verified nobody knows whether a fetch brings its page, and the engine offers a block once. Of
-        such a block the store's slot becomes the key's own; the fetch goes on in its slot for the loads that wait for
-        it, and is not published. If the store fails, the page is in its tier still, unless both have failed.
+        Nobody knows whether a fetch brings its page before the page is verified, and the engine offers a block only
+        once. The key then belongs to the store's slot; the fetch goes on in its own slot for the loads that wait for
+        it, and is not published. If the store fails, the page is still in its tier, unless both have failed.
 
         Returns:
-            How many find no slot, and stay the fetch's.
+            How many blocks found no slot, so that the fetch keeps their keys.
         """
         index, group = self._tables.hub.index, offer.group
         entries = index.find(group, offer.keys, ready_only=False)
@@ -59,7 +59,7 @@ class HostStores(StoreRoute):
         if missing > 0:
             there = entries[entries != NO_ENTRY]
             ready = there[index.ready(there).view(np.bool_)]
-            # Not what the offer has already, to make room for the rest of it.
+            # Blocks of the offer must not be evicted to make room for the rest of it.
             index.pin(ready)
             self._tables.hub.evict(group, missing)
             index.unpin(ready)
@@ -68,12 +68,14 @@ class HostStores(StoreRoute):
         return max(0, len(unverified) - taken)
 
     def _unverified(self, offer: StoreOffer, entries: EntryIds) -> NDArray[np.intp]:
-        """Positions of offered blocks that a fetch is bringing, and whose content is not from there."""
+        """Positions of offered blocks that a fetch is bringing, except those that a load in flight gets from a
+        fetch."""
         group = offer.group
         there = np.flatnonzero(entries != NO_ENTRY)
         coming: NDArray[np.intp] = there[self._tables.hub.index.fillers(entries[there]) != 0]
         if len(coming):
-            # These engine blocks get what the fetch brings: where it fails they are computed, and offered again.
+            # A load writes what the fetch brings to these engine blocks. If it fails, the engine computes them and
+            # offers them again.
             coming = coming[~np.isin(offer.blocks[coming], self._tables.ops.targets_of_loads(group))]
         return coming
 

@@ -1,4 +1,4 @@
-"""Host memory as a tier: its pages lie in the hub, and routes lead from and to engine blocks."""
+"""Host memory as a tier: the hub keeps its pages, and routes lead to and from engine blocks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class HostTier(Tier):
         self.presence.clear()
 
     def finish_reset(self, ends_s: float) -> None:
-        """Nothing survives the process."""
+        """Does nothing: no page survives the process."""
 
     def poll(self, now_s: float) -> None:
-        """Nothing lies below."""
+        """Does nothing: there is no storage below."""

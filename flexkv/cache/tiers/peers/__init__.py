@@ -1,1 +1,1 @@
-"""Folders of other units with the same pages, which are read and never written."""
+"""Folders of other units with the same pages; they are read and never written."""

@@ -1,4 +1,4 @@
-"""Folders of other units as the settings want them read, before any is opened."""
+"""Plans the tier of other units' folders, before any folder is opened."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from flexkv.transfer.host_pool import HostPool
 
 
 def plan_peers(unit: UnitFacts) -> TierPlan | None:
-    """None but with the common key scheme: with an engine's own keys another engine's pages lie in folders of another
-    fingerprint."""
+    """The plan of the peer tier; None without folders or without the common key scheme. With an engine's own keys,
+    another engine's pages lie in folders of another fingerprint."""
     config = unit.config
     return PeersPlan(unit) if config.disk.folders and config.keys.scheme == "common" else None
 
 
 class PeersPlan(TierPlan):
-    """What other engines, or other units, have left of this model in the unit's folders."""
+    """The pages of this model that other engines or units have left in the unit's folders."""
 
     def __init__(self, unit: UnitFacts) -> None:
         self._unit = unit
 
     def open(self, pool: HostPool, on_error: ExitStack) -> TierFactory | None:
         unit, config = self._unit, self._unit.config
-        # With keys that engines share there is one group.
+        # With keys that engines share, a unit has one group.
         (group,), heads = disk_groups(unit), unit.ranks[0].groups[0].heads
         peers = open_peer_folders(disk_folders(unit), disk_identity(unit), group, heads)
         if not peers:

@@ -1,4 +1,4 @@
-"""Pages of other units' folders."""
+"""The tier of pages in other units' folders."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ logger = get_logger(__name__)
 
 
 class PeerPlane(Plane, Protocol):
-    """What reads and converts peers' pages."""
+    """Reads and converts peers' pages."""
 
     @property
     def down_reason(self) -> str:
-        """Why no more is read, or nothing. Asked now and then, so that a disk that hangs is found."""
+        """Why no more pages are read; empty while they are. Asked now and then, so that a hanging disk is noticed."""
 
 
 class PeerTier(StoredTier):
-    """Folders of other units. What is forgotten is forgotten in this process; the folders are their owners'.
+    """Folders of other units. Forgotten pages are forgotten in this process alone, because the folders belong to their
+    owners.
 
     Args:
-        pages: of all of them.
-        plane: None where the caller moves the pages.
+        pages: pages of all folders.
+        plane: None if the caller moves the pages.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class PeerTier(StoredTier):
         slots: SlotIds,
         layerwise: bool,
     ) -> TransferOp:
-        # Page by page: each is converted as a whole.
+        # Never by layers: each page is converted as a whole.
         return super().plan_fetch(op_id, group, keys, entries, places, slots, layerwise=False)
 
     def begin_open(self, weights: bytes) -> int:

@@ -8,10 +8,10 @@ from flexkv.errors import ConfigError
 
 
 def plan_remote(unit: UnitFacts) -> TierPlan | None:
-    """None without `remote.urls`: nothing of the remote tier is imported then.
+    """The plan of the remote tier; None without `remote.urls`, in which case nothing of the tier is imported.
 
     Raises:
-        FlexKVError: the settings say what cannot be had.
+        FlexKVError: the settings ask for something that cannot be had.
     """
     if not unit.config.remote.urls:
         return None
@@ -21,7 +21,7 @@ def plan_remote(unit: UnitFacts) -> TierPlan | None:
 
 
 def remote_faults(config: FlexKVConfig) -> list[ConfigError]:
-    """Settings of the remote tier that cannot be had."""
+    """Errors in the settings of the remote tier."""
     if config.remote.urls:
         from flexkv.remote.settings import store_options
 

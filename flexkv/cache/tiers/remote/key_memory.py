@@ -1,4 +1,4 @@
-"""Keys that something is known of for a few seconds."""
+"""A set of keys that forgets each key after a few seconds."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from flexkv.facts.keys import Keys
 class KeyMemory:
     """
     Args:
-        keep_s: how long a key is remembered.
-        most: keys at most; those that were added first go first.
+        keep_s: seconds that a key is remembered.
+        most: most keys; the ones added first are dropped first.
         clock: seconds, never running backwards.
     """
 

@@ -1,4 +1,4 @@
-"""The remote tier as the settings want it, before its process is started."""
+"""Plans the remote tier from the settings, before its process is started."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from flexkv.transfer.host_pool import HostPool
 logger = get_logger(__name__)
 
 START_WAIT_S = 15.0
-"""How long an engine's start waits for the store's client to load, which takes a fraction of a second, and for the
+"""Seconds that an engine's start waits for the store's client to load, which takes a fraction of a second, and for the
 store's first answer."""
 
 QUESTIONS = 64
-"""Requests that ask at once at most; the others go on without the store."""
+"""Most requests that ask at the same time; further ones go on without the store."""
 
 
 WRITE_SHARE = 8
-"""Of host memory one slot in so many may be held by pages on their way to the store."""
+"""Pages on their way to the store may hold at most one host slot in this many."""
 
 
 class RemotePlan(TierPlan):
     """
     Raises:
-        ConfigError: a setting cannot be had; says what to do.
+        ConfigError: a setting cannot be met; the message says what to do.
     """
 
     shares_pool = True
@@ -46,14 +46,14 @@ class RemotePlan(TierPlan):
         self._unit = unit
         self._groups = disk_groups(unit)
         self._options = store_options(unit.config.remote)
-        # Only where pages have run digests in their slots; the tier's own trailer lies elsewhere.
+        # Only if pages have run digests in their slots; the tier keeps its own trailer elsewhere.
         verify = unit.config.host.verify
         self.images = tuple(image_needs(group) for group in self._groups) if verify else ()
 
     def open(self, pool: HostPool, on_error: ExitStack) -> TierFactory:
         """
         Raises:
-            StoreError: with these settings there can be no client of the store.
+            StoreError: no client of the store can be started with these settings.
         """
         config, remote = self._unit.config, self._unit.config.remote
         setup = Setup(
@@ -89,7 +89,7 @@ def remote_facts(unit: UnitFacts, slots: int) -> TierFacts:
     """The bounds of the unit's traffic with the store.
 
     Args:
-        slots: of its host pool. What is being written cannot leave it, however slow the store is.
+        slots: slots of its host pool. Pages that are being written cannot leave it, however slow the store is.
     """
     config, remote = unit.config, unit.config.remote
     write_pages = min(remote.inflight_pages, max(remote.batch_pages, slots // WRITE_SHARE))

@@ -1,4 +1,4 @@
-"""What a remote tier has counted, as series of metrics."""
+"""The counts of a remote tier as series of metrics."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ MISSED = {
     "away": PageLoss.REMOTE_LATE,
     LOST: PageLoss.REMOTE_LATE,
 }
-"""Outcome of a get -> what happened; every other one is a check that failed."""
+"""Maps the outcome of a get to a loss; every other outcome is a failed check of the content."""
 
 DROPPED = {"full": PageLoss.REMOTE_FULL, "known": PageLoss.REMOTE_KNOWN}
-"""Outcome of a put -> what happened; every other one is a failure."""
+"""Maps the outcome of a put to a loss; every other outcome is a failure."""
 
 
 def remote_series(counts: TierCounts, totals: RemoteTotals) -> Mapping[Series, int]:
-    """Running totals; only what was counted."""
+    """Running totals by series; leaves out those that are 0."""
     found: Counter[Series] = Counter()
 
     def add(name: str, value: int, label: str = "", of: str = "") -> None:

@@ -1,4 +1,4 @@
-"""Pages in a store that machines share: what is known of it here are answers that grow old."""
+"""The tier of pages in a store that machines share. The manager knows of them only by answers, which expire."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ from flexkv.storage.tags import make_tags
 from flexkv.transfer.graph import NO_BLOCKS, OpId, OpKind, Priority, SlotIds, TransferOp
 
 KNOWN_PAGES = 131_072
-"""Pages of all groups that are remembered as being in the store, about 10 MB; beyond it those used longest ago are
-asked for again."""
+"""Most pages of all groups that are remembered as being in the store, about 10 MB. Beyond it the ones that the policy
+evicts are asked for again."""
 
 HINT_S = 5
-"""How long an answer that a page is there counts, seconds. Less than a store's own lease, which keeps what was asked
-for from eviction (Mooncake: 10 s)."""
+"""Seconds for which the answer that a page is there counts. Less than a store's own lease, which keeps pages that were
+asked for from eviction (Mooncake: 10 s)."""
 
 ABSENT_S = 2.0
-"""How long a page that is not there is not asked for again."""
+"""Seconds for which a page that is not there is not asked for again."""
 
 LIAR_S = 10.0
-"""How long a page is taken for absent that the store said it has and did not give."""
+"""Seconds for which a page counts as absent that the store claimed to have and did not deliver."""
 
 REMEMBERED = 65_536
-"""Keys of each of these kinds at most."""
+"""Most keys remembered of each of these two kinds."""
 
 
 class RemoteLane(Plane, Protocol):
-    """What moves the tier's pages, and asks for them; `flexkv.remote.plane.RemotePlane`."""
+    """Moves the tier's pages, and asks the store for them; implemented by `flexkv.remote.plane.RemotePlane`."""
 
     totals: RemoteTotals
 
@@ -65,10 +65,10 @@ class RemoteLane(Plane, Protocol):
 
 
 class RemoteTier(Tier, Source, Sink, Prober):
-    """The store is the index. `presence` holds what it said lately, and what was written to it from here.
+    """The store itself is the index. `presence` holds its recent answers and the pages written to it from here.
 
-    An entry counts for lookups until its answer is old; for `known`, which decides what is written, until the store
-    says that the page is not there.
+    An entry counts for lookups until its answer expires. For `known`, which decides what is written, it counts until
+    the store says that the page is not there.
 
     Args:
         probe_s: see `Prober`.
@@ -93,7 +93,7 @@ class RemoteTier(Tier, Source, Sink, Prober):
         self._liars = KeyMemory(LIAR_S, REMEMBERED, context.tables.clock)
         self._asked: dict[OpId, tuple[list[Keys], NDArray[np.int32] | None]] = {}
         self._off = ""
-        """Why it is out of use for good."""
+        """Why the tier is out of use for good."""
         self.down = plane.down_reason
 
     # --- questions ---
@@ -103,7 +103,7 @@ class RemoteTier(Tier, Source, Sink, Prober):
             return False
         only_one = len(asked) == 1 and self._whole[0]
         keys = [asked[0][:MOST_ASKED]] if only_one else self._shared_out(asked)
-        # A tail is any one of its candidates.
+        # Any one candidate of a tail is enough.
         whole = self._whole if tokens is None else [False] * len(keys)
         if not self._lane.ask(op_id, keys, whole):
             return False
@@ -111,8 +111,8 @@ class RemoteTier(Tier, Source, Sink, Prober):
         return True
 
     def _shared_out(self, asked: Sequence[Keys]) -> list[Keys]:
-        """As many keys as one question may have; those of groups that restore whole prefixes first, of the others the
-        last, which the end of the longest hit needs, and these from the end."""
+        """As many keys as one question may have. Groups that restore whole prefixes come first. The others get the
+        rest, from their last key backwards, because the end of the longest hit needs those."""
         keys, room = list(asked), MOST_ASKED
         for group in sorted(range(len(asked)), key=lambda group: not self._whole[group]):
             of_group = asked[group] if self._whole[group] else asked[group][::-1]
@@ -121,7 +121,7 @@ class RemoteTier(Tier, Source, Sink, Prober):
         return keys
 
     def _is_worth_asking(self, asked: Sequence[Keys]) -> bool:
-        """Whether it is not known already that the store lacks what everything else depends on."""
+        """Whether there are keys to ask for, and no first page of a whole prefix is known to be absent."""
         wanted = False
         for group, keys in enumerate(asked):
             wanted |= len(keys) > 0
@@ -149,7 +149,7 @@ class RemoteTier(Tier, Source, Sink, Prober):
         absent = found == Presence.NO
         if absent.any():
             if self._whole[group]:
-                # Nothing behind the first page that is not there is asked for.
+                # Only the first absent page is noted: without it, no later page is asked for.
                 self._absent.add(group, keys[absent][:1])
             self._drop(group, keys[absent])
         there = (found == Presence.YES) & ~self._liars.has(group, keys)
@@ -162,7 +162,7 @@ class RemoteTier(Tier, Source, Sink, Prober):
         self._remember(group, keys[there], valid)
 
     def _remember(self, group: int, keys: Keys, tokens: NDArray[np.int32]) -> None:
-        """The store has these pages now."""
+        """Enters pages that the store has now."""
         known = self.presence.find(group, keys)
         positions, new, places, *_ = self.presence.insert(group, keys, len(keys))
         self._tokens[places] = tokens[positions]
@@ -187,7 +187,8 @@ class RemoteTier(Tier, Source, Sink, Prober):
         return there
 
     def _old(self, entries: EntryIds) -> NDArray[np.bool_]:
-        """Entries whose answer does not count any more. They stay: what was written is not written again."""
+        """Which entries have an expired answer, bool [entries]. They stay in the index, so that their pages are not
+        written again."""
         old: NDArray[np.bool_] = self.presence.expiries(entries) <= np.uint64(self._now())
         return old
 
@@ -267,11 +268,12 @@ class RemoteTier(Tier, Source, Sink, Prober):
         return int(np.count_nonzero(self.presence.remove(entries)))
 
     def forget(self, group: int, keys: Keys) -> int:
-        """Not served here for a while, and the store is asked to lose them; what other machines have read is theirs."""
+        """Keeps pages from being served here for a while, and asks the store to remove them. Copies that other machines
+        have read stay there."""
         entries = self.presence.find(group, keys, ready_only=False)
         entries = entries[entries != NO_ENTRY]
         if len(keys) and not self._off:
-            # Also what is not remembered: the store may have it from here, or from anybody.
+            # Also keys that are not remembered: the store may have them from here or from other machines.
             self._liars.add(group, keys)
             self._lane.remove(group, keys)
         return int(np.count_nonzero(self.presence.remove(entries)))
@@ -285,7 +287,8 @@ class RemoteTier(Tier, Source, Sink, Prober):
         super().open_for(weights)
 
     def begin_reset(self) -> None:
-        # Nothing names the new weights: what is stored under the fingerprint is of those that the process started with.
+        # Nothing names the new weights: pages stored under the fingerprint belong to the weights that the process
+        # started with.
         self.go_down(
             "the weights were exchanged, and nothing names the new ones until the engine starts again"
         )
@@ -294,7 +297,8 @@ class RemoteTier(Tier, Source, Sink, Prober):
         self._liars.clear()
 
     def finish_reset(self, ends_s: float) -> None:
-        """Nothing is served any more. What is being written has the bytes and the names of the former weights."""
+        """Does nothing: no page is served any more, and pages being written have the bytes and the names of the former
+        weights."""
 
     def go_down(self, reason: str) -> None:
         if not self._off:
