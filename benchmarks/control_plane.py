@@ -42,7 +42,7 @@ from flexkv.transfer.graph import OpResult, OpStatus
 CACHED_BLOCKS = 1 << 20
 REQUEST_BLOCKS = 8192
 SHORT_BLOCKS = 64
-"""Of a request so short that what a lookup costs in any case is nearly all that it costs."""
+"""Blocks of a request so short that a lookup's fixed cost is nearly all that it costs."""
 BLOCK_TOKENS = 16
 NAMESPACE = namespace_digest({"model": "benchmark"})
 OK = np.empty(0, np.int32)

@@ -13,7 +13,7 @@ class CountingMover(PageMover):
 
     def __init__(self, inner: PageMover) -> None: ...
     def count(self, kind: int) -> tuple[int, int, int, float]:
-        """moves that ended OK (a layerwise page is one a layer), failed ones, bytes of the OK ones, busy seconds."""
+        """moves that ended OK (layerwise: one per page and layer), failed ones, bytes of the OK ones, busy seconds."""
 
 class FaultRule:
     """What a FaultyMover does to calls that meet every condition given. Actions: 0 fail with `reason`, 1 delay by
