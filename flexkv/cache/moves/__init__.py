@@ -1,1 +1,1 @@
-"""Pages between host memory and the tiers behind it: fetched, written, and what becomes of plans that break off."""
+"""Moves of pages between host memory and the tiers behind it, and the undoing of plans that break off."""

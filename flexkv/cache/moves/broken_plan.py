@@ -1,9 +1,9 @@
-"""What becomes of a call that breaks off: an allocation failed, or a rule of the manager's own was broken.
+"""Undoes calls that break off, because an allocation failed or the manager broke a rule of its own.
 
 A plan leases entries, gives slots and enters ops in tables, one after the other, and an error may come between any two.
-So nothing is undone step by step: the tables are the truth, ops that nobody was given leave them, and every lease that
-no table names is ended. The end of an op that breaks off is not tried again, as parts of it may have been done: the op
-has failed then, with all its pages.
+So nothing is undone step by step. The tables are the truth: ops that were not handed out are removed from them, and
+every lease that no table names is ended. The end of an op that breaks off is not tried again, because parts of it may
+have been done: all pages of the op count as failed.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ logger = get_logger(__name__)
 
 
 class BrokenPlans:
-    """Of one manager: what is planned or ended `with` it is undone where it raises. Not to be entered twice at a time.
+    """Context manager around each call of one manager that plans or ends ops: if the call raises, it undoes what the
+    call had done. Not reentrant.
 
     Args:
-        ranks: that report each load and store.
+        ranks: number of ranks that report each load and store.
     """
 
     def __init__(self, tables: CacheTables, ranks: int) -> None:
@@ -37,7 +38,7 @@ class BrokenPlans:
         self._rank = 0
 
     def ending(self, op: Op, rank: int = 0) -> BrokenPlans:
-        """The same for the end of an op, or for one rank's report of it."""
+        """Prepares this context for the end of an op, or for one rank's report of it, and returns it."""
         self._ending, self._rank = op, rank
         return self
 
@@ -52,14 +53,15 @@ class BrokenPlans:
         self._ending = None
 
     def _is_refusal(self, error: BaseException) -> bool:
-        """Whether the result did not fit its op, which goes on as if nothing had been reported."""
+        """Whether the error refuses a result that does not fit its op. The op then goes on as if nothing had been
+        reported."""
         op = self._ending
         if op is None or op.op_id not in self._tables.ops or not isinstance(error, ContractError):
             return False
         return not isinstance(op, RankOp) or self._rank not in op.reported
 
     def leased(self) -> list[list[EntryIds]]:
-        """Of each tier, the entries that leases, waits and ops in the tables name, each once a lease."""
+        """Per tier, the entries that leases, waits and ops in the tables name, each once per lease."""
         pinned: list[list[EntryIds]] = [[] for _ in self._tables.tiers]
         for lease in self._tables.requests.leases():
             for group in lease.groups:
@@ -74,9 +76,9 @@ class BrokenPlans:
         return pinned
 
     def undo(self, last: OpId, error: BaseException) -> None:
-        """Forgets what a call made that began after op `last` and ended with `error`. O(all entries).
+        """Removes all traces of a call that began after op `last` and raised `error`. O(all entries).
 
-        Fetches that wait to be handed out stay: they are whole, and what they bring is worth having.
+        Ops that wait in the outbox stay, because they are complete and useful.
         """
         ended_op = self._failed_op()
         self._tables.ops.drop_after(last, self._tables.outbox.op_ids, ended_op)
@@ -95,7 +97,8 @@ class BrokenPlans:
         )
 
     def _failed_op(self) -> Op | None:
-        """The op whose end broke off, all of whose pages have failed; None where other ranks have to report it yet."""
+        """Marks all pages of the op as failed whose end or report broke off, and revokes what the request stores if it
+        was a load. Returns the op if it has ended; None if other ranks still have to report it, or there is none."""
         op = self._ending
         if not isinstance(op, RankOp):
             return op

@@ -1,4 +1,4 @@
-"""The ops of the tiers' own: what is fetched and written, handed out and ended, and what is offered to be written."""
+"""The tiers' own ops: hands out fetches and writes, takes their ends, and takes offers of pages to write."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = get_logger(__name__)
 
 
 class TierWork:
-    """For what drives the tiers of one manager."""
+    """The part of one manager that the code which drives its tiers calls."""
 
     def __init__(self, tables: CacheTables, promotions: Promotions, log: OpLog, broken: BrokenPlans) -> None:
         self._tables = tables
@@ -39,19 +39,20 @@ class TierWork:
         return bool(self._writes)
 
     def poll(self) -> list[tuple[TierId, TransferGraph]]:
-        """Plans the writes that may be planned now; returns what tiers' planes are to do, in the order to submit it."""
+        """Plans the writes that may be planned now, and takes and returns all graphs for the tiers' planes, in the
+        order to submit them."""
         with self._broken:
             for queue in self._writes.values():
                 queue.poll()
         return self.take_planned()
 
     def take_planned(self) -> list[tuple[TierId, TransferGraph]]:
-        """What was planned since the last call, and nothing more."""
+        """Takes and returns the graphs that were planned since the last call. Plans nothing."""
         return self._tables.outbox.take() if len(self._tables.outbox) else []
 
     def reported(self, tier: TierId, result: OpResult) -> None:
-        """A tier's plane says how an op ended. What does not fit takes the tier down, and the op, if it is the tier's,
-        ends with all of its pages failed: otherwise they would be pinned for good."""
+        """Takes the result that a tier's plane reports. A result that does not fit takes the tier down, and the op, if
+        it is the tier's, ends with all of its pages failed, because they would otherwise stay pinned forever."""
         op = self._tables.ops.find(result.op_id)
         try:
             if op is not None and op.tier != tier:
@@ -69,7 +70,7 @@ class TierWork:
                 self.complete(OpResult.cancelled(op.op_id, op.pages, reason))
 
     def complete(self, result: OpResult) -> None:
-        """Takes the one result of an op of `poll`.
+        """Ends an op that `poll` handed out, by its one result.
 
         Raises:
             ContractError: no such op is in flight, or the result does not fit it.
@@ -101,7 +102,7 @@ class TierWork:
             self._tables.stores_of(op.tier).follow_up_ended(op, result)
 
     def answered(self, op_id: OpId) -> None:
-        """A tier has answered a question, or never will. One whose plan broke off is nobody's."""
+        """Ends a question that a tier has answered or never will. Ignores one whose plan broke off."""
         op = self._tables.ops.find(op_id)
         if not isinstance(op, ProbeOp):
             return
@@ -113,13 +114,13 @@ class TierWork:
                 self._tables.reactions.answered(request_id, op.keys, op.start_tokens)
 
     def take_down(self, tier: TierId, reason: str) -> None:
-        """The tier cannot be used any more: what it holds is a miss, and nothing is written there."""
+        """Takes the tier out of use: its pages are misses, and nothing is written there."""
         self._tables.tiers[tier].go_down(reason)
         if tier in self._writes:
             self._writes[tier].drop_waiting()
 
     def opened(self) -> None:
-        """The tiers behind host memory are not held any more."""
+        """Offers pages to tiers that are not held any more."""
         with self._broken:
             for queue in self._writes.values():
                 queue.opened()
@@ -137,19 +138,21 @@ class TierWork:
         )
 
     def offer_all(self) -> None:
-        """What is in host memory, not pinned and not in a tier that takes pages is to be written, whatever the mode."""
+        """Offers to each tier that takes pages what is in host memory, not pinned and not in that tier, whatever its
+        mode."""
         with self._broken:
             for queue in self._writes.values():
                 queue.offer_all()
 
     def flush(self) -> None:
-        """Plans what waits to be written, whatever the mode, as far as the bounds allow."""
+        """Plans the writes that wait, whatever the mode, as far as the bounds allow."""
         with self._broken:
             for queue in self._writes.values():
                 queue.flush()
 
     def give_up_held(self) -> int:
-        """Forgets what waits for tiers that may not be used; returns how many pages that are, and logs why."""
+        """Drops the writes that wait for tiers that may not be used yet, logs why, and returns how many pages that
+        are."""
         pages = 0
         for number, queue in self._writes.items():
             if queue.held_pages:
@@ -165,11 +168,11 @@ class TierWork:
         return pages
 
     def give_up(self) -> int:
-        """Forgets what waits to be written; returns how many pages that are."""
+        """Drops the writes that wait, and returns how many pages that are."""
         return sum(queue.give_up_waiting() for queue in self._writes.values())
 
     def unwritten(self) -> int:
-        """Pages in host memory that some tier that takes pages lacks, pinned ones among them."""
+        """Most pages in host memory that any one tier that takes pages lacks. Pinned pages count as lacking."""
         return max((queue.unwritten() for queue in self._writes.values()), default=0)
 
     def offer(self, group: int, keys: Keys) -> None:
@@ -177,17 +180,18 @@ class TierWork:
             queue.offer(group, keys)
 
     def forgotten(self, tier: TierId, group: int, keys: Keys) -> None:
-        """These pages are not in a tier after all: what host memory has of them was taken for written."""
+        """Offers pages to a tier that turned out not to have them, as far as host memory has them: they had counted as
+        written."""
         there = self._tables.hub.there(group, keys)
         if tier in self._writes and there.any():
             self._writes[tier].offer(group, keys[there])
 
     def reused(self, tier: TierId, group: int, keys: Keys) -> None:
-        """These pages were used again, and the tier takes such."""
+        """Offers pages that were used again to a tier that writes reused pages."""
         self._writes[tier].offer_reused(group, keys)
 
     def evicted(self, group: int, keys: Keys) -> None:
-        """These pages left host memory to make room."""
+        """Counts as lost the pages that left host memory and that no other tier has."""
         if not self._writes:
             return
         known = np.zeros(len(keys), np.bool_)
@@ -199,11 +203,11 @@ class TierWork:
             self._tables.tiers[number].counts.lost += int(np.count_nonzero(~known))
 
     def recount(self) -> None:
-        """Counts what waits to be written anew: what planned its writes broke off."""
+        """Recounts the writes that wait, after a call that planned writes broke off."""
         for queue in self._writes.values():
             queue.recount()
 
     def reset(self) -> None:
-        """Forgets what waits to be written."""
+        """Drops the writes that wait."""
         for queue in self._writes.values():
             queue.reset()

@@ -28,15 +28,15 @@ from flexkv.transfer.graph import (
 )
 
 SUSPECT_CAUSES = (FailureCause.UNKNOWN, FailureCause.CONTENT, FailureCause.SOURCE)
-"""For which a tier forgets a page that a fetch did not bring."""
+"""Causes for which a tier forgets a page that a fetch did not bring."""
 
 
 @dataclass(slots=True)
 class WantedPages:
-    """Pages of one group that a request would have in host memory.
+    """Pages of one group that a request wants in host memory.
 
     Attributes:
-        runs: where they lie, all of `keys` or the leading ones; leased there.
+        runs: where `keys`, or the leading ones of them, lie; leased there.
     """
 
     group: int
@@ -46,10 +46,10 @@ class WantedPages:
 
 @dataclass(frozen=True, slots=True)
 class FetchedPages:
-    """Pages in host memory, or on their way there, each pinned once for who wanted them.
+    """Pages in host memory or on their way there, each pinned once for the request that wanted them.
 
     Attributes:
-        fetches: of each page the op that brings it, or 0.
+        fetches: the op that brings each page, or 0.
     """
 
     entries: EntryIds
@@ -65,11 +65,11 @@ NOTHING_FETCHED = FetchedPages(NO_ENTRIES, NO_PLACES, NO_READS)
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """What became of wanted pages.
+    """The result of fetching wanted pages.
 
     Attributes:
-        pages: of each part, the leading ones.
-        ops: fetches that bring some of them, with their tiers.
+        pages: for each part, the leading pages that are there or on their way.
+        ops: the fetches that bring some of them, with their tiers.
     """
 
     pages: list[FetchedPages]
@@ -77,7 +77,7 @@ class Fetched:
 
 
 def wanted_pages(rest: Sequence[list[PageRun]], keys: Sequence[Keys], first: int) -> list[WantedPages]:
-    """Of each group the pages of its runs, which begin with block `first` of the request."""
+    """The wanted pages of each group, whose runs begin with block `first` of the request."""
     return [
         WantedPages(group, keys[group][first : first + sum(map(len, runs))], runs)
         for group, runs in enumerate(rest)
@@ -85,7 +85,8 @@ def wanted_pages(rest: Sequence[list[PageRun]], keys: Sequence[Keys], first: int
 
 
 def extend_lease(lease: Lease, pages: Sequence[FetchedPages], block_tokens: int) -> None:
-    """Adds to a lease of whole blocks alone the blocks that follow and are on their way to host memory."""
+    """Adds blocks that follow, and that are on their way to host memory, to a lease. Precondition: the lease has whole
+    blocks only."""
     more = len(pages[0].entries)
     if not more:
         return
@@ -122,9 +123,9 @@ class FetchPlan:
 class Promotions:
     """Plans fetches and takes their ends.
 
-    Contract with both indexes: while a fetch is in flight its host entries are pending and pinned, so that nobody else
-    is given their slots, and its entries in the tier are pinned, so that their places are not rewritten. What was
-    verified is published in host memory; what was not is forgotten in its tier.
+    Contract with both indexes: while a fetch is in flight, its host entries are pending and pinned, so that no other
+    page gets their slots, and its entries in the tier are pinned, so that their places are not rewritten. Verified
+    pages are published in host memory; pages that fail verification are forgotten in their tier.
 
     Attributes:
         walk: finds and leases single pages.
@@ -135,27 +136,27 @@ class Promotions:
         self.walk = walk
 
     def room(self, tier: TierId) -> int:
-        """Pages that may be fetched from a tier besides those in flight."""
+        """How many pages may be fetched from a tier besides those in flight."""
         facts = self._tables.tiers[tier].facts
         if self._tables.ops.count(OpRole.FETCH, tier) >= facts.fetch_ops:
             return 0
         return max(0, facts.fetch_pages - self._tables.ops.pages(OpRole.FETCH, tier))
 
     def has_room(self, tier: TierId, pages: int, fetches: int) -> bool:
-        """Whether a tier may be asked for so many pages in so many fetches besides those in flight."""
+        """Whether `pages` in `fetches` ops may be fetched from a tier besides those in flight."""
         facts = self._tables.tiers[tier].facts
         if self._tables.ops.count(OpRole.FETCH, tier) + fetches > facts.fetch_ops:
             return False
         return self._tables.ops.pages(OpRole.FETCH, tier) + pages <= facts.fetch_pages
 
     def fetch(self, wanted: Sequence[WantedPages], layerwise: bool, aligned: bool = True) -> Fetched:
-        """Fetches what is not in host memory and not on its way there, as far as there is room.
+        """Plans fetches of the wanted pages that are not in host memory or on their way there, as far as there is room.
 
-        The leases of `wanted` end, or are the fetches' own.
+        The fetches take over the leases of `wanted`, or the leases end.
 
         Args:
-            layerwise: by ranges of layers, from tiers that can.
-            aligned: the parts are the same blocks of every group.
+            layerwise: bring ranges of layers one after the other, from tiers that can.
+            aligned: the parts are the same blocks of every group; all are then cut to the shortest.
         """
         ops: dict[OpId, TierId] = {}
         pages = [self._fetch_part(part, layerwise, ops) for part in wanted]
@@ -167,11 +168,11 @@ class Promotions:
         return Fetched(pages, ops)
 
     def tiers_of(self, fetches: ReadIds) -> set[TierId]:
-        """The tiers that fetches bring pages of."""
+        """The tiers that these fetches bring pages from."""
         return set(self._in_flight(fetches).values())
 
     def pages_by_tier(self, fetches: ReadIds) -> dict[TierId, int]:
-        """How many pages are on their way from each tier, by the fetch of each page (0: none)."""
+        """How many pages are on their way from each tier, given the fetch of each page (0: none)."""
         pages: dict[TierId, int] = {}
         numbers, counts = np.unique(fetches, return_counts=True)
         for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
@@ -180,12 +181,12 @@ class Promotions:
         return pages
 
     def _in_flight(self, fetches: ReadIds) -> dict[OpId, TierId]:
-        """Those of these fetches that have not ended, with their tiers."""
+        """The fetches among these that have not ended, with their tiers."""
         ops = (self._tables.ops.fetch(OpId(number)) for number in np.unique(fetches).tolist())
         return {op.op_id: op.tier for op in ops if op is not None}
 
     def _fetch_part(self, part: WantedPages, layerwise: bool, ops: dict[OpId, TierId]) -> FetchedPages:
-        """Enters in `ops` what brings the pages."""
+        """Plans fetches of one part, and enters in `ops` those that bring its pages."""
         plans: dict[TierId, FetchPlan] = {}
         brought: list[FetchedPages] = []
         runs, at, again = deque(part.runs), 0, True
@@ -206,8 +207,8 @@ class Promotions:
             at += reach
             if reach == len(run):
                 continue
-            # The next page found no host slot, or is being stored: none behind it is of use. Their leases may be what
-            # keeps slots from eviction, so they end, and what is left of the run is tried once more.
+            # The next page found no host slot or is being stored, so no page behind it is of use. Their leases may be
+            # what keeps slots from eviction, so they end, and the rest of the run is tried once more.
             self.walk.release(runs)
             runs.clear()
             if again and self.room(run.tier) > plan.pages:
@@ -228,7 +229,7 @@ class Promotions:
         )
 
     def _gap(self, group: int, keys: Keys, tier: TierId) -> list[PageRun]:
-        """The leading pages that host memory lacks, as a run of their tier."""
+        """Leases the leading pages that host memory lacks in their tier, and returns them as a run."""
         gap = leading(self._tables.hub.index.find(group, keys, ready_only=False) == NO_ENTRY)
         entries = self._tables.tiers[tier].leading(group, keys[:gap])
         if not len(entries):
@@ -238,15 +239,15 @@ class Promotions:
     def _give_slots(
         self, group: int, keys: Keys, run: PageRun, plan: FetchPlan, ops: dict[OpId, TierId]
     ) -> FetchedPages:
-        """Gives pages of a tier a host slot, as far as there is room, and enters them in `plan`; returns the leading
-        ones that are in host memory or on their way there."""
+        """Gives pages of a tier host slots, as far as there is room, and enters them in `plan`; returns the leading
+        pages that are in host memory or on their way there."""
         index = self._tables.hub.index
         room = max(0, self.room(run.tier) - plan.pages)
         given = self._tables.hub.insert_coming(group, keys, room, plan.op_id)
         if given.whole:
             plan.add(keys, run, given.entries, given.slots)
             return FetchedPages(given.entries, given.slots, np.full(len(keys), plan.op_id, np.int64))
-        # Some had no room, or are in host memory: there behind a gap, or being stored.
+        # Some pages got no slot; others are already in host memory past a gap, or are being stored.
         new = np.zeros(len(keys), np.bool_)
         new[given.positions] = True
         if len(given.positions):
@@ -287,10 +288,10 @@ class Promotions:
         self._tables.outbox.put(tier, transfer)
 
     def end_fetch(self, op: FetchOp, result: OpResult, current: bool) -> None:
-        """A fetch has ended; it is in flight no more.
+        """Publishes the verified pages of a fetch that has ended, and forgets in their tier those that are suspect.
 
         Args:
-            current: there was no reset since it was planned.
+            current: there was no reset since the fetch was planned.
         """
         tier = self._tables.tiers[op.tier]
         source = tier.source
@@ -314,8 +315,8 @@ class Promotions:
 
 
 def _suspect(good: NDArray[np.bool_], result: OpResult) -> NDArray[np.bool_]:
-    """Pages that were not what was asked for. A fetch that was never begun, or a page of one that was not, says nothing
-    about what lies in the tier."""
+    """Which pages were not what the tier should have had, bool [pages]. A fetch or page that was never begun says
+    nothing about what lies in the tier."""
     if result.status is not OpStatus.FAILED:
         return np.zeros_like(good)
     suspect: NDArray[np.bool_] = ~good & np.isin(result.page_causes(len(good)), SUSPECT_CAUSES)

@@ -1,4 +1,4 @@
-"""What is shown of lookups and ops: every failure as a warning, everything else for one who debugs or traces."""
+"""The log and spans of lookups and ops: every failure is a warning, everything else is for debugging and tracing."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ WORDS = {
 
 REQUEST_IDS = f"{REQUEST_ID}s"
 MOST_REQUESTS = 3
-"""Requests that are named of those that wait for a read."""
+"""Most requests that a warning about a read names, of those that wait for it."""
 
 
 class OpLog:
-    """One manager's."""
+    """The log of one manager."""
 
     def __init__(self, tables: CacheTables) -> None:
         self._tables = tables
@@ -39,7 +39,7 @@ class OpLog:
         self._spans = OpSpans()
 
     def looked_up(self, result: MatchResult, asked: int) -> None:
-        """A lookup of `asked` tokens after `result.start_tokens` was answered."""
+        """Logs the answer to a lookup of `asked` tokens after `result.start_tokens`."""
         if logger.isEnabledFor(logging.DEBUG):
             in_host = sum(len(group.slots) for group in result.groups)
             logger.debug(
@@ -58,7 +58,7 @@ class OpLog:
         return WORDS[op.role].format(self._tables.tiers[op.tier].facts.name)
 
     def load_begun(self, ops: Sequence[RankOp]) -> None:
-        """A promise was turned into a load."""
+        """Logs the ops of a load that was planned."""
         if logger.isEnabledFor(logging.DEBUG):
             for op in ops:
                 logger.debug(
@@ -66,7 +66,8 @@ class OpLog:
                 )
 
     def ended(self, op: RankOp, expected: bool) -> None:
-        """An op of the ranks has ended on all of them; `expected`: nobody counts on it, so that it may fail."""
+        """Logs an op that has ended on all ranks. With `expected`, nobody relies on the op, and its failure is no
+        warning."""
         failed = int(np.count_nonzero(op.failed))
         if self._spans.wanted:
             self._span(op, failed, "; ".join(op.reasons), {REQUEST_ID: op.request_id})
@@ -85,7 +86,7 @@ class OpLog:
             )
 
     def tier_op_ended(self, op: Op, failed: int, result: OpResult, waiters: Collection[str] = ()) -> None:
-        """An op of a tier's own has ended.
+        """Logs the end of a tier's own op.
 
         Args:
             waiters: requests that wait for it.
@@ -111,5 +112,5 @@ class OpLog:
         self._spans.ended(self._words(op), self._tables.clock() - op.begun_s, attributes, failure)
 
     def flush(self, at_end: bool = False) -> None:
-        """As of `FailedOps`."""
+        """See `FailedOps.flush`."""
         self._failed.flush(at_end)

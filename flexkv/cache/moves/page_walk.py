@@ -1,4 +1,4 @@
-"""Where pages lie: runs of them in one tier, and lists of single pages looked for one after the other."""
+"""Finds where pages lie, as runs of pages in one tier."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from flexkv.transfer.graph import NO_PLACES, SlotIds
 
 @dataclass(frozen=True, slots=True)
 class PageRun:
-    """Pages of one group in a row that one tier has, each leased there once.
+    """Consecutive pages of one group that lie in one tier, each leased there once.
 
     Attributes:
-        coming: the tier is the hub, and an op is bringing the pages.
+        coming: an op is bringing the pages; the tier is then the hub.
     """
 
     tier: TierId
@@ -47,11 +47,11 @@ NO_PAGES = PageRun(HUB, NO_ENTRIES, NO_PLACES)
 
 
 COMING = 1
-"""State of a run of `Found` whose pages an op is filling."""
+"""State of a run of `Found` whose pages are being fetched."""
 
 
 def runs_of(found: Found | FoundLengths, group: int) -> list[PageRun]:
-    """The pages of a group that a lookup has found, run by run."""
+    """The pages of a group that a lookup has found, as runs."""
     entries, slots = found.entries(group), found.slots(group)
     before = found.first_page(group) if isinstance(found, FoundLengths) else 0
     runs = []
@@ -62,7 +62,7 @@ def runs_of(found: Found | FoundLengths, group: int) -> list[PageRun]:
 
 
 def split_runs(runs: list[PageRun], pages: int) -> tuple[PageRun, list[PageRun]]:
-    """The first `pages` of runs, which all lie in the first run, and the rest."""
+    """Splits runs after the first `pages`. Precondition: these all lie in the first run."""
     if not runs:
         return NO_PAGES, []
     first = runs[0]
@@ -72,21 +72,21 @@ def split_runs(runs: list[PageRun], pages: int) -> tuple[PageRun, list[PageRun]]
 
 
 def leading(flags: NDArray[np.bool_]) -> int:
-    """How many flags are set before the first that is not."""
+    """Number of leading flags that are set."""
     return len(flags) if flags.all() else int(np.argmin(flags))
 
 
 class PageWalk:
-    """Finds pages in host memory, else in the first tier that has them, as far as it goes, and leases them.
+    """Finds and leases pages, each in host memory or else in the first tier that has it.
 
-    For what is no prefix of the request; that is `c_ext.TierLookup`'s.
+    For pages that are no prefix of the request; prefixes are looked up by `c_ext.TierLookup`.
     """
 
     def __init__(self, tables: CacheTables) -> None:
         self._tables = tables
 
     def _next(self, group: int, keys: Keys, usable: Sequence[TierId]) -> PageRun | None:
-        """The leading pages of `keys` that the first tier with any has; None where none has the first page."""
+        """Leases the leading pages of `keys` in the first tier that has any; None if no tier has the first page."""
         index = self._tables.hub.index
         entries, slots = index.match_and_pin(group, keys)
         if len(entries):
@@ -101,7 +101,7 @@ class PageWalk:
         return None
 
     def _coming(self, group: int, keys: Keys) -> PageRun | None:
-        """The leading pages that fetches are bringing; None where a store fills the first."""
+        """Leases the leading pages that fetches are bringing; None if a store fills the first."""
         index = self._tables.hub.index
         known = index.find(group, keys, ready_only=False)
         known = known[: leading(known != NO_ENTRY)]
@@ -111,8 +111,8 @@ class PageWalk:
         return PageRun(HUB, coming, index.pin_coming(coming), coming=True)
 
     def locate(self, group: int, keys: Keys, usable: Sequence[TierId]) -> list[PageRun]:
-        """Where the leading pages of `keys` lie, each leased there. The first that has gone since the caller found it,
-        or that a store fills, ends the list."""
+        """Finds where the leading pages of `keys` lie, and leases each there. The list ends before the first page that
+        has gone since the caller found it, or that a store fills."""
         runs: list[PageRun] = []
         at = 0
         while at < len(keys):

@@ -1,4 +1,4 @@
-"""Pages on their way from host memory to one tier."""
+"""Writes of pages from host memory to one tier."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from flexkv.facts.keys import Keys
 from flexkv.transfer.graph import OpResult, SlotIds
 
 LEAVE_PAGES = 256
-"""Pages that are made to leave host memory at once, at most; bounds the time a step spends on it to tens of us."""
+"""Most pages that are made to leave host memory in one call; bounds the time that a step spends on it to tens of us."""
 
 LEAVE_SHARE = 16
-"""One host slot in so many is kept free where pages are written only as they leave, so that a store finds slots
-without throwing away what no tier has yet."""
+"""One host slot in this many is kept free if pages are written only as they leave, so that a store finds slots without
+evicting pages that no tier has yet."""
 
 
 class WriteQueue:
     """Plans a tier's writes and takes their ends.
 
-    Contract with both indexes: while a write is in flight its host entries are pinned, so that the slots it reads keep
-    their bytes, and its entries in the tier are pending and pinned, so that nobody reads or rewrites their places.
+    Contract with both indexes: while a write is in flight, its host entries are pinned, so that the slots that it reads
+    keep their bytes, and its entries in the tier are pending and pinned, so that nobody reads or rewrites their places.
 
     Args:
-        tier: with a sink.
+        tier_id: number of a tier with a sink.
     """
 
     def __init__(self, tier_id: TierId, tables: CacheTables) -> None:
@@ -51,22 +51,22 @@ class WriteQueue:
 
     @property
     def busy(self) -> bool:
-        """Whether something waits to be written, and can be."""
+        """Whether pages wait to be written, and the tier is in use."""
         return self._tier.in_use and self._waiting_pages > 0
 
     @property
     def held_pages(self) -> int:
-        """Pages that wait until the tier may be used, in the queue and beside it."""
+        """Pages that wait until the tier may be used, including those that found no room in the queue."""
         return self._waiting_pages + self._left_out if self._tier.held else 0
 
     def offer(self, group: int, keys: Keys) -> None:
-        """These pages became visible in host memory."""
+        """Queues pages that became visible in host memory, if the tier's mode writes them then."""
         if self._tier.facts.write not in (WriteMode.EVICT, WriteMode.REUSE, WriteMode.OFF):
             self._enter(group, keys)
 
     def opened(self) -> None:
-        """The tier is not held any more. What the queue had no room for meanwhile is offered again as far as host
-        memory has it, with all that is there; the rest counts as dropped. O(pages in host memory) where there is such.
+        """Offers all pages in host memory to a tier that is not held any more, if the queue had no room for some
+        meanwhile. Those of them that host memory has lost count as dropped. O(pages in host memory) in that case.
         """
         left_out, self._left_out = self._left_out, 0
         if not left_out or not self._tier.in_use:
@@ -77,7 +77,7 @@ class WriteQueue:
         self._tier.counts.dropped_writes += max(0, left_out - max(0, self._waiting_pages - waiting))
 
     def offer_reused(self, group: int, keys: Keys) -> None:
-        """These pages were used from host memory once more."""
+        """Queues pages that were used from host memory again, if the tier's mode is REUSE."""
         if self._tier.facts.write is WriteMode.REUSE:
             self._enter(group, keys)
 
@@ -92,7 +92,7 @@ class WriteQueue:
         self._waiting_pages += len(keys)
 
     def poll(self) -> None:
-        """Plans what may be written now. O(pages planned)."""
+        """Plans the writes that may be planned now. O(pages planned)."""
         if self._tier.down:
             self.drop_waiting()
             return
@@ -100,7 +100,7 @@ class WriteQueue:
             return
         if self._tier.facts.write is WriteMode.BACK:
             idle = not self._in_flight(OpRole.FETCH) and not self._in_flight(OpRole.WRITE)
-            # More than half full, it no longer waits for a quiet moment.
+            # A queue that is more than half full no longer waits for a quiet moment.
             idle |= 2 * self._waiting_pages > self._tier.facts.waiting_pages
             self._drain(LEAVE_PAGES if idle else 0)
         else:
@@ -113,11 +113,11 @@ class WriteQueue:
         return self._tables.ops.count(role, self._tier_id)
 
     def offer_all(self) -> None:
-        """Offers what is in host memory, not pinned and not in the tier, in whatever mode.
+        """Queues the pages that are in host memory, not pinned and not in the tier, whatever the mode.
 
-        What was used last goes first, each chain from its start, and no more than the tier holds; the rest counts as
-        dropped. Those of them that wait already are not entered twice, so that the queue is bounded however often this
-        is called.
+        The most recently used pages go first, each chain from its start, and no more than the tier can hold; the rest
+        counts as dropped. Pages that wait already are not entered twice, so that the queue stays bounded however often
+        this is called.
         """
         if self._tier.in_use and self._tier.facts.write_at_close:
             self._offer_host()
@@ -133,7 +133,7 @@ class WriteQueue:
 
     def _offer_unpinned(self, group: int, keys: Keys) -> None:
         known = self._sink.known(group, keys)
-        # So that what is written now displaces others and not these.
+        # So that the pages written now displace others and not these.
         self._sink.used(group, keys[known])
         keys = keys[~known]
         if len(keys):
@@ -141,7 +141,8 @@ class WriteQueue:
             self._waiting_pages += len(keys)
 
     def unwritten(self) -> int:
-        """Pages in host memory that the tier lacks; those that are pinned, or that are on their way, count."""
+        """How many pages in host memory the tier lacks. Pinned pages, and those on their way to the tier, count as
+        lacking."""
         written = 0
         for owner in self._tables.hub.owners:
             for group, keys in self._keys_by_group(owner, self._unpinned(owner)):
@@ -149,19 +150,19 @@ class WriteQueue:
         return len(self._tables.hub.index) - written
 
     def give_up_waiting(self) -> int:
-        """Forgets what waits; returns how many pages that are."""
+        """Drops the waiting pages, counts them as lost, and returns how many they are."""
         pages = self._waiting_pages + self._left_out
         self.reset()
         self._tier.counts.lost += pages
         return pages
 
     def drop_waiting(self) -> None:
-        """Forgets what waits: the tier is down."""
+        """Drops the waiting pages, and counts them as dropped, because the tier is down."""
         self._tier.counts.dropped_writes += self._waiting_pages + self._left_out
         self.reset()
 
     def flush(self) -> None:
-        """Plans what waits, whatever the mode, as far as the bounds allow."""
+        """Plans the writes that wait, whatever the mode, as far as the bounds allow."""
         if self._tier.held:
             return
         self._drain(self._tier.facts.write_pages)
@@ -177,32 +178,32 @@ class WriteQueue:
             self._tables.hub.index.unpin(op.host)
 
     def recount(self) -> None:
-        """Counts what waits anew: what planned its writes broke off. Pages that it had taken from the queue are not
-        written."""
+        """Recounts the waiting pages, after a call that planned writes broke off. Pages that it had taken from the
+        queue are not written."""
         self._waiting_pages = sum(len(keys) for _, keys in self._waiting)
 
     def reset(self) -> None:
-        """Forgets what waits; writes in flight end by themselves."""
+        """Drops the waiting pages; writes in flight end by themselves."""
         self._waiting.clear()
         self._waiting_pages = self._left_out = 0
 
     # --- internals ---
 
     def _unpinned(self, owner: int) -> EntryIds:
-        """The visible pages in the group's host slots that nothing pins, used last first, whichever group's they are.
-        They are theirs until something is inserted or removed."""
+        """Entries of the visible, unpinned pages in the group's host slots, most recently used first, also those of
+        groups that share the slots. Valid until an entry is inserted or removed."""
         index = self._tables.hub.index
         entries = index.take_coldest(owner, index.up_slots(owner))
         index.unpin(entries)
         return entries[::-1]
 
     def _keys_by_group(self, owner: int, entries: EntryIds) -> list[tuple[int, Keys]]:
-        """Of the group and of those that share its slots, each in order."""
+        """The keys of entries, by group: the given one and those that share its slots. Keeps the order."""
         parts = self._tables.hub.by_group(owner, np.ascontiguousarray(entries))
         return [(group, self._tables.hub.index.keys_of(part)) for group, part in parts]
 
     def _keep_pinned_waiting(self) -> None:
-        """What nothing pins, or what has left host memory, does not wait any more."""
+        """Removes from the queue the pages that nothing pins or that have left host memory."""
         index = self._tables.hub.index
         waiting, self._waiting, self._waiting_pages = self._waiting, deque(), 0
         for group, keys in waiting:
@@ -229,7 +230,7 @@ class WriteQueue:
             self._write_unknown(group, keys)
 
     def _write_unknown(self, group: int, keys: Keys) -> None:
-        """Writes those of `keys` that are in host memory and not in the tier."""
+        """Plans a write of those of `keys` that are in host memory and not in the tier."""
         keys = keys[~self._sink.known(group, keys)]
         entries = self._tables.hub.index.find(group, keys)
         there = entries != NO_ENTRY
@@ -262,7 +263,8 @@ class WriteQueue:
         return entries[without]
 
     def _make_room(self, owner: int) -> None:
-        """Writes what is to leave the group's host slots next and is not in the tier, and releases what is."""
+        """Frees host slots of the group: plans writes of the pages that are to leave next, and evicts at once those
+        that the tier has."""
         index = self._tables.hub.index
         missing = -(-index.up_slots(owner) // LEAVE_SHARE) - index.free_slots(owner)
         if missing <= 0:
@@ -284,7 +286,7 @@ class WriteQueue:
             self._tables.hub.unpin_and_evict(group, left)
 
     def _leaving_pages(self, owner: int) -> int:
-        """With a write in flight, after which they leave host memory. O(ops in flight)."""
+        """Pages that leave host memory when their write in flight has ended. O(ops in flight)."""
         return sum(
             op.pages
             for op in self._tables.ops
