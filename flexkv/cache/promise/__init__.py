@@ -1,1 +1,1 @@
-"""What a request may be promised: lookups, the waits and turns before a promise, and what failed loads forbid."""
+"""Promises to requests: lookups, the waits and turns before a promise, and the failed loads that rule promises out."""

@@ -1,4 +1,4 @@
-"""One lookup of a request, and what it came to."""
+"""One lookup of a request, and its result."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from flexkv.observe import MissReason
 
 
 class Ask(NamedTuple):
-    """What a lookup is asked, and within which bounds it may answer.
+    """The arguments of a lookup, and the bounds of its answer.
 
     Attributes:
-        keys: per group, those of the whole blocks that may be promised, from the request's first token on.
-        start_tokens: that the engine has itself: whole blocks of every group.
-        tail: per group, what may follow the last whole block; None where no tail may be promised.
-        tiers: behind host memory, those that the request may be served from.
-        room_pages: at most so many are promised.
-        straight: pages may be promised where they lie.
-        bound: why no more than `keys` may be promised; None where these are all that was asked for.
+        keys: per group, the keys of the whole blocks that may be promised, from the request's first token on.
+        start_tokens: tokens that the engine has itself: whole blocks of every group.
+        tail: per group, candidates for the tail after the last whole block; None if no tail may be promised.
+        tiers: the tiers behind host memory that may serve the request.
+        room_pages: most pages that may be promised.
+        straight: pages may be promised for straight loads from their tier.
+        bound: why no more than `keys` may be promised; None if `keys` are all that the engine asked for.
     """
 
     request_id: str
@@ -46,12 +46,12 @@ class Ask(NamedTuple):
 
 @dataclass(slots=True)
 class Looked:
-    """What a lookup came to.
+    """The result of a lookup.
 
     Attributes:
-        lease: what is promised.
-        fetches: that the request now waits for.
-        awaited: the pages for which it has to wait for room, in line, and without the lease.
+        lease: the promised pages.
+        fetches: number of fetches and answers that the request now waits for.
+        awaited: the pages that need room for which the request has to wait in line, giving up the lease.
     """
 
     lease: Lease

@@ -1,11 +1,12 @@
-"""What loads did not bring to each live request, so that its next lookups do not promise the same again.
+"""Pages that loads did not bring to each live request, so that its next lookups do not promise the same again.
 
-An engine whose load has failed as a whole asks again. Where pages are too slow rather than bad, nothing is forgotten in
-the tiers, and the answer would be the same for as long as they stay slow. So a request has two tries: the second leaves
-out what the first did not bring, and after it the request is computed.
+An engine whose load has failed as a whole asks again. If pages are slow rather than bad, the tiers forget nothing, and
+the answer would be the same for as long as the pages stay slow. So a request has two tries: the second leaves out what
+the first did not bring, and after the second the engine computes the request.
 
-An engine that cannot compute what a load did not bring ends the request instead, and its client asks again under
-another id. There nothing is promised to anybody for a while, but where the way rests that failed.
+An engine that cannot compute the pages that a load did not bring ends the request instead, and its client asks again
+under another id. With such an engine nothing new is promised to any request for a while, unless the failed route itself
+pauses.
 """
 
 from __future__ import annotations
@@ -27,19 +28,20 @@ TRIES = 2
 """Loads of one request that may fail before nothing more is promised to it."""
 
 MAX_REQUESTS = 4096
-"""Requests remembered at once; the oldest is dropped beyond. Those whose load fails and that live are few: a bound on
-ids whose end nobody tells."""
+"""Requests remembered at once; beyond it the oldest is dropped. Few live requests have a failed load: this bounds the
+ids whose end is never reported."""
 
 
 @dataclass(slots=True)
 class FailedLoad:
-    """What the loads of one request did not bring.
+    """The failed loads of one request.
 
     Attributes:
         failures: loads that failed, at most `TRIES`.
-        last: number of the last of them.
-        first_token: of the first page that host memory did not bring; None while that brought all.
-        straight: a load failed of pages that lie in another tier than host memory: they are to be fetched there first.
+        last: number of the last failed load.
+        first_token: first token of the first page that a load from host memory did not bring; None while such loads
+            brought all.
+        straight: a straight load from another tier failed, so that its pages have to be fetched to host memory first.
     """
 
     failures: int = 0
@@ -48,14 +50,14 @@ class FailedLoad:
     straight: bool = False
 
     def end_of_promise(self, start_tokens: int) -> int | None:
-        """Up to which token a lookup after `start_tokens` may look; None for all."""
+        """The token at which a lookup after `start_tokens` has to end; None for no bound."""
         if self.failures >= TRIES:
             return start_tokens
         return None if self.first_token is None else max(start_tokens, self.first_token)
 
 
 class FailedLoads:
-    """By request, from the first failed page to `end_request`.
+    """The failed loads by request, from a request's first failed page to `end_request`.
 
     Args:
         rest_s: `ManagerLimits.rest_s`.
@@ -72,15 +74,18 @@ class FailedLoads:
         return len(self._requests)
 
     def of_request(self, request_id: str) -> FailedLoad | None:
-        """None for a request none of whose loads failed. O(1)."""
+        """The request's failed loads; None if none failed. O(1)."""
         return self._requests.get(request_id)
 
     def note_failure(self, op: RankOp, block_tokens: int) -> None:
-        """Pages of a load failed, of so many tokens each. To be called with each rank's report, before the request can
-        be looked up again."""
+        """Notes that pages of a load failed, of `block_tokens` tokens each.
+
+        Call order:
+            With each rank's report of a failure, before the request can be looked up again.
+        """
         if op.abandoned:
             return
-        # A way straight from a tier that failed rests by itself, and its pages come by host memory meanwhile.
+        # A straight route that failed pauses by itself, and its pages come through host memory meanwhile.
         own_rest = op.straight and op.source_failed
         if self._rest_s and not own_rest and (op.failed & ~op.suspect).any():
             self._rest(op)
@@ -90,7 +95,7 @@ class FailedLoads:
                 del self._requests[next(iter(self._requests))]
             known = self._requests[op.request_id] = FailedLoad()
         if known.last != op.load:
-            # Once for all ranks and ways of one load.
+            # Counts once for all ranks and routes of one load.
             known.failures, known.last = min(TRIES, known.failures + 1), op.load
         if op.straight:
             known.straight = True
@@ -110,9 +115,9 @@ class FailedLoads:
 
     @property
     def rests(self) -> bool:
-        """Whether a load has failed lately of which the pages are still there: nothing is promised anew."""
+        """Whether nothing new is promised for now, because a load failed lately whose pages are still in their tier."""
         return self._rest_s > 0 and self._clock() < self._rests_until_s
 
     def end_request(self, request_id: str) -> None:
-        """The request has ended."""
+        """Forgets the failed loads of a request that has ended."""
         self._requests.pop(request_id, None)

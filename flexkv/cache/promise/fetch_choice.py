@@ -1,4 +1,4 @@
-"""What is fetched, and what is left to the engine, because it computes that sooner."""
+"""Chooses which pages are fetched, and which are left to the engine because it computes them sooner."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from flexkv.facts.keys import Keys
 
 @dataclass(frozen=True, slots=True)
 class LeftToEngine:
-    """A choice to compute, for the operator: `pages` of a tier take `fetch_s` to bring, and `compute_s` to compute."""
+    """A choice to compute, shown to the operator: `pages` of a tier take `fetch_s` to bring, and `compute_s` to
+    compute."""
 
     tier: TierId
     pages: int
@@ -26,13 +27,13 @@ class LeftToEngine:
 
 
 class FetchChoice:
-    """Chooses by what was measured of the tiers and of the engine's steps; where that is not known, to fetch.
+    """Chooses by the measured times of the tiers and of the engine's steps; without reliable measurements it fetches.
 
     Args:
-        enabled: False to fetch whatever it takes.
+        enabled: False to fetch in any case.
 
     Attributes:
-        last_left: the last choice to leave pages where they are and compute them.
+        last_left: the last choice to compute pages instead of fetching them.
     """
 
     def __init__(self, tables: CacheTables, promotions: Promotions, enabled: bool) -> None:
@@ -43,7 +44,7 @@ class FetchChoice:
         self.last_left: LeftToEngine | None = None
 
     def tiers_of(self, rest: Sequence[Sequence[PageRun]]) -> set[TierId]:
-        """The tiers that the pages come from; those on their way too."""
+        """The tiers that the pages come from, including pages on their way to host memory."""
         tiers: set[TierId] = set()
         for runs in rest:
             for run in runs:
@@ -56,12 +57,12 @@ class FetchChoice:
     def cut_to_worth(
         self, rest: list[list[PageRun]], keys: Sequence[Keys], first: int, counted: bool = True
     ) -> tuple[list[list[PageRun]], bool]:
-        """Cuts the rest to the leading whole blocks that are brought sooner than computed: to all of them, as long as
-        nothing is known. Also says whether some is left to the engine. The leases of what is left end.
+        """Cuts the rest to the leading whole blocks that arrive sooner than the engine computes them, and returns it
+        with whether it was cut. Ends the leases of the blocks cut off. Cuts nothing without reliable measurements.
 
         Args:
-            keys, first: the rest is of the blocks from `first` on.
-            counted: as a lookup of which a part is left to the engine.
+            keys, first: the rest begins with block `first` of the request, whose keys these are.
+            counted: count the blocks cut off as left to the engine.
         """
         tiers = self.tiers_of(rest)
         if not self._enabled or not self._tables.cost.fetch_is_known(tiers, self._tables.clock()):
@@ -71,8 +72,8 @@ class FetchChoice:
         queued = {tier: self._tables.ops.pages(OpRole.FETCH, tier) for tier in tiers}
         most = {tier: np.array([blocks * len(rest)]) for tier in tiers}
         if self._tables.cost.worth(most, queued, np.array([True]), tokens[-1:]):
-            # Where a block saves more than its fetch costs, a longer prefix is always worth more than a shorter one;
-            # what the wait takes away is the same for both.
+            # If a block saves more than its fetch costs, a longer prefix is always worth more than a shorter one,
+            # because both wait equally long for the first page.
             return rest, False
         missing = {tier: np.zeros(blocks, np.int64) for tier in tiers}
         waiting = np.zeros(blocks, np.bool_)
@@ -84,7 +85,7 @@ class FetchChoice:
                 if run.tier == HUB:
                     waiting[part] |= run.coming
                     continue
-                # A run goes on as far as its tier does: some of it may be in host memory too.
+                # A run extends as far as its tier has pages, so host memory may have some of them too.
                 in_host = self._tables.hub.index.find(
                     group, keys[group][first + part.start : first + part.stop], ready_only=False
                 )
@@ -101,7 +102,8 @@ class FetchChoice:
         return [self._promotions.walk.cut(runs, kept) for runs in rest], True
 
     def all_worth(self, rest: Sequence[Sequence[PageRun]], tokens: int) -> bool:
-        """The same of pages that are of use together or not at all."""
+        """Whether pages that are of use only together arrive sooner than the engine computes their `tokens`. If not,
+        counts them as left to the engine."""
         tiers = self.tiers_of(rest)
         if not self._enabled or not self._tables.cost.fetch_is_known(tiers, self._tables.clock()):
             return True
@@ -116,19 +118,19 @@ class FetchChoice:
         return False
 
     def ask_worth(self, tier: TierId, pages: int, tokens: int) -> bool:
-        """Whether `pages` that a tier may have would be there sooner than their `tokens` computed."""
+        """Whether `pages` that a tier may have would arrive sooner than the engine computes their `tokens`."""
         if not self._enabled or not self._tables.cost.fetch_is_known((tier,), self._tables.clock()):
             return True
         queued = {tier: self._tables.ops.pages(OpRole.FETCH, tier)}
-        # Of what is there it may be less; that is weighed when it is known.
+        # The tier may have fewer of them; that is weighed once it has answered.
         return (
             self._tables.cost.worth({tier: np.array([pages])}, queued, np.array([True]), np.array([tokens]))
             > 0
         )
 
     def room_wait_s(self, tier: TierId, tokens: int) -> float:
-        """Seconds that a request waits for room at most, to have `tokens` of a tier fetched: no longer than computing
-        them takes, where that is known. Then it loses no more than as much again by having waited in vain."""
+        """Most seconds that a request waits for room to have `tokens` of a tier fetched: no longer than computing them
+        takes, if that is known. If it waits in vain, the wait then costs no more than computing the tokens does."""
         wait_s = self._tables.tiers[tier].facts.wait_s
         if not self._enabled or not self._tables.cost.compute.reliable(self._tables.clock()):
             return wait_s
@@ -139,13 +141,15 @@ class FetchChoice:
         return self._tables.cost.fetch(tier).seconds(queued + pages) + self._tables.cost.load_s(pages)
 
     def _leave(self, tier: TierId, pages: int, fetch_s: float, tokens: int) -> None:
-        """The engine computes the `tokens` of `pages` rather than have them in `fetch_s` seconds."""
+        """Counts a choice to let the engine compute the `tokens` of `pages` rather than fetch them in `fetch_s`
+        seconds."""
         self._tables.tiers[tier].counts.left += 1
         self._tables.tiers[tier].counts.left_pages += pages
         self.last_left = LeftToEngine(tier, pages, fetch_s, self._tables.cost.compute_s(tokens))
 
     def straight_worth(self, tier: TierId, route: StraightLoads, pages: int, tokens: int) -> bool:
-        """Whether pages that hold so many tokens are loaded from where they lie sooner than computed."""
+        """Whether `pages` are loaded straight from their tier sooner than the engine computes their `tokens`. If not,
+        counts them as left to the engine."""
         if not self._enabled or self._tables.cost.straight_is_worth(
             tier, pages, tokens, route.pages, self._tables.clock()
         ):

@@ -1,4 +1,4 @@
-"""Finds and leases what a request can restore: in host memory first, then in the tiers behind it."""
+"""Finds and leases the pages that a request can restore: in host memory first, then in the tiers behind it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Lookup:
     """The core of `match`.
 
     Args:
-        tables: of the manager; ages of leases are measured with their clock.
+        tables: the manager's tables; their clock measures the ages of leases.
         alignment_tokens: every hit is a multiple of it.
 
     Attributes:
@@ -51,7 +51,7 @@ class Lookup:
         self.behind = [TierId(n) for n in range(1, len(tables.tiers)) if tables.tiers[n].source is not None]
 
     def asked_tokens(self, keys: Sequence[Keys], start_tokens: int) -> int:
-        """How many tokens after the start every group has keys of."""
+        """How many tokens after the start every group has keys for."""
         if self._one_group:
             return max(0, len(keys[0]) * self._block_tokens - start_tokens)
         end = MAX_TOKENS
@@ -64,15 +64,16 @@ class Lookup:
         return [k[: tokens // spec.block_tokens] for k, spec in zip(keys, self._tables.specs, strict=True)]
 
     def engine_keys(self, keys: Sequence[Keys], start_tokens: int) -> list[Keys]:
-        """For each group, the keys of what the engine has itself and goes on to use: none of windows and states, which
-        are of no use once the start is behind."""
+        """Per group, the keys of the blocks that the engine has itself and goes on to use. Windows, chunks and states
+        have none: their pages are of no use once the start is behind."""
         had = self.cut(keys, start_tokens)
         return [
             k if spec.rule is Rule.FULL else k[:0] for k, spec in zip(had, self._tables.specs, strict=True)
         ]
 
     def look(self, ask: Ask) -> Looked:
-        """Leases the longest hit after the start and the longest tail after it, and begins to fetch what follows."""
+        """Leases the longest hit after the start and the longest tail after it, and begins to fetch the pages that
+        follow."""
         if not self.same_blocks:
             return self._look_for_boundary(ask)
         lease, rest = self._lease_prefix(ask)
@@ -93,13 +94,13 @@ class Lookup:
         return looked
 
     def prefetch(self, ask: Ask, most_pages: int) -> int:
-        """Begins to fetch what follows the prefix in host memory, `most_pages` at most; nothing is promised.
+        """Begins to fetch at most `most_pages` pages that follow the prefix in host memory; promises nothing.
 
-        What the first lookup would not wait for is not fetched: pages that are computed sooner, or promised where they
-        lie. Nor are pages of groups that do not restore whole prefixes.
+        It does not fetch pages that the first lookup would not wait for: those that the engine computes sooner, or that
+        are promised for straight loads. Nor does it fetch anything for groups that do not restore whole prefixes.
 
         Returns:
-            The fetches under way, also those that others have begun.
+            Number of fetches and answers under way for it, also those begun for other requests.
         """
         if not ask.tiers or not self.same_blocks or most_pages < len(ask.keys):
             return 0
@@ -109,7 +110,7 @@ class Lookup:
         if asked:
             self._tables.requests.begin_prefetch(ask.request_id, first)
         fetches = self._pages_behind.prefetch(ask, rest, first, most_pages) if rest else 0
-        # Leased until now, so that what is fetched does not displace what it follows.
+        # The prefix stays leased until now, so that fetched pages do not displace the pages that they follow.
         for group in lease.groups:
             self._tables.hub.index.unpin(group.entries)
         return asked + fetches
@@ -117,11 +118,12 @@ class Lookup:
     # --- whole prefixes ---
 
     def _lease_prefix(self, ask: Ask) -> tuple[Lease, list[list[PageRun]]]:
-        """Leases the prefix in host memory that may be promised; and for each group the runs that follow it."""
+        """Leases the prefix in host memory that may be promised and, per group, the runs that follow it; returns
+        both."""
         start, room_pages = ask.start_tokens // self._block_tokens, max(0, ask.room_pages)
         if not self._one_group:
             return self._lease_in_groups(ask, start)
-        # The usual request: one pass over what host memory has of it. Tiers are asked only for what follows, if any.
+        # The usual request: one pass over its pages in host memory. Other tiers are looked up only for what follows.
         offered = ask.keys[0]
         whole = len(offered) <= start + room_pages
         if start or not whole:
@@ -141,7 +143,7 @@ class Lookup:
         return lease, [runs_of(found, 0)] if found.blocks else []
 
     def _lease_in_groups(self, ask: Ask, start: int) -> tuple[Lease, list[list[PageRun]]]:
-        """The same over several groups, which restore the same blocks together."""
+        """The same for several groups that restore the same blocks together."""
         found = self._find(ask, start, ask.room_pages)
         ready = found.ready_blocks
         parts = [split_runs(runs_of(found, group), ready) for group in range(len(ask.keys))]
@@ -151,7 +153,7 @@ class Lookup:
         return lease, [runs for _, runs in parts] if ready < found.blocks else []
 
     def _find(self, ask: Ask, start: int, room_pages: int) -> Found:
-        """The prefix from block `start` on; each page is leased in its tier, and the lease the caller's."""
+        """Finds the prefix from block `start` on, and leases each page in its tier for the caller."""
         found = self._native.look(ask.keys, start, room_pages, ask.tiers_mask, self._now(), bool(ask.tiers))
         self._drop_expired(found, ask.keys)
         found.detach()
@@ -162,7 +164,7 @@ class Lookup:
 
     def _drop_expired(self, found: Found | FoundLengths, keys: Sequence[Keys]) -> None:
         for number, group, _ in found.expired:
-            # Asked key by key, the tier drops all of the request's pages whose time is over.
+            # `present` looks at every key, so that the tier drops all of the request's expired pages.
             self._tables.tiers[number].present(group, keys[group])
 
     def lease_of_nothing(self, start_tokens: int) -> Lease:
@@ -173,7 +175,7 @@ class Lookup:
         return Lease(tuple(shares), self._tables.clock(), start_tokens)
 
     def _ask_for_blocks(self, ask: Ask, lease: Lease, rest: list[list[PageRun]]) -> int:
-        """Asks tiers for the blocks that follow what was found; the answers to wait for."""
+        """Asks tiers for the blocks that follow those found, and returns the number of answers to wait for."""
         if lease.cut or not self._questions.any:
             return 0
         end = (lease.start_tokens + lease.tokens) // self._block_tokens
@@ -182,7 +184,7 @@ class Lookup:
     def _fetch_tail(
         self, ask: Ask, tail: Sequence[TailCandidates | None], lease: Lease, end_block: int
     ) -> Looked:
-        """Fetches the longest tail, if it is longer than the leased one."""
+        """Begins to fetch the longest tail, if it is longer than the leased one."""
         walk = self._pages_behind.walk
         found = common_tail(tail, end_block, lambda group, keys: walk.present(group, keys, ask.tiers))
         if found <= lease.tail_tokens:
@@ -202,7 +204,7 @@ class Lookup:
         asked = self._questions.for_boundary(ask, asked_end, found)
         if found.ready or not found.lengths:
             return Looked(self._lease_found(found), asked)
-        # What is missing is fetched; meanwhile as much is promised as host memory has itself.
+        # Missing pages are fetched; meanwhile the hit that host memory has by itself is promised.
         wanted, end = self._wanted(found, ask.keys), found.lengths[0]
         lease = self._lease_found(self._find_boundary(ask._replace(tiers=())))
         lease.shared_tokens = found.shared_tokens
@@ -212,7 +214,7 @@ class Lookup:
         return looked
 
     def _find_boundary(self, ask: Ask) -> FoundLengths:
-        """The longest hit; its pages are leased, and the lease the caller's."""
+        """Finds the longest hit, and leases its pages for the caller."""
         found = self._boundaries.look(
             ask.keys,
             ask.start_tokens,
@@ -226,7 +228,7 @@ class Lookup:
         return found
 
     def _lease_found(self, found: FoundLengths) -> Lease:
-        """A lease of pages that all are in host memory."""
+        """The lease of a hit whose pages are all in host memory."""
         shares = []
         for group, spec in enumerate(self._tables.specs):
             entries = found.entries(group)
@@ -243,7 +245,7 @@ class Lookup:
         )
 
     def _wanted(self, found: FoundLengths, keys: Sequence[Keys]) -> list[WantedPages]:
-        """What the hit needs of each group."""
+        """The pages that the hit needs, per group."""
         wanted = []
         for group, spec in enumerate(self._tables.specs):
             first = found.start_tokens // spec.block_tokens + found.first_page(group)

@@ -1,4 +1,5 @@
-"""Pages behind host memory that a lookup has found: promised where they lie, fetched, or left to the engine."""
+"""Decides what happens to the pages behind host memory that a lookup found: they are promised for straight loads,
+fetched, or left to the engine."""
 
 from __future__ import annotations
 
@@ -17,11 +18,11 @@ from flexkv.observe import MissReason
 from flexkv.transfer.graph import OpId
 
 Rest = list[list[PageRun]]
-"""For each group the runs that follow a promise, each leased in its tier: the same blocks of every group."""
+"""Per group, the runs that follow a promise, each leased in its tier; the same blocks of every group."""
 
 
 class PagesBehind:
-    """Whatever it is given is leased, and the leases end here, or are a fetch's or a promise's own."""
+    """All pages passed to it are leased. It ends the leases, or a fetch or a promise takes them over."""
 
     def __init__(
         self,
@@ -43,7 +44,7 @@ class PagesBehind:
     # --- what follows a prefix ---
 
     def take_rest(self, ask: Ask, lease: Lease, rest: Rest) -> Looked:
-        """Promises what follows the lease where it lies, or fetches it, or leaves it to the engine.
+        """Promises the pages that follow the lease for straight loads, or fetches them, or leaves them to the engine.
 
         A lease that ends with a tail is not made longer.
         """
@@ -75,8 +76,8 @@ class PagesBehind:
         return Looked(lease, self._waits.join_fetches(ask.request_id, wanted, fetched))
 
     def prefetch(self, ask: Ask, rest: Rest, first: int, most_pages: int) -> int:
-        """Begins to fetch `most_pages` at most of what lies from block `first` on, where a lookup would wait for it;
-        the fetches under way."""
+        """Begins to fetch at most `most_pages` pages from block `first` on, if a lookup would wait for them. Returns
+        the number of fetches under way for them."""
         if any(self._straight_entries(ask, tier, rest, first) is not None for tier in ask.tiers):
             for runs in rest:
                 self.walk.release(runs)
@@ -86,7 +87,7 @@ class PagesBehind:
         if not any(rest):
             return 0
         wanted, last = wanted_pages(rest, ask.keys, first), self._tables.ops.last_id
-        # By layers where a lookup would: it then promises what has not come yet.
+        # By layers if a lookup would do so, because it then promises pages that have not come yet.
         _, layerwise = self._streams(rest)
         fetched = self._promotions.fetch(wanted, layerwise)
         fetches = self._waits.join_fetches(ask.request_id, wanted, fetched, counted=False)
@@ -101,7 +102,7 @@ class PagesBehind:
         return fetches
 
     def _streams(self, rest: Rest) -> tuple[bool, bool]:
-        """Whether all tiers that the pages come from stream them, and by layers."""
+        """Whether all tiers that the pages come from stream them, and whether all do so by layers."""
         facts = [self._tables.tiers[tier].facts for tier in self._choice.tiers_of(rest)]
         streams = all(fact.streams for fact in facts)
         return streams, streams and all(fact.stream_layers for fact in facts)
@@ -111,11 +112,12 @@ class PagesBehind:
     def fetch_together(
         self, ask: Ask, lease: Lease, wanted: list[WantedPages], tokens: int, in_line: bool = True
     ) -> Looked:
-        """Fetches `wanted`, which make the hit longer by `tokens`, if they come sooner than they are computed.
+        """Begins to fetch `wanted`, which make the hit longer by `tokens`, if they arrive sooner than the engine
+        computes them.
 
         Args:
-            in_line: the request waits for room. A tail takes a slot if there is one: for less than a block nobody
-                gives up what is promised.
+            in_line: the request waits for room if there is none. A tail does not: it takes a slot if there is one,
+                because less than a block is not worth giving up the promise.
         """
         if not self._choice.all_worth([part.runs for part in wanted], tokens):
             for part in wanted:
@@ -139,7 +141,8 @@ class PagesBehind:
     def _take_turn(
         self, ask: Ask, lease: Lease, wanted: Sequence[WantedPages], tokens: int
     ) -> tuple[Need, Turn]:
-        """Gives the request its turn, or a place in line. Says too what a fetch of `wanted`, of `tokens`, takes."""
+        """Gives the request its turn or a place in line, and returns it with what a fetch of `wanted`, of `tokens`
+        tokens, takes."""
         if self._line.fits_at_once(wanted):
             return Need(), Turn.FETCH
         need = self._line.need_of(wanted, lease.groups)
@@ -149,7 +152,7 @@ class PagesBehind:
     def _leave_there(
         self, ask: Ask, lease: Lease, wanted: Sequence[WantedPages], need: Need, turn: Turn
     ) -> Looked:
-        """Fetches nothing: the request waits for room, or goes on without."""
+        """Ends the leases of `wanted` and fetches nothing: the request waits for room, or goes on without."""
         for part in wanted:
             self.walk.release(part.runs)
         if turn is Turn.WAIT:
@@ -159,7 +162,7 @@ class PagesBehind:
         return Looked(lease)
 
     def _note_without_room(self, ask: Ask, need: Need, fetched: Fetched, last: OpId) -> None:
-        """Counts what found no room in the fetches after op `last`."""
+        """Counts the pages of `need` that the fetches after op `last` do not bring."""
         pages = dict(need.pages)
         for op_id, tier in fetched.ops.items():
             op = self._tables.ops.fetch(op_id)
@@ -168,22 +171,22 @@ class PagesBehind:
         self._line.note_without(ask.request_id, {tier: max(0, count) for tier, count in pages.items()})
 
     def _skip_tiers(self, ask: Ask, reason: MissReason) -> None:
-        """The request goes on without any tier behind host memory."""
+        """Notes that the request goes on without any tier behind host memory."""
         behind = [TierId(n) for n, tier in enumerate(self._tables.tiers) if n and tier.source is not None]
         self._tables.requests.skip(ask.request_id, behind, reason)
 
     # --- straight from where pages lie ---
 
     def _straight_entries(self, ask: Ask, tier: TierId, rest: Rest, first: int) -> list[EntryIds] | None:
-        """The entries of all of the rest in one tier, by group, if all of it is to be loaded from there without a page
-        of host memory; else None."""
+        """The entries of the whole rest in one tier, per group, if all of it should be loaded straight from there; else
+        None."""
         route = self._tables.tiers[tier].straight
         pages = [sum(map(len, runs)) for runs in rest]
         if route is None or not route.wants(sum(pages), self._tables.ops.pages(OpRole.FETCH, tier)):
             return None
         whole = []
         for group, count in enumerate(pages):
-            # Also what host memory has of it: a promise changes from host memory to a tier once at most.
+            # Also pages that host memory has: a promise changes from host memory to another tier at most once.
             entries = self._tables.tiers[tier].leading(group, ask.keys[group][first : first + count])
             if len(entries) < count:
                 return None
@@ -191,14 +194,15 @@ class PagesBehind:
         return whole
 
     def _take_straight(self, tier: TierId, rest: Rest, entries: Sequence[EntryIds]) -> None:
-        """Leases these pages of the tier in place of what the rest has leased."""
+        """Replaces the runs of the rest, and their leases, by these pages of the tier."""
         for runs, of_tier in zip(rest, entries, strict=True):
             slots = self._tables.tiers[tier].presence.pin(of_tier)
             self.walk.release(runs)
             runs[:] = [PageRun(tier, of_tier, slots)]
 
     def _promise_straight(self, ask: Ask, lease: Lease, rest: Rest, tier: TierId) -> Looked:
-        """Adds the rest, one run of the tier for each group, to the lease, if it comes sooner than it is computed."""
+        """Adds the rest, one run of the tier per group, to the lease, if it is loaded sooner than the engine computes
+        it."""
         route = self._tables.tiers[tier].straight
         assert route is not None
         blocks = len(rest[0][0])

@@ -1,4 +1,4 @@
-"""What requests were promised and what they wait for: from a lookup, or a prefetch before it, to the load."""
+"""The promises and waits of requests: from a lookup, or a prefetch before it, to the load."""
 
 from __future__ import annotations
 
@@ -34,24 +34,24 @@ from flexkv.observe import MissReason
 from flexkv.transfer.graph import BlockIds, TransferGraph
 
 PREFETCH_SLOTS = 0.25
-"""Share of the host slots that are kept for prefetched requests at most: the others are for requests that run."""
+"""Largest share of the host slots that prefetched requests keep: the rest is for running requests."""
 
 PREFETCH_BUDGET = 0.5
-"""Share of what may be fetched from a tier at once that prefetches fill at most: the rest is for lookups."""
+"""Prefetches fill a tier's fetch bounds at most up to this share: the rest is for lookups."""
 
 
 class Promises:
-    """Leases and waits by request, of one manager.
+    """The leases and waits of one manager's requests.
 
     Args:
         alignment_tokens: every hit is a multiple of it.
 
     Attributes:
-        lookup: finds what may be promised.
-        line: who waits for room.
-        failed_loads: what is not promised again to the requests whose loads failed.
-        disabled: nothing is promised any more, nor prefetched.
-        resetting: the same until a reset has ended.
+        lookup: finds the pages that may be promised.
+        line: the requests that wait for room.
+        failed_loads: what may not be promised again to requests whose loads failed.
+        disabled: nothing is promised or prefetched any more.
+        resetting: nothing is promised or prefetched until a reset has ended.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Promises:
 
     @property
     def _silent(self) -> bool:
-        """Whether nothing is promised to anybody."""
+        """Whether nothing is promised to any request."""
         return self.disabled or self.resetting
 
     # --- lookups ---
@@ -94,9 +94,9 @@ class Promises:
         start_tokens: int,
         tail: Sequence[TailCandidates | None] | None,
     ) -> MatchResult:
-        """Implements `CacheManager.match`; the arguments are checked.
+        """Implements `CacheManager.match`; the arguments are already validated.
 
-        The usual request, of which nothing is known yet, takes the straight way: an `Ask`, a lookup, a lease.
+        The usual request, of which nothing is known yet, takes three steps: an `Ask`, a lookup, a lease.
         """
         tables, requests, size = self._tables, self._tables.requests, self._block_tokens
         asked_tokens = self.lookup.asked_tokens(keys, start_tokens)
@@ -130,8 +130,8 @@ class Promises:
         tail: Sequence[TailCandidates | None] | None,
         is_known: bool,
     ) -> Ask:
-        """What may be promised to the request. What it was promised before is promised no more, and what it has waited
-        for too long is not waited for."""
+        """Ends the request's former lease, its prefetch and a wait that took too long, and returns what it may be
+        promised now."""
         was_promised = False
         if is_known:
             was_promised = self.end_lease(request_id)
@@ -153,14 +153,16 @@ class Promises:
         return Ask(request_id, keys, start_tokens, tail, tiers, self.room_for_loads(), straight, bound)
 
     def _tiers_for(self, request_id: str) -> list[TierId]:
-        """The tiers that the request may be served from besides host memory."""
+        """The tiers besides host memory that may serve the request."""
         skipped = self._tables.requests.skipped(request_id)
         tiers = self._tables.tiers
         return [tier for tier in self.lookup.behind if tier not in skipped and tiers[tier].in_use]
 
     def _look(self, ask: Ask, is_known: bool) -> Looked:
-        """A lookup in all tiers. What is held for the request is held no more, but by the lookup's lease."""
-        # Taken before the lookup, which may hold other pages; unpinned after it, so that what it finds is still there.
+        """Looks the request up in all tiers, and ends the holds on pages fetched for it: from now on its lease keeps
+        them."""
+        # Taken before the lookup, which may hold other pages, and unpinned after it, so that the pages are still there
+        # for it to find.
         held = self._tables.requests.take_held(ask.request_id) if is_known else ()
         looked = self.lookup.look(ask)
         if looked.awaited:
@@ -172,7 +174,8 @@ class Promises:
         return looked
 
     def _give_up(self, request_id: str, looked: Looked, held: Sequence[HeldPages]) -> None:
-        """Nothing is kept for a request that waits for room: two that each kept a part would wait for each other."""
+        """Ends the leases and holds of a request that waits for room: two requests that each kept a part would wait for
+        each other."""
         lease = looked.lease
         self._end_shares(lease)
         for pages in held:
@@ -181,11 +184,11 @@ class Promises:
         looked.lease = self.lookup.lease_of_nothing(lease.start_tokens)
 
     def _lease_again(self, request_id: str, keys: Sequence[Keys], start_tokens: int) -> Lease | None:
-        """One lease in place of all that is leased and held for a request already, where that is all that it asks for;
-        None, and nothing has changed, where a lookup has to find out.
+        """Replaces the request's lease and the pages held for it by one lease, if they are all that it asks for.
+        Returns None, with nothing changed, if a lookup is needed.
 
-        The pages are pinned already, so what is compared is whether they are still those of the keys: a page whose
-        fetch failed, or that was cached before a reset, is not.
+        The pages are pinned already, so it only has to check that they still belong to the keys: a page whose fetch
+        failed, or that was cached before a reset, does not.
         """
         requests, former = self._tables.requests, self._tables.requests.lease(request_id)
         held = requests.held_by(request_id)
@@ -213,12 +216,12 @@ class Promises:
         return Lease(groups, self._tables.clock(), start_tokens, blocks * self._block_tokens)
 
     def _keeps(self, group: int, keys: Keys, pages: StraightPages) -> bool:
-        """Whether pages that are promised where they lie may still be loaded from there."""
+        """Whether pages promised for a straight load may still be loaded that way."""
         route = self._tables.tiers[pages.tier].straight
         return route is not None and route.keeps(group, keys, pages)
 
     def _note_use(self, request_id: str, keys: Sequence[Keys], lease: Lease) -> None:
-        """Counts what the engine has itself, and what it was promised, as used together."""
+        """Notes that the blocks that the engine has itself and those that it was promised are used together."""
         before: Sequence[EntryIds] = ()
         if lease.start_tokens:
             own = self.lookup.engine_keys(keys, lease.start_tokens)
@@ -229,7 +232,8 @@ class Promises:
     def _note_miss(
         self, request_id: str, lease: Lease, looked: Looked, bound: MissReason | None, asked_tokens: int
     ) -> MissReason | None:
-        """Notes why no more is promised than the lease, until the lookup is acted on; None where more may come."""
+        """Notes why no more than the lease is promised, to be counted when the engine acts on the lookup. Returns the
+        reason; None if more may come."""
         requests = self._tables.requests
         missing = (asked_tokens - lease.tokens) // self._block_tokens
         if missing <= 0:
@@ -239,12 +243,12 @@ class Promises:
         if lease.cut:
             reason = MissReason.QUEUE_FULL
         is_open = bool(looked.fetches or looked.awaited)
-        # Where the caller acts on it though more may come, it could not wait any longer.
+        # If the caller acts on the lookup though more may come, it could not wait any longer.
         requests.note_miss(request_id, MissReason.LATE if is_open else reason, missing)
         return None if is_open else reason
 
     def _count_miss(self, request_id: str) -> None:
-        """The request's last lookup is acted on."""
+        """Counts the miss of the request's last lookup, because the engine acts on it."""
         noted = self._tables.requests.misses.pop(request_id, None)
         if noted is not None:
             reason, blocks = noted
@@ -262,7 +266,7 @@ class Promises:
             return (lease.tokens, *self._none_behind)
         counts = [0] * len(self._tables.tiers)
         if not self.lookup.same_blocks:
-            # Pages of other groups hold other tokens: by the share of all pages.
+            # Pages of different groups hold different tokens, so tokens are shared out in proportion to pages.
             for tier, pages in self._tables.requests.fetched_pages(request_id, lease.pages).items():
                 counts[tier] += lease.tokens * pages // lease.pages
             counts[HUB] = lease.tokens - sum(counts)
@@ -280,12 +284,12 @@ class Promises:
         return tuple(count * self._block_tokens for count in counts)
 
     def _has_room(self, former: Lease | None, groups: Sequence[GroupLease]) -> bool:
-        """Whether so much may be promised to a request instead of its former lease."""
+        """Whether these pages may be promised to a request in place of its former lease."""
         more = sum(group.pages for group in groups) - (0 if former is None else former.pages)
         return more <= self.room_for_loads()
 
     def room_for_loads(self) -> int:
-        """Pages that may be promised besides those that are promised or being loaded."""
+        """How many pages may be promised besides those that are promised or being loaded."""
         taken = self._tables.requests.reserved_pages + self._tables.ops.pages(OpRole.LOAD)
         return self._limits.inflight_load_pages - taken
 
@@ -320,10 +324,10 @@ class Promises:
     # --- loads ---
 
     def lease_to_load(self, request_id: str, blocks: Sequence[BlockIds]) -> Lease | None:
-        """The request's lease; None where there is none, nor a block to load to.
+        """The request's lease; None if it has none and `blocks` are empty.
 
         Raises:
-            ContractError: blocks are to be loaded without a lease.
+            ContractError: there are blocks to load to, but no lease.
         """
         lease = self._tables.requests.lease(request_id)
         if lease is None and any(len(b) for b in blocks):
@@ -333,8 +337,8 @@ class Promises:
         return lease
 
     def load(self, request_id: str, lease: Lease, targets: Sequence[BlockIds]) -> TransferGraph | None:
-        """Turns the request's promise into a load to `targets`, which `load_targets` has checked; None when nothing is
-        loaded."""
+        """Turns the request's promise into a load to `targets`, ends its lease and wait, and returns the graph; None if
+        nothing is loaded. Precondition: `targets` come from `load_targets`."""
         taken = max(len(blocks) * tokens for blocks, tokens in zip(targets, self._sizes, strict=True))
         for tier, tokens in zip(self._tables.tiers, _of_first(lease.by_tier, taken), strict=False):
             tier.counts.hits += tokens // self._block_tokens
@@ -352,7 +356,7 @@ class Promises:
     # --- prefetches ---
 
     def prefetch(self, request_id: str, keys: Sequence[Keys], start_tokens: int) -> int:
-        """Implements `CacheManager.prefetch`; the arguments are checked."""
+        """Implements `CacheManager.prefetch`; the arguments are already validated."""
         requests = self._tables.requests
         if self._silent or self.failed_loads.rests:
             return 0
@@ -365,7 +369,8 @@ class Promises:
         return self._begin_prefetch(request_id, keys, start_tokens)
 
     def resume_prefetch(self, request_id: str, keys: Sequence[Keys], start_tokens: int) -> None:
-        """A tier has said what it has of a request: what of it is there is fetched, if no lookup has asked yet."""
+        """Begins to fetch what a tier has just answered that it has for a request, unless a lookup has asked
+        already."""
         if request_id not in self._tables.requests.prefetched or self._silent or self.failed_loads.rests:
             return
         if len(self.line):
@@ -373,17 +378,17 @@ class Promises:
         self._begin_prefetch(request_id, keys, start_tokens)
 
     def _begin_prefetch(self, request_id: str, keys: Sequence[Keys], start_tokens: int) -> int:
-        """Begins to fetch as much for the request as may be prefetched now; the fetches under way."""
+        """Begins to fetch as much for the request as may be prefetched now; returns the number of fetches under way."""
         tiers = [tier for tier in self.lookup.behind if self._tables.tiers[tier].in_use]
         ask = Ask(request_id, keys, start_tokens, None, tiers, self.room_for_loads())
         return self.lookup.prefetch(ask, self._room_for_prefetch(len(keys)))
 
     def _room_for_prefetch(self, groups: int) -> int:
-        """Pages that one more prefetch may bring."""
+        """How many pages one more prefetch may bring."""
         owners = self._tables.hub.owners
         slots = len(owners) * min(self._tables.hub.index.up_slots(owner) for owner in owners)
         room = int(PREFETCH_SLOTS * slots) - self._tables.requests.prefetched_pages()
-        # What is read for requests that have gone takes as many slots until it has come.
+        # Pages still being fetched for requests that have gone take slots too.
         room -= self._tables.ops.unawaited_prefetches()
         for tier in self.lookup.behind:
             facts = self._tables.tiers[tier].facts
@@ -394,7 +399,7 @@ class Promises:
         return max(0, room)
 
     def held_slots(self, group: int) -> set[int]:
-        """Host slots that are kept for requests which wait, besides those that are being filled."""
+        """Host slots kept for requests that wait, without those that a fetch is filling."""
         held = [pages for pages in self._tables.requests.held() if pages.group == group]
         slots = {slot for pages in held for slot in pages.slots.tolist()}
         fetches = [op for op in self._tables.ops if isinstance(op, FetchOp) and op.group == group]
@@ -403,7 +408,7 @@ class Promises:
     # --- ends ---
 
     def end_lease(self, request_id: str) -> bool:
-        """What was promised to the request is promised no more; whether anything was."""
+        """Ends the request's lease; returns whether it had one."""
         lease = self._tables.requests.pop_lease(request_id)
         if lease is None:
             return False
@@ -411,7 +416,7 @@ class Promises:
         return True
 
     def _end_shares(self, lease: Lease) -> None:
-        """Ends the leases of all pages of a promise."""
+        """Unpins all pages of a promise."""
         for route in self._routes:
             for group in lease.groups:
                 route.release_share(group)
@@ -425,7 +430,7 @@ class Promises:
         if not self._limits.asks_again:
             self.line.forget(request_id)
         for order in self._tables.access_orders.pop_orders(request_id):
-            # Here and not with each lookup or load, so that a request hits a block once.
+            # Done here and not at each lookup or load, so that a request counts as one hit of a block.
             self._tables.hub.index.touch(order.entries(), order.found)
 
     def abandon_loads(self, request_id: str) -> None:
@@ -441,7 +446,7 @@ class Promises:
         self.abandon_loads(request_id)
 
     def expire(self) -> int:
-        """Ends leases and waits that nobody follows up; returns how many leases those are."""
+        """Implements `CacheManager.expire`."""
         now_s = self._tables.clock()
         expired = self._tables.requests.leased_before(now_s - self._limits.lease_s)
         for request_id in expired:
@@ -453,7 +458,7 @@ class Promises:
         return len(expired)
 
     def end_all(self) -> None:
-        """Nothing is promised or waited for any more."""
+        """Ends all leases and waits, and clears the line."""
         for request_id in self._tables.requests.leased():
             self.end_lease(request_id)
         for request_id in list(self._tables.requests.waits):
@@ -463,7 +468,7 @@ class Promises:
 
 
 def _of_first(by_tier: tuple[int, ...], tokens: int) -> list[int]:
-    """Of a lease's first `tokens`, how many each tier has supplied: those of host memory come first."""
+    """How many of a lease's first `tokens` each tier has supplied; host memory's come first."""
     taken = []
     for supplied in by_tier:
         taken.append(min(supplied, tokens))

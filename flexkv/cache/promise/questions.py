@@ -1,4 +1,5 @@
-"""What tiers that do not know their pages by themselves are asked for requests: each request asks a tier once."""
+"""Questions to tiers that have to be asked for their pages: each request asks a tier once for blocks and once for a
+tail."""
 
 from __future__ import annotations
 
@@ -19,13 +20,13 @@ from flexkv.transfer.graph import NO_BLOCKS, NO_PLACES, OpId, OpKind, Priority, 
 
 
 class Questions:
-    """What is asked is what no tier of this machine has; who asked waits for the answers.
+    """Asks for pages that no tier of this machine has; the request waits for the answers.
 
     Args:
         alignment_tokens: every hit is a multiple of it.
 
     Attributes:
-        any: some tier has to be asked.
+        any: whether some tier has to be asked.
     """
 
     def __init__(
@@ -39,8 +40,8 @@ class Questions:
         self.any = bool(self._probers)
 
     def for_blocks(self, ask: Ask, end_block: int) -> int:
-        """Asks the lookup's tiers for the blocks from `end_block` on, of groups that restore the same blocks together;
-        the answers to wait for."""
+        """Asks the lookup's tiers for the blocks from `end_block` on, for groups that restore the same blocks together;
+        returns the number of answers to wait for."""
         blocks = min(map(len, ask.keys))
         if blocks <= end_block:
             return 0
@@ -48,8 +49,8 @@ class Questions:
         return self._ask(ask, asked, (blocks - end_block) * self._tables.specs[0].block_tokens)
 
     def for_boundary(self, ask: Ask, end_tokens: int, found: FoundLengths) -> int:
-        """The same for groups that need other pages each. Asks a group of full attention for what follows the pages
-        that were found, and the others for all up to `end_tokens`, as any may end a hit."""
+        """The same for groups that need different pages. Asks for the pages of a group of full attention that follow
+        those found, and for all pages of the others up to `end_tokens`, because any of them may end a hit."""
         if not self._probers or found.cut:
             return 0
         end = end_tokens - end_tokens % self._alignment_tokens
@@ -64,7 +65,7 @@ class Questions:
         return self._ask(ask, asked, end - reached)
 
     def for_tail(self, ask: Ask, tail: Sequence[TailCandidates | None], end_block: int) -> int:
-        """The same for what may follow the last whole block."""
+        """The same for the tail after the last whole block."""
         candidates = [each for each in tail if each is not None and each.base_block == end_block]
         if not self._probers or len(candidates) < len(tail):
             return 0
@@ -82,12 +83,12 @@ class Questions:
         saved_tokens: int,
         tail_tokens: NDArray[np.int32] | None = None,
     ) -> int:
-        """Asks each tier for `asked`, if it was not asked before; the answers to wait for.
+        """Asks each tier for `asked`, unless it was asked before; returns the number of answers to wait for.
 
         Args:
-            ask: what the answers are for.
-            saved_tokens: if all that is asked for is there.
-            tail_tokens: of each of the asked keys, where they are of a tail.
+            ask: the lookup that the answers are for.
+            saved_tokens: tokens that the engine need not compute if the tier has all of them.
+            tail_tokens: valid tokens of each asked key if these are candidates of a tail.
         """
         waiting, is_tail = 0, tail_tokens is not None
         requests, ops = self._tables.requests, self._tables.ops
@@ -99,7 +100,7 @@ class Questions:
             if former is not None:
                 probe = ops.awaited(former)
                 if not isinstance(probe, ProbeOp):
-                    continue  # answered: what there is was found
+                    continue  # answered: the lookup has found what the tier has
             else:
                 if not self._choice.ask_worth(tier, sum(map(len, asked)), saved_tokens):
                     continue
@@ -113,7 +114,7 @@ class Questions:
         return waiting
 
     def _enter(self, ask: Ask, tier: TierId, op_id: OpId) -> ProbeOp:
-        """Enters a question that was asked as in flight."""
+        """Enters as in flight a question that was asked."""
         probe = ProbeOp(
             plan=TransferOp(op_id, OpKind.DISK_READ, 0, Priority.LOAD, NO_BLOCKS, NO_PLACES),
             role=OpRole.PROBE,

@@ -1,4 +1,5 @@
-"""Who waits for room in host memory: a fetch begins when all of its pages find a slot, and requests take turns."""
+"""The requests that wait for room in host memory: a fetch begins when all of its pages find slots, and requests take
+turns."""
 
 from __future__ import annotations
 
@@ -14,35 +15,35 @@ from flexkv.cache.moves.fetches import Promotions, WantedPages
 from flexkv.cache.tiers.tables import CacheTables
 
 MAX_IN_LINE = 4096
-"""Requests in line at most; further ones go on without room."""
+"""Most requests in line; further ones go on without room."""
 
 MAX_TURN_S = 1.0
-"""At most this much of the time between two questions counts as waited. An engine that has room for the request asks at
-every step; a longer pause means that it has none."""
+"""Most seconds between two questions that count as waited. An engine that has room for the request asks at every step;
+a longer pause means that it has none."""
 
 
 class Turn(Enum):
     """What a request may do now."""
 
     FETCH = "fetch"
-    """Everything that it lacks finds room."""
+    """Fetch: all missing pages find room."""
     FETCH_SOME = "fetch some"
-    """It takes the room that there is, and goes on without the rest."""
+    """Fetch as much as there is room for, and go on without the rest."""
     WAIT = "wait"
-    """Room will come: its engine asks again."""
+    """Fetch nothing: room will come, and the engine asks again."""
     GO_ON = "go on"
-    """It takes no room, and goes on without what it lacks."""
+    """Fetch nothing, and go on without the missing pages."""
 
 
 @dataclass(slots=True)
 class Need:
-    """What a fetch of all that a request lacks would take.
+    """What a fetch of all pages that a request lacks would take.
 
     Attributes:
-        slots: of host memory, by group with slots of its own.
-        held: the request's own pages in host memory, or on their way there, likewise.
-        pages: by the tier that they come from.
-        fetches: ops, likewise.
+        slots: host slots, by the group that owns them.
+        held: the request's own pages in host memory or on their way there, likewise.
+        pages: pages, by the tier that they come from.
+        fetches: fetch ops, likewise.
     """
 
     slots: dict[int, int] = field(default_factory=dict)
@@ -56,12 +57,13 @@ class Place:
     """One request's place in the line.
 
     Attributes:
-        need: what it lacks; of slots also those of what it had in host memory and leases no more.
-        wait_s: it waits so long at most.
-        waited_s: so far.
-        before: number of the engine's last question but one about it; questions are numbered over all requests.
-        asked: number of the last question about it.
-        asked_s: the clock then.
+        need: what the request lacks; its slots include those of pages in host memory that the request no longer leases.
+        wait_s: most seconds that it waits.
+        waited_s: seconds that it has waited so far.
+        before: number of the engine's last question but one about the request; questions are numbered over all
+            requests.
+        asked: number of the last question about the request.
+        asked_s: the clock at that question.
     """
 
     need: Need
@@ -75,16 +77,16 @@ class Place:
 class RoomLine:
     """Gives room for fetches to whole prompts, in the order in which their requests first asked for it.
 
-    Who waits for room holds none: no lease, nothing fetched. So whatever keeps slots from the request whose turn it is
-    belongs to requests that have all they need, or to ops, and ends by itself; two requests never wait for each other.
+    A request that waits for room holds none: it has no lease and no fetched pages. So all slots that the request whose
+    turn it is cannot get belong to ops or to requests that have all they need, and become free by themselves. Two
+    requests never wait for each other.
 
-    A request that finds room for itself does not pass one before it: else small prompts would keep a large one waiting.
-    It passes only those that were not asked about since its own last question but one, whatever the order in which the
-    engine asks in each step: the engine has no use for them now.
+    A request that would find room does not overtake an earlier one, because small prompts would then keep a large one
+    waiting. It overtakes only requests that the engine has not asked about since its own last question but one: the
+    engine has no use for them now. The order in which the engine asks within a step does not matter.
 
     Args:
-        asks_again: the engine asks again for a request whose lookup says so. Else nobody waits, and each takes what
-            room there is.
+        asks_again: see `ManagerLimits.asks_again`. If False, no request waits, and each takes the room that there is.
     """
 
     def __init__(self, tables: CacheTables, promotions: Promotions, asks_again: bool) -> None:
@@ -93,7 +95,7 @@ class RoomLine:
         self._asks_again = asks_again
         self._places: dict[str, Place] = {}
         self._without: set[str] = set()
-        """Requests that went on without some of their pages: counted once, and in line no more."""
+        """Requests that went on without some of their pages. They are counted once and never wait in line again."""
         self._questions = 0
 
     def __len__(self) -> int:
@@ -105,7 +107,7 @@ class RoomLine:
     # --- what a fetch takes ---
 
     def need_of(self, wanted: Sequence[WantedPages], leased: Sequence[GroupLease]) -> Need:
-        """What a fetch of `wanted` takes, for a request that leases `leased` besides."""
+        """What a fetch of `wanted` takes, for a request that also leases `leased`."""
         need, index = Need(), self._tables.hub.index
         for group, share in enumerate(leased):
             owner = self._tables.hub.owner(group)
@@ -122,7 +124,7 @@ class RoomLine:
                 found = index.find(part.group, keys, ready_only=False)
                 known = found[found != NO_ENTRY]
                 lacking = len(keys) - len(known)
-                # The request has no lease on pages behind a gap, which must not be evicted for it.
+                # The request has no lease on pages behind a gap, which must not be evicted to make room for it.
                 unleased = int(np.count_nonzero(index.pins_of(known) == 0)) if len(known) else 0
                 need.slots[owner] = need.slots.get(owner, 0) + lacking + unleased
                 need.pages[run.tier] = need.pages.get(run.tier, 0) + lacking
@@ -133,8 +135,8 @@ class RoomLine:
         return need
 
     def fits_at_once(self, wanted: Sequence[WantedPages]) -> bool:
-        """Whether nobody waits, and there is room for all of `wanted` even if host memory has none of it. Says so
-        without a look at the pages."""
+        """Whether no request waits, and there is room for all of `wanted` even if host memory has none of it. Does not
+        look the pages up."""
         if self._places:
             return False
         need = Need()
@@ -148,7 +150,7 @@ class RoomLine:
         return self._has_room(need)
 
     def _has_room(self, need: Need) -> bool:
-        """Whether all of it finds room now."""
+        """Whether the whole need finds room now."""
         index = self._tables.hub.index
         if any(slots > index.idle_slots(owner) for owner, slots in need.slots.items()):
             return False
@@ -158,7 +160,7 @@ class RoomLine:
         )
 
     def _fits(self, need: Need) -> bool:
-        """Whether all of it would find room if nothing else took any."""
+        """Whether the whole need would find room if nothing else took any."""
         for owner, slots in need.slots.items():
             if need.held.get(owner, 0) + slots > self._tables.specs[owner].slots:
                 return False
@@ -171,10 +173,11 @@ class RoomLine:
     # --- the line ---
 
     def take_turn(self, request_id: str, need: Need, wait_s: float) -> Turn:
-        """A lookup asks for room. If its request must wait it gets a place in line, otherwise it leaves the line.
+        """Decides what a request whose lookup asks for room does now. Gives it a place in line if it must wait, and
+        removes it from the line otherwise.
 
         Args:
-            wait_s: seconds that it waits at most.
+            wait_s: most seconds that it waits.
         """
         if not self._asks_again:
             return Turn.FETCH if self._has_room(need) else Turn.FETCH_SOME
@@ -186,11 +189,12 @@ class RoomLine:
         if fits and request_id not in self._without and self._note_question(request_id, place, need, wait_s):
             return Turn.WAIT
         self.leave(request_id)
-        # What never fits whole leaves the room to those who wait for it.
+        # A prompt that never fits whole leaves the room to requests that wait for it.
         return Turn.GO_ON if fits or self._places else Turn.FETCH_SOME
 
     def _note_question(self, request_id: str, place: Place | None, need: Need, wait_s: float) -> bool:
-        """Whether the request has a place in the line, and time left."""
+        """Notes a question about the request, in a new place if there is one, and returns whether it has a place and
+        time left."""
         if place is None:
             if len(self._places) >= MAX_IN_LINE:
                 return False
@@ -218,10 +222,11 @@ class RoomLine:
         return True
 
     def still_waits(self, request_id: str, reads: bool) -> bool:
-        """Notes that the engine asks for the request again; whether a lookup would find that it has to wait. O(1).
+        """Notes that the engine asks for the request again, and returns whether a lookup would find that it has to
+        wait. O(1).
 
         Args:
-            reads: it waits for reads or answers in any case.
+            reads: the request waits for reads or answers in any case.
         """
         place = self._places.get(request_id)
         if place is None:
@@ -232,7 +237,7 @@ class RoomLine:
         return True
 
     def _may_go(self, place: Place) -> bool:
-        """Whether a lookup may find room, or that the request waits no more."""
+        """Whether a lookup may find room, or would end the request's wait."""
         if self._is_first(place) and self._has_room(place.need):
             return True
         waited_s = place.waited_s + min(self._tables.clock() - place.asked_s, MAX_TURN_S)
@@ -241,7 +246,8 @@ class RoomLine:
     def note_released(
         self, request_id: str, leased: Sequence[GroupLease], wanted: Sequence[WantedPages]
     ) -> None:
-        """A request that was just told to wait has ended its leases: what nobody else holds of it needs slots too."""
+        """Updates the need of a request that has just ended its leases to wait: its pages that no other request holds
+        need slots too."""
         index, slots = self._tables.hub.index, dict.fromkeys(self._tables.hub.owners, 0)
         for group, share in enumerate(leased):
             slots[self._tables.hub.owner(group)] += int(np.count_nonzero(index.pins_of(share.entries) == 0))
@@ -253,18 +259,18 @@ class RoomLine:
         self._places[request_id].need.slots = slots
 
     def leave(self, request_id: str) -> None:
-        """The request waits for no room any more."""
+        """Removes the request from the line, if it is in it."""
         if self._places:
             self._places.pop(request_id, None)
 
     def clear(self) -> None:
-        """Nobody waits any more."""
+        """Removes all requests from the line."""
         self._places.clear()
 
     # --- those that went on ---
 
     def note_without(self, request_id: str, pages: Mapping[TierId, int]) -> None:
-        """The request goes on without these pages, for which there was no room. Counted once in its life."""
+        """Counts, once per request, that it goes on without these pages, for which there was no room."""
         if request_id in self._without or not any(pages.values()):
             return
         self._without.add(request_id)

@@ -1,4 +1,4 @@
-"""Partial tails: the tokens after the last whole block, under as many keys as there may be tokens."""
+"""Partial tails: the tokens after the last whole block, with one candidate key for each possible number of tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def common_tail(
     end_block: int,
     present: Callable[[int, Keys], NDArray[np.bool_]],
 ) -> int:
-    """Tokens of the longest tail at `end_block` that every group has, as `present` has it; 0 for none."""
+    """Tokens of the longest tail at `end_block` that every group has according to `present`; 0 for none."""
     lengths: list[set[int]] = []
     for group, candidates in enumerate(tail):
         if candidates is None or candidates.base_block != end_block:
@@ -28,13 +28,13 @@ def common_tail(
 
 
 def tail_key_of(candidates: TailCandidates, tokens: int) -> Keys:
-    """The key of the tail of so many tokens, [1, KEY_BYTES]."""
+    """The key of the tail with `tokens` tokens, shape [1, KEY_BYTES]."""
     at = np.flatnonzero(candidates.tokens == tokens)[:1]
     return np.ascontiguousarray(candidates.keys[at])
 
 
 def lease_tail(hub: Hub, lease: Lease, tail: Sequence[TailCandidates | None], end_block: int) -> None:
-    """Adds the longest tail at `end_block` that every group has in host memory to a lease."""
+    """Pins the longest tail at `end_block` that every group has in host memory, and adds it to the lease."""
     found = common_tail(tail, end_block, hub.there)
     if not found:
         return

@@ -1,4 +1,4 @@
-"""Who waits for which fetches, and for how long."""
+"""Which requests wait for which fetches, and for how long."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from flexkv.transfer.graph import OpId
 
 
 class FetchWaits:
-    """A request's time to wait is kept by tier, and begins with its first lookup that waits for it."""
+    """Begins and ends the waits of requests. A request's time to wait is kept per tier, and begins with its first
+    lookup that waits for that tier."""
 
     def __init__(self, tables: CacheTables) -> None:
         self._tables = tables
@@ -21,10 +22,11 @@ class FetchWaits:
     def join_fetches(
         self, request_id: str, wanted: Sequence[WantedPages], fetched: Fetched, counted: bool = True
     ) -> int:
-        """The request waits for these fetches, and what they bring is kept for it. Returns how many.
+        """Makes the request wait for these fetches, and keeps the pages that they bring for it. Returns how many
+        fetches.
 
         Args:
-            counted: as a lookup that waits.
+            counted: count this as a lookup that waits.
         """
         tables = self._tables
         for part, pages in zip(wanted, fetched.pages, strict=True):
@@ -45,12 +47,12 @@ class FetchWaits:
         return len(fetched.ops)
 
     def join_probe(self, request_id: str, probe: ProbeOp, wait_s: float) -> None:
-        """The request waits `wait_s` for what a tier answers."""
+        """Makes the request wait up to `wait_s` for a tier's answer."""
         probe.waiters.add(request_id)
         self._tables.requests.wait(request_id, [(probe.op_id, probe.tier, wait_s)], self._tables.clock())
 
     def skip_late(self, request_id: str) -> None:
-        """Ends the request's wait if it has waited too long: it goes on without the tiers that it waited for."""
+        """Ends the request's wait if its time is over: it goes on without the tiers that it waited for."""
         wait = self._tables.requests.waits.get(request_id)
         if wait is None or not wait.ops or self._tables.clock() <= wait.ends_s:
             return
@@ -62,11 +64,12 @@ class FetchWaits:
         self._tables.requests.skip(request_id, late, MissReason.LATE)
 
     def end_prefetch(self, request_id: str) -> None:
-        """A lookup asks for a prefetched request: what it waits for from now on is the lookup's to say."""
+        """Ends the prefetch of a request, because a lookup asks for it and decides what it waits for from now on."""
         self._leave(request_id, self._tables.requests.end_prefetch(request_id))
 
     def end_wait(self, request_id: str) -> None:
-        """The request waits no more. The fetches go on: what they bring is worth having."""
+        """Ends the request's wait and the holds on its pages. Its fetches go on, because the pages that they bring are
+        useful."""
         if request_id not in self._tables.requests.waits:
             return
         for held in self._tables.requests.take_held(request_id):
