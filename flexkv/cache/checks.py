@@ -1,4 +1,4 @@
-"""Checks of what callers and lanes hand to a cache manager."""
+"""Checks of the arguments that callers pass to a cache manager."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def check_groups(groups: Sequence[GroupSpec]) -> None:
 
 
 def check_alignment(groups: Sequence[GroupSpec], alignment_tokens: int | None) -> int:
-    """The tokens that every hit is a multiple of.
+    """Returns the number of tokens that every hit is a multiple of.
 
     Raises:
-        ConfigError: not whole blocks of every group; names the least that is.
+        ConfigError: the alignment is not whole blocks of every group; the message names the least that is.
     """
     least = math.lcm(*(spec.block_tokens for spec in groups))
     alignment = least if alignment_tokens is None else alignment_tokens
@@ -79,7 +79,7 @@ def check_limits(limits: ManagerLimits) -> None:
 
 
 def as_block_ids(blocks: BlockIds, place: str, least: int = 0) -> BlockIds:
-    """An own copy of `blocks` as int32 [blocks].
+    """Returns a copy of `blocks` as int32 [blocks].
 
     Raises:
         ContractError: not a one-dimensional integer array.
@@ -105,7 +105,7 @@ def load_targets(
     """Per group, the engine blocks that take its leased pages, checked against the promise.
 
     Raises:
-        ContractError: asks for more than was promised, or for a part that its rule cannot restore.
+        ContractError: `blocks` ask for more than was promised, or for a part that a group's rule cannot restore.
         BlockRangeError: an engine block below NO_BLOCK.
     """
     if len(blocks) != len(specs):
@@ -134,7 +134,7 @@ def check_lookup(
 ) -> None:
     """
     Raises:
-        ContractError: not one element a group, or a start within a block.
+        ContractError: not one element per group, a start within a block, or tails for groups that cannot have them.
         BlockRangeError: a negative start.
     """
     groups = len(specs)

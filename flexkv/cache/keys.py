@@ -1,4 +1,4 @@
-"""Block keys: who may share a block, and how an engine's own keys (or its tokens) become index keys.
+"""Block keys: which requests may share a block, and how an engine's own keys (or its tokens) become index keys.
 
 A key is H(namespace | group | engine key), every field framed by its length, so that no two different inputs give the
 same bytes. All hashing is SHA-256 in the native core: with unkeyed or short hashes one tenant can make another's key.
@@ -59,10 +59,10 @@ def namespace_digest(fields: Mapping[str, bytes | str | int]) -> bytes:
 
 
 def chain_seed(extra_key: str | None, cache_salt: str | None) -> bytes:
-    """What stands before the first block of a `TokenChain`: nothing, or 32 bytes that keep callers apart.
+    """The seed before the first block of a `TokenChain`: empty, or 32 bytes that keep callers apart.
 
-    SGLang's own seed of its page hashes: SHA-256 over a label and the two strings, each absent (0) or present (1, then
-    its length in bytes, u64 little endian, and its UTF-8).
+    This is SGLang's own seed of its page hashes: SHA-256 over a label and the two strings, each absent (0) or present
+    (1, then its length in bytes, u64 little endian, and its UTF-8).
     """
     if extra_key is None and cache_salt is None:
         return b""
@@ -80,7 +80,7 @@ def tail_key(
 
     Args:
         parent_key: the engine's key of the block before it; None when the request starts with the tail.
-        extra: what the engine mixes into that block's hash besides (salt, LoRA, multi-modal ids), already encoded.
+        extra: what else the engine mixes into that block's hash (salt, LoRA, multi-modal ids), already encoded.
         base_block: number of the partial block in its request.
 
     Raises:
@@ -99,14 +99,14 @@ def tail_candidates(
     block_tokens: int,
     base_block: int,
 ) -> TailCandidates | None:
-    """Keys of every partial block that could serve `tokens`, longest first; None where there can be none.
+    """Keys of every partial block that could serve `tokens`, longest first; None if there can be none.
 
     Args:
-        tokens: the request's tokens from block `base_block` on; more than `block_tokens - 1` are cut off.
+        tokens: the request's tokens from block `base_block` on; those after the first `block_tokens - 1` are ignored.
 
     Raises:
         KeySchemeError: the parent key is missing, too short or too long.
-        TokenError: a token is no integer in [0, 2**32); names its position and value.
+        TokenError: a token is no integer in [0, 2**32); the message names its position and value.
     """
     longest = min(len(tokens), block_tokens - 1)
     if longest < 1:

@@ -1,6 +1,6 @@
 """The cache manager of one ownership unit: leases and ops over an ordered list of tiers.
 
-Contracts: `flexkv.cache.base.CacheManager`; of what lies behind it, `flexkv.cache.tiers.contract`.
+Its contract is `flexkv.cache.base.CacheManager`; the contract of its tiers is `flexkv.cache.tiers.contract`.
 """
 
 from __future__ import annotations
@@ -54,32 +54,32 @@ from flexkv.observe import unix_now_s
 from flexkv.transfer.graph import BlockIds, OpResult, TransferGraph
 
 RESET_S = 30.0
-"""How long a reset may wait for all tiers together until nothing older is served, not even after a crash."""
+"""Seconds that a reset waits for all tiers together until they serve nothing older, not even after a crash."""
 
 
 class LocalCacheManager(CacheManager):
-    """Keys to pages of tiers, in one process. Deterministic: the only outside inputs are the clocks.
+    """Implements the manager in one process. Deterministic: the clocks are its only outside inputs.
 
     Args:
         groups: the unit's KV groups, each with a rule and a block size of its own.
-        alignment_tokens: every hit is a multiple of it; None for whole blocks of every group and nothing more.
-        tiers: make the tiers, in the order in which a lookup asks them; the first is host memory's. The ops of the
-            others are handed out by `work.poll`, apart from the graphs for the workers, and their results come back by
-            `work.complete`.
-        policy: which pages every tier evicts first; allowed are `c_ext.eviction_policies()`.
-        clock: seconds, never running backwards; ages of leases and waits, and what tiers are measured by.
-        listener: is notified of what becomes visible in host memory and what leaves it.
-        compute_if_faster: what the engine computes sooner than a tier brings it is left to the engine.
+        alignment_tokens: every hit is a multiple of it; None for the least multiple of all block sizes.
+        tiers: factories of the tiers, in the order in which a lookup asks them; the first makes host memory.
+            `work.poll` hands out the ops of the others, apart from the graphs for the workers, and `work.complete`
+            takes their results.
+        policy: decides which pages every tier evicts first; one of `c_ext.eviction_policies()`.
+        clock: seconds, never running backwards; measures leases, waits and the speed of tiers.
+        listener: notified of the pages that become visible in host memory or leave it.
+        compute_if_faster: leave pages to the engine that it computes sooner than a tier brings them.
         unix_s: wall clock for times to live.
 
     Attributes:
-        tables: what the manager knows; its rooms plan from it.
-        promises: what requests were promised and what they wait for.
-        choice: between fetching and computing.
-        work: the ops of the tiers' own, for what drives them.
+        tables: everything that the manager keeps account of; its parts plan from it.
+        promises: the promises and waits of requests.
+        choice: chooses between fetching and computing.
+        work: the tiers' own ops, for the code that drives the tiers.
 
     Raises:
-        ConfigError: a group or limit is out of range; names it.
+        ConfigError: a group or limit is out of range; the message names it.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class LocalCacheManager(CacheManager):
 
     @property
     def tiers(self) -> Sequence[Tier]:
-        """By number; the first is host memory."""
+        """The tiers by number; the first is host memory."""
         return self.tables.tiers
 
     @property
@@ -132,12 +132,12 @@ class LocalCacheManager(CacheManager):
 
     @property
     def cost(self) -> CostModel:
-        """What was measured of the tiers, and of the engine's steps."""
+        """The measured times of the tiers and of the engine's steps."""
         return self.tables.cost
 
     @property
     def counts(self) -> ManagerStats:
-        """What was counted so far, running on."""
+        """The running totals, which go on changing."""
         return self.tables.counts
 
     @property
@@ -146,7 +146,7 @@ class LocalCacheManager(CacheManager):
         return self.tables.epoch
 
     def stats(self) -> ManagerStats:
-        """What was counted so far: a copy, which does not change any more."""
+        """A copy of the running totals."""
         return self.tables.counts.copy()
 
     def cached_blocks(self) -> int:
@@ -154,7 +154,8 @@ class LocalCacheManager(CacheManager):
         return len(self.tables.hub.index)
 
     def present(self, group: int, keys: Keys) -> NDArray[np.bool_]:
-        """Which of the keys are visible in some tier, bool [keys]. Leases and fetches nothing."""
+        """Which of the keys are visible in some tier, bool [keys]. Leases and fetches nothing; tiers may remove pages
+        that they find expired."""
         there = np.zeros(len(keys), np.bool_)
         for tier in self.tables.tiers:
             if not tier.held:
@@ -165,16 +166,16 @@ class LocalCacheManager(CacheManager):
         return self.tables.hub.index.free_slots(group)
 
     def leased_pages(self, request_id: str) -> int:
-        """Pages that the request's lookup lease holds."""
+        """Number of pages that the request's lookup lease holds."""
         lease = self.tables.requests.lease(request_id)
         return 0 if lease is None else lease.pages
 
     def held_pages(self, request_id: str) -> int:
-        """Pages in host memory, or on their way there, that are kept for the request until it asks again."""
+        """Number of pages in host memory, or on their way there, that are kept for the request until it asks again."""
         return self.tables.requests.held_pages(request_id)
 
     def held_slots(self, group: int) -> set[int]:
-        """Host slots that are kept for requests which wait, besides those that are being filled."""
+        """Host slots kept for requests that wait, without those that a fetch is filling."""
         return self.promises.held_slots(group)
 
     # --- lookups ------------------------------------------------------------------------------------------------------
@@ -274,7 +275,7 @@ class LocalCacheManager(CacheManager):
         return found
 
     def _store_route(self) -> StoreRoute:
-        """Where stores go now: straight to the last tier that takes them."""
+        """The route that stores take now: to the last tier in use that takes them."""
         routes = [tier.stores for tier in self.tables.tiers if tier.stores is not None and tier.in_use]
         return routes[-1]
 
@@ -352,7 +353,8 @@ class LocalCacheManager(CacheManager):
                 revoked += count
                 self.tables.stores_of(op.tier).bar(op, pages)
         except BaseException:
-            # Rather a page too few than one that was computed from a failed load.
+            # Revokes all pages of these stores: losing good ones is better than publishing one computed from a failed
+            # load.
             for op in stores:
                 op.revoked[:] = True
             raise
@@ -375,7 +377,7 @@ class LocalCacheManager(CacheManager):
         return removed
 
     def reset(self) -> int:
-        # Stays set where this breaks off: pages from before may be there, and are not promised until a reset has ended.
+        # Stays set if this breaks off: old pages may still be there, and must not be promised until a reset has ended.
         self.promises.resetting = True
         with self._broken_plans:
             self.promises.end_all()
@@ -410,7 +412,7 @@ class LocalCacheManager(CacheManager):
             raise BlockRangeError(f"group {group}; allowed are 0 to {len(self.tables.specs) - 1}")
 
     def flush_log(self) -> None:
-        """At the end: says how many failures were not named."""
+        """Logs, at the end, how many failures were not named one by one."""
         self._log.flush(at_end=True)
 
     def check_integrity(self) -> None:

@@ -1,1 +1,1 @@
-"""Plain facts that several packages speak of: they import nothing that acts."""
+"""Plain records that several packages share; they import nothing that acts."""

@@ -14,14 +14,14 @@ Keys = NDArray[np.uint8]
 
 
 class Rule(Enum):
-    """Which pages of a KV group a hit needs, so that the engine can go on behind it."""
+    """Which pages of a KV group a hit needs, so that the engine can continue after it."""
 
     FULL = "full"
     """Full attention: every page from the start to the hit's end."""
     WINDOW = "window"
     """Sliding window: the last `reach` pages before the hit's end."""
     CHUNK = "chunk"
-    """Chunked attention: those from the start of the chunk of `reach` tokens that the hit ends in; none where it ends
-    with one."""
+    """Chunked attention: the pages from the start of the chunk of `reach` tokens that the hit ends in; none if the hit
+    ends where a chunk ends."""
     STATE = "state"
     """Recurrent state: the one page that ends where the hit ends."""

@@ -2,8 +2,7 @@
 
 A unit is built in this order: every worker sends its `RankFacts`; `build_unit` sizes host memory from all of them; the
 unit's `PoolGrant` says where the pool is and which part of each slot belongs to which rank; a worker that has mapped it
-starts its lanes (`RankWorker.attach`). The records are plain and picklable, because workers may be processes of their
-own.
+starts its lanes (`RankWorker.attach`). The records are plain and picklable, because workers may be separate processes.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ NO_UNIT = UnitId(b"")
 """Stands for no unit: before one is built, and for a rank that serves none."""
 
 NO_POOL = PoolId(b"")
-"""For a rank that the scheduler's side reaches without messages."""
+"""Stands for no pool: for a rank that the scheduler's side reaches without messages."""
 
 
 def random_id() -> bytes:
@@ -41,7 +40,7 @@ def random_id() -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class UnitOwner:
-    """The engine whose pages the disks hold.
+    """The engine that owns the pages on the disks.
 
     Attributes:
         model: the model's name, for people.
