@@ -85,7 +85,7 @@ class CostModel:
         return self._fetch.setdefault(tier, LinearFit())
 
     def straight(self, tier: TierId) -> LinearFit:
-        """The fit of loads from a tier to the engine that bypass host memory; units as for `load`."""
+        """The fit of straight loads from a tier to the engine; units as for `load`."""
         return self._straight.setdefault(tier, LinearFit())
 
     def load_s(self, pages: int) -> float:

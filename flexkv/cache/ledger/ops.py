@@ -187,7 +187,8 @@ class RankOp(Op):
         first_block, positions: page i belongs to block `first_block + positions[i]` of the request; integers of any
             dtype, ascending.
         digests: for a store straight to a tier, by rank, the run digests of every page that the rank reported.
-        waits_for: loads of the same request that were in flight when this store was planned.
+        waits_for: loads of the same request that were in flight when this store was planned. If it ends before one of
+            them, it is not published.
         reported: ranks that have reported their result. The op ends with the last of them. A rank that died never
             reports, so the pages stay pinned until the unit ends, because nobody can tell whether its last copy has
             stopped.

@@ -40,7 +40,8 @@ class Wait:
 
 
 MOST_MISSES = 16_384
-"""Misses noted at once; the oldest is dropped beyond. Far above what an engine queues; a bound on leaked ids."""
+"""Misses noted at once; beyond it the oldest is dropped. Far above what an engine queues: it bounds the ids that
+leak."""
 
 
 class RequestTable:
@@ -64,7 +65,7 @@ class RequestTable:
     # --- misses ---
 
     def note_miss(self, request_id: str, reason: MissReason, blocks: int) -> None:
-        """Notes why the request's last lookup did not promise so many whole blocks, in place of what was noted."""
+        """Notes why the request's last lookup did not promise `blocks` whole blocks, replacing an earlier note."""
         if len(self.misses) >= MOST_MISSES and request_id not in self.misses:
             del self.misses[next(iter(self.misses))]
         self.misses[request_id] = (reason, blocks)

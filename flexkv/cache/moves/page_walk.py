@@ -136,7 +136,7 @@ class PageWalk:
             self._tables.tiers[run.tier].presence.unpin(run.entries)
 
     def cut(self, runs: Sequence[PageRun], pages: int) -> list[PageRun]:
-        """The leading `pages` of runs; the leases of the others end."""
+        """Returns the leading `pages` of runs, and ends the leases of the others."""
         kept: list[PageRun] = []
         left = pages
         for run in runs:

@@ -114,7 +114,7 @@ class Promises:
             requests.begins_to_wait(request_id, (start_tokens + lease.tokens) // size)
         lease.by_tier = self._by_tier(request_id, lease)
         miss = None
-        # A lookup of a tail asks for the hit that is known and what may follow it: what was missed before stays missed.
+        # A lookup with a tail asks only for the known hit and its tail, so an earlier note of a miss stays.
         if lease.tokens < asked_tokens or (requests.misses and tail is None):
             miss = self._note_miss(request_id, lease, looked, bound, asked_tokens)
         result = self._answer(request_id, lease, looked, miss)

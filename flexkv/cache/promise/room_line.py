@@ -42,7 +42,7 @@ class Need:
     Attributes:
         slots: host slots, by the group that owns them.
         held: the request's own pages in host memory or on their way there, likewise.
-        pages: pages, by the tier that they come from.
+        pages: pages to fetch, by the tier that they come from.
         fetches: fetch ops, likewise.
     """
 

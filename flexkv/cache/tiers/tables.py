@@ -72,8 +72,9 @@ class CacheTables:
         entries: EntryIds,
         positions: NDArray[np.integer],
     ) -> None:
-        """Enters as in flight the op that stores the pages at `positions` of the whole offer. It waits for the
-        request's loads in flight, because the pages may have been computed from their targets."""
+        """Enters as in flight the op that stores the pages at `positions` of the whole offer, and notes in it the
+        request's loads in flight. If it ends before them it is not published, because its pages may have been computed
+        from their targets."""
         loads = self.ops.of_request(offer.request_id, OpRole.LOAD)
         self.ops.add(
             RankOp(

@@ -1,1 +1,1 @@
-"""The unit's own disks: SSD folders, striped over several if there are several."""
+"""The unit's own disks: SSD folders, with pages distributed over all of them."""

@@ -1,4 +1,4 @@
-"""Loads from the unit's own disks to engine blocks that bypass host memory (docs/gds.md).
+"""Straight loads from the unit's own disks to engine blocks, bypassing host memory (docs/gds.md).
 
 Contract with the tier: entries are pinned from the promise to the end of the load on every rank, so that nobody writes
 their places. Each rank verifies the pages that it brings against the tags. The engine learns of each page that fails,

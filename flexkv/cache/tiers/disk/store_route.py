@@ -1,4 +1,4 @@
-"""Stores from engine blocks to the unit's own disks that bypass host memory (docs/gds.md).
+"""Straight stores from engine blocks to the unit's own disks, bypassing host memory (docs/gds.md).
 
 Each rank writes its stripe and reports the digests of its runs. Then the disk lane writes the trailers (the seal), and
 the pages become visible. Contract with the tier: entries are pending and pinned from the plan to the end of the seal,
