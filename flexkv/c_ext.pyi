@@ -919,7 +919,7 @@ class BoundaryLookup:
 # --- gds ----------------------------------------------------------------------------------------------------
 
 class GdsTotals(TypedDict):
-    """Totals of a manager since it was made. Of `io_calls`, `bounced_calls` went through another buffer; for
+    """Totals of a manager since it was made. `bounced_calls` are the `io_calls` that went through another buffer; for
     `unknown_calls` cuFile does not say whether they did."""
 
     transfers: int
