@@ -79,10 +79,9 @@ def let_reads_go(llm: Any, deadline_s: float = 30.0) -> dict[str, Any]:
 
 def drop_host(llm: Any) -> dict[str, Any]:
     """Evicts every page without a lease from host memory. Returns how many pages are left."""
-    manager = _unit(llm).manager
-    index = manager.hub.index
-    manager.hub.evicted(0, index.evict(0, len(index)))
-    return {"left": len(index)}
+    hub = _unit(llm).manager.hub
+    hub.evict(0, len(hub.index))
+    return {"left": len(hub.index)}
 
 
 def exchange_pages(llm: Any) -> dict[str, Any]:
