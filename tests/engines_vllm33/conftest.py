@@ -16,6 +16,7 @@ import pytest
 
 from build_support.vllm33_environment import FOLDER, is_made
 from demo.model import write_model
+from tests.engines_vllm33.models import with_few_words, with_windows
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -36,6 +37,20 @@ FAULTY = {
 }
 """Its mover obeys the rules in FAULT_RULES."""
 
+PROMISING: dict[str, Any] = {
+    "kv_connector": "PromisingConnector",
+    "kv_connector_module_path": "tests.engines.promising_connector",
+    "kv_role": "kv_both",
+}
+"""Promises tokens and does not bring them."""
+
+OFF: dict[str, Any] = {"async_scheduling": False}
+APART = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+RUNNER_V1 = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+
+WHOLE_BLOCKS = [144, 64, 320]
+"""Tokens served of `cases.PROMPTS`, which have 150, 70 and 330."""
+
 Found = dict[str, Any]
 
 
@@ -49,6 +64,22 @@ def flexkv(base: Mapping[str, Any] = FLEXKV, **settings: Any) -> dict[str, Any]:
     """A `kv_transfer_config`; settings are dotted keys with `__` for the dot."""
     named = {key.replace("__", "."): value for key, value in settings.items()}
     return {**base, "kv_connector_extra_config": {"host.bytes": 1 << 26, "identity.model": "tiny", **named}}
+
+
+def within_step(mode: str, base: Mapping[str, Any] = FLEXKV) -> dict[str, Any]:
+    """Loads within the step, without async scheduling: Model Runner V2 cannot take a running request back, so flexkv
+    has them only where a failed load ends its request."""
+    return {**flexkv(base, load__mode=mode), "kv_load_failure_policy": "fail"}
+
+
+def multi(*connectors: Mapping[str, Any]) -> dict[str, Any]:
+    """A `kv_transfer_config` of several connectors; the first that has tokens loads them, all store."""
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": list(connectors)},
+    }
 
 
 def environment(work: Path) -> dict[str, str]:
@@ -74,10 +105,18 @@ def environment(work: Path) -> dict[str, str]:
 
 
 class Cases:
-    """Runs cases, one after the other, and remembers the results without flexkv."""
+    """Runs cases, one after the other, and remembers those without flexkv.
+
+    Attributes:
+        model: of the cases that are given no other one.
+        windowed: a model with two KV groups.
+        laconic: a model that repeats itself.
+    """
 
     def __init__(self, work: Path, model: Path) -> None:
         self.work, self.model = work, str(model)
+        self.windowed = str(with_windows(model, work / "windowed"))
+        self.laconic = str(with_few_words(model, work / "laconic"))
         self._count = 0
         self._alone: dict[str, Found] = {}
         with (work / "server.log").open("wb") as log:
@@ -117,11 +156,11 @@ class Cases:
         assert "error" not in answer, f"{case}: {answer['error']}\n{said[-LOG_TAIL:]}"
         return {**answer["value"], "log": said}
 
-    def alone(self, case: str, **arguments: Any) -> Found:
+    def alone(self, case: str, environment: Mapping[str, str] | None = None, **arguments: Any) -> Found:
         """The same case without flexkv."""
-        key = json.dumps([case, arguments], sort_keys=True)
+        key = json.dumps([case, environment, arguments], sort_keys=True)
         if key not in self._alone:
-            self._alone[key] = self.run(case, None, **arguments)
+            self._alone[key] = self.run(case, None, environment, **arguments)
         return self._alone[key]
 
     def close(self) -> None:

@@ -12,7 +12,11 @@ import torch
 BLOCK_TOKENS = 16
 POOL_BLOCKS = 256
 DEADLINE_S = 120.0
-SPOILT = 0x7F
+SPOILT = 0x3F
+"""Each byte of KV that was overwritten. Two make 0.75 as bfloat16: wrong, and a number, which vLLM may compute with."""
+
+ANSWER_TOKENS = 4
+"""Each is a step. The first already comes from all of the prompt's KV."""
 
 ARGUMENTS: dict[str, Any] = {
     "dtype": "bfloat16",
@@ -27,6 +31,7 @@ ARGUMENTS: dict[str, Any] = {
     "enforce_eager": True,
     "skip_tokenizer_init": True,
     "disable_log_stats": False,
+    "worker_extension_cls": "tests.engines_vllm33.engine.WorkerExtension",
     "seed": 0,
 }
 
@@ -36,6 +41,31 @@ class Request:
     tokens: list[int] = field(default_factory=list)
     cached: int | None = None
     ended: bool = False
+
+
+class WorkerExtension:
+    """Methods that a worker of vLLM has beside its own, in whichever process it runs."""
+
+    vllm_config: Any
+
+    def overwrite_kv(self) -> None:
+        for cache in self._kv_tensors():
+            overwrite(cache)
+
+    def let_sleeps_overwrite_kv(self) -> None:
+        from vllm.device_allocator.cumem import CuMemAllocator
+
+        CuMemAllocator.get_instance().kv_caches = self._kv_tensors()
+
+    def _kv_tensors(self) -> list[torch.Tensor]:
+        layers = self.vllm_config.compilation_config.static_forward_context.values()
+        found = [layer.kv_cache for layer in layers if getattr(layer, "kv_cache", None) is not None]
+        assert found, "no layer has KV"
+        return found
+
+
+def overwrite(cache: torch.Tensor) -> None:
+    torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage()).fill_(SPOILT)
 
 
 class Engine:
@@ -53,6 +83,12 @@ class Engine:
         self.llm = LLM(model=model, **{**ARGUMENTS, **arguments})
         self.requests: dict[str, Request] = {}
         self._added = 0
+        self._phases: dict[str, dict[str, Any]] = {}
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether the core is in another process."""
+        return not hasattr(self.llm.llm_engine.engine_core, "engine_core")
 
     @property
     def core(self) -> Any:
@@ -62,24 +98,26 @@ class Engine:
     def scheduler(self) -> Any:
         return self.core.scheduler
 
-    def facts(self) -> dict[str, Any]:
-        config = self.llm.llm_engine.vllm_config
-        return {
-            "v2": bool(config.use_v2_model_runner),
-            "async_scheduling": bool(config.scheduler_config.async_scheduling),
-            "device": str(config.device_config.device_type),
-            "layout": str(config.cache_config.kv_cache_layout),
-        }
+    # --- requests ---
 
-    def add(self, ids: Sequence[int], tokens: int, salt: str = "") -> str:
+    def add(self, ids: Sequence[int], tokens: int, fields: Mapping[str, Any] | None = None) -> str:
+        """
+        Args:
+            fields: `kv_transfer_params` of the request.
+        """
         from vllm import SamplingParams
 
         self._added += 1
         name = f"r{self._added}"
-        prompt = {"prompt_token_ids": list(ids)} | ({"cache_salt": salt} if salt else {})
-        params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        params = SamplingParams(
+            temperature=0,
+            max_tokens=tokens,
+            ignore_eos=True,
+            detokenize=False,
+            extra_args={"kv_transfer_params": dict(fields)} if fields else None,
+        )
         self.requests[name] = Request()
-        self.llm.llm_engine.add_request(name, prompt, params)
+        self.llm.llm_engine.add_request(name, {"prompt_token_ids": list(ids)}, params)
         return name
 
     def step(self) -> None:
@@ -97,22 +135,40 @@ class Engine:
             assert time.monotonic() < ends_s, f"not within {DEADLINE_S:.0f} s: {what}; {self.requests}"
             self.step()
 
-    def run(self, prompts: Sequence[Sequence[int]], tokens: int = 6, salt: str = "") -> list[Request]:
+    def run(
+        self,
+        prompts: Sequence[Sequence[int]],
+        tokens: int = ANSWER_TOKENS,
+        fields: Mapping[str, Any] | None = None,
+    ) -> list[Request]:
         """Runs the prompts together to their end."""
-        names = [self.add(ids, tokens, salt) for ids in prompts]
+        names = [self.add(ids, tokens, fields) for ids in prompts]
         self.step_until(lambda: all(self.requests[name].ended for name in names))
         return [self.requests.pop(name) for name in names]
 
-    def run_each(self, prompts: Sequence[Sequence[int]], tokens: int = 6, salt: str = "") -> list[Request]:
+    def run_each(self, prompts: Sequence[Sequence[int]], tokens: int = ANSWER_TOKENS) -> list[Request]:
         """Runs one prompt after the other."""
-        return [self.run([ids], tokens, salt)[0] for ids in prompts]
+        return [self.run([ids], tokens)[0] for ids in prompts]
+
+    def state(self, name: str) -> str:
+        """The state of a request that the scheduler has; empty of another."""
+        # The core adds characters of its own to a request's name.
+        states = [one.status.name for key, one in self.scheduler.requests.items() if key.startswith(name)]
+        return states[0] if states else ""
 
     def abort(self, name: str) -> None:
         self.llm.llm_engine.abort_request([name])
         self.requests.pop(name)
 
+    # --- what the engine has cached ---
+
     def drain(self) -> None:
-        """Steps until neither requests nor copies hold blocks."""
+        """Returns when neither requests nor copies hold blocks."""
+        if self.is_apart:
+            # A core of its own answers when it has no work left.
+            self.llm.sleep(level=0, mode="wait")
+            self.llm.wake_up(["scheduling"])
+            return
         engine = self.llm.llm_engine
         self.step_until(
             lambda: not (self.scheduler.has_requests() or engine.has_unfinished_requests()), "drain"
@@ -121,26 +177,43 @@ class Engine:
     def forget(self) -> None:
         """Drops vLLM's own prefix cache and overwrites the KV memory: a later hit can only have been loaded."""
         self.drain()
-        pool = self.scheduler.kv_cache_manager.block_pool
-        assert pool.reset_prefix_cache(), f"{pool.get_num_free_blocks()} blocks are free: some are held"
-        for cache in self.kv_tensors():
-            torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage()).fill_(SPOILT)
+        assert self.llm.reset_prefix_cache(), "some blocks are held"
+        self.llm.collective_rpc("overwrite_kv")
 
-    def step_until_reset(self) -> None:
-        """Drops vLLM's own prefix cache once no block is held, also if the core is in another process."""
-        ends_s = time.monotonic() + DEADLINE_S
-        while not self.llm.reset_prefix_cache():
-            assert time.monotonic() < ends_s, f"not within {DEADLINE_S:.0f} s: no block is held"
-            time.sleep(0.05)
+    # --- what a case found ---
 
-    def kv_tensors(self) -> list[torch.Tensor]:
-        layers = self.llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
-        found = [layer.kv_cache for layer in layers if getattr(layer, "kv_cache", None) is not None]
-        assert found, "no layer has KV"
+    def note(self, phase: str, answers: Sequence[Request]) -> None:
+        """Keeps the answers for `end`, as JSON takes them."""
+        self._phases[phase] = {
+            "tokens": [answer.tokens for answer in answers],
+            "cached": [answer.cached for answer in answers],
+        }
+
+    def end(self, **more: Any) -> dict[str, Any]:
+        """Ends the engine.
+
+        Returns:
+            what it was, its answers by phase, its metrics, and `more`.
+        """
+        self.drain()
+        found = {**self._facts(), "phases": self._phases, "metrics": self._metrics(), **more}
+        self.llm.llm_engine.engine_core.shutdown()
         return found
 
-    def metrics(self) -> dict[str, float]:
-        """Sums over labels, by name without `vllm:` and `_total`."""
+    def _facts(self) -> dict[str, Any]:
+        config = self.llm.llm_engine.vllm_config
+        groups = [] if self.is_apart else self.scheduler.kv_cache_config.kv_cache_groups
+        return {
+            "is_apart": self.is_apart,
+            "v2": bool(config.use_v2_model_runner),
+            "async_scheduling": bool(config.scheduler_config.async_scheduling),
+            "device": str(config.device_config.device_type),
+            "layout": str(config.cache_config.kv_cache_layout),
+            "groups": [type(group.kv_cache_spec).__name__ for group in groups],
+        }
+
+    def _metrics(self) -> dict[str, float]:
+        """Sums over labels, of the names without `vllm:` and `_total`."""
         from prometheus_client import REGISTRY
 
         sums: dict[str, float] = {}
@@ -150,6 +223,3 @@ class Engine:
                     name = sample.name.removeprefix("vllm:").removesuffix("_total")
                     sums[name] = sums.get(name, 0.0) + sample.value
         return sums
-
-    def close(self) -> None:
-        self.llm.llm_engine.engine_core.shutdown()

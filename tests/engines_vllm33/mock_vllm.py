@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
+from tests.engines_vllm33.engine import overwrite
 from tests.engines_vllm33.mock_cuda import CAPABILITY, NAME, SaysCuda, does_nothing, gpus, within
 from tests.engines_vllm33.mock_operators import flash_attn_varlen_func
 
 COMPILED = ("_C", "_moe_C", "_C_stable_libtorch", "_moe_C_stable_libtorch", "vllm_flash_attn._vllm_fa3_C")
-SPOILT = 0x7F
 
 
 class CuMemAllocator:
@@ -59,7 +59,7 @@ class CuMemAllocator:
     def _take_away(self, how: str) -> None:
         self.asked.append(how)
         for cache in self.kv_caches:
-            torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage()).fill_(SPOILT)
+            overwrite(cache)
 
 
 class Memory:
@@ -129,6 +129,11 @@ def _warmup(module: Any) -> None:
     module.kernel_warmup = does_nothing
 
 
+def _registry(module: Any) -> None:
+    """It would import a model in another process, so as not to touch a GPU in this one, which takes ten seconds."""
+    module._run_in_subprocess = lambda inspect: inspect()
+
+
 def _offloading(module: Any) -> None:
     """The original asserts that its tensors are on a GPU."""
     for name, kind in vars(module).items():
@@ -139,6 +144,7 @@ def _offloading(module: Any) -> None:
 LATER: dict[str, Callable[[Any], None]] = {
     "vllm.v1.sample.ops.topk_topp_sampler": _sampler,
     "vllm.model_executor.warmup.kernel_warmup": _warmup,
+    "vllm.model_executor.models.registry": _registry,
     "vllm.v1.kv_offload.cpu.gpu_worker": _offloading,
 }
 """Modules that cannot be imported this early, and the patch that each gets after its import."""

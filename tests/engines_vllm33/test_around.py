@@ -1,31 +1,32 @@
-"""The engine's surroundings: sleep, drafts, disks, other processes, other connectors, vLLM's own names."""
+"""What lies around the engine: drafts, disks, other processes, other connectors, names, and starts that are refused."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.engines_vllm33.conftest import FLEXKV, Cases, assert_same_tokens, cached, flexkv, tokens
+from tests.engines_vllm33.conftest import (
+    APART,
+    FLEXKV,
+    OFF,
+    RUNNER_V1,
+    WHOLE_BLOCKS,
+    Cases,
+    assert_same_tokens,
+    cached,
+    flexkv,
+    multi,
+)
 
-LONG = pytest.mark.long
-WHOLE_BLOCKS = [144, 64, 320]
 OFFLOADING = {
     "kv_connector": "OffloadingConnector",
     "kv_role": "kv_both",
     "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 26},
 }
-
-
-def test_after_each_sleep_the_next_hit_is_right(cases: Cases) -> None:
-    found = cases.run("asleep", flexkv())
-    for name, asked in found["asked"].items():
-        order = [call.partition(" ")[0] for call in asked]
-        assert order.index("reset_cache") < order.index("unregister_kv_caches") < order.index("sleep"), name
-        assert order.index("wake_up") < order.index("restore_kv_caches"), name
-        assert cached(found, f"{name}: computed") == [0]
-        assert cached(found, f"{name}: hit") == [320]
-    assert_same_tokens(found, cases.alone("asleep"))
+BUILTIN = {"kv_connector": "FlexKVConnectorV1", "kv_role": "kv_both"}
+BY_NAME = {key: value for key, value in FLEXKV.items() if key != "kv_connector_module_path"}
 
 
 @pytest.mark.parametrize("kind", ["ngram", "draft_model"])
@@ -37,12 +38,13 @@ def test_what_was_drafted_and_accepted_is_served(cases: Cases, kind: str) -> Non
             "prompt_lookup_max": 4,
             "prompt_lookup_min": 2,
         },
-        "draft_model": {"method": "draft_model", "model": cases.model, "num_speculative_tokens": 2},
+        "draft_model": {"method": "draft_model", "model": cases.laconic, "num_speculative_tokens": 2},
     }[kind]
-    found = cases.run("turns", flexkv(), speculative_config=speculation)
+    drafted: dict[str, Any] = {"speculative_config": speculation, "model": cases.laconic}
+    found = cases.run("turns", flexkv(), **drafted)
     assert found["metrics"]["spec_decode_num_accepted_tokens"] > 0
     assert min(cached(found, "second")) >= 160
-    assert_same_tokens(found, cases.alone("turns", speculative_config=speculation))
+    assert_same_tokens(found, cases.alone("turns", **drafted))
 
 
 @pytest.mark.long
@@ -60,43 +62,64 @@ def test_a_disk_serves_after_a_restart(cases: Cases, tmp_path: Path) -> None:
 
 
 def test_a_core_in_a_process_of_its_own(cases: Cases) -> None:
-    separate = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    found = cases.run("apart", flexkv(), separate)
-    assert found["client"] == "SyncMPClient"
+    found = cases.run("apart", flexkv(), APART)
+    assert found["is_apart"]
     assert cached(found, "hit") == cached(found, "together") == WHOLE_BLOCKS
-    for phase in ("cold", "hit", "together"):
-        assert tokens(found, phase) == tokens(cases.alone("served"), "cold"), phase
+    assert_same_tokens(found, cases.alone("apart", APART))
+
+
+@pytest.mark.long
+def test_two_ranks(cases: Cases) -> None:
+    two_gpus = {**APART, "CUDA_VISIBLE_DEVICES": "0,1", "VLLM_DISABLE_PYNCCL": "1"}
+    ranks = {"tensor_parallel_size": 2, "disable_custom_all_reduce": True}
+    found, alone = cases.run("apart", flexkv(), two_gpus, **ranks), cases.alone("apart", two_gpus, **ranks)
+    assert cached(found, "hit") == cached(found, "together") == WHOLE_BLOCKS
+    assert cached(alone, "hit") == cached(alone, "together") == [0, 0, 0]
+    assert_same_tokens(found, alone)
 
 
 def test_the_name_alone_is_enough(cases: Cases) -> None:
-    named = {key: value for key, value in FLEXKV.items() if key != "kv_connector_module_path"}
-    found = cases.run("from_disk", flexkv(named))
+    found = cases.run("from_disk", flexkv(BY_NAME))
     assert found["metrics"]["flexkv_lookup_tokens"] > 0
     assert_same_tokens(found, cases.alone("from_disk"))
 
 
-def test_vllms_own_class_serves_prompts(cases: Cases) -> None:
-    builtin = {**flexkv(), "kv_connector": "FlexKVConnectorV1", "kv_load_failure_policy": "fail"}
-    del builtin["kv_connector_module_path"]
-    found = cases.run("served", builtin)
+def test_control_without_the_plugin_vllm_does_not_know_the_name(cases: Cases) -> None:
+    with pytest.raises(AssertionError, match="Unsupported connector type: FlexKVConnector"):
+        cases.run("from_disk", flexkv(BY_NAME), {"VLLM_PLUGINS": "none"})
+
+
+@pytest.mark.parametrize(
+    ("policy", "runner"), [("fail", {}), pytest.param("recompute", RUNNER_V1, marks=pytest.mark.long)]
+)
+def test_vllms_own_class_serves_prompts(cases: Cases, policy: str, runner: dict[str, str]) -> None:
+    scheduling = OFF if runner else {}
+    found = cases.run("served", {**flexkv(BUILTIN), "kv_load_failure_policy": policy}, runner, **scheduling)
     assert cached(found, "hit") == cached(found, "together") == WHOLE_BLOCKS
-    assert_same_tokens(found, cases.alone("served"))
+    assert_same_tokens(found, cases.alone("served", runner, **scheduling))
 
 
-def multi(*connectors: dict) -> dict:
-    return {
-        "kv_connector": "MultiConnector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"connectors": list(connectors)},
-    }
+@pytest.mark.parametrize(
+    ("policy", "settings", "remedy"),
+    [
+        ("recompute", OFF, "set VLLM_USE_V2_MODEL_RUNNER=0"),
+        ("fail", {"enable_sleep_mode": True}, "leave --enable-sleep-mode out"),
+    ],
+)
+def test_vllms_own_class_is_refused_where_it_would_answer_wrongly(
+    cases: Cases, policy: str, settings: dict[str, Any], remedy: str
+) -> None:
+    with pytest.raises(AssertionError, match=remedy):
+        cases.run("served", {**flexkv(BUILTIN), "kv_load_failure_policy": policy}, **settings)
 
 
-@pytest.mark.parametrize("order", ["flexkv first", pytest.param("flexkv last", marks=LONG)])
-def test_beside_vllms_offloading_connector(cases: Cases, order: str) -> None:
+@pytest.mark.parametrize(("order", "layout"), [("flexkv first", "BLHNC"), ("flexkv last", "LBHNC")])
+def test_beside_vllms_offloading_connector(cases: Cases, order: str, layout: str) -> None:
     both = [flexkv(), OFFLOADING] if order == "flexkv first" else [OFFLOADING, flexkv()]
-    found = cases.run("served", multi(*both), {"VLLM_KV_CACHE_LAYOUT": "BLHNC"})
+    found = cases.run("served", multi(*both), {"VLLM_KV_CACHE_LAYOUT": layout})
+    assert found["layout"] == layout
     assert cached(found, "hit") == cached(found, "together") == WHOLE_BLOCKS
+    assert (found["metrics"].get("flexkv_hit_tokens", 0) > 0) == (order == "flexkv first")
     assert_same_tokens(found, cases.alone("served"))
 
 

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 
-from tests.engines_vllm33.conftest import FAULTY, Cases, assert_same_tokens, cached, flexkv
+from tests.engines_vllm33.conftest import (
+    OFF,
+    RUNNER_V1,
+    WHOLE_BLOCKS,
+    Cases,
+    assert_same_tokens,
+    cached,
+    flexkv,
+    within_step,
+)
 
-OFF: dict[str, Any] = {"async_scheduling": False}
 LONG = pytest.mark.long
+WAITS = "WAITING_FOR_REMOTE_KVS"
 
 
 @pytest.mark.parametrize(
@@ -19,28 +27,47 @@ LONG = pytest.mark.long
 @pytest.mark.parametrize(
     "scheduling", [pytest.param({}, id="async scheduling"), pytest.param(OFF, id="without")]
 )
-def test_every_way_to_load_gives_the_same_tokens(cases: Cases, mode: str, scheduling: dict[str, Any]) -> None:
+def test_loads_are_async_where_a_failed_one_is_recomputed(
+    cases: Cases, mode: str, scheduling: dict[str, Any]
+) -> None:
     found = cases.run("served", flexkv(load__mode=mode), **scheduling)
     assert found["async_scheduling"] is not bool(scheduling)
-    assert cached(found, "hit") == cached(found, "together") == [144, 64, 320]
-    assert_same_tokens(found, cases.alone("served"))
+    assert ("loads are async here" in found["log"]) == (mode != "async")
+    assert cached(found, "hit") == cached(found, "together") == WHOLE_BLOCKS
+    assert_same_tokens(found, cases.alone("served", **scheduling))
 
 
 @pytest.mark.parametrize("mode", ["sync", "layerwise"])
 def test_loads_within_the_step_where_a_failed_one_ends_its_request(cases: Cases, mode: str) -> None:
-    """Model Runner V2 cannot take back a running request, so flexkv loads within the step only without recompute."""
-    transfer = {**flexkv(load__mode=mode), "kv_load_failure_policy": "fail"}
-    found = cases.run("served", transfer, **OFF)
+    found = cases.run("served", within_step(mode), **OFF)
     assert found["v2"]
-    assert cached(found, "hit") == cached(found, "together") == [144, 64, 320]
-    assert_same_tokens(found, cases.alone("served"))
+    assert "loads are async here" not in found["log"]
+    assert cached(found, "hit") == cached(found, "together") == WHOLE_BLOCKS
+    assert_same_tokens(found, cases.alone("served", **OFF))
 
 
-@pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=LONG)])
-def test_ten_requests_at_once(cases: Cases, mode: str) -> None:
-    found = cases.run("crowd", flexkv(load__mode=mode))
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["sync", "layerwise"])
+def test_loads_within_the_step_of_model_runner_v1(cases: Cases, mode: str) -> None:
+    found = cases.run("served", flexkv(load__mode=mode), RUNNER_V1, **OFF)
+    assert not found["v2"]
+    assert "loads are async here" not in found["log"]
+    assert cached(found, "hit") == cached(found, "together") == WHOLE_BLOCKS
+    assert_same_tokens(found, cases.alone("served", RUNNER_V1, **OFF))
+
+
+def test_ten_requests_at_once(cases: Cases) -> None:
+    found = cases.run("crowd", flexkv())
     assert min(cached(found, "hit")) >= 224
     assert_same_tokens(found, cases.alone("crowd"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["sync", "layerwise"])
+def test_ten_requests_at_once_that_load_within_the_step(cases: Cases, mode: str) -> None:
+    found = cases.run("crowd", within_step(mode), **OFF)
+    assert min(cached(found, "hit")) >= 224
+    assert_same_tokens(found, cases.alone("crowd", **OFF))
 
 
 @pytest.mark.parametrize("mode", ["lazy", pytest.param("eager", marks=LONG)])
@@ -56,30 +83,38 @@ def test_what_a_small_pool_evicts_is_served(cases: Cases, mode: str) -> None:
 )
 def test_an_abort_in_a_load_leaves_nothing_behind(cases: Cases, scheduling: dict[str, Any]) -> None:
     found = cases.run("aborted", flexkv(), **scheduling)
-    assert "WAITING_FOR_REMOTE_KVS" in found["states"]
+    assert WAITS in found["states"]
     assert cached(found, "hit") == [320]
-    assert_same_tokens(found, cases.alone("aborted"))
+    assert_same_tokens(found, cases.alone("aborted", **scheduling))
 
 
-def test_preempted_requests_come_back_with_the_same_tokens(cases: Cases) -> None:
-    found, alone = cases.run("preempted", flexkv()), cases.alone("preempted")
+@pytest.mark.long
+def test_an_abort_after_a_load_within_the_step_leaves_nothing_behind(cases: Cases) -> None:
+    found = cases.run("aborted", within_step("sync"), **OFF)
+    assert found["states"][1:] == ["RUNNING"] * 3
+    assert cached(found, "hit") == [320]
+    assert_same_tokens(found, cases.alone("aborted", **OFF))
+
+
+@pytest.mark.parametrize(
+    ("transfer", "scheduling"), [(flexkv(), {}), pytest.param(within_step("sync"), OFF, marks=LONG)]
+)
+def test_preempted_requests_come_back_with_the_same_tokens(
+    cases: Cases, transfer: dict[str, Any], scheduling: dict[str, Any]
+) -> None:
+    found = cases.run("preempted", transfer, **scheduling)
+    alone = cases.alone("preempted", **scheduling)
     assert found["metrics"]["num_preemptions"] > 0
     assert alone["metrics"]["num_preemptions"] > 0
     assert min(cached(found, "again")) >= 96
     assert_same_tokens(found, alone)
 
 
-def test_a_deferred_allocation_is_loaded_into(cases: Cases) -> None:
+def test_deferred_allocations_and_ends(cases: Cases) -> None:
+    """A load of a deferred allocation comes right; one whose request is aborted before it begins leaves nothing."""
     found = cases.run("deferred", flexkv())
     assert "_drain_deferred_loads" in found["callers"]
+    assert found["most_deferred_frees"] > 0
+    assert found["aborted"] == 1
     assert cached(found, "hit") == cached(found, "again") == [320]
     assert_same_tokens(found, cases.alone("deferred"))
-
-
-@pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=LONG)])
-def test_a_failed_load_is_recomputed_and_nothing_wrong_is_stored(cases: Cases, mode: str) -> None:
-    rules = json.dumps([{"action": "fail", "kind": "load", "times": 1}])
-    found = cases.run("failed", flexkv(FAULTY, load__mode=mode), {"FAULT_RULES": rules}, **OFF)
-    assert found["metrics"]["flexkv_failed_pages"] >= 1
-    assert cached(found, "after") == [320]
-    assert_same_tokens(found, cases.alone("failed"))

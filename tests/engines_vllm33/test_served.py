@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 
 import pytest
 
-from tests.engines_vllm33.conftest import FAULTY, Cases, assert_same_tokens, cached, flexkv, tokens
+from tests.engines_vllm33.conftest import (
+    FAULTY,
+    WHOLE_BLOCKS,
+    Cases,
+    Found,
+    assert_same_tokens,
+    cached,
+    flexkv,
+    tokens,
+)
 
-WHOLE_BLOCKS = [144, 64, 320]
-"""Tokens served of the prompts' 150, 70 and 330."""
+SLOTS = 32
+PAGE_BYTES = 32 << 10
+"""16 tokens of 4 layers with K and V of 2 heads of 64 numbers in bfloat16."""
 
 
 def test_without_flexkv_nothing_is_served_once_forgotten(cases: Cases) -> None:
@@ -38,3 +49,34 @@ def test_control_a_damaged_page_changes_the_tokens(cases: Cases) -> None:
     assert cached(found, "hit") == WHOLE_BLOCKS
     assert tokens(found, "own") == tokens(found, "cold")
     assert tokens(found, "hit") != tokens(found, "cold")
+
+
+def test_windows_beside_full_attention_are_served(cases: Cases) -> None:
+    found = cases.run("served", flexkv(), model=cases.windowed)
+    assert found["groups"] == ["SlidingWindowSpec", "FullAttentionSpec"]
+    assert cached(found, "hit") == cached(found, "together") == WHOLE_BLOCKS
+    assert_same_tokens(found, cases.alone("served", model=cases.windowed))
+
+
+def hashes(found: Found, kind: str, medium: str) -> list[str]:
+    """In the order of the events; a block that came twice is named twice."""
+    said = (event for event in found["events"] if (event["kind"], event["medium"]) == (kind, medium))
+    return [name for event in said for name in event["hashes"]]
+
+
+def test_events_say_what_host_memory_has(cases: Cases) -> None:
+    """33 blocks for 32 slots: what has no room any more is announced too."""
+    found, alone = cases.run("announced", flexkv(host__bytes=SLOTS * PAGE_BYTES)), cases.alone("announced")
+    assert_same_tokens(found, alone)
+    assert not hashes(alone, "BlockStored", "CPU")
+    cleared = [number for number, event in enumerate(found["events"]) if event["kind"] == "AllBlocksCleared"]
+    assert len(cleared) == 1 + sum(event["kind"] == "AllBlocksCleared" for event in alone["events"])
+    stored, removed = (hashes(found, kind, "CPU") for kind in ("BlockStored", "BlockRemoved"))
+    assert set(stored) <= set(hashes(found, "BlockStored", "GPU")), "flexkv's names of blocks are vLLM's"
+    assert removed
+    before_reset = {**found, "events": found["events"][: cleared[-1]]}
+    there = Counter(hashes(before_reset, "BlockStored", "CPU"))
+    there.subtract(hashes(before_reset, "BlockRemoved", "CPU"))
+    assert set(there.values()) <= {0, 1}, "what is announced was not there, and what is removed was"
+    assert there.total() <= SLOTS
+    assert len(hashes({**found, "events": found["events"][cleared[-1] :]}, "BlockStored", "CPU")) == 4

@@ -1,0 +1,118 @@
+"""Cases in which an engine gives its memory away and takes it back, with other content."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from demo.model import prompt_tokens
+from tests.engines_vllm33.cases import LONG, Found, Transfer, case
+from tests.engines_vllm33.engine import ANSWER_TOKENS, Engine
+
+Tags = list[str] | None
+SLEEPS: dict[str, tuple[int, list[Tags]]] = {
+    "level 1": (1, [None]),
+    "level 2": (2, [None]),
+    "by tag": (1, [["weights"], ["kv_cache"]]),
+}
+"""The level of each sleep, and the tags of each call that wakes from it."""
+
+
+@case
+def asleep(model: str, transfer: Transfer = None, **engine: Any) -> Found:
+    """Sleeps with nothing under way, and with a load."""
+    lab = Engine(model, transfer, enable_sleep_mode=True, **engine)
+    asked = _watch(lab)
+    lab.note("cold", lab.run([LONG]))
+    asked_in = {}
+    for number, (name, (level, wakes)) in enumerate(SLEEPS.items()):
+        asked.clear()
+        lab.run([prompt_tokens(250, 70 + number)], 3)
+        lab.drain()
+        lab.llm.sleep(level=level)
+        for tags in wakes:
+            lab.llm.wake_up(tags)
+        asked_in[name] = list(asked)
+        _note_after_waking(lab, name)
+    lab.forget()
+    loading = lab.add(LONG, ANSWER_TOKENS)
+    lab.step()
+    state, refused = lab.state(loading), ""
+    try:
+        lab.llm.sleep()
+    except RuntimeError as error:
+        refused = str(error)
+        lab.step_until(lambda: not lab.scheduler.requests, "the load has ended")
+        lab.llm.sleep()
+    lab.llm.wake_up()
+    # In one process nobody tells `LLM` which requests a pause has aborted.
+    lab.abort(loading)
+    _note_after_waking(lab, "in a load")
+    return lab.end(asked=asked_in, state=state, refused=refused)
+
+
+@case
+def asleep_apart(model: str, transfer: Transfer = None, **engine: Any) -> Found:
+    """A core in a process of its own is put to sleep while it loads."""
+    lab = Engine(model, transfer, enable_sleep_mode=True, **engine)
+    lab.llm.collective_rpc("let_sleeps_overwrite_kv")
+    lab.note("cold", lab.run([LONG]))
+    for number in range(3):
+        lab.forget()
+        loading = lab.add(LONG, ANSWER_TOKENS)
+        for _ in range(3):
+            # While these are answered the core plans a step.
+            assert not lab.llm.llm_engine.is_sleeping()
+        lab.llm.sleep()
+        lab.llm.wake_up()
+        lab.step_until(lambda name=loading: lab.requests[name].ended, "the request was aborted")  # type: ignore[misc]
+        _note_after_waking(lab, f"sleep {number}")
+    return lab.end()
+
+
+@case
+def released(model: str, transfer: Transfer = None, **engine: Any) -> Found:
+    """The KV memory is given away and taken back; the weights stay."""
+    lab = Engine(model, transfer, enable_sleep_mode=True, **engine)
+    asked = _watch(lab)
+    lab.note("cold", lab.run([LONG]))
+    lab.drain()
+    lab.llm.sleep(level=0)
+    lab.llm.release_kv_cache_memory()
+    lab.llm.wake_up(["kv_cache"])
+    lab.llm.wake_up(["scheduling"])
+    asked_in = {"release": list(asked)}
+    _note_after_waking(lab, "release")
+    return lab.end(asked=asked_in)
+
+
+def _watch(lab: Engine) -> list[str]:
+    """What is asked from now on of the allocator and of the connector, in order."""
+    from vllm.device_allocator.cumem import CuMemAllocator
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    lab.llm.collective_rpc("let_sleeps_overwrite_kv")
+    asked: list[str] = CuMemAllocator.get_instance().asked
+    if has_kv_transfer_group():
+        _record(get_kv_transfer_group(), asked, "unregister_kv_caches", "restore_kv_caches")
+        _record(lab.scheduler.connector, asked, "reset_cache", "set_xfer_handshake_metadata")
+    return asked
+
+
+def _record(target: Any, calls: list[str], *names: str) -> None:
+    def recorded(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            calls.append(name)
+            return real(*arguments)
+
+        return call
+
+    for name in names:
+        setattr(target, name, recorded(name, getattr(target, name)))
+
+
+def _note_after_waking(lab: Engine, name: str) -> None:
+    """Computed, because the reset that comes before a sleep took flexkv's pages too; then served."""
+    lab.note(f"{name}: computed", lab.run([LONG]))
+    lab.forget()
+    lab.note(f"{name}: hit", lab.run([LONG]))
