@@ -46,8 +46,11 @@ def check_groups(config: VllmConfig, geometry: PoolGeometry) -> None:
 
 
 def check_parallelism(parallel: ParallelConfig) -> None:
-    """Refuses parallelism that splits a block's bytes or layers over ranks in a way that a slot cannot describe, and
-    launchers whose ranks cannot reach one another.
+    """Refuses parallelism that splits a block's bytes or layers over ranks in a way that a slot cannot describe,
+    launchers whose ranks cannot reach one another, and engines that go on after a fault.
+
+    After a peer's fault vLLM 0.33 delivers the failed step's reports with those of the next step, so flexkv would
+    publish what the failed step computed. 0.32 drops the reports, so flexkv would wait for its copies for ever.
 
     Raises:
         ConfigError: the message names the setting and the value that works.
@@ -68,6 +71,11 @@ def check_parallelism(parallel: ParallelConfig) -> None:
             f"vLLM's distributed_executor_backend is 'external_launcher' with tensor_parallel_size {ranks}: each rank "
             "runs an engine of its own and reaches no other rank, so the pages of a block never come together; "
             "flexkv works with 'mp' or 'ray' there, and with 'external_launcher' where tensor_parallel_size is 1"
+        )
+    if parallel.enable_fault_tolerance:
+        raise ConfigError(
+            "vLLM's enable_fault_tolerance is set: after a fault vLLM reports the step that failed like any other, so "
+            "that flexkv would store wrong KV; leave --enable-fault-tolerance out, or --kv-transfer-config"
         )
 
 

@@ -30,6 +30,7 @@ def engine(**changes: Any) -> Any:
             "tensor_parallel_size": 1,
             "pipeline_parallel_size": 1,
             "distributed_executor_backend": "uni",
+            "enable_fault_tolerance": False,
         },
         "model_config": {
             "model": "m",

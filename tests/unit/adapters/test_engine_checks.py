@@ -39,7 +39,8 @@ def parallel(**fields: Any) -> Any:
         ),
         1,
     )
-    return SimpleNamespace(**{**sizes, "distributed_executor_backend": "mp", **fields})
+    others = {"distributed_executor_backend": "mp", "enable_fault_tolerance": False}
+    return SimpleNamespace(**{**sizes, **others, **fields})
 
 
 class Model(SimpleNamespace):
@@ -73,6 +74,11 @@ def test_ranks_that_reach_no_other_are_refused() -> None:
         check_parallelism(parallel(tensor_parallel_size=2, distributed_executor_backend="external_launcher"))
     check_parallelism(parallel(tensor_parallel_size=2))
     check_parallelism(parallel(distributed_executor_backend="external_launcher"))
+
+
+def test_engines_that_go_on_after_a_fault_are_refused() -> None:
+    with pytest.raises(ConfigError, match="leave --enable-fault-tolerance out"):
+        check_parallelism(parallel(enable_fault_tolerance=True))
 
 
 @pytest.mark.parametrize(
