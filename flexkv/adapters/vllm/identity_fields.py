@@ -50,7 +50,14 @@ ENGINE = FieldTable(
         MEMORY: ("offload_config", "engram_config"),
         ROUNDING: ("compilation_config", "optimization_level"),
         SAMPLING: ("structured_outputs_config", "reasoning_config", "watermark_config", "aux_output_config"),
-        API: ("observability_config", "logging_config", "profiler_config", "kv_events_config", "instance_id"),
+        API: (
+            "observability_config",
+            "logging_config",
+            "profiler_config",
+            "watchdog_config",
+            "kv_events_config",
+            "instance_id",
+        ),
         "flexkv's own settings": ("kv_transfer_config",),
         "where the outputs of an encoder are computed and kept, not what they are": (
             "ec_transfer_config",
@@ -216,6 +223,7 @@ CACHE = FieldTable(
             "_block_size_resolved",
             "num_gpu_blocks",
             "num_cpu_blocks",
+            "simple_cpu_offload_num_blocks",
             "effective_attention_block_size",
             "kv_cache_size_tokens",
             "kv_cache_max_concurrency",
@@ -270,10 +278,16 @@ SPECULATIVE = FieldTable(
             "draft_sample_method",
             "dspark_draft_topk",
             "use_local_argmax_reduction",
+            "draft_lm_head_quantization",
+            "xpress_topc",
+            "fly_window_size",
+            "fly_entropy_threshold",
+            "fly_entropy_top_k",
             "use_heterogeneous_vocab",
             "max_model_len",
             "disable_eagle_block_drop",
         ),
+        "which tokens a block's hash covers, and hashes are in the keys": ("disable_lookahead_block_hashes",),
         ROUNDING: (
             "enforce_eager",
             "moe_backend",
@@ -409,6 +423,9 @@ ATTENTION = FieldTable(
             "tq_max_kv_splits_for_cuda_graph",
             "use_trtllm_attention",
             "mla_prefill_backend",
+            "trtllm_ragged_backend",
+            "indexer_tp_shard_min_rows",
+            "minimax_m3_indexer_cp",
             "sparse_mla_force_mqa",
             "flex_attn_block_m",
             "flex_attn_block_n",
@@ -429,7 +446,7 @@ MAMBA = FieldTable(
 KERNEL = FieldTable(
     "KernelConfig",
     "kernel_config",
-    taken=("moe_backend", "linear_backend", "linear_backend_per_quant"),
+    taken=("moe_backend", "linear_backend", "linear_backend_per_quant", "monokernel"),
     left_out={
         ROUNDING: ("ir_op_priority", "sparse_indexer_topk_backend"),
         SPEED: (
@@ -452,7 +469,7 @@ COMMON_TOO = {
     MODEL: ("quantization_config", "model_impl", "model_class_overrides"),
     LOAD: ("load_format", "model_loader_extra_config"),
     ATTENTION: ("disable_flashinfer_q_quantization", "use_prefill_query_quantization", "use_non_causal"),
-    KERNEL: ("moe_backend", "linear_backend", "linear_backend_per_quant"),
+    KERNEL: ("moe_backend", "linear_backend", "linear_backend_per_quant", "monokernel"),
 }
 """Taken fields for which `keys.scheme: common` has no term of its own. It has terms for the other fields, refuses them,
 or has no keys for what they concern (images, recurrent states)."""
