@@ -1,8 +1,9 @@
 """Lists the names of vLLM that flexkv's adapter uses, from its source, and those that an installed vLLM lacks.
 
 vLLM's connector interface is experimental and its engine's classes are nobody's interface, so a new version may drop
-any of them. Three kinds are found: imported names, attributes that are read from arguments annotated with a class of
-vLLM, and the names in `BY_HAND`, whose origin no annotation shows.
+any of them. Four kinds are found: imported names and the keywords of their calls, attributes that are read from
+arguments annotated with a class of vLLM, settings that enter a key, and the names in `BY_HAND`, whose origin no
+annotation shows.
 """
 
 from __future__ import annotations
@@ -12,57 +13,144 @@ import importlib
 import inspect
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
 from flexkv.adapters.vllm.engine_checks import TESTED_VERSIONS
+from flexkv.adapters.vllm.identity_fields import TABLES
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("flexkv/adapters/vllm", "flexkv/integration")
 
 BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 
+_OUTPUT = "vllm.v1.core.sched.output"
+_SPECS = "vllm.v1.kv_cache_interface"
+_HEADS = ("head_size", "head_size_v", "num_kv_heads")
+
+_ATTRIBUTES: dict[str, tuple[str, ...]] = {
+    f"{BASE}:KVConnectorBase_V1": (
+        "_get_connector_metadata",
+        "_kv_cache_config",
+        "_kv_transfer_config",
+        "_vllm_config",
+        "get_external_cache_hit_sources",
+        "has_connector_metadata",
+        "restore_kv_caches",
+        "role",
+        "unregister_kv_caches",
+    ),
+    f"{BASE}:KVConnectorRole": ("WORKER",),
+    "vllm.distributed.kv_transfer.kv_connector.v1.metrics:KVConnectorPromMetrics": (
+        "_labelnames",
+        "per_engine_labelvalues",
+    ),
+    "vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory": (
+        "_registry",
+        "register_connector",
+    ),
+    "vllm.config:AttentionConfig": ("backend", "backend_per_kind"),
+    "vllm.config:CacheConfig": (
+        "cache_dtype",
+        "calculate_kv_scales",
+        "enable_prefix_caching",
+        "kv_cache_dtype_skip_layers",
+        "kv_cache_layout",
+        "prefix_caching_hash_algo",
+    ),
+    "vllm.config:KVEventsConfig": ("enable_kv_cache_events",),
+    "vllm.config:KVTransferConfig": ("engine_id", "is_kv_consumer", "is_kv_producer"),
+    "vllm.config:LoadConfig": ("load_format",),
+    "vllm.config:ModelConfig": (
+        "dtype",
+        "enable_sleep_mode",
+        "get_total_num_kv_heads",
+        "hf_config_path",
+        "max_model_len",
+        "quantization",
+        "seed",
+        "trust_remote_code",
+    ),
+    "vllm.config:MultiModalConfig": (
+        "mm_encoder_attn_dtype",
+        "mm_encoder_fp8_scale_path",
+        "mm_processor_cache_gb",
+    ),
+    "vllm.config:ParallelConfig": (
+        "data_parallel_external_lb",
+        "data_parallel_index",
+        "data_parallel_size",
+        "data_parallel_size_local",
+        "decode_context_parallel_size",
+        "pipeline_parallel_size",
+        "prefill_context_parallel_size",
+        "rank",
+        "use_ubatching",
+    ),
+    "vllm.config:PoolerConfig": ("seq_pooling_type", "tok_pooling_type"),
+    "vllm.config:SchedulerConfig": ("async_scheduling", "max_num_batched_tokens"),
+    "vllm.config:SpeculativeConfig": ("draft_load_config", "method", "use_eagle_block_drop"),
+    "vllm.config:VllmConfig": ("lora_config",),
+    "vllm.envs": ("VLLM_BATCH_INVARIANT",),
+    "vllm.lora.request:LoRARequest": ("adapter_id", "lora_path", "name"),
+    "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase": (
+        "get_attn_backend",
+        "get_kv_cache_spec",
+    ),
+    "vllm.multimodal.hasher:MultiModalHasher": ("hash_kwargs",),
+    "vllm.multimodal.inputs:MultiModalFeatureSpec": ("identifier", "mm_hash", "mm_position"),
+    "vllm.multimodal.inputs:PlaceholderRange": ("length", "offset"),
+    "vllm.platforms.interface:Platform": ("is_cpu",),
+    "vllm.sampling_params:SamplingParams": ("extra_args",),
+    "vllm.v1.attention.backend:AttentionBackend": (
+        "get_name",
+        "supported_dtypes",
+        "supported_kv_cache_layouts",
+    ),
+    "vllm.v1.attention.backends.cpu_attn": ("CPUAttentionBackend", "_get_attn_isa"),
+    "vllm.v1.attention.backends.registry:AttentionBackendEnum": ("get_class",),
+    "vllm.v1.core.block_pool:BlockPool": (
+        "_reuse_watchers",
+        "blocks",
+        "free_block_queue",
+        "get_cached_block",
+        "touch",
+        "unpin_blocks",
+    ),
+    "vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue": (
+        "fake_free_list_head",
+        "iter_blocks_after",
+        "num_free_blocks",
+    ),
+    f"{_OUTPUT}:CachedRequestData": ("new_block_ids", "req_ids", "resumed_req_ids"),
+    f"{_OUTPUT}:KVConnectorBlockState": ("boundary_state_offloads", "get_block_ids"),
+    f"{_OUTPUT}:NewRequestData": ("block_ids", "req_id"),
+    f"{_SPECS}:ChunkedLocalAttentionSpec": _HEADS,
+    f"{_SPECS}:FullAttentionSpec": (*_HEADS, "non_causal"),
+    f"{_SPECS}:SlidingWindowSpec": _HEADS,
+    f"{_SPECS}:MambaSpec": ("mamba_type", "num_prefill_checkpoint_blocks", "shapes"),
+    "vllm.v1.metrics.cache_hit_source:CacheHitSource": ("DISK", "EXTERNAL_UNSPECIFIED", "HOST"),
+    "vllm.v1.request:Request": (
+        "num_computed_tokens",
+        "num_in_flight_tokens",
+        "num_output_placeholders",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "num_tokens",
+        "shared_prefix_boundary",
+        "skip_reading_prefix_cache",
+        "status",
+    ),
+    "vllm.v1.request:RequestStatus": ("WAITING_FOR_REMOTE_KVS",),
+}
+
 BY_HAND = frozenset(
-    {
-        "vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory._registry",
-        "vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory.register_connector",
-        "vllm.multimodal.hasher:MultiModalHasher.hash_kwargs",
-        "vllm.config:ModelConfig.enable_sleep_mode",
-        "vllm.v1.attention.backends.cpu_attn:_get_attn_isa",
-        *(
-            f"vllm.v1.request:Request.{name}"
-            for name in (
-                "num_computed_tokens",
-                "num_in_flight_tokens",
-                "num_output_placeholders",
-                "num_prompt_tokens",
-                "num_tokens",
-                "shared_prefix_boundary",
-                "status",
-            )
-        ),
-        *(
-            f"vllm.v1.core.block_pool:BlockPool.{name}"
-            for name in (
-                "_reuse_watchers",
-                "blocks",
-                "free_block_queue",
-                "get_cached_block",
-                "touch",
-                "unpin_blocks",
-            )
-        ),
-        *(
-            f"vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue.{name}"
-            for name in ("fake_free_list_head", "iter_blocks_after", "num_free_blocks")
-        ),
-        f"{BASE}:KVConnectorBase_V1._get_connector_metadata",
-        f"{BASE}:KVConnectorBase_V1.unregister_kv_caches",
-        f"{BASE}:KVConnectorBase_V1.restore_kv_caches",
-        f"{BASE}:KVConnectorBase_V1.supports_sleep_mode",
-    }
+    f"{owner}{'.' if ':' in owner else ':'}{name}" for owner, names in _ATTRIBUTES.items() for name in names
 )
-"""Private names, and hooks that the adapter looks for before it uses them."""
+"""Attributes whose class no annotation shows, private names, and hooks that the adapter looks for before it uses them.
+A run that notes each read of the adapter (tests/unit/adapters/attribute_reads.py) finds the names that are missing
+here."""
 
 FILLED_BY_US = frozenset(
     f"{BASE}:{name}"
@@ -72,26 +160,41 @@ FILLED_BY_US = frozenset(
 
 ADDED = {
     "0.33": frozenset(
-        f"{BASE}:KVConnectorBase_V1.{hook}"
-        for hook in ("unregister_kv_caches", "restore_kv_caches", "supports_sleep_mode")
+        {
+            *(f"{BASE}:KVConnectorBase_V1.{hook}" for hook in ("unregister_kv_caches", "restore_kv_caches")),
+            "vllm.config.kernel:KernelConfig.monokernel",
+        }
     )
 }
 """Names that are new in a version, and without which the adapter works in earlier versions."""
+
+GONE = frozenset({"vllm.config:CacheConfig.calculate_kv_scales"})
+"""Names of earlier versions, without which the adapter works in these."""
+
+MODULES = {"KernelConfig": "vllm.config.kernel", "MambaConfig": "vllm.config.mamba"}
+"""The modules of configuration classes that `vllm.config` does not have."""
 
 
 def absent_in(version: str) -> frozenset[str]:
     """Names that the adapter expects this version to lack."""
     later = TESTED_VERSIONS[TESTED_VERSIONS.index(version) + 1 :]
-    return frozenset().union(*(ADDED.get(one, frozenset()) for one in later))
+    return GONE.union(*(ADDED.get(one, frozenset()) for one in later))
 
 
 def touched() -> list[str]:
     """Every name, as "module:Class.attribute" or "module:name", sorted."""
-    found = set(BY_HAND)
+    found = {*BY_HAND, *_settings()}
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*.py")):
             found.update(_names_in(ast.parse(path.read_text(encoding="utf-8"))))
     return sorted(found)
+
+
+def _settings() -> Iterator[str]:
+    """Fields of vLLM's configuration that enter a key."""
+    for table in TABLES:
+        owner = f"{MODULES.get(table.config, 'vllm.config')}:{table.config}"
+        yield from (f"{owner}.{name}" for name in (*table.taken, *table.read, *table.elsewhere))
 
 
 def _names_in(tree: ast.Module) -> Iterator[str]:
@@ -104,6 +207,8 @@ def _names_in(tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
             yield from _attributes_in(node, classes)
+        elif isinstance(node, ast.Call) and (called := classes.get(ast.unparse(node.func))):
+            yield from (f"{called}.{keyword.arg}" for keyword in node.keywords if keyword.arg)
 
 
 def _attributes_in(function: ast.FunctionDef, classes: dict[str, str]) -> Iterator[str]:
@@ -124,6 +229,17 @@ def missing(names: Iterable[str]) -> list[str]:
     return [name for name in names if not _exists(name)]
 
 
+def owner_of(name: str) -> Any:
+    """The class or module that has the last part of a name; None if this vLLM lacks it."""
+    module, _, path = name.partition(":")
+    try:
+        target: Any = importlib.import_module(module)
+    except ImportError:
+        return None
+    first, *attributes = path.split(".")
+    return getattr(target, first, None) if attributes else target
+
+
 def _exists(name: str) -> bool:
     module, _, path = name.partition(":")
     try:
@@ -142,18 +258,23 @@ def _exists(name: str) -> bool:
 
 
 def _has_attribute(owner: Any, name: str) -> bool:
-    """Whether objects of the class, or of a derived one, have the name: defined, annotated, or set by a method."""
+    """Whether objects of the class, or of a derived one, have the name: defined, annotated, or set by a method; for a
+    function, whether it has such a parameter."""
     if hasattr(owner, name):
         return True
-    for base in inspect.getmro(owner) if inspect.isclass(owner) else ():
+    if inspect.isfunction(owner):
+        return name in inspect.signature(owner).parameters
+    if not inspect.isclass(owner):
+        return False
+    for base in inspect.getmro(owner):
         if name in getattr(base, "__annotations__", {}):
             return True
-        if base is not object and base.__module__.startswith("vllm"):
-            source = inspect.getsource(base)
-            if re.search(rf"\bself\.{name}\b[^=\n]*=(?!=)", source) or re.search(rf'"{name}"', source):
-                return True
-    kinds = owner.__subclasses__() if inspect.isclass(owner) else ()
-    return any(_has_attribute(kind, name) for kind in kinds if kind.__module__.startswith("vllm"))
+        # A dataclass annotates all that its methods set.
+        is_plain = base.__module__.startswith("vllm") and not is_dataclass(base)
+        if is_plain and re.search(rf"\bself\.{name}\b[^=\n]*=(?!=)", inspect.getsource(base)):
+            return True
+    kinds = (kind for kind in owner.__subclasses__() if kind.__module__.startswith("vllm"))
+    return any(_has_attribute(kind, name) for kind in kinds)
 
 
 def markdown() -> str:
