@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from unittest.mock import patch
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
@@ -21,7 +21,7 @@ from tests import testing_ext
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
 
@@ -109,6 +109,21 @@ class HastyConnector(FaultyConnector):
     """The control for tests of stores by layer."""
 
     worker_class = HastyWorker
+
+
+class EarlyConnector(FaultyConnector):
+    """Stores a step's blocks before its draft model has written its layers: the control of the tests of drafts."""
+
+    _stored: KVConnectorMetadata | None = None
+
+    def finish_forward(self) -> None:
+        if self.has_connector_metadata():
+            self._stored = self._get_connector_metadata()
+            self.worker.finish_stores(cast("ConnectorMetadata", self._stored))
+
+    def wait_for_save(self) -> None:
+        if self._get_connector_metadata() is not self._stored:
+            super().wait_for_save()
 
 
 class SecretiveConnector(FaultyConnector):

@@ -1,6 +1,6 @@
 """What one engine does in a test: each case starts it in this process, and returns its answers.
 
-`transfer` is vLLM's `kv_transfer_config`, None for the same without flexkv. The cases of sleeps are in `sleeping.py`.
+`transfer` is vLLM's `kv_transfer_config`, None to run without flexkv. The cases of sleeps are in `sleeping.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def case(function: Case) -> Case:
 
 @case
 def served(model: str, transfer: Transfer = None, **engine: Any) -> Found:
-    """Computed, from vLLM's own prefix cache, from flexkv one by one, and from flexkv all at once."""
+    """Computed, served by vLLM's own prefix cache, by flexkv one by one, and by flexkv all at once."""
     lab = Engine(model, transfer, **engine)
     lab.note("cold", lab.run_each(PROMPTS))
     lab.drain()
@@ -45,7 +45,7 @@ def served(model: str, transfer: Transfer = None, **engine: Any) -> Found:
 
 @case
 def crowd(model: str, transfer: Transfer = None, **engine: Any) -> Found:
-    """Ten requests at once, longer than a step's budget, whose first 200 tokens are the same."""
+    """Ten requests at once, longer than a step's budget, with the same first 200 tokens."""
     lab = Engine(model, transfer, **engine)
     shared = prompt_tokens(200, 4)
     prompts = [shared + prompt_tokens(40 + 37 * number, 10 + number) for number in range(10)]
@@ -71,7 +71,8 @@ def evicted(model: str, transfer: Transfer = None, **engine: Any) -> Found:
 
 @case
 def aborted(model: str, transfer: Transfer = None, **engine: Any) -> Found:
-    """A request that flexkv serves is aborted before its first step and after one, two and three; then comes again."""
+    """A request that flexkv serves is aborted before its first step and after one, two and three; then it is sent
+    again."""
     lab = Engine(model, transfer, **engine)
     lab.note("cold", lab.run([LONG]))
     states = []
@@ -91,7 +92,7 @@ def aborted(model: str, transfer: Transfer = None, **engine: Any) -> Found:
 
 @case
 def preempted(model: str, transfer: Transfer = None, **engine: Any) -> Found:
-    """Three requests grow beyond a pool that takes them as they come."""
+    """Three requests outgrow a pool that has room for their prompts."""
     small = {"num_gpu_blocks_override": 28, "max_model_len": 256}
     lab = Engine(model, transfer, **(small | engine))
     prompts = [prompt_tokens(121 + 5 * number, 50 + number) for number in range(3)]
@@ -103,7 +104,7 @@ def preempted(model: str, transfer: Transfer = None, **engine: Any) -> Found:
 
 @case
 def turns(model: str, transfer: Transfer = None, **engine: Any) -> Found:
-    """Two turns of conversations: what was generated, drafted or not, is stored and served."""
+    """Two turns of conversations: generated tokens, drafted or not, are stored and served."""
     lab = Engine(model, transfer, **engine)
     prompts = [prompt_tokens(30, 60) * 5, prompt_tokens(20, 61) * 9, SHORT]
     first = lab.run(prompts, 32)
@@ -117,10 +118,10 @@ def turns(model: str, transfer: Transfer = None, **engine: Any) -> Found:
 
 @case
 def deferred(model: str, transfer: Transfer = None, **engine: Any) -> Found:
-    """vLLM tells the connector of an allocation when it takes the output of the step, and frees the blocks of a request
-    that ended when no step under way has it; then a request is aborted between the two.
+    """vLLM tells the connector of an allocation when it takes the output of the step, and frees an ended request's
+    blocks when no step under way has it; then a request is aborted between its allocation and its load.
 
-    vLLM 0.33 defers allocations for HiSparse alone; here its switches are set by hand.
+    vLLM 0.33 defers allocations for HiSparse alone; here the case sets its switches.
     """
     lab = Engine(model, transfer, **engine)
     scheduler = lab.scheduler
@@ -148,7 +149,7 @@ def deferred(model: str, transfer: Transfer = None, **engine: Any) -> Found:
         scheduler.connector.update_state_after_alloc = watched
 
     def beside_another() -> list[Request]:
-        """The answer to one request, and to `LONG` that came while it ran."""
+        """The answers to one request, and to `LONG`, which comes while the first one runs."""
         running = lab.add(SHORTER, 12)
         lab.step_until(lambda: len(lab.requests[running].tokens) > 3, "the first request runs")
         waiting = lab.add(LONG, ANSWER_TOKENS)
@@ -163,7 +164,7 @@ def deferred(model: str, transfer: Transfer = None, **engine: Any) -> Found:
     update = scheduler.update_from_output
 
     def abort_first(*arguments: Any) -> Any:
-        """Where the core takes what its clients abort: between a step and its output."""
+        """Aborts where the core does so for its clients: between a step and its output."""
         if scheduler.deferred_loads and not aborted:
             aborted.extend(scheduler.deferred_loads)
             lab.core.abort_requests(list(scheduler.deferred_loads))
@@ -184,7 +185,7 @@ def deferred(model: str, transfer: Transfer = None, **engine: Any) -> Found:
 
 @case
 def apart(model: str, transfer: Transfer = None, **engine: Any) -> Found:
-    """Scheduler and workers in processes of their own, as vLLM starts them by default."""
+    """Scheduler and workers in their own processes, as vLLM starts them by default."""
     lab = Engine(model, transfer, **engine)
     lab.note("cold", lab.run_each(PROMPTS))
     lab.forget()
@@ -204,8 +205,8 @@ def from_disk(model: str, transfer: Transfer = None, **engine: Any) -> Found:
 
 @case
 def failed(model: str, transfer: Transfer = None, **engine: Any) -> Found:
-    """The load of a prompt's beginning fails; then the whole is asked again, with what was computed and stored after
-    the failure."""
+    """The load of a prompt's beginning fails; then the whole prompt is sent again, with the blocks that were computed
+    and stored after the failure."""
     lab = Engine(model, transfer, **engine)
     lab.note("beginning", lab.run([LONG[:170]]))
     lab.forget()
@@ -220,7 +221,7 @@ def broken_promise(model: str, transfer: Transfer = None, knows_runner: bool = T
     """Another connector, before flexkv in a MultiConnector, promises a prompt's beginning and does not bring it.
 
     Args:
-        knows_runner: flexkv takes the model runner for what it is; otherwise the control.
+        knows_runner: False is the control: flexkv takes Model Runner V2 for V1.
     """
     from flexkv.adapters.vllm.engine_spec import EngineRole
 
@@ -264,22 +265,3 @@ def announced(model: str, transfer: Transfer = None, **engine: Any) -> Found:
     assert lab.llm.reset_prefix_cache(reset_connector=True)
     lab.note("after the reset", lab.run([SHORTER]))
     return lab.end(events=said)
-
-
-@case
-def names(model: str, transfer: Transfer = None) -> Found:
-    """Without an engine: vLLM's names that the adapter touches and this version lacks, and its calls to a connector."""
-    import vllm
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-
-    from build_support.vllm_names import missing, touched
-    from flexkv.adapters.vllm.connector import FlexKVConnector
-    from tests.unit.adapters.vllm_interface import ADDED_IN_0_33, COMMON, misfits, public_hooks
-
-    return {
-        "version": vllm.__version__,
-        "missing": missing(touched()),
-        "control": missing(["vllm:NoSuchName"]),
-        "hooks": public_hooks(KVConnectorBase_V1),
-        "misfits": misfits(FlexKVConnector, COMMON | ADDED_IN_0_33),
-    }

@@ -67,8 +67,8 @@ def flexkv(base: Mapping[str, Any] = FLEXKV, **settings: Any) -> dict[str, Any]:
 
 
 def within_step(mode: str, base: Mapping[str, Any] = FLEXKV) -> dict[str, Any]:
-    """Loads within the step, without async scheduling: Model Runner V2 cannot take a running request back, so flexkv
-    has them only where a failed load ends its request."""
+    """A `kv_transfer_config` for loads within the step, without async scheduling. Model Runner V2 cannot take back a
+    running request, so flexkv loads within its steps only where a failed load ends its request."""
     return {**flexkv(base, load__mode=mode), "kv_load_failure_policy": "fail"}
 
 
@@ -105,10 +105,10 @@ def environment(work: Path) -> dict[str, str]:
 
 
 class Cases:
-    """Runs cases, one after the other, and remembers those without flexkv.
+    """Runs cases, one after the other, and remembers the results without flexkv.
 
     Attributes:
-        model: of the cases that are given no other one.
+        model: the model of cases that name no other one.
         windowed: a model with two KV groups.
         laconic: a model that repeats itself.
     """
@@ -191,10 +191,14 @@ class Cases:
         return dict(json.loads(line))
 
 
-@pytest.fixture(scope="session")
-def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cases]:
+def skip_without_vllm() -> None:
     if not is_made():
         pytest.skip(f"{FOLDER.name} has no Python of vLLM 0.33: `make env-vllm33` gets it")
+
+
+@pytest.fixture(scope="session")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cases]:
+    skip_without_vllm()
     work = tmp_path_factory.mktemp("vllm33")
     running = Cases(work, write_model(work / "models", "tiny"))
     yield running

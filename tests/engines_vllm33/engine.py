@@ -13,10 +13,10 @@ BLOCK_TOKENS = 16
 POOL_BLOCKS = 256
 DEADLINE_S = 120.0
 SPOILT = 0x3F
-"""Each byte of KV that was overwritten. Two make 0.75 as bfloat16: wrong, and a number, which vLLM may compute with."""
+"""Fills overwritten KV. Two such bytes are 0.75 in bfloat16: wrong, but a number, so that vLLM can compute with it."""
 
 ANSWER_TOKENS = 4
-"""Each is a step. The first already comes from all of the prompt's KV."""
+"""Each token takes a step. Even the first one depends on the KV of the whole prompt."""
 
 ARGUMENTS: dict[str, Any] = {
     "dtype": "bfloat16",
@@ -44,7 +44,7 @@ class Request:
 
 
 class WorkerExtension:
-    """Methods that a worker of vLLM has beside its own, in whichever process it runs."""
+    """Adds methods to a worker of vLLM, in whichever process it runs."""
 
     vllm_config: Any
 
@@ -151,8 +151,8 @@ class Engine:
         return [self.run([ids], tokens)[0] for ids in prompts]
 
     def state(self, name: str) -> str:
-        """The state of a request that the scheduler has; empty of another."""
-        # The core adds characters of its own to a request's name.
+        """The state of a request; empty if the scheduler does not have it."""
+        # The core appends characters of its own to a request's name.
         states = [one.status.name for key, one in self.scheduler.requests.items() if key.startswith(name)]
         return states[0] if states else ""
 
@@ -165,7 +165,7 @@ class Engine:
     def drain(self) -> None:
         """Returns when neither requests nor copies hold blocks."""
         if self.is_apart:
-            # A core of its own answers when it has no work left.
+            # A core in another process answers when it has no work left.
             self.llm.sleep(level=0, mode="wait")
             self.llm.wake_up(["scheduling"])
             return
@@ -193,7 +193,7 @@ class Engine:
         """Ends the engine.
 
         Returns:
-            what it was, its answers by phase, its metrics, and `more`.
+            facts about it, its answers by phase, its metrics, and `more`.
         """
         self.drain()
         found = {**self._facts(), "phases": self._phases, "metrics": self._metrics(), **more}
@@ -213,7 +213,7 @@ class Engine:
         }
 
     def _metrics(self) -> dict[str, float]:
-        """Sums over labels, of the names without `vllm:` and `_total`."""
+        """Sums over labels, by name without `vllm:` and `_total`."""
         from prometheus_client import REGISTRY
 
         sums: dict[str, float] = {}

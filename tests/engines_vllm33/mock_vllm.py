@@ -130,7 +130,7 @@ def _warmup(module: Any) -> None:
 
 
 def _registry(module: Any) -> None:
-    """It would import a model in another process, so as not to touch a GPU in this one, which takes ten seconds."""
+    """The original imports each model in another process, to leave this one without CUDA; that takes ten seconds."""
     module._run_in_subprocess = lambda inspect: inspect()
 
 

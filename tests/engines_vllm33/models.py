@@ -13,7 +13,7 @@ WORDS = 6
 
 
 def with_windows(model: Path, folder: Path) -> Path:
-    """The same weights; every other layer sees a sliding window alone."""
+    """Copies the model; every other layer of the copy sees only a sliding window."""
     shutil.copytree(model, folder)
     config = json.loads((folder / "config.json").read_text())
     kinds = ["sliding_attention", "full_attention"]
@@ -24,8 +24,8 @@ def with_windows(model: Path, folder: Path) -> Path:
 
 
 def with_few_words(model: Path, folder: Path) -> Path:
-    """The same, but for answers of few words: so few that they repeat themselves soon, whatever the machine's
-    arithmetic makes of the weights."""
+    """Copies the model; the copy answers in so few words that it soon repeats itself, whichever words the machine's
+    rounding makes it choose."""
     from safetensors.numpy import load_file, save_file
 
     shutil.copytree(model, folder)

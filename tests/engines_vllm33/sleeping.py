@@ -1,4 +1,4 @@
-"""Cases in which an engine gives its memory away and takes it back, with other content."""
+"""Cases in which an engine releases its memory and gets it back with other content."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SLEEPS: dict[str, tuple[int, list[Tags]]] = {
 
 @case
 def asleep(model: str, transfer: Transfer = None, **engine: Any) -> Found:
-    """Sleeps with nothing under way, and with a load."""
+    """Sleeps while nothing is under way, and then during a load."""
     lab = Engine(model, transfer, enable_sleep_mode=True, **engine)
     asked = _watch(lab)
     lab.note("cold", lab.run([LONG]))
@@ -45,7 +45,7 @@ def asleep(model: str, transfer: Transfer = None, **engine: Any) -> Found:
         lab.step_until(lambda: not lab.scheduler.requests, "the load has ended")
         lab.llm.sleep()
     lab.llm.wake_up()
-    # In one process nobody tells `LLM` which requests a pause has aborted.
+    # With a core in this process nothing tells `LLM` which requests a pause has aborted.
     lab.abort(loading)
     _note_after_waking(lab, "in a load")
     return lab.end(asked=asked_in, state=state, refused=refused)
@@ -53,7 +53,7 @@ def asleep(model: str, transfer: Transfer = None, **engine: Any) -> Found:
 
 @case
 def asleep_apart(model: str, transfer: Transfer = None, **engine: Any) -> Found:
-    """A core in a process of its own is put to sleep while it loads."""
+    """A core in its own process goes to sleep while it loads."""
     lab = Engine(model, transfer, enable_sleep_mode=True, **engine)
     lab.llm.collective_rpc("let_sleeps_overwrite_kv")
     lab.note("cold", lab.run([LONG]))
@@ -61,7 +61,7 @@ def asleep_apart(model: str, transfer: Transfer = None, **engine: Any) -> Found:
         lab.forget()
         loading = lab.add(LONG, ANSWER_TOKENS)
         for _ in range(3):
-            # While these are answered the core plans a step.
+            # The core plans steps while it answers these.
             assert not lab.llm.llm_engine.is_sleeping()
         lab.llm.sleep()
         lab.llm.wake_up()
@@ -72,7 +72,7 @@ def asleep_apart(model: str, transfer: Transfer = None, **engine: Any) -> Found:
 
 @case
 def released(model: str, transfer: Transfer = None, **engine: Any) -> Found:
-    """The KV memory is given away and taken back; the weights stay."""
+    """Releases the KV memory and takes it back; the weights stay."""
     lab = Engine(model, transfer, enable_sleep_mode=True, **engine)
     asked = _watch(lab)
     lab.note("cold", lab.run([LONG]))
@@ -87,7 +87,7 @@ def released(model: str, transfer: Transfer = None, **engine: Any) -> Found:
 
 
 def _watch(lab: Engine) -> list[str]:
-    """What is asked from now on of the allocator and of the connector, in order."""
+    """The calls of the allocator and of the connector from now on, in order."""
     from vllm.device_allocator.cumem import CuMemAllocator
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
@@ -112,7 +112,7 @@ def _record(target: Any, calls: list[str], *names: str) -> None:
 
 
 def _note_after_waking(lab: Engine, name: str) -> None:
-    """Computed, because the reset that comes before a sleep took flexkv's pages too; then served."""
+    """Notes a prompt that is computed, because the reset before a sleep dropped flexkv's pages too, and then served."""
     lab.note(f"{name}: computed", lab.run([LONG]))
     lab.forget()
     lab.note(f"{name}: hit", lab.run([LONG]))

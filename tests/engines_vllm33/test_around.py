@@ -1,4 +1,4 @@
-"""What lies around the engine: drafts, disks, other processes, other connectors, names, and starts that are refused."""
+"""The engine's surroundings: drafts, disks, other processes, other connectors, names, and refused starts."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 from tests.engines_vllm33.conftest import (
     APART,
+    FAULTY,
     FLEXKV,
     OFF,
     RUNNER_V1,
@@ -29,22 +30,33 @@ BUILTIN = {"kv_connector": "FlexKVConnectorV1", "kv_role": "kv_both"}
 BY_NAME = {key: value for key, value in FLEXKV.items() if key != "kv_connector_module_path"}
 
 
+def drafting(cases: Cases, kind: str) -> dict[str, Any]:
+    """Engine arguments: n-grams with a model that repeats itself, or a draft model that guesses every token right, as
+    long as its KV is right."""
+    if kind == "ngram":
+        lookup = {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
+        speculation = {"method": "ngram", "num_speculative_tokens": 3, **lookup}
+        return {"speculative_config": speculation, "model": cases.laconic}
+    speculation = {"method": "draft_model", "model": cases.model, "num_speculative_tokens": 2}
+    return {"speculative_config": speculation}
+
+
 @pytest.mark.parametrize("kind", ["ngram", "draft_model"])
-def test_what_was_drafted_and_accepted_is_served(cases: Cases, kind: str) -> None:
-    speculation = {
-        "ngram": {
-            "method": "ngram",
-            "num_speculative_tokens": 3,
-            "prompt_lookup_max": 4,
-            "prompt_lookup_min": 2,
-        },
-        "draft_model": {"method": "draft_model", "model": cases.laconic, "num_speculative_tokens": 2},
-    }[kind]
-    drafted: dict[str, Any] = {"speculative_config": speculation, "model": cases.laconic}
-    found = cases.run("turns", flexkv(), **drafted)
+def test_drafted_and_accepted_tokens_are_served(cases: Cases, kind: str) -> None:
+    found = cases.run("turns", flexkv(), **drafting(cases, kind))
+    alone = cases.alone("turns", **drafting(cases, kind))
     assert found["metrics"]["spec_decode_num_accepted_tokens"] > 0
+    assert found["metrics"]["spec_decode_num_drafts"] == alone["metrics"]["spec_decode_num_drafts"]
     assert min(cached(found, "second")) >= 160
-    assert_same_tokens(found, cases.alone("turns", **drafted))
+    assert_same_tokens(found, alone)
+
+
+def test_control_a_store_before_the_draft_model_has_run_spoils_its_guesses(cases: Cases) -> None:
+    early = {**flexkv(FAULTY), "kv_connector": "EarlyConnector"}
+    found = cases.run("turns", early, {"FAULT_RULES": "[]"}, **drafting(cases, "draft_model"))
+    alone = cases.alone("turns", **drafting(cases, "draft_model"))
+    assert found["metrics"]["spec_decode_num_drafts"] > alone["metrics"]["spec_decode_num_drafts"]
+    assert_same_tokens(found, alone)
 
 
 @pytest.mark.long
@@ -90,7 +102,9 @@ def test_control_without_the_plugin_vllm_does_not_know_the_name(cases: Cases) ->
 
 
 @pytest.mark.parametrize(
-    ("policy", "runner"), [("fail", {}), pytest.param("recompute", RUNNER_V1, marks=pytest.mark.long)]
+    ("policy", "runner"),
+    [("fail", {}), pytest.param("recompute", RUNNER_V1, marks=pytest.mark.long)],
+    ids=["V2", "V1"],
 )
 def test_vllms_own_class_serves_prompts(cases: Cases, policy: str, runner: dict[str, str]) -> None:
     scheduling = OFF if runner else {}
@@ -105,6 +119,7 @@ def test_vllms_own_class_serves_prompts(cases: Cases, policy: str, runner: dict[
         ("recompute", OFF, "set VLLM_USE_V2_MODEL_RUNNER=0"),
         ("fail", {"enable_sleep_mode": True}, "leave --enable-sleep-mode out"),
     ],
+    ids=["recompute on V2", "sleep mode"],
 )
 def test_vllms_own_class_is_refused_where_it_would_answer_wrongly(
     cases: Cases, policy: str, settings: dict[str, Any], remedy: str

@@ -1,4 +1,4 @@
-"""Loads that fail, on both model runners: what is computed then, and what is stored of it."""
+"""Loads that fail, on both model runners: the tokens that are computed then, and the blocks that are stored."""
 
 from __future__ import annotations
 
@@ -25,9 +25,7 @@ FIRST_LOAD = {"FAULT_RULES": json.dumps([{"action": "fail", "kind": "load", "tim
 """A page of the first load fails."""
 
 
-@pytest.mark.parametrize(
-    "scheduling", [pytest.param(OFF, id="without"), pytest.param({}, marks=LONG, id="async scheduling")]
-)
+@pytest.mark.parametrize("scheduling", [OFF, pytest.param({}, marks=LONG)], ids=["off", "on"])
 def test_a_failed_load_is_recomputed_and_nothing_wrong_is_stored(
     cases: Cases, scheduling: dict[str, Any]
 ) -> None:
@@ -56,7 +54,7 @@ def test_model_runner_v1_recomputes_what_failed_within_the_step(cases: Cases, mo
 
 
 def test_what_model_runner_v2_makes_of_anothers_failed_load_is_not_stored(cases: Cases) -> None:
-    """Model Runner V2 goes on where the request was, with flexkv and without."""
+    """Model Runner V2 goes on at the request's old position, with flexkv and without it."""
     alone = cases.alone("broken_promise", **OFF)
     without = cases.run("broken_promise", {**PROMISING, "kv_load_failure_policy": "recompute"}, **OFF)
     found = cases.run("broken_promise", multi(PROMISING, flexkv()), **OFF)

@@ -22,14 +22,20 @@ WAITS = "WAITING_FOR_REMOTE_KVS"
 
 
 @pytest.mark.parametrize(
-    "mode", ["async", pytest.param("sync", marks=LONG), pytest.param("layerwise", marks=LONG)]
-)
-@pytest.mark.parametrize(
-    "scheduling", [pytest.param({}, id="async scheduling"), pytest.param(OFF, id="without")]
+    ("mode", "scheduling"),
+    [
+        ("async", OFF),
+        pytest.param("sync", OFF, marks=LONG),
+        pytest.param("layerwise", OFF, marks=LONG),
+        pytest.param("sync", {}, marks=LONG),
+        pytest.param("layerwise", {}, marks=LONG),
+    ],
+    ids=["async-off", "sync-off", "layerwise-off", "sync-on", "layerwise-on"],
 )
 def test_loads_are_async_where_a_failed_one_is_recomputed(
     cases: Cases, mode: str, scheduling: dict[str, Any]
 ) -> None:
+    """Async scheduling is off or on. Async loads with it on, as a user has them, are in `test_served.py`."""
     found = cases.run("served", flexkv(load__mode=mode), **scheduling)
     assert found["async_scheduling"] is not bool(scheduling)
     assert ("loads are async here" in found["log"]) == (mode != "async")
@@ -78,9 +84,7 @@ def test_what_a_small_pool_evicts_is_served(cases: Cases, mode: str) -> None:
     assert_same_tokens(found, alone)
 
 
-@pytest.mark.parametrize(
-    "scheduling", [pytest.param({}, id="async scheduling"), pytest.param(OFF, marks=LONG, id="without")]
-)
+@pytest.mark.parametrize("scheduling", [{}, pytest.param(OFF, marks=LONG)], ids=["on", "off"])
 def test_an_abort_in_a_load_leaves_nothing_behind(cases: Cases, scheduling: dict[str, Any]) -> None:
     found = cases.run("aborted", flexkv(), **scheduling)
     assert WAITS in found["states"]
@@ -97,7 +101,9 @@ def test_an_abort_after_a_load_within_the_step_leaves_nothing_behind(cases: Case
 
 
 @pytest.mark.parametrize(
-    ("transfer", "scheduling"), [(flexkv(), {}), pytest.param(within_step("sync"), OFF, marks=LONG)]
+    ("transfer", "scheduling"),
+    [(flexkv(), {}), pytest.param(within_step("sync"), OFF, marks=LONG)],
+    ids=["async", "sync"],
 )
 def test_preempted_requests_come_back_with_the_same_tokens(
     cases: Cases, transfer: dict[str, Any], scheduling: dict[str, Any]
@@ -111,7 +117,7 @@ def test_preempted_requests_come_back_with_the_same_tokens(
 
 
 def test_deferred_allocations_and_ends(cases: Cases) -> None:
-    """A load of a deferred allocation comes right; one whose request is aborted before it begins leaves nothing."""
+    """A deferred allocation is loaded into; one whose request is aborted before its load leaves nothing behind."""
     found = cases.run("deferred", flexkv())
     assert "_drain_deferred_loads" in found["callers"]
     assert found["most_deferred_frees"] > 0

@@ -37,6 +37,7 @@ def test_without_flexkv_nothing_is_served_once_forgotten(cases: Cases) -> None:
 def test_a_hit_gives_the_tokens_of_a_computed_prompt(cases: Cases, store: str) -> None:
     found = cases.run("served", flexkv(store__mode=store))
     assert found["layout"] == "BLHNC"
+    assert found["async_scheduling"]
     assert cached(found, "cold") == [0, 0, 0]
     assert cached(found, "hit") == cached(found, "together") == WHOLE_BLOCKS
     assert found["metrics"]["flexkv_hit_tokens"] >= 2 * sum(WHOLE_BLOCKS)
@@ -65,7 +66,7 @@ def hashes(found: Found, kind: str, medium: str) -> list[str]:
 
 
 def test_events_say_what_host_memory_has(cases: Cases) -> None:
-    """33 blocks for 32 slots: what has no room any more is announced too."""
+    """33 blocks for 32 slots: flexkv also announces the blocks that it evicts."""
     found, alone = cases.run("announced", flexkv(host__bytes=SLOTS * PAGE_BYTES)), cases.alone("announced")
     assert_same_tokens(found, alone)
     assert not hashes(alone, "BlockStored", "CPU")

@@ -1,4 +1,4 @@
-"""Engines that give their memory away and take it back."""
+"""Engines that release their memory and get it back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.engines_vllm33.test_around import OFFLOADING
 
 
 def assert_hits_are_right(found: Found, alone: Found) -> None:
-    """A prompt is computed after each waking and served when it comes again; without flexkv it is never served."""
+    """After each waking a prompt is computed, and served when it is sent again; without flexkv it is never served."""
     for phase in found["phases"]:
         assert cached(found, phase) == ([320] if phase.endswith("hit") else [0]), phase
         assert cached(alone, phase) == [0], phase
@@ -44,7 +44,7 @@ def test_after_each_sleep_the_next_hit_is_right(cases: Cases) -> None:
 
 
 def test_after_the_kv_memory_was_released_the_next_hit_is_right(cases: Cases) -> None:
-    """vLLM refuses that with async scheduling in one process, with flexkv and without."""
+    """vLLM refuses the release with async scheduling in one process, with flexkv and without it."""
     found = cases.run("released", flexkv(), **OFF)
     assert_order(found)
     assert_hits_are_right(found, cases.alone("released", **OFF))

@@ -182,18 +182,6 @@ def test_an_engine_that_slept_caches_again(make_sleeping: Make, store: str, rank
         )
 
 
-@pytest.mark.parametrize("mode", ["async", "sync"])
-def test_a_step_that_ends_after_the_draft_model_stores_its_layer(make_sleeping: Make, mode: str) -> None:
-    engine = stored(make_sleeping, **{"load.mode": mode})
-    assert engine.run(make_request(PROMPT, "two")) == 20
-
-
-def test_control_a_step_that_ends_before_the_draft_model_is_found_out(make_sleeping: Make) -> None:
-    engine = stored(make_sleeping, early_save=True)
-    with pytest.raises(AssertionError):
-        engine.run(make_request(PROMPT, "two"))
-
-
 def test_a_load_begun_between_steps_and_reset_before_its_step_fails(make_sleeping: Make) -> None:
     """0.33 may allocate for an async load when a step's output is taken, after the lookup's own step."""
     engine = stored(make_sleeping)
