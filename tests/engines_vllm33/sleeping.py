@@ -20,19 +20,21 @@ SLEEPS: dict[str, tuple[int, list[Tags]]] = {
 
 @case
 def asleep(model: str, transfer: Transfer = None, **engine: Any) -> Found:
-    """Sleeps while nothing is under way, and then during a load."""
+    """Sleeps during stores, and then during a load."""
     lab = Engine(model, transfer, enable_sleep_mode=True, **engine)
     asked = _watch(lab)
     lab.note("cold", lab.run([LONG]))
     asked_in = {}
     for number, (name, (level, wakes)) in enumerate(SLEEPS.items()):
         asked.clear()
-        lab.run([prompt_tokens(250, 70 + number)], 3)
-        lab.drain()
+        # Nothing waits for its last stores before the engine sleeps.
+        other = prompt_tokens(250, 70 + number)
+        lab.run([other], 3)
         lab.llm.sleep(level=level)
         for tags in wakes:
             lab.llm.wake_up(tags)
         asked_in[name] = list(asked)
+        lab.note(f"{name}: other", lab.run([other], 3))
         _note_after_waking(lab, name)
     lab.forget()
     loading = lab.add(LONG, ANSWER_TOKENS)
