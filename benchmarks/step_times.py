@@ -37,39 +37,54 @@ class Step:
         begin_s, end_s: when the engine had the one token, and the next.
         prefill_tokens: tokens of other requests' prompts that the step computed.
         running: number of requests in the step.
+        launched_tokens: such tokens of the batches that the engine launched meanwhile: with asynchronous scheduling it
+            launches a batch before it has the result of the one before.
+        adding_s: seconds that requests took to be handed in meanwhile, by the thread that also runs the engine. A
+            server does that in another process, so it is no part of the step.
+        connector_s: seconds in calls of the connector, by the scheduler and by the worker.
     """
 
     begin_s: float
     end_s: float
     prefill_tokens: int
     running: int
+    launched_tokens: int = 0
+    adding_s: float = 0.0
+    connector_s: float = 0.0
 
     @property
     def ms(self) -> float:
-        return 1e3 * (self.end_s - self.begin_s)
+        return 1e3 * (self.end_s - self.begin_s - self.adding_s)
 
     @property
     def decodes(self) -> bool:
-        return self.prefill_tokens <= FEW_TOKENS
+        return max(self.prefill_tokens, self.launched_tokens) <= FEW_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Percentiles over steps, milliseconds; None where there are no steps."""
+    """Percentiles over steps, milliseconds; None where there are no steps.
+
+    Attributes:
+        connector_p50_ms: of the time in calls of the connector.
+    """
 
     steps: int
     p50_ms: float | None = None
     p90_ms: float | None = None
     p99_ms: float | None = None
     max_ms: float | None = None
+    connector_p50_ms: float | None = None
 
 
 def spread(steps: Iterable[Step]) -> Spread:
-    times = np.array([step.ms for step in steps])
-    if not len(times):
+    steps = list(steps)
+    if not steps:
         return Spread(0)
+    times = np.array([step.ms for step in steps])
     p50, p90, p99 = (float(np.percentile(times, share)) for share in (50, 90, 99))
-    return Spread(len(times), p50, p90, p99, float(times.max()))
+    in_connector = float(np.median([1e3 * step.connector_s for step in steps]))
+    return Spread(len(times), p50, p90, p99, float(times.max()), in_connector)
 
 
 def beside(steps: Iterable[Step], copies: Sequence[Copy], kind: str) -> list[Step]:
@@ -79,7 +94,11 @@ def beside(steps: Iterable[Step], copies: Sequence[Copy], kind: str) -> list[Ste
 
 def quiet(steps: Iterable[Step], copies: Sequence[Copy]) -> list[Step]:
     """The steps with only the running request in them, and no copy under way."""
-    return [step for step in steps if step.running == 1 and not any(_meets(step, copy) for copy in copies)]
+    return [
+        step
+        for step in steps
+        if step.running == 1 and step.decodes and not any(_meets(step, copy) for copy in copies)
+    ]
 
 
 def _meets(step: Step, copy: Copy) -> bool:
@@ -91,6 +110,8 @@ def cause(step: Step, steps: Sequence[Step], copies: Sequence[Copy]) -> str:
     found = []
     if step.prefill_tokens:
         found.append(f"computed {step.prefill_tokens} tokens of other requests")
+    if step.launched_tokens > FEW_TOKENS:
+        found.append(f"launched a batch with {step.launched_tokens} tokens of other requests")
     number = steps.index(step)
     if number and steps[number - 1].prefill_tokens > FEW_TOKENS:
         found.append(f"follows a step of {steps[number - 1].prefill_tokens} such tokens")

@@ -7,7 +7,9 @@ and stores of flexkv where its transfer engine takes them, and where it returns 
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
 import json
 import os
 import sys
@@ -39,25 +41,48 @@ class Trace:
         self.steps: list[Step] = []
         self.copies: list[Copy] = []
         self._last_s: float | None = None
+        self._launched, self._adding_s, self._connector_s = 0, 0.0, 0.0
+        self._in_connector = False
         self._open: dict[int, tuple[str, float, int]] = {}
         self.lanes: dict[int, Any] = {}
 
     def watch_scheduler(self, scheduler: Any) -> None:
         """Records a step for each batch that contains the running request."""
-        update = scheduler.update_from_output
+        schedule, update = scheduler.schedule, scheduler.update_from_output
 
-        def watched(batch: Any, output: Any) -> Any:
+        def others(batch: Any) -> int:
+            scheduled = batch.num_scheduled_tokens
+            return int(sum(count for name, count in scheduled.items() if not name.startswith(RUNNING)))
+
+        def watched_schedule(*rest: Any, **named: Any) -> Any:
+            batch = schedule(*rest, **named)
+            self._launched = max(self._launched, others(batch))
+            return batch
+
+        def watched_update(batch: Any, output: Any) -> Any:
             now_s = time.perf_counter()
             scheduled = batch.num_scheduled_tokens
-            mine = [name for name in scheduled if name.startswith(RUNNING)]
-            if mine:
-                others = sum(count for name, count in scheduled.items() if name not in mine)
+            if any(name.startswith(RUNNING) for name in scheduled):
                 if self._last_s is not None:
-                    self.steps.append(Step(self._last_s, now_s, int(others), len(scheduled)))
-                self._last_s = now_s
+                    self.steps.append(
+                        Step(
+                            self._last_s,
+                            now_s,
+                            others(batch),
+                            len(scheduled),
+                            self._launched,
+                            self._adding_s,
+                            self._connector_s,
+                        )
+                    )
+                self._begin_step(now_s)
             return update(batch, output)
 
-        scheduler.update_from_output = watched
+        scheduler.schedule, scheduler.update_from_output = watched_schedule, watched_update
+
+    def added(self, seconds: float) -> None:
+        """Takes the time in which a request was handed in out of the step that is under way."""
+        self._adding_s += seconds
 
     def forget(self) -> None:
         """Begins a new window."""
@@ -66,7 +91,31 @@ class Trace:
 
     def break_step(self) -> None:
         """Makes the next step begin with the next token."""
-        self._last_s = None
+        self._begin_step(None)
+
+    def _begin_step(self, now_s: float | None) -> None:
+        self._last_s, self._launched, self._adding_s, self._connector_s = now_s, 0, 0.0, 0.0
+
+    def watch_connector(self, connector: Any) -> None:
+        """Adds up the time in the connector's public methods."""
+        for name in dir(type(connector)):
+            method = getattr(connector, name) if inspect.isfunction(getattr(type(connector), name)) else None
+            if method is not None and not name.startswith("_"):
+                setattr(connector, name, self._timed(method))
+
+    def _timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def timed(*rest: Any, **named: Any) -> Any:
+            if self._in_connector:  # a hook that calls another is counted once
+                return method(*rest, **named)
+            self._in_connector, began_s = True, time.perf_counter()
+            try:
+                return method(*rest, **named)
+            finally:
+                self._in_connector = False
+                self._connector_s += time.perf_counter() - began_s
+
+        return timed
 
     def watch_flexkv(self) -> None:
         """Records when each load and store was submitted, and when its result was returned."""
@@ -134,6 +183,11 @@ class Engine:
         self._engine = self._llm.llm_engine
         self._scheduler = self._engine.engine_core.engine_core.scheduler
         self.trace.watch_scheduler(self._scheduler)
+        if self._scheduler.connector is not None:
+            from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+            self.trace.watch_connector(self._scheduler.connector)
+            self.trace.watch_connector(get_kv_transfer_group())
         self._vocabulary = vocabulary
         self._running = ""
         self._ended: dict[str, int | None] = {}
@@ -172,8 +226,11 @@ class Engine:
         for stream in streams:
             self._number += 1
             name = f"other-{self._number}"
+            began_s = time.perf_counter()
+            prompt = self._prompt(length, stream)
             added_s = time.perf_counter()
-            self._add(name, self._prompt(length, stream), 1)
+            self.trace.added(added_s - began_s)
+            self._add(name, prompt, 1)
             self._until(lambda name=name: name in self._ended)  # type: ignore[misc]
             ttft_ms.append(1e3 * (time.perf_counter() - added_s))
             cached.append(self._ended.pop(name) or 0)
@@ -211,7 +268,9 @@ class Engine:
         from vllm import SamplingParams
 
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+        began_s = time.perf_counter()
         self._engine.add_request(name, {"prompt_token_ids": ids}, params)
+        self.trace.added(time.perf_counter() - began_s)
 
     def _step(self) -> None:
         for output in self._engine.step():

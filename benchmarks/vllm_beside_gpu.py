@@ -384,14 +384,20 @@ def failures(summaries: Mapping[str, Mapping[str, Any]], least_steps: int) -> li
 
 def show(summaries: Mapping[str, Mapping[str, Any]], found: list[Verdict], console: Console) -> None:
     table = Table(title="time of a running request's step, ms")
-    for heading in ("engine", "beside", "steps", "p50", "p90", "p99", "max"):
+    for heading in ("engine", "beside", "steps", "p50", "p90", "p99", "max", "connector, p50"):
         table.add_column(heading, justify="left" if heading in ("engine", "beside") else "right")
 
     def row(name: str, label: str, taken: Mapping[str, Any]) -> None:
         numbers = Spread(**taken)
         cells = [
             "-" if value is None else f"{value:.3f}"
-            for value in (numbers.p50_ms, numbers.p90_ms, numbers.p99_ms, numbers.max_ms)
+            for value in (
+                numbers.p50_ms,
+                numbers.p90_ms,
+                numbers.p99_ms,
+                numbers.max_ms,
+                numbers.connector_p50_ms,
+            )
         ]
         table.add_row(name, label, str(numbers.steps), *cells)
 
@@ -453,7 +459,13 @@ def run(arguments: argparse.Namespace, size: Size, folder: Path) -> dict[str, di
         for name in ready:
             try:
                 began_s = time.monotonic()
-                found[name] = summary(measure(engines[name], size, arguments.seconds))
+                windows = measure(engines[name], size, arguments.seconds)
+                if arguments.steps:
+                    every = arguments.json.with_name(
+                        f"{arguments.json.stem}-{name.replace(' ', '-')}-steps.json"
+                    )
+                    every.write_text(json.dumps(windows))
+                found[name] = summary(windows)
                 print(f"{name}: measured in {time.monotonic() - began_s:.1f} s", flush=True)
                 write(arguments.json, arguments, size, found)
             except EngineError as error:
@@ -485,6 +497,9 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", choices=NAMES)
     parser.add_argument("--prepare", default="", help="MODULE:FUNCTION, called before vLLM is imported")
     parser.add_argument("--kv-heads", type=int, help="KV heads of the model: 1 gives runs of 4 KiB")
+    parser.add_argument(
+        "--steps", action="store_true", help="keep every step and copy, in files beside the result"
+    )
     parser.add_argument("--cpu", action="store_true", help="a tiny model on a CPU: tries the program alone")
     parser.add_argument("--check", action="store_true", help="exit with 1 when a limit is missed")
     arguments = parser.parse_args()

@@ -22,7 +22,7 @@ std::shared_ptr<cuda::CudaLane> make_lane(int device, bool batch, bool kernel, i
   const py::gil_scoped_release release;
   auto digests = std::make_unique<DigestCrew>(digest_threads);  // first, as its error names the bad argument
   return released_without_gil(
-      std::make_shared<cuda::CudaLane>(cuda::Device::open(device), cuda::copy_kernel_launcher(),
+      std::make_shared<cuda::CudaLane>(cuda::Device::open(device), cuda::copy_kernels(),
                                        cuda::CopySwitches{batch, kernel}, std::move(digests)));
 }
 
@@ -66,15 +66,16 @@ void bind_cuda(py::module_& m) {
       .def("time_copies", &cuda::DeviceMemory::time_copies, py::arg("to_device"), py::arg("call_bytes"),
            py::arg("calls"), py::call_guard<py::gil_scoped_release>());
   py::dict thresholds;
-  thresholds["load_kernel_below_bytes"] = cuda::kKernelBelowBytes[0];
-  thresholds["store_kernel_below_bytes"] = cuda::kKernelBelowBytes[1];
+  thresholds["kernel_below_bytes"] = cuda::kKernelBelowBytes;
   thresholds["load_multiprocessors"] = cuda::kKernelMultiprocessors[0];
   thresholds["store_multiprocessors"] = cuda::kKernelMultiprocessors[1];
-  thresholds["portion_bytes"] = cuda::kPortionBytes;
+  thresholds["load_portion_bytes"] = cuda::kPortionBytes[0];
+  thresholds["store_portion_bytes"] = cuda::kPortionBytes[1];
   thresholds["portion_copies"] = cuda::kPortionCopies;
   thresholds["transform_multiprocessors"] = kTransformBlocks;
   thresholds["sub_batch_bytes"] = kSubBatchBytes;
-  thresholds["portions_under_way"] = cuda::kPortionsUnderWay;
+  thresholds["load_portions_under_way"] = cuda::kPortionsUnderWay[0];
+  thresholds["store_portions_under_way"] = cuda::kPortionsUnderWay[1];
   m.attr("CUDA_THRESHOLDS") = thresholds;
 }
 

@@ -9,8 +9,8 @@
 
 namespace flexkv::cuda {
 
-Copier::Copier(std::shared_ptr<Device> device, KernelLauncher launcher, const CopySwitches& switches)
-    : device_(std::move(device)), launcher_(launcher) {
+Copier::Copier(std::shared_ptr<Device> device, CopyKernels kernels, const CopySwitches& switches)
+    : device_(std::move(device)), kernels_(kernels) {
   capabilities_.max_pitch_bytes = device_->max_pitch();
   if (!switches.batch) {
     note("batched copies are switched off");
@@ -23,7 +23,7 @@ Copier::Copier(std::shared_ptr<Device> device, KernelLauncher launcher, const Co
   }
   if (!switches.kernel) {
     note("the copy kernel is switched off");
-  } else if (launcher_ == nullptr) {
+  } else if (kernels_.copy == nullptr) {
     note("no copy kernel: built without CUDA");
   } else if (!device_->host_addresses_work()) {
     note("no copy kernel: the device has other addresses for host memory");
@@ -32,6 +32,7 @@ Copier::Copier(std::shared_ptr<Device> device, KernelLauncher launcher, const Co
     // kernel's image.
     const std::string failure = try_path(Path::kKernel);
     capabilities_.kernel = failure.empty();
+    capabilities_.stage_words = failure.empty() && kernels_.wait != nullptr;
     if (!failure.empty()) note("no copy kernel: self-test: " + failure);
   }
 }
@@ -40,13 +41,14 @@ std::string Copier::try_path(Path path) {
   return try_copies(device_, [this, path](Direction direction, auto segments, auto pages,
                                           CopyStream& stream) {
     if (path == Path::kKernel) {
-      const std::vector<CopyChunk> chunks = cut_to_chunks(segments.data(), segments.size());
-      const auto tables = stream.reserve(chunks.size() * sizeof(CopyChunk) + pages.size() * sizeof(CopyPage));
-      return tables ? by_kernel(direction, chunks, pages, *tables, stream)
-                    : std::string("no room for tables");
+      const std::string failure =
+          by_kernel(direction, segments, pages, stream, {}).value_or("no room for tables");
+      // Also loads this kernel, which must not happen first beside one that waits.
+      if (!failure.empty() || kernels_.wait == nullptr) return failure;
+      return kernels_.wait(stream.stage_words().passed, 0, stream.handle());
     }
     std::vector<Copy> copies;
-    CopyLister(segments, pages, kPortionBytes).next(kPortionBytes, kPortionCopies, copies);
+    CopyLister(segments, pages, INT64_MAX).next(kPortionBytes[0], kPortionCopies, copies);
     return by_batch(direction, copies, stream);
   });
 }
@@ -79,18 +81,17 @@ void Copier::add(Path path, int64_t bytes, int64_t calls) {
 }
 
 bool Copier::launch(Direction direction, std::span<const Segment> segments, std::span<const PageEnds> pages,
-                    CopyStream& stream) {
+                    CopyStream& stream, std::span<const size_t> stages) {
   if (!capabilities().kernel) return false;
-  const std::vector<CopyChunk> chunks = cut_to_chunks(segments.data(), segments.size());
-  const auto tables = stream.reserve(chunks.size() * sizeof(CopyChunk) + pages.size() * sizeof(CopyPage));
-  if (!tables) return false;
-  if (const std::string failure = by_kernel(direction, chunks, pages, *tables, stream); !failure.empty()) {
+  const std::optional<std::string> failure = by_kernel(direction, segments, pages, stream, stages);
+  if (!failure) return false;
+  if (!failure->empty()) {
     ++failed_launches_;
     {
       const std::lock_guard lock(mutex_);
       if (!std::exchange(capabilities_.kernel, false)) return false;
     }
-    note("the copy kernel is not used any more: " + failure);
+    note("the copy kernel is not used any more: " + *failure);
     return false;
   }
   int64_t bytes = 0;
@@ -99,16 +100,33 @@ bool Copier::launch(Direction direction, std::span<const Segment> segments, std:
   return true;
 }
 
-std::string Copier::by_kernel(Direction direction, std::span<const CopyChunk> chunks,
-                              std::span<const PageEnds> pages, const CopyStream::Tables& tables,
-                              CopyStream& stream) const {
-  std::memcpy(tables.host, chunks.data(), chunks.size_bytes());
-  std::byte* const page_table = tables.host + chunks.size_bytes();
+std::optional<std::string> Copier::by_kernel(Direction direction, std::span<const Segment> segments,
+                                             std::span<const PageEnds> pages, CopyStream& stream,
+                                             std::span<const size_t> stages) const {
+  const size_t whole[] = {segments.size()};
+  std::vector<CopyChunk> chunks;
+  std::vector<int32_t> stage_ends;
+  size_t begin = 0;
+  for (const size_t end : stages.empty() ? std::span<const size_t>(whole) : stages) {
+    const std::vector<CopyChunk> cut = cut_to_chunks(segments.data() + begin, end - begin);
+    chunks.insert(chunks.end(), cut.begin(), cut.end());
+    stage_ends.push_back(static_cast<int32_t>(chunks.size()));
+    begin = end;
+  }
+  const size_t chunk_bytes = chunks.size() * sizeof(CopyChunk), page_bytes = pages.size() * sizeof(CopyPage);
+  const size_t stage_bytes = stage_ends.size() > 1 ? stage_ends.size() * sizeof(int32_t) : 0;
+  const size_t bytes = chunk_bytes + page_bytes + stage_bytes;
+  const auto tables = stream.reserve(bytes);
+  if (!tables) return std::nullopt;
+  std::memcpy(tables->host, chunks.data(), chunk_bytes);
   for (size_t i = 0; i < pages.size(); ++i) {
     const CopyPage page{pages[i].block, reinterpret_cast<uintptr_t>(pages[i].stripe)};
-    std::memcpy(page_table + i * sizeof(CopyPage), &page, sizeof(page));
+    std::memcpy(tables->host + chunk_bytes + i * sizeof(CopyPage), &page, sizeof(page));
   }
+  std::memcpy(tables->host + chunk_bytes + page_bytes, stage_ends.data(), stage_bytes);
   CopyJob job;
+  if (!stages.empty()) job.words = stream.stage_words();
+  job.stage_count = static_cast<int32_t>(stage_ends.size());
   job.chunk_count = static_cast<int32_t>(chunks.size());
   job.page_count = static_cast<int32_t>(pages.size());
   job.to_device = direction == Direction::kToDevice;
@@ -116,11 +134,10 @@ std::string Copier::by_kernel(Direction direction, std::span<const CopyChunk> ch
   job.number = stream.next_mark();
   const int most =
       std::min(kKernelMultiprocessors[static_cast<size_t>(direction)], device_->multiprocessors());
-  const size_t bytes = chunks.size_bytes() + pages.size() * sizeof(CopyPage);
-  if (bytes <= kTablesInLaunch) return launcher_(job, {tables.host, bytes}, most, stream.handle());
-  if (std::string error = stream.send(tables, bytes); !error.empty()) return error;
-  job = with_tables(job, reinterpret_cast<const void*>(static_cast<uintptr_t>(tables.device)));
-  return launcher_(job, {}, most, stream.handle());
+  if (bytes <= kTablesInLaunch) return kernels_.copy(job, {tables->host, bytes}, most, stream.handle());
+  if (std::string error = stream.send(*tables, bytes); !error.empty()) return error;
+  job = with_tables(job, reinterpret_cast<const void*>(static_cast<uintptr_t>(tables->device)));
+  return kernels_.copy(job, {}, most, stream.handle());
 }
 
 std::string Copier::copy(Direction direction, std::span<const Copy> copies, bool registered,

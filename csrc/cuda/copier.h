@@ -4,6 +4,7 @@
 #include <atomic>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -31,19 +32,22 @@ class Copier {
  public:
   // Runs the self-tests of batched copies and of the kernel; a path that fails its test is not used, and
   // notes() says why. Precondition: the device is current. Throws CapacityError.
-  Copier(std::shared_ptr<Device> device, KernelLauncher launcher, const CopySwitches& switches);
+  Copier(std::shared_ptr<Device> device, CopyKernels kernels, const CopySwitches& switches);
 
   // Has one kernel copy `segments` of `pages`, all in memory that is registered with the device. False:
   // nothing of them is enqueued, because there is no kernel, no room for its tables, or it could not be
-  // started. A kernel that could not be started is not tried again.
+  // started. A kernel that could not be started is not tried again. `stages`: how many of the segments belong
+  // to the stages up to each one, which it then copies in order and counts (CopyStream::stage_points); none:
+  // it counts nothing.
   bool launch(Direction direction, std::span<const Segment> segments, std::span<const PageEnds> pages,
-              CopyStream& stream);
+              CopyStream& stream, std::span<const size_t> stages = {});
   // Gives some copies to the copy engine. `registered`: all their host memory is registered with the device.
   // Empty, or why it failed: some may be under way even then, and only a mark after them shows when they have
   // ended.
   std::string copy(Direction direction, std::span<const Copy> copies, bool registered, CopyStream& stream);
 
   Capabilities capabilities() const;
+  const CopyKernels& kernels() const { return kernels_; }
   // Which paths are not used and why, in words; empty if all are.
   std::string notes() const;
   // Kernels that could not be started after their self-test.
@@ -58,16 +62,16 @@ class Copier {
   std::string try_path(Path path);
   void note(const std::string& text);
   void add(Path path, int64_t bytes, int64_t calls);
-  // Empty, or why it failed. Precondition: `tables` has room for chunks and pages.
-  std::string by_kernel(Direction direction, std::span<const CopyChunk> chunks,
-                        std::span<const PageEnds> pages, const CopyStream::Tables& tables,
-                        CopyStream& stream) const;
+  // Empty, or why it failed; nothing if there is no room for its tables.
+  std::optional<std::string> by_kernel(Direction direction, std::span<const Segment> segments,
+                                       std::span<const PageEnds> pages, CopyStream& stream,
+                                       std::span<const size_t> stages) const;
   std::string by_batch(Direction direction, std::span<const Copy> copies, CopyStream& stream) const;
   std::string by_rows(Direction direction, std::span<const PitchedCopy> rows, CopyStream& stream) const;
   std::string single(Direction direction, const Copy& copy, CopyStream& stream) const;
 
   const std::shared_ptr<Device> device_;
-  const KernelLauncher launcher_;
+  const CopyKernels kernels_;
   mutable std::mutex mutex_;  // guards the next two
   Capabilities capabilities_;
   std::string notes_;

@@ -35,6 +35,16 @@ struct CopyPage {
   uintptr_t host;
 };
 
+// How many stages a kernel can count.
+inline constexpr int32_t kMostStages = 256;
+
+// Words in device memory, by which streams wait for a stage of a job that still runs. Null: nothing is counted.
+struct StageWords {
+  uint32_t* warps = nullptr;   // for each stage: how many warps have passed it; 0 before and after a job
+  uint32_t* passed = nullptr;  // grows by one for each stage whose bytes have all arrived
+};
+
+// A job has fewer than 2^30 pieces of work, a chunk of a page each: what its tables have room for.
 struct CopyJob {
   const CopyChunk* chunks = nullptr;
   const CopyPage* pages = nullptr;
@@ -45,17 +55,23 @@ struct CopyJob {
   // further item. Null: nothing ends the job early.
   const uint32_t* stop = nullptr;
   uint32_t number = 0;
+  // Parts of the job that are copied one after the other, a layer each, say: how many of the chunks belong to
+  // the stages up to each one. Null: all chunks are one stage.
+  const int32_t* stage_ends = nullptr;
+  int32_t stage_count = 1;
+  StageWords words = {};
 };
 
 FLEXKV_HD inline int64_t item_count(const CopyJob& job) {
   return static_cast<int64_t>(job.chunk_count) * job.page_count;
 }
 
-// Copies one chunk of one page, which is what a warp does at a time. It takes one division per item, none per
-// element.
-FLEXKV_HD inline void copy_item(const CopyJob& job, int64_t item, int lane, int lanes) {
-  const int64_t page = item / job.chunk_count;
-  const CopyChunk& chunk = job.chunks[item - page * job.chunk_count];
+// Copies one of `count` chunks, from `first` on, of one page, which is what a warp does at a time. It takes
+// one division per item, none per element.
+FLEXKV_HD inline void copy_item(const CopyJob& job, int32_t first, int32_t count, int32_t item, int lane,
+                                int lanes) {
+  const int32_t page = item / count;
+  const CopyChunk& chunk = job.chunks[first + (item - page * count)];
   auto* device = reinterpret_cast<unsigned char*>(
       chunk.device_base + static_cast<uintptr_t>(job.pages[page].block * chunk.block_stride));
   auto* host =
@@ -67,28 +83,45 @@ FLEXKV_HD inline void copy_item(const CopyJob& job, int64_t item, int lane, int 
   }
 }
 
-FLEXKV_HD inline bool is_stopped(const CopyJob& job) {
-  if (job.stop == nullptr) return false;
+// What somebody else may write meanwhile.
+FLEXKV_HD inline uint32_t read_word(const uint32_t* word) {
 #if defined(__CUDA_ARCH__)
-  return *static_cast<const volatile uint32_t*>(job.stop) == job.number;
+  return *static_cast<const volatile uint32_t*>(word);
 #else
-  return __atomic_load_n(job.stop, __ATOMIC_RELAXED) == job.number;
+  return __atomic_load_n(word, __ATOMIC_RELAXED);
 #endif
 }
 
-// Copies the items of warp `warp` of `warps`.
-FLEXKV_HD inline void copy_share(const CopyJob& job, int64_t warp, int64_t warps, int lane) {
-  const int64_t items = item_count(job);
-  for (int64_t item = warp; item < items && !is_stopped(job); item += warps) {
-    copy_item(job, item, lane, kWarpThreads);
+FLEXKV_HD inline bool is_stopped(const CopyJob& job) {
+  return job.stop != nullptr && read_word(job.stop) == job.number;
+}
+
+// Copies the items of warp `warp` of `warps`, stage after stage. `pass(stage)` is called behind the warp's items
+// of each stage, also if it has none.
+template <typename Pass>
+FLEXKV_HD inline void copy_share(const CopyJob& job, int32_t warp, int32_t warps, int lane, const Pass& pass) {
+  int32_t item = warp;
+  int32_t first = 0;
+  for (int32_t stage = 0; stage < job.stage_count; ++stage) {
+    const int32_t end = job.stage_ends == nullptr ? job.chunk_count : job.stage_ends[stage];
+    const int32_t items = (end - first) * job.page_count;
+    for (; item < items; item += warps) {
+      if (is_stopped(job)) return;
+      copy_item(job, first, end - first, item, lane, kWarpThreads);
+    }
+    item -= items;  // the next stage begins with the warp behind the one that had the last item
+    first = end;
+    pass(stage);
   }
 }
 
-// The same job with its tables in one piece of memory: the chunks, then the pages.
+// The same job with its tables in one piece of memory: the chunks, the pages, then, if it has several stages,
+// their ends.
 FLEXKV_HD inline CopyJob with_tables(const CopyJob& job, const void* tables) {
   CopyJob placed = job;
   placed.chunks = static_cast<const CopyChunk*>(tables);
   placed.pages = reinterpret_cast<const CopyPage*>(placed.chunks + job.chunk_count);
+  if (job.stage_count > 1) placed.stage_ends = reinterpret_cast<const int32_t*>(placed.pages + job.page_count);
   return placed;
 }
 
@@ -96,20 +129,24 @@ FLEXKV_HD inline CopyJob with_tables(const CopyJob& job, const void* tables) {
 std::vector<CopyChunk> cut_to_chunks(const Segment* segments, size_t count);
 
 // Runs the kernel on the CPU, thread after thread from last to first.
-void run_on_cpu(const CopyJob& job, int64_t warps);
+void run_on_cpu(const CopyJob& job, int32_t warps);
 
 // Unit: bytes. Tables up to this size travel with the launch, which then waits for no copy of them: kernels
 // of any toolkit take this much as parameters, beside the job.
 inline constexpr size_t kTablesInLaunch = 3840;
 
-// Starts `job` on `stream`; `multiprocessors` bounds what it takes from the engine's kernels. The job's
-// tables lie in memory that the device can read until the stream has passed the job; or they are `tables`, at
-// most kTablesInLaunch bytes of the caller's memory, which are read before this returns. Empty, or why it
-// failed.
-using KernelLauncher = std::string (*)(const CopyJob& job, std::span<const std::byte> tables,
-                                       int multiprocessors, void* stream);
+// Start kernels on a stream. Each returns nothing, or why it failed.
+struct CopyKernels {
+  // `multiprocessors` bounds what the job takes from the engine's kernels. Its tables lie in memory that the
+  // device can read until the stream has passed the job; or they are `tables`, at most kTablesInLaunch bytes of
+  // the caller's memory, which are read before this returns.
+  std::string (*copy)(const CopyJob& job, std::span<const std::byte> tables, int multiprocessors,
+                      void* stream) = nullptr;
+  // What the stream is given next starts when StageWords::passed, whose number wraps around, has come to `value`.
+  std::string (*wait)(const uint32_t* passed, uint32_t value, void* stream) = nullptr;
+};
 
-// The launcher of this build; null without a CUDA toolkit.
-KernelLauncher copy_kernel_launcher();
+// Those of this build; null without a CUDA toolkit.
+CopyKernels copy_kernels();
 
 }  // namespace flexkv::cuda

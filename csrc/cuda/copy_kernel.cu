@@ -23,8 +23,14 @@ std::string launch(const CopyJob& job, std::span<const std::byte> tables, int mu
   return error == cudaSuccess ? std::string() : std::string("copy kernel: ") + cudaGetErrorString(error);
 }
 
+std::string wait(const uint32_t* passed, uint32_t value, void* stream) {
+  wait_kernel<<<1, 1, 0, static_cast<cudaStream_t>(stream)>>>(passed, value);
+  const cudaError_t error = cudaGetLastError();
+  return error == cudaSuccess ? std::string() : std::string("wait kernel: ") + cudaGetErrorString(error);
+}
+
 }  // namespace
 
-KernelLauncher copy_kernel_launcher() { return &launch; }
+CopyKernels copy_kernels() { return {&launch, &wait}; }
 
 }  // namespace flexkv::cuda

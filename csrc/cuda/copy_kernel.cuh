@@ -11,13 +11,35 @@ struct LaunchTables {
 
 namespace {
 
+// Counts this warp as past the stage, and the stage as passed if it is the last warp. The fences order the
+// bytes of all warps before the count that a stream waits for.
+__device__ inline void pass_stage(const CopyJob& job, int32_t stage, int32_t warps) {
+  if (job.words.passed == nullptr) return;
+  __syncwarp();
+  if (threadIdx.x % kWarpThreads != 0) return;
+  __threadfence();
+  if (atomicAdd(job.words.warps + stage, 1u) + 1 != static_cast<unsigned>(warps)) return;
+  atomicExch(job.words.warps + stage, 0u);
+  __threadfence();
+  atomicAdd(job.words.passed, 1u);
+}
+
 __device__ inline void copy_own_share(const CopyJob& job) {
-  const int64_t block_warps = blockDim.x / kWarpThreads;
-  const int64_t warp = blockIdx.x * block_warps + threadIdx.x / kWarpThreads;
-  copy_share(job, warp, gridDim.x * block_warps, static_cast<int>(threadIdx.x % kWarpThreads));
+  const auto block_warps = static_cast<int32_t>(blockDim.x / kWarpThreads);
+  const auto warp = static_cast<int32_t>(blockIdx.x) * block_warps + static_cast<int32_t>(threadIdx.x / kWarpThreads);
+  const int32_t warps = static_cast<int32_t>(gridDim.x) * block_warps;
+  copy_share(job, warp, warps, static_cast<int>(threadIdx.x % kWarpThreads),
+             [&](int32_t stage) { pass_stage(job, stage, warps); });
 }
 
 __global__ void __launch_bounds__(kFullBlockThreads, 1) copy_kernel(CopyJob job) { copy_own_share(job); }
+
+// Ends when that many stages have been passed. A stream's own wait for a word would be looked at again only now
+// and then, because nothing tells the device's front end of a word that a kernel has written.
+__global__ void wait_kernel(const uint32_t* passed, uint32_t value) {
+  while (static_cast<int32_t>(read_word(passed) - value) < 0) __nanosleep(200);
+  __threadfence();
+}
 
 __global__ void __launch_bounds__(kFullBlockThreads, 1)
     copy_kernel_with_tables(CopyJob job, const __grid_constant__ LaunchTables tables) {

@@ -2,6 +2,6 @@
 
 namespace flexkv::cuda {
 
-KernelLauncher copy_kernel_launcher() { return nullptr; }
+CopyKernels copy_kernels() { return {}; }
 
 }  // namespace flexkv::cuda

@@ -25,6 +25,7 @@ struct Capabilities {
   bool kernel = false;
   bool batch = false;
   size_t max_pitch_bytes = 0;  // 0: no pitched copies
+  bool stage_words = false;    // streams can wait for one stage of a kernel that still runs
 };
 
 // One contiguous copy, in either direction.

@@ -16,6 +16,27 @@ constexpr size_t kAlign = 64;
 constexpr uint32_t kStopWords = 16;
 // Unit: seconds. How long the trial of a word may take; on an idle stream it takes some microseconds.
 constexpr double kWordTrialS = 1;
+// Unit: words, of device memory behind the tables.
+constexpr size_t kWords = kStopWords + kMostStages + 1;
+
+// A point that is reached when a kernel has passed a stage. The word's memory outlives every wait: the driver
+// frees memory only when all that streams were given before has ended.
+class StagePoint : public StreamEvent {
+ public:
+  StagePoint(decltype(CopyKernels::wait) wait, const uint32_t* passed, uint32_t value)
+      : wait_(wait), passed_(passed), value_(value) {}
+
+  std::string make_wait(StreamId stream) override {
+    return wait_(passed_, value_, reinterpret_cast<void*>(stream));
+  }
+  // Device memory cannot be read from here.
+  bool reached() override { return true; }
+
+ private:
+  const decltype(CopyKernels::wait) wait_;
+  const uint32_t* const passed_;
+  const uint32_t value_;
+};
 
 }  // namespace
 
@@ -24,12 +45,13 @@ CopyStream::CopyStream(std::shared_ptr<Device> device, bool urgent, uint32_t mar
       stream_(device_, urgent),
       stops_(device_, true),
       host_(device_, kTablesBytes + kAlign),
-      memory_(device_, kTablesBytes + kStopWords * sizeof(uint32_t)),
+      memory_(device_, kTablesBytes + kWords * sizeof(uint32_t)),
       word_(new(host_.bytes() + kTablesBytes) std::atomic<uint32_t>(marks)),
       marks_(marks) {
   const Driver& driver = device_->driver();
-  const Code code = driver.memset_bytes(static_cast<DeviceAddress>(memory_.address() + kTablesBytes), 0,
-                                        kStopWords * sizeof(uint32_t), handle());
+  Code code = driver.memset_bytes(static_cast<DeviceAddress>(memory_.address() + kTablesBytes), 0,
+                                  kWords * sizeof(uint32_t), handle());
+  if (code == kSuccess) code = driver.stream_synchronize(handle());
   if (code != kSuccess) throw CapacityError(driver.error_text(code, "cuMemsetD8Async"));
   by_word_ = device_->host_addresses_work() && words_work();
 }
@@ -46,6 +68,20 @@ bool CopyStream::words_work() {
   const auto deadline = deadline_in(kWordTrialS);
   while (by_word_ && !reached(marks_) && seconds_until(deadline) > 0) std::this_thread::yield();
   return reached(marks_);
+}
+
+StageWords CopyStream::stage_words() const {
+  auto* const words = reinterpret_cast<uint32_t*>(memory_.address() + kTablesBytes) + kStopWords;
+  return {words, words + kMostStages};
+}
+
+std::vector<std::shared_ptr<StreamEvent>> CopyStream::stage_points(int32_t stages,
+                                                                    decltype(CopyKernels::wait) wait) {
+  std::vector<std::shared_ptr<StreamEvent>> points;
+  for (int32_t stage = 0; stage < stages; ++stage) {
+    points.push_back(std::make_shared<StagePoint>(wait, stage_words().passed, ++stages_));
+  }
+  return points;
 }
 
 std::string CopyStream::mark() {

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "cuda/copy_job.h"
 #include "cuda/device_memory.h"
 #include "cuda/event.h"
 #include "cuda/pinned_memory.h"
@@ -49,6 +50,12 @@ class CopyStream {
   // Enqueues a copy of the tables to the device. Empty, or why it failed.
   std::string send(const Tables& tables, size_t bytes);
 
+  // For a kernel on this stream that counts its stages.
+  StageWords stage_words() const;
+  // Call after the launch of a kernel that counts `stages` stages: a point behind each of them, in order, for
+  // which streams wait by `wait` (CopyKernels).
+  std::vector<std::shared_ptr<StreamEvent>> stage_points(int32_t stages, decltype(CopyKernels::wait) wait);
+
   // A kernel that is launched before the next mark reads this word; see CopyJob::stop.
   DeviceAddress stop_word() const;
   // Makes the kernel before that mark end soon, whether it has started or not. Empty, or why it failed.
@@ -70,11 +77,12 @@ class CopyStream {
   const std::shared_ptr<Device> device_;
   const Stream stream_, stops_;
   const PinnedMemory host_;    // the tables, then the word
-  const DeviceMemory memory_;  // the tables, then the stop words
+  const DeviceMemory memory_;  // the tables, then the stop words, then the stage words
   std::atomic<uint32_t>* const word_;
   uint32_t marks_;
   std::deque<std::pair<uint32_t, Event>> events_;  // instead of the word
   bool by_word_ = true;
+  uint32_t stages_ = 0;  // that kernels have counted, or will have
   std::deque<InUse> in_use_;  // in the order of their marks
 };
 

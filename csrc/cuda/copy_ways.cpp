@@ -12,22 +12,21 @@ SplitRuns split_runs(std::span<const Segment> segments, int64_t kernel_below) {
   return split;
 }
 
-int64_t kernel_below(const Capabilities& capabilities, Direction direction) {
+int64_t kernel_below(const Capabilities& capabilities) {
   if (!capabilities.kernel) return 0;
-  return capabilities.batch ? kKernelBelowBytes[static_cast<size_t>(direction)]
-                            : kKernelBelowBytesWithoutBatch;
+  return capabilities.batch ? kKernelBelowBytes : kKernelBelowBytesWithoutBatch;
 }
 
 EngineWay engine_way(const Capabilities& capabilities, Direction direction, std::span<const Segment> runs) {
   if (direction == Direction::kToDevice) return {};
-  int64_t longest = 0;
-  for (const Segment& run : runs) longest = std::max(longest, run.run_bytes);
-  if (longest >= (capabilities.batch ? kAloneBytes : kStoreCopyBytes + 1)) return {kPortionBytes, true};
-  return {capabilities.batch ? kStoreCopyBytes : kPortionBytes, false};
+  if (capabilities.batch) return {kStoreCopyBytes, false};
+  const bool alone = std::any_of(runs.begin(), runs.end(),
+                                 [](const Segment& run) { return run.run_bytes > kStoreCopyBytes; });
+  return {alone ? INT64_MAX : kStoreCopyBytes, alone};
 }
 
 std::string describe_ways(const Capabilities& capabilities, Direction direction) {
-  const int64_t below = kernel_below(capabilities, direction);
+  const int64_t below = kernel_below(capabilities);
   const int multiprocessors = kKernelMultiprocessors[static_cast<size_t>(direction)];
   std::string ways;
   if (below > 0) {

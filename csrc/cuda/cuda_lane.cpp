@@ -12,11 +12,11 @@
 namespace flexkv::cuda {
 
 struct CudaLane::Shared {
-  Shared(const std::shared_ptr<Device>& device, KernelLauncher launcher, const CopySwitches& switches,
+  Shared(const std::shared_ptr<Device>& device, CopyKernels kernels, const CopySwitches& switches,
          std::unique_ptr<DigestCrew> the_digests)
       : current(std::in_place, *device),
         digests(std::move(the_digests)),
-        copier(std::make_shared<Copier>(device, launcher, switches)),
+        copier(std::make_shared<Copier>(device, kernels, switches)),
         to_device(Direction::kToDevice, device, copier, digests),
         to_host(Direction::kToHost, device, copier, digests) {
     current.reset();
@@ -29,11 +29,11 @@ struct CudaLane::Shared {
   LaneDirection to_device, to_host;
 };
 
-CudaLane::CudaLane(std::shared_ptr<Device> device, KernelLauncher launcher, const CopySwitches& switches,
+CudaLane::CudaLane(std::shared_ptr<Device> device, CopyKernels kernels, const CopySwitches& switches,
                    std::unique_ptr<DigestCrew> digests)
     : device_(std::move(device)),
       name_("cuda:" + std::to_string(device_->ordinal())),
-      shared_(std::make_shared<Shared>(device_, launcher, switches, std::move(digests))) {}
+      shared_(std::make_shared<Shared>(device_, kernels, switches, std::move(digests))) {}
 
 CudaLane::~CudaLane() { abandon(); }
 

@@ -20,7 +20,7 @@ class CudaLane : public Lane {
  public:
   // Makes streams and runs the self-tests. The crew makes and checks both directions' digests. Throws
   // CapacityError.
-  CudaLane(std::shared_ptr<Device> device, KernelLauncher launcher, const CopySwitches& switches,
+  CudaLane(std::shared_ptr<Device> device, CopyKernels kernels, const CopySwitches& switches,
            std::unique_ptr<DigestCrew> digests = std::make_unique<DigestCrew>());
   ~CudaLane() override;
 

@@ -17,7 +17,7 @@ ItemMove::ItemMove(std::shared_ptr<WorkItem> item, Direction direction, const Ca
       direction_(direction),
       view_(*item_->page(0).view),
       usable_(usable),
-      kernel_below_(kernel_below(usable, direction)),
+      kernel_below_(kernel_below(usable)),
       pages_(item_->positions().size()),
       unfinished_(pages_.size()),
       good_(pages_.size()),
@@ -29,16 +29,36 @@ ItemMove::ItemMove(std::shared_ptr<WorkItem> item, Direction direction, const Ca
   begin_pass();
 }
 
-// Stages with the same fence go together: those of a layerwise op as long as their layers are small, those of
-// another op all.
+// Whether one kernel can take several stages of all pages, each of which a stream can wait for. Not if the bytes
+// of later stages are checked while those of earlier ones move.
+bool ItemMove::may_count_stages() const {
+  if (!usable_.stage_words || !item_->layerwise() || direction_ != Direction::kToDevice) return false;
+  if (view_.has_digests() || pages_.size() > kLaunchPages) return false;
+  for (const Segment& segment : view_.segments(0, view_.view().num_layers())) {
+    if (segment.run_bytes >= kernel_below_) return false;
+  }
+  for (size_t index = 0; index < pages_.size(); ++index) {
+    if (!view_.pool().registered(item_->page(index).slot)) return false;
+  }
+  return true;
+}
+
+// Stages with the same fence go together: those of a layerwise op as long as their layers are small, or as one
+// kernel takes them; those of another op all.
 void ItemMove::begin_pass() {
   first_of_pass_ = last_of_pass_ = stage_;
   page_ = 0;
+  counts_stages_ = may_count_stages();
   const int32_t lo = item_->layers_of(stage_).first;
+  const auto bytes_to = [&](int32_t stage) {
+    return view_.layer_bytes(lo, item_->layers_of(stage).second) * static_cast<int64_t>(pages_.size());
+  };
   while (last_of_pass_ < item_->last_stage()) {
-    if (item_->layerwise()) {
-      const int64_t bytes = view_.layer_bytes(lo, item_->layers_of(last_of_pass_).second);
-      if (bytes * static_cast<int64_t>(pages_.size()) >= kLeastRangeBytes) break;
+    if (counts_stages_) {
+      if (bytes_to(last_of_pass_ + 1) > kLayersLaunchBytes) break;
+      if (last_of_pass_ + 1 - stage_ == kMostStages) break;
+    } else if (item_->layerwise() && bytes_to(last_of_pass_) >= kLeastRangeBytes) {
+      break;
     }
     if (item_->fence_of(last_of_pass_ + 1) != item_->fence_of(stage_)) break;
     ++last_of_pass_;
@@ -55,7 +75,7 @@ int64_t ItemMove::most_bytes() const {
 // Cuts the next part, without its pages' ends, and moves the cursor behind it.
 std::shared_ptr<Part> ItemMove::cut() {
   auto part = std::make_shared<Part>();
-  const int64_t most = most_bytes();
+  const int64_t most = counts_stages_ ? INT64_MAX : most_bytes();
   const auto bytes_to = [&](int32_t stage) {
     return view_.layer_bytes(item_->layers_of(stage_).first, item_->layers_of(stage).second);
   };
@@ -117,7 +137,16 @@ const std::shared_ptr<Part>& ItemMove::part(DigestCrew& digests) {
     part->registered = part->registered && view_.pool().registered(page.slot);
     ++pages_[index].under_way;
   }
-  part->runs = split_runs(view_.segments(lo, hi), part->registered ? kernel_below_ : 0);
+  if (counts_stages_) {
+    for (int32_t stage = part->first_stage; stage <= part->last_stage; ++stage) {
+      const auto layers = item_->layers_of(stage);
+      const auto segments = view_.segments(layers.first, layers.second);
+      part->runs.by_kernel.insert(part->runs.by_kernel.end(), segments.begin(), segments.end());
+      part->stage_runs.push_back(part->runs.by_kernel.size());
+    }
+  } else {
+    part->runs = split_runs(view_.segments(lo, hi), part->registered ? kernel_below_ : 0);
+  }
   Capabilities usable = usable_;
   usable.batch = usable.batch && part->registered;
   part->way = engine_way(usable, direction_, part->runs.by_engine);

@@ -6,6 +6,7 @@
 #include <optional>
 #include <vector>
 
+#include "cuda/copy_job.h"
 #include "cuda/copy_plan.h"
 #include "cuda/copy_ways.h"
 #include "transfer/digest_crew.h"
@@ -21,6 +22,10 @@ struct Part {
   bool last_of_stages = false;  // with it all pages of the item are on their way through its stages
   bool registered = true;       // all of the pages' memory is registered with the device
   SplitRuns runs;
+  // If one kernel takes all runs and counts its stages: how many of runs.by_kernel belong to the stages up to
+  // each one.
+  std::vector<size_t> stage_runs;
+  std::vector<std::shared_ptr<StreamEvent>> stage_points;  // behind each stage, once that kernel is enqueued
   EngineWay way;                     // for runs.by_engine
   std::optional<CopyLister> copies;  // lists runs.by_engine, from the first portion on
   // The lane keeps these from the first portion until the part ends.
@@ -73,6 +78,7 @@ class ItemMove {
   };
 
   bool has_next() const { return good_ > 0 && stage_ <= item_->last_stage(); }
+  bool may_count_stages() const;
   void begin_pass();
   int64_t most_bytes() const;
   std::shared_ptr<Part> cut();
@@ -98,6 +104,7 @@ class ItemMove {
   // Where the next part begins. A pass takes all pages through the stages from first_of_pass_ to
   // last_of_pass_.
   int32_t first_of_pass_, last_of_pass_ = 0;
+  bool counts_stages_ = false;  // one kernel takes the pass, and counts its stages
   int32_t stage_;
   size_t page_ = 0;
   bool first_ = true;

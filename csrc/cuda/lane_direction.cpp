@@ -17,9 +17,9 @@ namespace {
 // does not look for its end.
 constexpr double kFastestPace = 1 / 60e9;
 constexpr double kSlowestPace = 1 / 10e9;
-constexpr double kRestShare = 0.9;
+constexpr double kRestShare = 0.96;
 // Unit: seconds. How long before a portion is due the thread wakes up, as a sleep may take longer.
-constexpr double kEarlyS = 60e-6;
+constexpr double kEarlyS = 40e-6;
 // Unit: seconds. How long after a portion was due the thread looks for its end without a pause.
 constexpr double kPollS = 2e-3;
 // Unit: seconds. Pauses between looks for a portion that is later than that, or waits behind the engine's
@@ -75,7 +75,8 @@ LaneDirection::Queue& LaneDirection::queue_of(const ItemMove& move) const {
 // Whether the move's next portion may be enqueued in its turn.
 bool LaneDirection::has_room(const Queue& queue, ItemMove& move) {
   if (queue.under_way.empty()) return true;
-  if (queue.under_way.size() >= kPortionsUnderWay || queue.under_way.back().alone) return false;
+  const size_t most = kPortionsUnderWay[static_cast<size_t>(direction_)];
+  if (queue.under_way.size() >= most || queue.under_way.back().alone) return false;
   if (direction_ == Direction::kToDevice) return true;
   const std::shared_ptr<Part> part = move.part(*digests_);
   return !part || !part->runs.by_kernel.empty() || !part->way.alone;
@@ -319,8 +320,11 @@ std::string LaneDirection::enqueue_next(const WorkItem& item, Part& part, Queue&
   }
   const std::vector<Segment> short_runs = std::exchange(part.runs.by_kernel, {});
   if (part.pages.empty()) return {};
-  portion.by_kernel =
-      !short_runs.empty() && copier_->launch(direction_, short_runs, part.pages, *queue.stream);
+  portion.by_kernel = !short_runs.empty() &&
+                      copier_->launch(direction_, short_runs, part.pages, *queue.stream, part.stage_runs);
+  if (portion.by_kernel && !part.stage_runs.empty()) {
+    part.stage_points = queue.stream->stage_points(static_cast<int32_t>(part.stage_runs.size()), copier_->kernels().wait);
+  }
   std::vector<Segment>& others = part.runs.by_engine;
   if (!portion.by_kernel) others.insert(others.end(), short_runs.begin(), short_runs.end());
   if (!part.copies && !others.empty()) {
@@ -333,14 +337,17 @@ std::string LaneDirection::enqueue_next(const WorkItem& item, Part& part, Queue&
   }
   if (!part.copies) return {};
   portion.alone = part.way.alone;
-  portion.bytes = part.copies->next(kPortionBytes, portion.alone ? 1 : kPortionCopies, copies_);
+  const int64_t most = kPortionBytes[static_cast<size_t>(direction_)];
+  portion.bytes = part.copies->next(most, portion.alone ? 1 : kPortionCopies, copies_);
   return copier_->copy(direction_, copies_, part.registered, *queue.stream);
 }
 
 void LaneDirection::part_is_enqueued(WorkSource& source, ItemMove& move, Part& part) {
   part.enqueued = true;
   move.part_is_enqueued();
-  if (part.last_of_stages) say_issued(source, move, part.last_stage);
+  int32_t stage = part.first_stage;
+  for (const auto& point : part.stage_points) source.issued(move.item(), stage++, point);
+  if (part.last_of_stages && part.stage_points.empty()) say_issued(source, move, part.last_stage);
   if (move.may_grow()) source.extend(move.item());
 }
 

@@ -1,8 +1,8 @@
 // One direction of a GPU's lane: a thread that takes items, enqueues their copies, and ends items whose
 // copies have ended.
 //
-// A kernel takes as much of an item as its tables have room for; the copy engine is given portions,
-// kPortionsUnderWay at a time, and serves other streams between them. What the engine's stream waits for is
+// A kernel takes as much of an item as its tables have room for; the copy engine is given portions, of which
+// kPortionsUnderWay are under way, and serves other streams between them. What the engine's stream waits for is
 // enqueued at once, however much is under way. The thread looks for the end of a portion when it is due, in a
 // loop that does not call the driver; a portion that stays away waits behind the engine's work, and the
 // thread looks for it now and then.

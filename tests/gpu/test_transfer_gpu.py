@@ -246,6 +246,39 @@ def test_a_forward_after_wait_layer_reads_what_the_load_brings(
         assert bool((seen == 7).all()) is fenced, f"turn {turn}"
 
 
+@FENCED
+def test_a_forward_reads_each_layer_once_its_wait_has_passed_while_one_kernel_loads_all(
+    make_gpu_world: Callable[..., GpuWorld], fenced: bool
+) -> None:
+    blocks = list(range(BLOCKS))
+    world = make_gpu_world(layers=32, run_bytes=48 << 10)  # 37 MB, which the kernel moves in 0.8 ms
+    torch = world.torch
+    world.by_block.fill_(7)
+    world.run(OpKind.D2H, blocks, blocks)
+    world.run(OpKind.H2D, blocks, blocks, True)
+    busy = torch.cuda.Stream(0)
+    for turn in range(TURNS):
+        world.by_block.fill_(8 + turn)
+        torch.cuda.current_stream(0).synchronize()
+        launched = kernel_calls(world)
+        with torch.cuda.stream(busy):
+            torch.cuda._sleep(SLEEP_CYCLES // 10)
+        ticket = world.submit(OpKind.H2D, blocks, blocks, True, stream=int(busy.cuda_stream))
+        seen = []
+        for layer in range(world.layers):
+            assert world.engine.wait_layer(ticket, layer, LONG_S, stream=fence_of(world, fenced)).ok
+            seen.append(world.pool_memory[layer].clone())
+        end(world, ticket)
+        assert all(bool((layer == 7).all()) for layer in seen) is fenced, f"turn {turn}"
+        assert bool((world.by_block == 7).all())
+        assert kernel_calls(world) == launched + 1
+
+
+def kernel_calls(world: GpuWorld) -> int:
+    assert world.engine.cuda_lane is not None
+    return next(calls for path, _, _, calls in world.engine.cuda_lane.counts() if path == "kernel")
+
+
 def test_two_gpus_of_one_process_move_their_own_bytes(torch: Any) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip(f"needs two GPUs, has {torch.cuda.device_count()}")

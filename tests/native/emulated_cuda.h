@@ -133,6 +133,14 @@ inline unsigned long long atomicAdd(unsigned long long* at, unsigned long long a
 #endif
 }
 
+inline unsigned atomicAdd(unsigned* at, unsigned amount) {
+  return __atomic_fetch_add(at, amount, __ATOMIC_RELAXED);
+}
+
+inline unsigned atomicExch(unsigned* at, unsigned value) {
+  return __atomic_exchange_n(at, value, __ATOMIC_RELAXED);
+}
+
 inline int atomicMin(int* at, int other) {
   int before = __atomic_load_n(at, __ATOMIC_RELAXED);
   while (other < before &&
@@ -142,3 +150,5 @@ inline int atomicMin(int* at, int other) {
 }
 
 inline void __threadfence() { __atomic_signal_fence(__ATOMIC_SEQ_CST); }
+inline void __nanosleep(unsigned) { std::this_thread::yield(); }
+inline void __syncwarp() { emulated::warp->meeting.meet(); }

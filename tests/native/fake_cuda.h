@@ -34,6 +34,7 @@ struct Calls {
   int64_t bytes = 0;    // enqueued
   int64_t queries = 0;  // looks at a stream or an event, by the driver
   int64_t words = 0;    // words that streams have written
+  int64_t word_waits = 0;  // kernels that wait for a word
   // For loads and for stores: the most bytes under way at once by the copy engine, the longest copy, the
   // largest batch in bytes, the most multiprocessors given to the kernel, and the most kernels under way at
   // once.
@@ -54,7 +55,7 @@ struct Calls {
 // Drops all state. No stream may exist.
 void reset(const Settings& settings = {});
 cuda::FindFunction finder();
-cuda::KernelLauncher kernel_launcher();
+cuda::CopyKernels copy_kernels();
 Calls calls();
 // The driver's rules that were broken, in words; empty in a good test.
 std::vector<std::string> violations();
@@ -104,7 +105,7 @@ void hold_all(bool held);
 // Limits that the fake enforces, from the sources that the product names for them.
 inline constexpr size_t kMostBatchCopies = 4096;
 inline constexpr int kMostMultiprocessors = 2;
-inline constexpr int64_t kLongStoreCopy = 32 << 10;
+inline constexpr int64_t kLongStoreCopy = 64 << 10;
 
 // The engine's side: a stream, and work on it.
 uintptr_t make_stream(bool held, int device = 0);

@@ -28,7 +28,8 @@ struct FakeStream {
   bool ends = false;
   bool busy = false;
   int device = 0;
-  int64_t moving = 0;  // copies and kernels that have not ended
+  int64_t moving = 0;      // copies and kernels that have not ended
+  int64_t word_waits = 0;  // that have not ended
   cuda::Code error = cuda::kSuccess;
   std::thread thread;
 };

@@ -145,7 +145,17 @@ Code mem_alloc(DeviceAddress* address, size_t bytes) {
   if (code == cuda::kSuccess) *address = reinterpret_cast<uintptr_t>(memory);
   return code;
 }
-Code mem_free(DeviceAddress address) { return host_free(reinterpret_cast<void*>(address)); }
+// As the real driver does, waits for what streams were given before.
+Code mem_free(DeviceAddress address) {
+  {
+    std::unique_lock lock(world().mutex);
+    const auto waits = [](const FakeStream* stream) { return stream->word_waits > 0; };
+    require(world().changed.wait_for(lock, std::chrono::seconds(20),
+                                     [&] { return std::none_of(world().streams.begin(), world().streams.end(), waits); }),
+            "memory freed while a stream waits for a word");
+  }
+  return host_free(reinterpret_cast<void*>(address));
+}
 Code copy_to_device(DeviceAddress dst, const void* src, size_t bytes, StreamHandle stream) {
   const std::lock_guard lock(world().mutex);
   check_stream(stream);
@@ -276,8 +286,27 @@ std::string launch(const cuda::CopyJob& given, std::span<const std::byte> tables
   return {};
 }
 
+// A kernel that waits until a word has come to a number. The fake ends it with its stream.
+std::string wait(const uint32_t* passed, uint32_t value, void* handle) {
+  const std::lock_guard lock(world().mutex);
+  auto* stream = static_cast<FakeStream*>(handle);
+  require(capture_of(stream) == nullptr, "a kernel that waits, on a stream that is captured");
+  require_current(stream->device, "a kernel on a stream of a device that is not current");
+  ++world().calls.word_waits;
+  ++stream->word_waits;
+  push(stream, [passed, value, stream] {
+    std::unique_lock inner(world().mutex);
+    while (static_cast<int32_t>(__atomic_load_n(passed, __ATOMIC_ACQUIRE) - value) < 0 && !stream->ends) {
+      world().changed.wait_for(inner, std::chrono::microseconds(50));
+    }
+    --stream->word_waits;
+    world().changed.notify_all();
+  });
+  return {};
+}
+
 }  // namespace
 
-cuda::KernelLauncher kernel_launcher() { return &launch; }
+cuda::CopyKernels copy_kernels() { return {&launch, &wait}; }
 
 }  // namespace flexkv::fake_cuda

@@ -2,8 +2,11 @@
 // the CPU does by itself; and how many blocks they are launched with.
 #include <doctest/doctest.h>
 
+#include <array>
+#include <atomic>
 #include <cstring>
 #include <random>
+#include <thread>
 
 #include "emulated_cuda.h"
 // These must come after emulated_cuda.h, in whose language they are written.
@@ -182,6 +185,49 @@ TEST_CASE(
     }
   }
 }
+
+namespace {
+
+// Whether the kernel counts each layer of a load once and only when its bytes are there, and leaves its counts
+// as it found them. `counted_before`: warps that somebody has counted already.
+bool counts_layers(unsigned counted_before) {
+  CopyWorld world(8193, 0);
+  const ByteVector pages = random_bytes(world.pages.size(), 2);
+  world.pages = pages;
+  const auto half = static_cast<int32_t>(world.chunks.size() / 2);
+  const std::array<int32_t, 2> stage_ends{half, 2 * half};
+  std::array<uint32_t, 2> warps{counted_before, 0};
+  uint32_t passed = 7;
+  cuda::CopyJob job{world.chunks.data(), world.where.data(), 2 * half, static_cast<int32_t>(world.where.size()),
+                    true};
+  job.stage_ends = stage_ends.data();
+  job.stage_count = 2;
+  job.words = {warps.data(), &passed};
+  std::atomic<bool> early{false};
+  std::thread forward([&] {
+    for (uint32_t layer = 0; layer < 2; ++layer) {
+      cuda::wait_kernel(&passed, 8 + layer);
+      const Segment& segment = world.segments[layer];
+      // The race that ThreadSanitizer would report is the fences' part, which the emulation does not have.
+      for (const cuda::CopyPage& page : kThreadSanitizer ? std::vector<cuda::CopyPage>{} : world.where) {
+        const auto* from = reinterpret_cast<const void*>(page.host + static_cast<uintptr_t>(segment.page_offset));
+        const auto* to = reinterpret_cast<const void*>(run_address(segment, page.block));
+        if (std::memcmp(from, to, static_cast<size_t>(segment.run_bytes)) != 0) early = true;
+      }
+    }
+  });
+  emulated::launch(kBlocks, kBlockThreads, [&] { cuda::copy_kernel(job); });
+  forward.join();
+  return !early && passed == 9 && warps == std::array<uint32_t, 2>{};
+}
+
+}  // namespace
+
+TEST_CASE("emulated: the copy kernel counts each layer when its bytes are there") {
+  for (int round = 0; round < 20; ++round) CHECK(counts_layers(0));
+}
+
+TEST_CASE("emulated, control: a layer that was counted too often is found") { CHECK(!counts_layers(1)); }
 
 TEST_CASE("emulated: the rotation kernel gives the CPU's bits for all element types and pairings") {
   with_every_rotation([](auto kind, ElementType type) {

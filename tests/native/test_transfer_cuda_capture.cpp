@@ -39,7 +39,7 @@ TEST_CASE("cuda capture: start, registration and copies beside one leave it whol
     {
       // What happens at start: a context, self-tests, streams, host memory.
       const auto device = cuda::Device::open(0, world.loaded.driver);
-      const cuda::CudaLane lane(device, fake_cuda::kernel_launcher(), {});
+      const cuda::CudaLane lane(device, fake_cuda::copy_kernels(), {});
       CHECK(lane.copier().notes().empty());
       const cuda::DeviceMemory memory(device, 4096);
       CHECK(memory.time_copies(true, 4096, 2) > 0);

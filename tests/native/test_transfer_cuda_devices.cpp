@@ -27,7 +27,7 @@ struct DeviceRank {
       runs.push_back({reinterpret_cast<uintptr_t>(memory.data() + layer * kBlocks * kRunBytes), kRunBytes,
                       kRunBytes, layer * kRunBytes, layer});
     }
-    lane = std::make_shared<cuda::CudaLane>(device, fake_cuda::kernel_launcher(), cuda::CopySwitches{});
+    lane = std::make_shared<cuda::CudaLane>(device, fake_cuda::copy_kernels(), cuda::CopySwitches{});
     engine = std::make_unique<TransferEngine>(nullptr, EngineOptions{.queue_ops = 64, .copy_threads = 1},
                                               std::vector<std::shared_ptr<Lane>>{lane});
     engine->attach_view(0, std::make_shared<KvView>(runs, kBlocks, kLayers * kRunBytes), pool, 0, kNoDigests);

@@ -48,7 +48,7 @@ std::unique_ptr<CudaWorld> make_world(bool fenced) {
   auto world = std::make_unique<CudaWorld>(CudaShape{}, fake_cuda::Settings{}, cuda::CopySwitches{});
   if (!fenced) {
     world->make_engine(
-        std::make_shared<UnfencedLane>(world->device, fake_cuda::kernel_launcher(), cuda::CopySwitches{}));
+        std::make_shared<UnfencedLane>(world->device, fake_cuda::copy_kernels(), cuda::CopySwitches{}));
   }
   return world;
 }

@@ -28,7 +28,7 @@ TEST_CASE("cuda kernel: one without an image for the device fails its self-test 
   CudaWorld world({}, {}, kAll);
   CHECK(world.lane->copier().capabilities().kernel);  // control
   fake_cuda::fail_launches(fake_cuda::kAlways);
-  const cuda::CudaLane lane(world.device, fake_cuda::kernel_launcher(), kAll);
+  const cuda::CudaLane lane(world.device, fake_cuda::copy_kernels(), kAll);
   CHECK_FALSE(lane.copier().capabilities().kernel);
   CHECK(lane.copier().capabilities().batch);
   CHECK(lane.copier().notes() == "no copy kernel: self-test: the fake kernel has no image for this device");
@@ -68,7 +68,7 @@ TEST_CASE("cuda kernel: short and long runs of one page each go their own way") 
   {
     const auto device = cuda::Device::open(0, loaded.driver);
     const cuda::Current here(*device);
-    cuda::Copier copier(device, fake_cuda::kernel_launcher(), kAll);
+    cuda::Copier copier(device, fake_cuda::copy_kernels(), kAll);
     cuda::CopyStream stream(device, false);
     constexpr int64_t kLong = 72 << 10, kShort = 4 << 10;
     std::vector<std::byte> pool(2 * 2 * (kLong + kShort)), host(2 * (kLong + kShort));

@@ -193,10 +193,10 @@ bool reused_blocks_stay(bool cancels) {
   fake_cuda::hold_all(true);
   const int64_t ticket = world.submit(world.op(OpKind::kH2D, blocks, slots));
   const auto deadline = deadline_in(CudaWorld::kLongS);
-  while (fake_cuda::calls().bytes - before < 2 * cuda::kPortionBytes && seconds_until(deadline) > 0) {
+  while (fake_cuda::calls().bytes - before < 2 * cuda::kPortionBytes[0] && seconds_until(deadline) > 0) {
     std::this_thread::yield();
   }
-  constexpr int32_t kUnderWay = 2 * cuda::kPortionBytes / (2 << 20);
+  constexpr int32_t kUnderWay = 2 * cuda::kPortionBytes[0] / (2 << 20);
   std::vector<int32_t> dropped;
   for (int32_t i = kUnderWay; i < 20; ++i) dropped.push_back(i);
   if (cancels) world.engine->cancel(ticket);

@@ -184,7 +184,8 @@ TEST_CASE("cuda order: a page whose copy the driver refuses fails by name, and n
     Forward forward(*world, [] {});
     world->submit(world->op(OpKind::kD2H, {0}, {0}));
     world->submit(world->op(OpKind::kD2H, {1}, {1}));
-    ticket = world->submit(world->op(OpKind::kD2H, {2}, {2}));
+    world->submit(world->op(OpKind::kD2H, {2}, {2}));
+    ticket = world->submit(world->op(OpKind::kD2H, {3}, {3}));
     CHECK_FALSE(world->engine->wait(ticket, kAWhileS));
     fake_cuda::fail_copy(0);
     // Some of it may be under way even so, until the stream gets there.
@@ -193,7 +194,7 @@ TEST_CASE("cuda order: a page whose copy the driver refuses fails by name, and n
     CHECK(world->engine->order_after(ticket, CudaWorld::kLongS, world->stream));
   }
   REQUIRE(world->engine->wait(ticket, CudaWorld::kLongS));
-  CHECK(world->engine->poll(3).back().failed == std::vector<int32_t>{0});
+  CHECK(world->engine->poll(4).back().failed == std::vector<int32_t>{0});
 }
 
 TEST_CASE("cuda order: layers that were not opened are not waited for longer than the deadline") {
@@ -225,7 +226,7 @@ TEST_CASE("cuda order: stores out of turn that hang take their own direction dow
   world->fill(1, 3);
   REQUIRE(world->run(world->op(OpKind::kD2H, {1}, {1})).status == Status::kOk);
   world->make_engine(
-      std::make_shared<cuda::CudaLane>(world->device, fake_cuda::kernel_launcher(), cuda::CopySwitches{}), 1);
+      std::make_shared<cuda::CudaLane>(world->device, fake_cuda::copy_kernels(), cuda::CopySwitches{}), 1);
   const auto lane = [&](OpKind kind) {
     const auto lanes = world->engine->lanes();
     return *std::find_if(lanes.begin(), lanes.end(), [&](const auto& one) { return one.kind == kind; });
@@ -297,7 +298,7 @@ TEST_CASE(
   const auto disk = std::make_shared<DiskStores>(world->device);
   TransferEngine engine(
       nullptr, {},
-      {std::make_shared<cuda::CudaLane>(world->device, fake_cuda::kernel_launcher(), cuda::CopySwitches{}),
+      {std::make_shared<cuda::CudaLane>(world->device, fake_cuda::copy_kernels(), cuda::CopySwitches{}),
        disk});
   engine.attach_view(0, world->view, world->pool, 0);
   const auto before = engine.record(world->stream);

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <functional>
 #include <numeric>
+#include <optional>
 #include <thread>
 
 #include "cuda/copy_ways.h"
@@ -24,6 +25,11 @@ std::vector<int32_t> all_of(const CudaShape& shape) {
   std::vector<int32_t> all(static_cast<size_t>(shape.blocks));
   std::iota(all.begin(), all.end(), 0);
   return all;
+}
+
+// Unit: bytes. The most that the copy engine has under way.
+int64_t most_under_way(size_t direction) {
+  return static_cast<int64_t>(cuda::kPortionsUnderWay[direction]) * cuda::kPortionBytes[direction];
 }
 
 bool comes_true(const std::function<bool()>& is_so) {
@@ -66,13 +72,13 @@ TEST_CASE("cuda portions: a large op is few launches, the first a small one") {
   CHECK(calls.kernel == 2 * 3);  // 4, 64 and 12 MiB
 }
 
-TEST_CASE("cuda portions: the copy engine has two portions under way, and no long copy to the host") {
+TEST_CASE("cuda portions: the copy engine has a few portions under way, and no long copy to the host") {
   const CudaShape shape{.layers = 4, .blocks = 96, .run_bytes = 64 << 10, .extent_slots = 96};
   const fake_cuda::Calls calls = there_and_back(shape, kBatches);
-  CHECK(calls.batch == 2 * 6);  // 24 MiB
+  CHECK(calls.batch == 6 + 12);  // 24 MiB
   for (const size_t direction : {kLoads, kStores}) {
-    CHECK(calls.peak_bytes[direction] <= 2 * cuda::kPortionBytes);
-    CHECK(calls.most_batch_bytes[direction] <= cuda::kPortionBytes);
+    CHECK(calls.peak_bytes[direction] <= most_under_way(direction));
+    CHECK(calls.most_batch_bytes[direction] <= cuda::kPortionBytes[direction]);
   }
   CHECK(calls.longest_copy[kStores] <= cuda::kStoreCopyBytes);
   CHECK(calls.longest_copy[kLoads] == shape.run_bytes);
@@ -80,18 +86,17 @@ TEST_CASE("cuda portions: the copy engine has two portions under way, and no lon
   CHECK(calls.largest_batch <= static_cast<int64_t>(cuda::kPortionCopies));
 }
 
-TEST_CASE("cuda portions: copies of long runs to the host go alone, and no two are under way") {
+TEST_CASE("cuda portions: long runs to the host are cut") {
   const CudaShape shape{.layers = 4, .blocks = 6, .run_bytes = 1 << 20, .extent_slots = 6};
   const fake_cuda::Calls calls = there_and_back(shape, kBatches);
-  CHECK(calls.batch == 6);  // the loads
-  CHECK(calls.longest_copy[kStores] == shape.run_bytes);
-  CHECK(calls.peak_long_stores == 1);
-  CHECK(calls.peak_bytes[kStores] == shape.run_bytes);
+  CHECK(calls.batch == 6 + 12);
+  CHECK(calls.longest_copy[kStores] == cuda::kStoreCopyBytes);
+  CHECK(calls.peak_long_stores == 0);
 }
 
 TEST_CASE("cuda portions: a long copy to the host waits for short ones, and they for it") {
   const CudaShape shape{.layers = 1, .blocks = 24, .run_bytes = 64 << 10, .extent_slots = 24};
-  CudaWorld world(shape, {}, kBatches);
+  CudaWorld world(shape, {}, kRows);
   std::vector<std::byte> long_blocks(4 * (2 << 20));
   const Segment run{reinterpret_cast<uintptr_t>(long_blocks.data()), 2 << 20, 2 << 20, 0, 0};
   const auto pool = HostPool::create({2 << 20, 4, 8 << 20}, {});
@@ -118,29 +123,29 @@ TEST_CASE("cuda portions: without batches no two long copies to the host are und
   const CudaShape shape{.layers = 1, .blocks = 6, .run_bytes = 3 << 20, .extent_slots = 1};
   const fake_cuda::Calls calls = there_and_back(shape, kRows);
   CHECK(calls.peak_long_stores == 1);
-  CHECK(calls.peak_bytes[kStores] <= cuda::kPortionBytes);
-  CHECK(calls.peak_bytes[kLoads] <= 2 * cuda::kPortionBytes);
+  CHECK(calls.peak_bytes[kStores] <= cuda::kPortionBytes[kStores]);
+  CHECK(calls.peak_bytes[kLoads] <= most_under_way(kLoads));
 }
 
 TEST_CASE("cuda portions: control: two portions given to the copier at once are both under way") {
   const CudaShape shape{.layers = 1, .blocks = 4, .run_bytes = 3 << 20, .extent_slots = 1};
   CudaWorld world(shape, {}, kRows);
   const cuda::Current here(*world.device);
-  cuda::Copier copier(world.device, nullptr, kRows);
+  cuda::Copier copier(world.device, {}, kRows);
   cuda::CopyStream stream(world.device, false);
   fake_cuda::hold_all(true);
   const std::vector<cuda::PageEnds> pages{{0, world.pool->slot_address(0), 0},
                                           {1, world.pool->slot_address(1), 1}};
   cuda::CopyLister lister(world.view->segments(), pages, INT64_MAX);
   std::vector<cuda::Copy> copies;
-  while (lister.next(cuda::kPortionBytes, 1, copies) > 0) {
+  while (lister.next(4 << 20, 1, copies) > 0) {
     CHECK(copier.copy(cuda::Direction::kToHost, copies, true, stream).empty());
   }
   fake_cuda::hold_all(false);
   CHECK(fake_cuda::calls().peak_long_stores == 2);
 }
 
-TEST_CASE("cuda portions: a small copy of the engine's waits for two portions at most") {
+TEST_CASE("cuda portions: a small copy of the engine's waits for three portions at most") {
   const CudaShape shape{.layers = 4, .blocks = 384, .run_bytes = 64 << 10, .extent_slots = 384};
   CudaWorld world(shape, {}, kBatches);
   const auto ahead_of_a_small_copy = [&](bool expedited) {
@@ -149,7 +154,7 @@ TEST_CASE("cuda portions: a small copy of the engine's waits for two portions at
       Forward forward(world, [] {});
       const int64_t before = fake_cuda::calls().bytes;
       const int64_t ticket = world.submit(world.op(OpKind::kD2H, all_of(shape), all_of(shape)));
-      const int64_t most = expedited ? int64_t{96} << 20 : 2 * cuda::kPortionBytes;
+      const int64_t most = expedited ? int64_t{96} << 20 : most_under_way(kStores);
       if (expedited) CHECK(world.engine->order_after(ticket, CudaWorld::kLongS, world.stream));
       CHECK(comes_true([&] { return fake_cuda::calls().bytes - before >= most; }));
       CHECK_FALSE(world.engine->wait(ticket, 0.05));
@@ -160,7 +165,7 @@ TEST_CASE("cuda portions: a small copy of the engine's waits for two portions at
     }
     return calls;
   };
-  CHECK(ahead_of_a_small_copy(false).bytes == 2 * cuda::kPortionBytes);
+  CHECK(ahead_of_a_small_copy(false).bytes == most_under_way(kStores));
   // If the next step waits for the copies anyway, all of them are enqueued at once.
   CHECK(ahead_of_a_small_copy(true).bytes == int64_t{96} << 20);
 }
@@ -177,8 +182,8 @@ TEST_CASE("cuda portions: a page of layers or of one long one arrives whole, in 
                               .digests = true,
                               .extent_slots = 2};
         const fake_cuda::Calls calls = there_and_back(shape, switches, layerwise);
-        CHECK(calls.peak_bytes[kStores] <= 2 * cuda::kPortionBytes);
-        CHECK(calls.peak_bytes[kLoads] <= 2 * cuda::kPortionBytes);
+        CHECK(calls.peak_bytes[kStores] <= most_under_way(kStores));
+        CHECK(calls.peak_bytes[kLoads] <= most_under_way(kLoads));
       }
     }
   }
@@ -226,6 +231,45 @@ TEST_CASE("cuda portions: by layer, each is on its way before the next one's tur
     forward.let_go();
     CHECK(world.engine->wait(ticket, CudaWorld::kLongS));
     for (int32_t block = 4; block < 8; ++block) CHECK(world.holds(block, block - 3));
+  }
+}
+
+TEST_CASE("cuda portions: by layer one kernel takes all layers of short runs, and forwards wait for each") {
+  // One layer of eight pages is 256 KiB, of which two make the least range of a kernel for each.
+  const CudaShape shape{.layers = 8, .blocks = 16, .run_bytes = 32 << 10, .extent_slots = 16};
+  for (const bool words : {true, false}) {
+    CAPTURE(words);
+    CudaWorld world(shape, {}, kAll);
+    if (!words) {
+      world.engine->close(CudaWorld::kLongS);
+      world.lane = std::make_shared<cuda::CudaLane>(
+          world.device, cuda::CopyKernels{fake_cuda::copy_kernels().copy, nullptr}, kAll);
+      world.make_engine(world.lane);
+    }
+    for (int32_t block = 0; block < 8; ++block) world.fill(block, block + 1);
+    const std::vector<int32_t> slots = {0, 1, 2, 3, 4, 5, 6, 7};
+    CHECK(world.run(world.op(OpKind::kD2H, slots, slots)).status == Status::kOk);
+    const int64_t kernels = fake_cuda::calls().kernel, waits = fake_cuda::calls().word_waits;
+    std::vector<int> right;
+    {
+      // The forward before holds up the kernels, of which two are enqueued at once.
+      std::optional<Forward> forward;
+      if (words) forward.emplace(world, [] {});
+      const int64_t ticket =
+          world.submit(world.op(OpKind::kH2D, {8, 9, 10, 11, 12, 13, 14, 15}, slots, true));
+      for (int32_t layer = 0; layer < shape.layers; ++layer) {
+        CHECK(world.engine->wait_layer_on(ticket, layer, CudaWorld::kLongS, world.stream).in_time);
+        fake_cuda::enqueue(world.stream, [&, layer] {
+          bool all = true;
+          for (int32_t block = 8; block < 16; ++block) all = all && world.layer_holds(layer, block, block - 7);
+          right.push_back(all ? layer : -1);
+        });
+      }
+    }
+    fake_cuda::drain(world.stream);
+    CHECK(right == std::vector<int>{0, 1, 2, 3, 4, 5, 6, 7});
+    CHECK(fake_cuda::calls().kernel - kernels == (words ? 1 : 4));
+    CHECK(fake_cuda::calls().word_waits - waits == (words ? 8 : 0));
   }
 }
 

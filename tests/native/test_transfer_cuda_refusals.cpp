@@ -165,7 +165,7 @@ TEST_CASE("cuda refusals: marks go round, and no kernel takes a word of nobody's
   {
     const auto device = cuda::Device::open(0, loaded.driver);
     const cuda::Current here(*device);
-    cuda::Copier copier(device, fake_cuda::kernel_launcher(), kAll);
+    cuda::Copier copier(device, fake_cuda::copy_kernels(), kAll);
     cuda::CopyStream stream(device, false, UINT32_MAX - 4);
     std::vector<std::byte> pool(4096, std::byte{9}), host(4096);
     const Segment segment{reinterpret_cast<uintptr_t>(pool.data()), 4096, 4096, 0, 0};

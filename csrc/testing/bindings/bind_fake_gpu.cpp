@@ -25,7 +25,7 @@ class FakeGpu {
     const cuda::LoadedDriver loaded = cuda::find_functions(fake_cuda::finder());
     if (!loaded.missing.empty()) throw ContractError("the fake driver lacks " + loaded.missing);
     lane_ = std::make_shared<cuda::CudaLane>(cuda::Device::open(0, loaded.driver),
-                                             fake_cuda::kernel_launcher(), cuda::CopySwitches{});
+                                             fake_cuda::copy_kernels(), cuda::CopySwitches{});
     stream_ = fake_cuda::make_stream(false);
   }
   ~FakeGpu() { fake_cuda::destroy_stream(stream_); }

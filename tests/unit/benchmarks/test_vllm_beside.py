@@ -52,6 +52,17 @@ def test_a_step_that_computes_a_prompt_does_not_decode() -> None:
     assert steps(2, prefill=1)[0].decodes, "one token more of a request that has ended"
 
 
+def test_a_step_that_launches_a_prompt_neither_decodes_nor_is_quiet() -> None:
+    launching = Step(0.0, 0.040, 0, 1, launched_tokens=8191)
+    assert not launching.decodes
+    assert quiet([launching], []) == []
+    assert cause(launching, [launching], []) == "launched a batch with 8191 tokens of other requests"
+
+
+def test_the_time_in_which_a_request_is_handed_in_is_no_part_of_the_step() -> None:
+    assert Step(0.0, 0.010, 0, 1, adding_s=0.0075).ms == pytest.approx(2.5)
+
+
 def test_the_cause_of_a_step_names_all_that_went_on() -> None:
     three = [*steps(40, prefill=8192, running=2), *steps(9, 2, from_ms=40)]
     copies = [Copy("store", 0.041, 0.2, 512), Copy("load", 0.0405, 0.045, 7)]
