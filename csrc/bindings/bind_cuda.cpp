@@ -66,7 +66,7 @@ void bind_cuda(py::module_& m) {
       .def("time_copies", &cuda::DeviceMemory::time_copies, py::arg("to_device"), py::arg("call_bytes"),
            py::arg("calls"), py::call_guard<py::gil_scoped_release>());
   py::dict thresholds;
-  thresholds["kernel_below_bytes"] = cuda::kKernelBelowBytes;
+  thresholds["load_kernel_below_bytes"] = cuda::kKernelBelowBytes;
   thresholds["load_multiprocessors"] = cuda::kKernelMultiprocessors[0];
   thresholds["store_multiprocessors"] = cuda::kKernelMultiprocessors[1];
   thresholds["load_portion_bytes"] = cuda::kPortionBytes[0];

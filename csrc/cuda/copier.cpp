@@ -38,19 +38,19 @@ Copier::Copier(std::shared_ptr<Device> device, CopyKernels kernels, const CopySw
 }
 
 std::string Copier::try_path(Path path) {
-  return try_copies(device_, [this, path](Direction direction, auto segments, auto pages,
-                                          CopyStream& stream) {
-    if (path == Path::kKernel) {
-      const std::string failure =
-          by_kernel(direction, segments, pages, stream, {}).value_or("no room for tables");
-      // Also loads this kernel, which must not happen first beside one that waits.
-      if (!failure.empty() || kernels_.wait == nullptr) return failure;
-      return kernels_.wait(stream.stage_words().passed, 0, stream.handle());
-    }
-    std::vector<Copy> copies;
-    CopyLister(segments, pages, INT64_MAX).next(kPortionBytes[0], kPortionCopies, copies);
-    return by_batch(direction, copies, stream);
-  });
+  return try_copies(device_,
+                    [this, path](Direction direction, auto segments, auto pages, CopyStream& stream) {
+                      if (path == Path::kKernel) {
+                        const std::string failure =
+                            by_kernel(direction, segments, pages, stream, {}).value_or("no room for tables");
+                        // Also loads this kernel, which must not happen first beside one that waits.
+                        if (!failure.empty() || kernels_.wait == nullptr) return failure;
+                        return kernels_.wait(stream.stage_words().passed, 0, stream.handle());
+                      }
+                      std::vector<Copy> copies;
+                      CopyLister(segments, pages, INT64_MAX).next(kPortionBytes[0], kPortionCopies, copies);
+                      return by_batch(direction, copies, stream);
+                    });
 }
 
 Capabilities Copier::capabilities() const {

@@ -38,7 +38,8 @@ struct CopyPage {
 // How many stages a kernel can count.
 inline constexpr int32_t kMostStages = 256;
 
-// Words in device memory, by which streams wait for a stage of a job that still runs. Null: nothing is counted.
+// Words in device memory, by which streams wait for a stage of a job that still runs. Null: nothing is
+// counted.
 struct StageWords {
   uint32_t* warps = nullptr;   // for each stage: how many warps have passed it; 0 before and after a job
   uint32_t* passed = nullptr;  // grows by one for each stage whose bytes have all arrived
@@ -96,10 +97,11 @@ FLEXKV_HD inline bool is_stopped(const CopyJob& job) {
   return job.stop != nullptr && read_word(job.stop) == job.number;
 }
 
-// Copies the items of warp `warp` of `warps`, stage after stage. `pass(stage)` is called behind the warp's items
-// of each stage, also if it has none.
+// Copies the items of warp `warp` of `warps`, stage after stage. `pass(stage)` is called behind the warp's
+// items of each stage, also if it has none.
 template <typename Pass>
-FLEXKV_HD inline void copy_share(const CopyJob& job, int32_t warp, int32_t warps, int lane, const Pass& pass) {
+FLEXKV_HD inline void copy_share(const CopyJob& job, int32_t warp, int32_t warps, int lane,
+                                 const Pass& pass) {
   int32_t item = warp;
   int32_t first = 0;
   for (int32_t stage = 0; stage < job.stage_count; ++stage) {
@@ -121,7 +123,8 @@ FLEXKV_HD inline CopyJob with_tables(const CopyJob& job, const void* tables) {
   CopyJob placed = job;
   placed.chunks = static_cast<const CopyChunk*>(tables);
   placed.pages = reinterpret_cast<const CopyPage*>(placed.chunks + job.chunk_count);
-  if (job.stage_count > 1) placed.stage_ends = reinterpret_cast<const int32_t*>(placed.pages + job.page_count);
+  if (job.stage_count > 1)
+    placed.stage_ends = reinterpret_cast<const int32_t*>(placed.pages + job.page_count);
   return placed;
 }
 
@@ -138,11 +141,12 @@ inline constexpr size_t kTablesInLaunch = 3840;
 // Start kernels on a stream. Each returns nothing, or why it failed.
 struct CopyKernels {
   // `multiprocessors` bounds what the job takes from the engine's kernels. Its tables lie in memory that the
-  // device can read until the stream has passed the job; or they are `tables`, at most kTablesInLaunch bytes of
-  // the caller's memory, which are read before this returns.
+  // device can read until the stream has passed the job; or they are `tables`, at most kTablesInLaunch bytes
+  // of the caller's memory, which are read before this returns.
   std::string (*copy)(const CopyJob& job, std::span<const std::byte> tables, int multiprocessors,
                       void* stream) = nullptr;
-  // What the stream is given next starts when StageWords::passed, whose number wraps around, has come to `value`.
+  // What the stream is given next starts when StageWords::passed, whose number wraps around, has come to
+  // `value`.
   std::string (*wait)(const uint32_t* passed, uint32_t value, void* stream) = nullptr;
 };
 

@@ -26,7 +26,8 @@ __device__ inline void pass_stage(const CopyJob& job, int32_t stage, int32_t war
 
 __device__ inline void copy_own_share(const CopyJob& job) {
   const auto block_warps = static_cast<int32_t>(blockDim.x / kWarpThreads);
-  const auto warp = static_cast<int32_t>(blockIdx.x) * block_warps + static_cast<int32_t>(threadIdx.x / kWarpThreads);
+  const auto warp =
+      static_cast<int32_t>(blockIdx.x) * block_warps + static_cast<int32_t>(threadIdx.x / kWarpThreads);
   const int32_t warps = static_cast<int32_t>(gridDim.x) * block_warps;
   copy_share(job, warp, warps, static_cast<int>(threadIdx.x % kWarpThreads),
              [&](int32_t stage) { pass_stage(job, stage, warps); });
@@ -34,8 +35,8 @@ __device__ inline void copy_own_share(const CopyJob& job) {
 
 __global__ void __launch_bounds__(kFullBlockThreads, 1) copy_kernel(CopyJob job) { copy_own_share(job); }
 
-// Ends when that many stages have been passed. A stream's own wait for a word would be looked at again only now
-// and then, because nothing tells the device's front end of a word that a kernel has written.
+// Ends when that many stages have been passed. A stream's own wait for a word would be looked at again only
+// now and then, because nothing tells the device's front end of a word that a kernel has written.
 __global__ void wait_kernel(const uint32_t* passed, uint32_t value) {
   while (static_cast<int32_t>(read_word(passed) - value) < 0) __nanosleep(200);
   __threadfence();

@@ -76,7 +76,7 @@ StageWords CopyStream::stage_words() const {
 }
 
 std::vector<std::shared_ptr<StreamEvent>> CopyStream::stage_points(int32_t stages,
-                                                                    decltype(CopyKernels::wait) wait) {
+                                                                   decltype(CopyKernels::wait) wait) {
   std::vector<std::shared_ptr<StreamEvent>> points;
   for (int32_t stage = 0; stage < stages; ++stage) {
     points.push_back(std::make_shared<StagePoint>(wait, stage_words().passed, ++stages_));

@@ -82,7 +82,7 @@ class CopyStream {
   uint32_t marks_;
   std::deque<std::pair<uint32_t, Event>> events_;  // instead of the word
   bool by_word_ = true;
-  uint32_t stages_ = 0;  // that kernels have counted, or will have
+  uint32_t stages_ = 0;       // that kernels have counted, or will have
   std::deque<InUse> in_use_;  // in the order of their marks
 };
 

@@ -12,8 +12,9 @@ SplitRuns split_runs(std::span<const Segment> segments, int64_t kernel_below) {
   return split;
 }
 
-int64_t kernel_below(const Capabilities& capabilities) {
+int64_t kernel_below(const Capabilities& capabilities, Direction direction) {
   if (!capabilities.kernel) return 0;
+  if (direction == Direction::kToHost) return INT64_MAX;
   return capabilities.batch ? kKernelBelowBytes : kKernelBelowBytesWithoutBatch;
 }
 
@@ -26,13 +27,14 @@ EngineWay engine_way(const Capabilities& capabilities, Direction direction, std:
 }
 
 std::string describe_ways(const Capabilities& capabilities, Direction direction) {
-  const int64_t below = kernel_below(capabilities);
+  const int64_t below = kernel_below(capabilities, direction);
   const int multiprocessors = kKernelMultiprocessors[static_cast<size_t>(direction)];
   std::string ways;
   if (below > 0) {
-    ways = "kernel for runs below " + std::to_string(below >> 10) + " KiB, " +
-           std::to_string(multiprocessors) + (multiprocessors == 1 ? " multiprocessor" : " multiprocessors") +
-           "; others ";
+    const std::string runs = below == INT64_MAX ? "all runs of registered memory"
+                                                : "runs below " + std::to_string(below >> 10) + " KiB";
+    ways = "kernel for " + runs + ", " + std::to_string(multiprocessors) +
+           (multiprocessors == 1 ? " multiprocessor" : " multiprocessors") + "; others ";
   }
   return ways + (capabilities.batch                 ? "in batches"
                  : capabilities.max_pitch_bytes > 0 ? "in rows"

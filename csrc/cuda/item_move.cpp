@@ -17,7 +17,7 @@ ItemMove::ItemMove(std::shared_ptr<WorkItem> item, Direction direction, const Ca
       direction_(direction),
       view_(*item_->page(0).view),
       usable_(usable),
-      kernel_below_(kernel_below(usable)),
+      kernel_below_(kernel_below(usable, direction)),
       pages_(item_->positions().size()),
       unfinished_(pages_.size()),
       good_(pages_.size()),
@@ -29,8 +29,8 @@ ItemMove::ItemMove(std::shared_ptr<WorkItem> item, Direction direction, const Ca
   begin_pass();
 }
 
-// Whether one kernel can take several stages of all pages, each of which a stream can wait for. Not if the bytes
-// of later stages are checked while those of earlier ones move.
+// Whether one kernel can take several stages of all pages, each of which a stream can wait for. Not if the
+// bytes of later stages are checked while those of earlier ones move.
 bool ItemMove::may_count_stages() const {
   if (!usable_.stage_words || !item_->layerwise() || direction_ != Direction::kToDevice) return false;
   if (view_.has_digests() || pages_.size() > kLaunchPages) return false;
@@ -43,8 +43,8 @@ bool ItemMove::may_count_stages() const {
   return true;
 }
 
-// Stages with the same fence go together: those of a layerwise op as long as their layers are small, or as one
-// kernel takes them; those of another op all.
+// Stages with the same fence go together: those of a layerwise op as long as their layers are small, or as
+// one kernel takes them; those of another op all.
 void ItemMove::begin_pass() {
   first_of_pass_ = last_of_pass_ = stage_;
   page_ = 0;
@@ -63,6 +63,8 @@ void ItemMove::begin_pass() {
     if (item_->fence_of(last_of_pass_ + 1) != item_->fence_of(stage_)) break;
     ++last_of_pass_;
   }
+  // The end of a kernel that has one stage, or as little to do, comes as soon as a count.
+  if (last_of_pass_ == stage_ || bytes_to(last_of_pass_) < kLeastRangeBytes) counts_stages_ = false;
 }
 
 int64_t ItemMove::most_bytes() const {

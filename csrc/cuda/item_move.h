@@ -26,8 +26,8 @@ struct Part {
   // each one.
   std::vector<size_t> stage_runs;
   std::vector<std::shared_ptr<StreamEvent>> stage_points;  // behind each stage, once that kernel is enqueued
-  EngineWay way;                     // for runs.by_engine
-  std::optional<CopyLister> copies;  // lists runs.by_engine, from the first portion on
+  EngineWay way;                                           // for runs.by_engine
+  std::optional<CopyLister> copies;                        // lists runs.by_engine, from the first portion on
   // The lane keeps these from the first portion until the part ends.
   int portions = 0;  // under way
   bool enqueued = false;

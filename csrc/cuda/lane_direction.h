@@ -2,9 +2,9 @@
 // copies have ended.
 //
 // A kernel takes as much of an item as its tables have room for; the copy engine is given portions, of which
-// kPortionsUnderWay are under way, and serves other streams between them. What the engine's stream waits for is
-// enqueued at once, however much is under way. The thread looks for the end of a portion when it is due, in a
-// loop that does not call the driver; a portion that stays away waits behind the engine's work, and the
+// kPortionsUnderWay are under way, and serves other streams between them. What the engine's stream waits for
+// is enqueued at once, however much is under way. The thread looks for the end of a portion when it is due,
+// in a loop that does not call the driver; a portion that stays away waits behind the engine's work, and the
 // thread looks for it now and then.
 #pragma once
 #include <array>

@@ -7,7 +7,8 @@ import re
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-PREFIX = "========="
+PREFIX = re.compile(r"=========(?!=)")
+"""Not the headings of pytest, whose output is mixed with the tool's."""
 SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) errors?\b(?! were not printed)")
 API_ERROR = re.compile(r"Program hit .* on CUDA API call to (\w+)")
 LIBRARY = re.compile(r"\bin (\S*\.so[\w.]*)\s*$")
@@ -53,9 +54,10 @@ def findings(output: str) -> list[Finding]:
     found: list[list[str]] = []
     open_ = False
     for line in output.splitlines():
-        if not line.startswith(PREFIX):
+        prefix = PREFIX.match(line)
+        if prefix is None:
             continue
-        text = line[len(PREFIX) :]
+        text = line[prefix.end() :]
         if not text.strip():
             open_ = False
         elif open_:

@@ -35,7 +35,11 @@ RUN_S = 220
 CHOSEN = [
     ("memcheck", "tests/gpu/test_gds_gpu.py", "every_byte and (42 or 77 or 107)"),
     ("memcheck", "tests/gpu/test_gds_lane_gpu.py", "every_byte or damage"),
-    ("memcheck", "tests/gpu/test_transfer_gpu.py", "(every_byte and (1000 or 9001) and not 80) or each_layer"),
+    (
+        "memcheck",
+        "tests/gpu/test_transfer_gpu.py",
+        "(every_byte and (1000 or 9001) and not 80) or (each_layer and fenced)",
+    ),
     ("memcheck", "tests/gpu/test_rotation_gpu.py", "every_geometry or (turned_as and (0 or 7))"),
     ("initcheck", "tests/gpu/test_transfer_gpu.py", "every_byte and 1000 and not 80 and not 5"),
 ]

@@ -72,8 +72,7 @@ struct CudaWorld {
     REQUIRE(pool->wait_ready(shape.blocks, kLongS));
     const auto deadline = deadline_in(kLongS);
     while (pool->pinned_slots() < shape.blocks && seconds_until(deadline) > 0) std::this_thread::yield();
-    lane =
-        std::make_shared<cuda::CudaLane>(device, fake_cuda::copy_kernels(), switches, std::move(digests));
+    lane = std::make_shared<cuda::CudaLane>(device, fake_cuda::copy_kernels(), switches, std::move(digests));
     make_engine(lane);
     stream = fake_cuda::make_stream(false);
   }

@@ -31,9 +31,9 @@ struct Settings {
 struct Calls {
   int64_t single = 0, pitched = 0, batch = 0, kernel = 0;
   int64_t largest_batch = 0;
-  int64_t bytes = 0;    // enqueued
-  int64_t queries = 0;  // looks at a stream or an event, by the driver
-  int64_t words = 0;    // words that streams have written
+  int64_t bytes = 0;       // enqueued
+  int64_t queries = 0;     // looks at a stream or an event, by the driver
+  int64_t words = 0;       // words that streams have written
   int64_t word_waits = 0;  // kernels that wait for a word
   // For loads and for stores: the most bytes under way at once by the copy engine, the longest copy, the
   // largest batch in bytes, the most multiprocessors given to the kernel, and the most kernels under way at

@@ -150,8 +150,9 @@ Code mem_free(DeviceAddress address) {
   {
     std::unique_lock lock(world().mutex);
     const auto waits = [](const FakeStream* stream) { return stream->word_waits > 0; };
-    require(world().changed.wait_for(lock, std::chrono::seconds(20),
-                                     [&] { return std::none_of(world().streams.begin(), world().streams.end(), waits); }),
+    require(world().changed.wait_for(
+                lock, std::chrono::seconds(20),
+                [&] { return std::none_of(world().streams.begin(), world().streams.end(), waits); }),
             "memory freed while a stream waits for a word");
   }
   return host_free(reinterpret_cast<void*>(address));

@@ -188,8 +188,8 @@ TEST_CASE(
 
 namespace {
 
-// Whether the kernel counts each layer of a load once and only when its bytes are there, and leaves its counts
-// as it found them. `counted_before`: warps that somebody has counted already.
+// Whether the kernel counts each layer of a load once and only when its bytes are there, and leaves its
+// counts as it found them. `counted_before`: warps that somebody has counted already.
 bool counts_layers(unsigned counted_before) {
   CopyWorld world(8193, 0);
   const ByteVector pages = random_bytes(world.pages.size(), 2);
@@ -198,8 +198,8 @@ bool counts_layers(unsigned counted_before) {
   const std::array<int32_t, 2> stage_ends{half, 2 * half};
   std::array<uint32_t, 2> warps{counted_before, 0};
   uint32_t passed = 7;
-  cuda::CopyJob job{world.chunks.data(), world.where.data(), 2 * half, static_cast<int32_t>(world.where.size()),
-                    true};
+  cuda::CopyJob job{world.chunks.data(), world.where.data(), 2 * half,
+                    static_cast<int32_t>(world.where.size()), true};
   job.stage_ends = stage_ends.data();
   job.stage_count = 2;
   job.words = {warps.data(), &passed};
@@ -210,7 +210,8 @@ bool counts_layers(unsigned counted_before) {
       const Segment& segment = world.segments[layer];
       // The race that ThreadSanitizer would report is the fences' part, which the emulation does not have.
       for (const cuda::CopyPage& page : kThreadSanitizer ? std::vector<cuda::CopyPage>{} : world.where) {
-        const auto* from = reinterpret_cast<const void*>(page.host + static_cast<uintptr_t>(segment.page_offset));
+        const auto* from =
+            reinterpret_cast<const void*>(page.host + static_cast<uintptr_t>(segment.page_offset));
         const auto* to = reinterpret_cast<const void*>(run_address(segment, page.block));
         if (std::memcmp(from, to, static_cast<size_t>(segment.run_bytes)) != 0) early = true;
       }

@@ -19,7 +19,9 @@ constexpr CudaShape kLong{
     .layers = 2, .blocks = 4, .run_bytes = kSubBatchBytes / 2 + 4096, .digests = true, .extent_slots = 1};
 
 std::unique_ptr<CudaWorld> make_world(const CudaShape& shape) {
-  return std::make_unique<CudaWorld>(shape, fake_cuda::Settings{}, cuda::CopySwitches{});
+  // The kernel would take all of a page at once.
+  return std::make_unique<CudaWorld>(shape, fake_cuda::Settings{},
+                                     cuda::CopySwitches{.batch = true, .kernel = false});
 }
 
 OpResult result_of(CudaWorld& world, int64_t ticket) {

@@ -27,11 +27,14 @@ std::vector<Copy> list_copies(std::span<const Segment> segments, std::span<const
 
 TEST_CASE("cuda plan: the way of a run follows from its own length and from what there is") {
   const Capabilities all{true, true, 1 << 20};
-  CHECK(kernel_below(all) == 64 << 10);
-  CHECK(kernel_below({true, false, 1 << 20}) == 512 << 10);
-  CHECK(kernel_below({false, true, 1 << 20}) == 0);
+  CHECK(kernel_below(all, Direction::kToDevice) == 64 << 10);
+  CHECK(kernel_below({true, false, 1 << 20}, Direction::kToDevice) == 512 << 10);
+  CHECK(kernel_below({true, false, 1 << 20}, Direction::kToHost) == INT64_MAX);
+  for (const Direction direction : {Direction::kToDevice, Direction::kToHost}) {
+    CHECK(kernel_below({false, true, 1 << 20}, direction) == 0);
+  }
   CHECK(describe_ways(all, Direction::kToHost) ==
-        "kernel for runs below 64 KiB, 1 multiprocessor; others in batches");
+        "kernel for all runs of registered memory, 1 multiprocessor; others in batches");
   CHECK(describe_ways(all, Direction::kToDevice) ==
         "kernel for runs below 64 KiB, 2 multiprocessors; others in batches");
   CHECK(describe_ways({false, false, 1 << 20}, Direction::kToHost) == "in rows");

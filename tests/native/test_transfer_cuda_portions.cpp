@@ -66,6 +66,14 @@ TEST_CASE("cuda portions: by kernel an op is one launch, on two multiprocessors 
   CHECK(calls.multiprocessors[kStores] == 1);
 }
 
+TEST_CASE("cuda portions: the kernel stores long runs, too, and the copy engine loads them") {
+  const CudaShape shape{.layers = 2, .blocks = 6, .run_bytes = 1 << 20, .extent_slots = 6};
+  const fake_cuda::Calls calls = there_and_back(shape, kAll);
+  CHECK(calls.kernel == 2);  // 4 and 8 MiB
+  CHECK(calls.batch == 3);
+  CHECK(calls.peak_long_stores == 0);
+}
+
 TEST_CASE("cuda portions: a large op is few launches, the first a small one") {
   const CudaShape shape{.layers = 8, .blocks = 640, .run_bytes = 16384, .extent_slots = 640};  // 80 MiB
   const fake_cuda::Calls calls = there_and_back(shape, kAll);
@@ -261,7 +269,8 @@ TEST_CASE("cuda portions: by layer one kernel takes all layers of short runs, an
         CHECK(world.engine->wait_layer_on(ticket, layer, CudaWorld::kLongS, world.stream).in_time);
         fake_cuda::enqueue(world.stream, [&, layer] {
           bool all = true;
-          for (int32_t block = 8; block < 16; ++block) all = all && world.layer_holds(layer, block, block - 7);
+          for (int32_t block = 8; block < 16; ++block)
+            all = all && world.layer_holds(layer, block, block - 7);
           right.push_back(all ? layer : -1);
         });
       }

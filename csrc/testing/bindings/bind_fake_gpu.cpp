@@ -24,8 +24,8 @@ class FakeGpu {
     fake_cuda::take_violation("of an earlier test");
     const cuda::LoadedDriver loaded = cuda::find_functions(fake_cuda::finder());
     if (!loaded.missing.empty()) throw ContractError("the fake driver lacks " + loaded.missing);
-    lane_ = std::make_shared<cuda::CudaLane>(cuda::Device::open(0, loaded.driver),
-                                             fake_cuda::copy_kernels(), cuda::CopySwitches{});
+    lane_ = std::make_shared<cuda::CudaLane>(cuda::Device::open(0, loaded.driver), fake_cuda::copy_kernels(),
+                                             cuda::CopySwitches{});
     stream_ = fake_cuda::make_stream(false);
   }
   ~FakeGpu() { fake_cuda::destroy_stream(stream_); }

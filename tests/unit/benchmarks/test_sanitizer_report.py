@@ -49,6 +49,12 @@ def test_a_clean_run_has_no_finding() -> None:
     assert findings("========= COMPUTE-SANITIZER\n1 passed\n========= ERROR SUMMARY: 0 errors\n") == []
 
 
+def test_a_heading_of_pytests_is_no_finding() -> None:
+    failed = f"{'=' * 35} FAILURES {'=' * 35}"
+    printed = f"========= COMPUTE-SANITIZER\n{failed}\n========= Target application returned an error\n"
+    assert findings(f"{printed}========= ERROR SUMMARY: 0 errors\n") == []
+
+
 @pytest.mark.parametrize("output", ["1 passed", CUFILE.replace("1 error\n", "2 errors\n")])
 def test_a_report_that_is_not_whole_is_no_clean_run(output: str) -> None:
     with pytest.raises(ValueError, match="compute-sanitizer"):
