@@ -223,7 +223,10 @@ class BlockWatch:
         """Takes the blocks handed out since the last call: op -> positions in the op."""
         watchers = self._pool._reuse_watchers
         for op_id, watched in self._watched.items():
-            # Our watcher is gone if it was called, which has noted the block, or if another one replaced it.
+            # Our watcher is gone if it was called, which has noted the block, or if another one replaced it. The usual
+            # case comes in each step, so it has no loop in Python.
+            if list(map(watchers.get, watched)).count(self._callback) == len(watched):
+                continue
             lost = {block for block in watched if watchers.get(block) is not self._callback}
             if lost:
                 self._reused.setdefault(op_id, set()).update(lost)
