@@ -336,7 +336,7 @@ class LocalCacheManager(CacheManager):
 
     def _mark_used(self, op: RankOp) -> None:
         order = self.tables.access_orders.peek(op.request_id, op.group)
-        if order is not None and order.due():
+        if order is not None and order.mark_doubled():
             self.tables.hub.index.touch(order.entries())
 
     def discard_from(self, request_id: str, first_token: int) -> int:

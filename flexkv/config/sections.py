@@ -216,9 +216,9 @@ class TransferConfig(Section):
     )
     copy_kernel: bool = Field(
         True,
-        description="Let a kernel on one or two multiprocessors make a GPU's stores and load its short runs; off leaves "
-        "all of them to the copy engine, which is slower for short runs. It takes no multiprocessor from the model, but "
-        "stores by it slow an engine's steps more.",
+        description="Let a kernel on one or two multiprocessors make a GPU's stores and load its short runs; off "
+        "leaves all of them to the copy engine, which is slower for short runs. It takes no multiprocessor from the "
+        "model, but stores by it slow an engine's steps more.",
     )
     stuck_s: Seconds = Field(
         60.0,

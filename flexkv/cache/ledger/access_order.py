@@ -98,7 +98,7 @@ class AccessOrder:
         self._looked_up, self._parts, self._stored = (), [(0, None, joined)], len(joined)
         return joined
 
-    def due(self) -> bool:
+    def mark_doubled(self) -> bool:
         """Notes the number of blocks if it has doubled since it was last noted, and returns whether it did."""
         if self.blocks < 2 * self._marked_blocks or self.blocks == self._marked_blocks:
             return False

@@ -101,9 +101,9 @@ class FetchChoice:
                 self._leave(tier, left, self._fetch_s(tier, left), left_tokens)
         return [self._promotions.walk.cut(runs, kept) for runs in rest], True
 
-    def all_worth(self, rest: Sequence[Sequence[PageRun]], tokens: int) -> bool:
-        """Whether pages that are of use only together arrive sooner than the engine computes their `tokens`. If not,
-        counts them as left to the engine."""
+    def choose_fetch(self, rest: Sequence[Sequence[PageRun]], tokens: int) -> bool:
+        """Chooses whether to fetch pages that are of use only together: if they arrive sooner than the engine computes
+        their `tokens`. If not, counts them as left to the engine."""
         tiers = self.tiers_of(rest)
         if not self._enabled or not self._tables.cost.fetch_is_known(tiers, self._tables.clock()):
             return True
@@ -147,9 +147,9 @@ class FetchChoice:
         self._tables.tiers[tier].counts.left_pages += pages
         self.last_left = LeftToEngine(tier, pages, fetch_s, self._tables.cost.compute_s(tokens))
 
-    def straight_worth(self, tier: TierId, route: StraightLoads, pages: int, tokens: int) -> bool:
-        """Whether `pages` are loaded straight from their tier sooner than the engine computes their `tokens`. If not,
-        counts them as left to the engine."""
+    def choose_straight_load(self, tier: TierId, route: StraightLoads, pages: int, tokens: int) -> bool:
+        """Chooses whether to load `pages` straight from their tier: if that ends sooner than the engine computes their
+        `tokens`. If not, counts them as left to the engine."""
         if not self._enabled or self._tables.cost.straight_is_worth(
             tier, pages, tokens, route.pages, self._tables.clock()
         ):

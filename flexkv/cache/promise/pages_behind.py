@@ -119,7 +119,7 @@ class PagesBehind:
             in_line: the request waits for room if there is none. A tail does not: it takes a slot if there is one,
                 because less than a block is not worth giving up the promise.
         """
-        if not self._choice.all_worth([part.runs for part in wanted], tokens):
+        if not self._choice.choose_fetch([part.runs for part in wanted], tokens):
             for part in wanted:
                 self.walk.release(part.runs)
             self._skip_tiers(ask, MissReason.COMPUTED_SOONER)
@@ -207,7 +207,7 @@ class PagesBehind:
         assert route is not None
         blocks = len(rest[0][0])
         pages, tokens = blocks * len(rest), blocks * self._block_tokens
-        if not self._choice.straight_worth(tier, route, pages, tokens):
+        if not self._choice.choose_straight_load(tier, route, pages, tokens):
             for runs in rest:
                 self.walk.release(runs)
             self._skip_tiers(ask, MissReason.COMPUTED_SOONER)

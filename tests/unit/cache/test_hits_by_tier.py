@@ -171,7 +171,7 @@ def test_what_is_weighed_against_computing_is_what_the_fetch_adds(monkeypatch: p
         weighed.append(tokens)
         return True
 
-    monkeypatch.setattr(world.manager.choice, "all_worth", weigh)
+    monkeypatch.setattr(world.manager.choice, "choose_fetch", weigh)
     world.manager.match("r", keys, 8)
     assert weighed == [16], "the engine has 8 tokens, 8 are in host memory"
 
