@@ -27,6 +27,8 @@ PART_TOKENS, PART_BLOCKS = 640, 2
 """The most that vLLM computes of a prompt in one step: in tokens, and in whole blocks."""
 ENGINE: dict[str, Any] = {
     "dtype": "bfloat16",
+    # On a CPU with AVX512-BF16 vLLM chooses this by itself; on others it would choose bfloat16, and smaller blocks.
+    "mamba_ssm_cache_dtype": "float32",
     "num_gpu_blocks_override": 64,
     "max_num_batched_tokens": PART_TOKENS,
 }
