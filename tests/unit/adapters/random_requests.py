@@ -43,7 +43,7 @@ class RandomRequests:
             if scheduler.reset_prefix_cache() and not engine.connector.has_pending_push_work():
                 engine.spoil()
         elif chance < 0.325:
-            self._reset_under_requests()
+            self.reset_under_requests()
         elif chance < 0.33:
             engine.connector.reset_cache()
         elif chance < 0.40 and live:
@@ -54,16 +54,16 @@ class RandomRequests:
         engine.hits.clear()
         engine.check()
 
-    def _reset_under_requests(self) -> None:
-        scheduler = self.engine.scheduler
-        loads = any(
-            request.status.name == "WAITING_FOR_REMOTE_KVS" for request in scheduler.requests.values()
+    def reset_under_requests(self) -> bool:
+        """Resets vLLM's cache, and half the time flexkv's, unless vLLM would refuse; returns whether it has."""
+        engine = self.engine
+        # vLLM also refuses during a step that may still write blocks of a request that the reset preempts.
+        if engine.waiting_hold_blocks or engine.steps_under_way:
+            return False
+        engine.scheduler.reset_prefix_cache(
+            reset_running_requests=True, reset_connector=self.random.random() < 0.5
         )
-        # vLLM refuses during a step that may still write blocks of a request that the reset preempts.
-        if not loads and not self.engine.steps_under_way:
-            scheduler.reset_prefix_cache(
-                reset_running_requests=True, reset_connector=self.random.random() < 0.5
-            )
+        return True
 
     def _prompt(self) -> list[int]:
         rng = self.random

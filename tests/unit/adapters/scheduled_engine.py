@@ -219,6 +219,17 @@ class ScheduledEngine:
         return len(self._under_way)
 
     @property
+    def waiting_hold_blocks(self) -> bool:
+        """Whether a request that is in no batch holds blocks: for a load under way, which a request that was aborted
+        still waits for, or for KV that was loaded. vLLM then refuses a reset under running requests."""
+        return any(
+            any(table)
+            for name, request in self.scheduler.requests.items()
+            if request.status != RequestStatus.RUNNING
+            for table in self.manager.get_block_ids(name)
+        )
+
+    @property
     def busy(self) -> bool:
         return bool(self.scheduler.requests) or self.connector.has_pending_push_work()
 

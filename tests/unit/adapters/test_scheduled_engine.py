@@ -22,7 +22,7 @@ from tests.unit.adapters.random_requests import RandomRequests
 from tests.unit.adapters.scheduled_engine import ScheduledEngine
 from tests.unit.adapters.scheduled_pools import chunk, full, state, window
 
-FAIL = 0
+FAIL, STALL = 0, 2
 PROMPT = list(range(10, 60))
 Make = Callable[..., ScheduledEngine]
 
@@ -237,6 +237,28 @@ def test_a_failed_page_of_any_group_fails_the_load_and_the_next_is_shorter(
     assert worker_class.movers[0].acted == 1
     # The window's page 0 ends at 44 of 48 tokens; without page 0 of the full group nothing is left.
     assert taken[:2] == ([48, 0], [48, 32])[group]
+    engine.check()
+
+
+def test_no_client_resets_under_requests_while_an_aborted_load_holds_blocks(make_scheduled: Make) -> None:
+    """However long its copies take: vLLM raises there."""
+    worker_class = faulty_worker(testing_ext.FaultRule(STALL, kind=int(OpKind.H2D)))
+    engine = make_scheduled(full(4), window(4, 9), blocks=128, worker_class=worker_class)
+    engine.run("first", PROMPT)
+    engine.forget()
+    engine.add("aborted", PROMPT)
+    engine.step()
+    engine.end("aborted")
+    clients = RandomRequests(engine, random.Random(0))
+    assert not clients.reset_under_requests()
+    manager = local(engine.connector.scheduler.unit.manager)
+    epoch = manager.epoch
+    with pytest.raises(RuntimeError, match="waiting for remote KV transfer"):
+        engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    assert manager.epoch == epoch, "vLLM raises before it resets flexkv"
+    worker_class.movers[0].release()
+    engine.settle()
+    assert clients.reset_under_requests()
     engine.check()
 
 
