@@ -57,7 +57,8 @@ class Alone:
     """An engine with vLLM's own prefix cache and nothing else, whose answers must be matched token for token.
 
     In bfloat16 the last bits of a state depend on the parts in which a prompt was computed, and an answer may depend on
-    these bits. So a hit is compared with a hit of the same length in vLLM's own cache.
+    these bits. So a hit is compared with a hit of the same length in vLLM's own cache; and if that answers otherwise,
+    with an answer that was computed as the session's was, in one part.
     """
 
     def __init__(self, process: EngineProcess) -> None:
@@ -79,7 +80,9 @@ class Alone:
         if not before and ours.cached:
             before = (prompt.first(ours.cached + 1),)
         own = self.answer(prompt, *before)
-        assert (ours.tokens, ours.cached) == (own.tokens, own.cached)
+        assert ours.cached == own.cached
+        if ours.tokens != own.tokens:
+            assert ours.tokens == self.answer(prompt).tokens
         return ours.cached
 
 
