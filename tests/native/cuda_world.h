@@ -41,6 +41,13 @@ struct CudaShape {
   bool exact_slots = false;  // no gap between the pages of two slots; for pages of whole 4 KiB
 };
 
+// A lane that may copy by every path, and one that has neither batches nor the kernel.
+inline constexpr cuda::CopySwitches kAll{.batch = true, .kernel = true};
+inline constexpr cuda::CopySwitches kRows{.batch = false, .kernel = false};
+
+// Unit: seconds. For what must not happen; the controls show that it is enough.
+inline constexpr double kAWhileS = 0.2;
+
 struct CudaWorld {
   static constexpr double kLongS = 60;
 
@@ -162,5 +169,9 @@ struct CudaWorld {
   uintptr_t stream = 0;
   int64_t next_op = 1;
 };
+
+inline std::unique_ptr<CudaWorld> make_world(const CudaShape& shape = {}) {
+  return std::make_unique<CudaWorld>(shape, fake_cuda::Settings{}, cuda::CopySwitches{});
+}
 
 }  // namespace flexkv
