@@ -2,7 +2,8 @@
 
 A variant is (CUDA or not) x (sanitizer). The variants with and without CUDA share a folder under build/ and all objects
 except the few that differ, so that both cost little more than one. The Python bindings, which include pybind11, and the
-native tests, which include doctest, are each compiled with a precompiled header.
+native tests, which include doctest, are each compiled with a precompiled header. With a sanitizer, files of one folder
+are compiled together (compile_units.py).
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
+from build_support import compile_units
+from build_support.compile_units import Unit
 from build_support.compiler_warnings import flags_for_warnings, noting_warnings
 from build_support.console import say
 from build_support.cuda_toolkit import CudaToolkit, find_nvcc, select_toolkit
@@ -114,11 +117,14 @@ DIFFER = ("csrc/cuda/device_info.cpp", "csrc/bindings/module.cpp")
 QUICKLY_COMPILED = "-O1 -g0"
 """For tests and for bindings that only pass arguments on; takes half the time of `-O3`."""
 
+QUICKLY_SANITIZED = "-O0"
+"""The same with a sanitizer, whose reports need the line numbers."""
 
-def _precompiled_header(source: Path) -> str:
+
+def _precompiled_header(source: Path, sanitizer: str) -> str:
     """`bindings` or `tests` for a file that is compiled quickly with the precompiled header of that name; else empty.
-    Bindings that read lists of tokens or keys are in the hot path."""
-    if "bindings" in source.parts and not source.stem.endswith("_reader"):
+    Bindings that read lists of tokens or keys are in the hot path of the variants that users run."""
+    if "bindings" in source.parts and (sanitizer or not source.stem.endswith("_reader")):
         return "bindings"
     # The file that defines doctest's main must include it first, and the fake driver does not use doctest.
     own = source.is_relative_to(ROOT / "tests") and source.name != "main.cpp" and source not in FAKE_DRIVER
@@ -164,9 +170,10 @@ class NinjaFile:
                 " ".join(f"-L{path}" for path in libraries) + " -lcudart_static -Wl,--exclude-libs,ALL "
             )
         self._headers: set[str] = set()
+        self.units: dict[str, Unit] = {}
         self._core: list[str] = []
         self._cuda_define = f"-DFLEXKV_WITH_CUDA={int(variant.toolkit is not None)}"
-        self._quickly = "" if sanitize else f" {QUICKLY_COMPILED}"
+        self._quickly = f" {QUICKLY_SANITIZED if sanitize else QUICKLY_COMPILED}"
         self.compiler = compiler() or "g++"
         self.link_flags = f"-fsanitize={sanitize}" if sanitize else ""
         self.libs = f"{cuda_libs}-ldl -lrt -lpthread"
@@ -210,25 +217,50 @@ class NinjaFile:
                 "  description = NVCC $out",
             ]
 
+    def _objects(self, sources: list[Path]) -> list[str]:
+        """Adds the objects of `sources`: one for each file, or with a sanitizer one for each unit."""
+        if not self.variant.sanitizer:
+            return [self._object(source) for source in sources]
+        objects = []
+        for unit in compile_units.units(sources, ROOT, self._flags):
+            first, *others = unit.sources
+            if others:
+                name = unit.name(ROOT)
+                self.units[name] = unit
+                self.lines += [
+                    f"build {name}.o: cxx {name}{self._needs(first)}",
+                    f"  more ={self._flags(first)}",
+                ]
+                objects.append(f"{name}.o")
+            else:
+                objects.append(self._object(first))
+        return objects
+
     def _object(self, source: Path) -> str:
         path = source.relative_to(ROOT).as_posix()
         name = path.replace("/", ".") + ".o"
         if source.suffix == ".cu":
             self.lines.append(f"build cuda/{name}: nvcc {source}")
             return f"cuda/{name}"
-        more, needs = "", ""
-        if header := _precompiled_header(source):
-            needs = f" | {self._precompiled(header)}"
-            more = f"{self._quickly} -include {header}.h"
-        if "bindings" in source.parts:
-            more += " $python"
+        more = self._flags(source)
         if path in DIFFER:
             more += f" {self._cuda_define}"
             name = f"{self.variant.device}/{name}"
         if path == "csrc/bindings/module.cpp":
             more += f" '-DFLEXKV_INTERFACE=\"{interface_id()}\"'"
-        self.lines += [f"build {name}: cxx {source}{needs}", f"  more ={more}"]
+        self.lines += [f"build {name}: cxx {source}{self._needs(source)}", f"  more ={more}"]
         return name
+
+    def _flags(self, source: Path) -> str:
+        """The flags of `source` and of others of its unit."""
+        header = _precompiled_header(source, self.variant.sanitizer)
+        quickly = f"{self._quickly} -include {header}.h" if header else ""
+        return f"{quickly} $python" if "bindings" in source.parts else quickly
+
+    def _needs(self, source: Path) -> str:
+        """What must be there before `source` is compiled, in ninja's words."""
+        header = _precompiled_header(source, self.variant.sanitizer)
+        return f" | {self._precompiled(header)}" if header else ""
 
     def _precompiled(self, header: str) -> str:
         """Adds the header's target, once: compilers take `x.h.gch` where `x.h` is included first."""
@@ -241,7 +273,7 @@ class NinjaFile:
 
     def add_extension(self, file_name: str) -> Path:
         """Adds the Python extension as a default target; returns its path."""
-        objects = self._core = [self._object(s) for s in _sources(self.variant)]
+        objects = self._core = self._objects(_sources(self.variant))
         library = f"{self.variant.device}/{file_name}"
         self.lines += [f"build {library}: so {' '.join(objects)}", f"default {library}"]
         return self.variant.folder / library
@@ -252,7 +284,7 @@ class NinjaFile:
         It contains the parts of the core that it uses, because the product's extension hides its symbols, and the
         native tests' fake of a GPU's driver. Classes that both bind are the same to Python.
         """
-        objects = [self._object(s) for s in [*sorted(TESTING.rglob("*.cpp")), *FAKE_DRIVER]]
+        objects = self._objects([*sorted(TESTING.rglob("*.cpp")), *FAKE_DRIVER])
         core = f"{self.variant.device}/core.a"
         library = f"{self.variant.device}/{file_name}"
         self.lines += [
@@ -268,7 +300,7 @@ class NinjaFile:
             s for s in [*_sources(self.variant), *sorted(TESTING.glob("*.cpp"))] if "bindings" not in s.parts
         ]
         tests = sorted((ROOT / "tests" / "native").glob("*.cpp"))
-        objects = [self._object(s) for s in [*core, *tests]]
+        objects = self._objects([*core, *tests])
         program = f"{self.variant.device}/native_tests"
         self.lines += [f"build {program}: exe {' '.join(objects)}", f"default {program}"]
         return self.variant.folder / program
@@ -286,6 +318,8 @@ class NinjaFile:
             fcntl.flock(lock, fcntl.LOCK_EX)  # two builds at once would write the same objects
             for header in self._headers:
                 _write_if_changed(folder / f"{header}.h", HEADERS[header])
+            for file_name, unit in self.units.items():
+                _write_if_changed(folder / file_name, unit.text)
             name, include = self._pybind11
             (folder / name).unlink(missing_ok=True)
             (folder / name).symlink_to(include)

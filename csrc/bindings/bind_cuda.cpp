@@ -18,7 +18,7 @@ namespace py = pybind11;
 namespace flexkv {
 namespace {
 
-std::shared_ptr<cuda::CudaLane> make_lane(int device, bool batch, bool kernel, int32_t digest_threads) {
+std::shared_ptr<cuda::CudaLane> make_cuda_lane(int device, bool batch, bool kernel, int32_t digest_threads) {
   const py::gil_scoped_release release;
   auto digests = std::make_unique<DigestCrew>(digest_threads);  // first, as its error names the bad argument
   return released_without_gil(
@@ -27,7 +27,7 @@ std::shared_ptr<cuda::CudaLane> make_lane(int device, bool batch, bool kernel, i
 }
 
 // (path, pieces, bytes, driver calls) for each path.
-py::list counts(const cuda::CudaLane& lane) {
+py::list path_counts(const cuda::CudaLane& lane) {
   py::list list;
   for (int i = 0; i < cuda::kPaths; ++i) {
     const auto path = static_cast<cuda::Path>(i);
@@ -41,7 +41,7 @@ py::list counts(const cuda::CudaLane& lane) {
 
 void bind_cuda(py::module_& m) {
   NativeBinding<cuda::CudaLane, Lane, std::shared_ptr<cuda::CudaLane>>(m, "CudaLane")
-      .def(py::init(&make_lane), py::arg("device"), py::arg("batch"), py::arg("kernel"),
+      .def(py::init(&make_cuda_lane), py::arg("device"), py::arg("batch"), py::arg("kernel"),
            py::arg("digest_threads"))
       .def_property_readonly("notes", [](const cuda::CudaLane& lane) { return lane.copier().notes(); })
       .def_property_readonly("failed_launches",
@@ -54,7 +54,7 @@ void bind_cuda(py::module_& m) {
                                both["d2h"] = cuda::describe_ways(usable, cuda::Direction::kToHost);
                                return both;
                              })
-      .def("counts", &counts);
+      .def("counts", &path_counts);
   NativeBinding<cuda::DeviceMemory, std::shared_ptr<cuda::DeviceMemory>>(m, "DeviceMemory")
       .def(py::init([](int device, size_t bytes) {
              const py::gil_scoped_release release;

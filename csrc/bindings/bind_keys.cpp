@@ -44,7 +44,7 @@ Sha256Digest namespace_of(const py::bytes& value) {
 }
 
 // A read-only array [rows, row_bytes] over the buffer's memory; it keeps that memory alive by itself.
-py::array view_of(const RowBuffer& rows) {
+py::array view_of_rows(const RowBuffer& rows) {
   const auto count = static_cast<py::ssize_t>(rows.rows());
   const auto bytes = static_cast<py::ssize_t>(rows.row_bytes());
   if (count == 0) return py::array_t<uint8_t>({count, bytes});
@@ -158,7 +158,7 @@ void bind_keys(py::module_& m) {
       .def(py::init<const py::bytes&, uint32_t>(), py::arg("namespace"), py::arg("group"))
       .def("extend", &EngineKeyChain::extend, py::arg("engine_keys"), py::arg("start") = 0)
       .def("truncate", &EngineKeyChain::truncate, py::arg("blocks"))
-      .def_property_readonly("keys", [](const EngineKeyChain& chain) { return view_of(chain.keys()); })
+      .def_property_readonly("keys", [](const EngineKeyChain& chain) { return view_of_rows(chain.keys()); })
       .def("__len__", [](const EngineKeyChain& chain) { return chain.keys().rows(); });
 
   NativeBinding<TokenChain>(m, "TokenChain")
@@ -168,7 +168,7 @@ void bind_keys(py::module_& m) {
            py::arg("block_tokens"), py::arg("seed") = py::bytes(), py::arg("bigram") = false)
       .def("extend", &extend_tokens, py::arg("tokens"), py::arg("start") = 0)
       .def("truncate", &TokenChain::truncate, py::arg("blocks"))
-      .def_property_readonly("digests", [](const TokenChain& chain) { return view_of(chain.digests()); })
+      .def_property_readonly("digests", [](const TokenChain& chain) { return view_of_rows(chain.digests()); })
       .def_property_readonly("block_tokens", &TokenChain::block_tokens)
       .def("__len__", &TokenChain::blocks);
 }

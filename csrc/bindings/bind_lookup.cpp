@@ -27,7 +27,8 @@ namespace {
 // Room is negative when more is reserved than is allowed: then there is none.
 size_t room_of(int64_t pages) { return pages > 0 ? static_cast<size_t>(pages) : 0; }
 
-constexpr int64_t kMostTokens = int64_t{1} << 40;  // in one request; with more, products would overflow
+// With more tokens in one request, products would overflow.
+constexpr int64_t kMostRequestTokens = int64_t{1} << 40;
 
 RuleKind rule_kind(const std::string& name) {
   for (const auto& [kind, known] : kRuleKinds) {
@@ -50,7 +51,7 @@ GroupRule make_rule(const std::string& kind, int64_t block_tokens, int64_t reach
 py::object look_for_lengths(BoundaryLookup& lookup, const List<py::array>& keys, int64_t start_tokens,
                             int64_t room_pages, uint32_t tiers_mask, uint64_t now_s, bool coming,
                             int64_t most) {
-  if (start_tokens < 0 || start_tokens > kMostTokens) {
+  if (start_tokens < 0 || start_tokens > kMostRequestTokens) {
     throw BlockRangeError("look from token " + std::to_string(start_tokens) + "; allowed are 0 to 2**40");
   }
   if (most < 1 || most > kMostLengths) {
@@ -184,7 +185,7 @@ void bind_boundary_lookup(py::module_& m) {
           py::arg("group"));
   NativeBinding<BoundaryLookup>(m, "BoundaryLookup")
       .def(py::init([](std::shared_ptr<TierLookup> tiers, const List<GroupRule>& rules, int64_t alignment) {
-             if (alignment < 1 || alignment > kMostTokens) {
+             if (alignment < 1 || alignment > kMostRequestTokens) {
                throw ConfigError("hits aligned to " + std::to_string(alignment) +
                                  " tokens; allowed are 1 to 2**40");
              }

@@ -138,12 +138,12 @@ py::tuple trailer(const PageCodec& codec, const py::buffer& image) {
   return py::make_tuple(head.slab_id, head.slot, tag, head.written);
 }
 
-std::shared_ptr<DiskLane> make_lane(const List<std::shared_ptr<PageCodec>>& codecs,
-                                    const List<std::shared_ptr<HostPool>>& pools,
-                                    const List<List<std::shared_ptr<SlabFile>>>& slabs, const std::string& io,
-                                    int32_t depth, double stuck_s,
-                                    const std::optional<std::shared_ptr<QueueWrapper>>& wrapper,
-                                    bool zero_fill, bool register_buffers) {
+std::shared_ptr<DiskLane> make_disk_lane(const List<std::shared_ptr<PageCodec>>& codecs,
+                                         const List<std::shared_ptr<HostPool>>& pools,
+                                         const List<List<std::shared_ptr<SlabFile>>>& slabs,
+                                         const std::string& io, int32_t depth, double stuck_s,
+                                         const std::optional<std::shared_ptr<QueueWrapper>>& wrapper,
+                                         bool zero_fill, bool register_buffers) {
   if (codecs.size() != pools.size()) {
     throw ContractError(std::to_string(codecs.size()) + " groups with " + std::to_string(pools.size()) +
                         " host pools");
@@ -174,7 +174,7 @@ py::list full_reasons(const DiskLane& lane) {
   return list;
 }
 
-py::dict counts(const DiskLane& lane, int32_t disk) { return to_dict(lane.counts(disk)); }
+py::dict disk_counts(const DiskLane& lane, int32_t disk) { return to_dict(lane.counts(disk)); }
 
 }  // namespace
 
@@ -233,7 +233,7 @@ void bind_storage(py::module_& m) {
       .def("sync", &SlabFile::sync, py::call_guard<py::gil_scoped_release>());
   NativeBinding<QueueWrapper, std::shared_ptr<QueueWrapper>>(m, "QueueWrapper");
   NativeBinding<DiskLane, Lane, std::shared_ptr<DiskLane>>(m, "DiskLane")
-      .def(py::init(&make_lane), py::arg("codecs"), py::arg("pools"), py::arg("slabs"), py::arg("io"),
+      .def(py::init(&make_disk_lane), py::arg("codecs"), py::arg("pools"), py::arg("slabs"), py::arg("io"),
            py::arg("depth"), py::arg("stuck_s"), py::arg("wrapper") = py::none(),
            py::arg("zero_fill") = false, py::arg("register_buffers") = false)
       .def("take_out", &DiskLane::take_out, py::arg("disk"), py::arg("reason"),
@@ -242,7 +242,7 @@ void bind_storage(py::module_& m) {
       .def_property_readonly("files_closed", &DiskLane::files_closed)
       .def("states", &states)
       .def("full_reasons", &full_reasons)
-      .def("counts", &counts, py::arg("disk"));
+      .def("counts", &disk_counts, py::arg("disk"));
 }
 
 }  // namespace flexkv

@@ -27,7 +27,7 @@ constexpr int32_t kDlCpu = 1;
 constexpr int32_t kDlCudaHost = 3;
 constexpr uint8_t kDlInt = 0;
 constexpr int32_t kMostDimensions = 64;
-constexpr Py_ssize_t kShownCharacters = 200;
+constexpr Py_ssize_t kShownErrorCharacters = 200;
 // Unit: bytes. No machine has more memory.
 constexpr int64_t kMostBytes = int64_t{1} << 56;
 
@@ -38,7 +38,7 @@ py::object capsule_of(const py::object& tensor, const std::string& name) {
     return tensor.attr("__dlpack__")();
   } catch (const py::error_already_set& error) {
     if (!error.matches(PyExc_BufferError)) throw;
-    throw GeometryError(name + " gives no DLPack: " + shown(error.value(), kShownCharacters));
+    throw GeometryError(name + " gives no DLPack: " + shown(error.value(), kShownErrorCharacters));
   }
 }
 
@@ -83,7 +83,8 @@ void TensorArgument::take_pointer() try {
                       "element_size() integers");
 } catch (const py::error_already_set& error) {
   if (!error.matches(PyExc_AttributeError)) throw;
-  throw GeometryError(name_ + " has data_ptr() and is no tensor: " + shown(error.value(), kShownCharacters));
+  throw GeometryError(name_ +
+                      " has data_ptr() and is no tensor: " + shown(error.value(), kShownErrorCharacters));
 }
 
 void TensorArgument::take_dlpack() {

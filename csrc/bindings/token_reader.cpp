@@ -15,13 +15,13 @@ namespace flexkv {
 namespace {
 
 constexpr const char* kAllowed = "; allowed are integers from 0 to 2**32 - 1";
-constexpr Py_ssize_t kShownCharacters = 80;
+constexpr Py_ssize_t kShownTokenCharacters = 80;
 // Unit: tokens, in one call. A hundred times the longest context in use; more means an array whose shape is
 // wrong (one number that stands for all, say), which is refused before memory is allocated.
-constexpr size_t kMostTokens = size_t{1} << 27;
+constexpr size_t kMostTokensInCall = size_t{1} << 27;
 
 [[noreturn]] void refuse(size_t position, py::handle value) {
-  throw TokenError("token " + std::to_string(position) + " is " + shown(value, kShownCharacters) + " (" +
+  throw TokenError("token " + std::to_string(position) + " is " + shown(value, kShownTokenCharacters) + " (" +
                    Py_TYPE(value.ptr())->tp_name + ")" + kAllowed);
 }
 
@@ -84,9 +84,9 @@ size_t size_of(py::handle tokens) {
 
 size_t token_count(py::handle tokens) {
   const size_t count = size_of(tokens);
-  if (count > kMostTokens) {
+  if (count > kMostTokensInCall) {
     throw TokenError("tokens are " + std::to_string(count) + "; allowed are up to " +
-                     std::to_string(kMostTokens) + " in one call");
+                     std::to_string(kMostTokensInCall) + " in one call");
   }
   return count;
 }

@@ -15,7 +15,7 @@ namespace {
 constexpr int32_t kDirectPagesPerThread = 2;
 // Unit: seconds. How long a disk may take to answer one look into a file, and how long further looks may
 // start.
-constexpr double kLookS = 10;
+constexpr double kFileLookS = 10;
 // Unit: bytes. A larger number is a mistake; rounding it up stays far from overflow.
 constexpr int64_t kMostStagingBytes = int64_t{1} << 50;
 
@@ -128,8 +128,8 @@ std::shared_ptr<StagingBuffer> GDSManager::make_staging(int64_t slots, int64_t s
 std::string GDSManager::look_around(const std::shared_ptr<StagingBuffer>& buffer,
                                     const TransferControl& control) const {
   if (!buffer->not_registered().empty()) return {};
-  const double answer_s = std::min(options_.stuck_s, kLookS);
-  const auto enough = deadline_in(kLookS);
+  const double answer_s = std::min(options_.stuck_s, kFileLookS);
+  const auto enough = deadline_in(kFileLookS);
   // One after the other: overlapping calls blur what the counts show.
   for (const IoCall& call : parts_.io->looks(buffer->slot(0, 0), buffer->bytes())) {
     if (control.cancelled() || control.late() || Clock::now() >= enough) break;

@@ -11,7 +11,7 @@ namespace flexkv {
 namespace {
 
 // Unit: seconds. How often a waiting transfer checks whether it was cancelled.
-constexpr double kLookS = 0.02;
+constexpr double kCancelLookS = 0.02;
 
 // One transfer, driven by its caller's thread. A page passes from state to state:
 //   read:  waiting -> I/O -> ready -> transform -> ended
@@ -75,7 +75,7 @@ class Transfer {
         collect(0);
         retire_batch();
       } else {
-        collect(ready_.empty() && io_.in_flight() > 0 ? kLookS : 0);
+        collect(ready_.empty() && io_.in_flight() > 0 ? kCancelLookS : 0);
         if (give_up()) break;
       }
     }
@@ -89,7 +89,7 @@ class Transfer {
 
   void drain() {
     for (; !batches_.empty(); batches_.pop_front()) transformer_->wait();
-    while (io_.in_flight() > 0) io_.take_ended(kLookS);
+    while (io_.in_flight() > 0) io_.take_ended(kCancelLookS);
   }
 
   void stop() {

@@ -110,6 +110,9 @@ Sha256CompressPair sha256_native_compress_pair() { return cpu_has_sha() ? compre
 
 }  // namespace flexkv
 
+#undef FLEXKV_SHA_NI_INLINE
+#undef FLEXKV_SHA_NI
+
 #else
 
 namespace flexkv {

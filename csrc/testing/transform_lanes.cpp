@@ -27,7 +27,7 @@ using WarpSums = std::array<LaneLeafSums, kTransformLanes>;
 
 // What the kernel does with shuffles: halving distances down to the number of groups, then one fold per
 // group.
-uint64_t reduce_and_fold(WarpSums& sums) {
+uint64_t reduce_and_fold_leaf(WarpSums& sums) {
   for (int distance = kTransformLanes / 2; distance >= kSumGroups; distance /= 2) {
     for (int lane = 0; lane < distance; ++lane) {
       auto& mine = sums[static_cast<size_t>(lane)];
@@ -48,7 +48,7 @@ void run(const TransformBatch& batch, int32_t page, const TransformLeaf& leaf) {
   for (int lane = kTransformLanes - 1; lane >= 0; --lane) {
     sums[static_cast<size_t>(lane)] = move_leaf_lane<kDigest, kCopy>(ends, leaf.bytes, lane);
   }
-  if constexpr (kDigest) end_leaf<OneThread>(batch, page, leaf, reduce_and_fold(sums));
+  if constexpr (kDigest) end_leaf<OneThread>(batch, page, leaf, reduce_and_fold_leaf(sums));
 }
 
 using RunBatch = std::function<void(const TransformBatch&)>;

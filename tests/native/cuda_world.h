@@ -3,6 +3,7 @@
 #pragma once
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <thread>
@@ -40,6 +41,13 @@ struct CudaShape {
   bool apart = false;        // each layer is an allocation of its own, right behind the one before
   bool exact_slots = false;  // no gap between the pages of two slots; for pages of whole 4 KiB
 };
+
+// A lane that may copy by every path, and one that has neither batches nor the kernel.
+inline constexpr cuda::CopySwitches kAll{.batch = true, .kernel = true};
+inline constexpr cuda::CopySwitches kRows{.batch = false, .kernel = false};
+
+// Unit: seconds. For what must not happen; the controls show that it is enough.
+inline constexpr double kAWhileS = 0.2;
 
 struct CudaWorld {
   static constexpr double kLongS = 60;
@@ -124,7 +132,10 @@ struct CudaWorld {
     for (int32_t layer = 0; layer < shape_.layers; ++layer) fill_layer(layer, block, seed);
   }
   void fill_layer(int32_t layer, int32_t block, int seed) {
-    for (int64_t i = 0; i < shape_.run_bytes; ++i) run_of(layer, block)[i] = value(seed, layer, i);
+    const std::vector<std::byte> bytes = period(seed, layer);
+    for (int64_t at = 0; at < shape_.run_bytes; at += kPeriodBytes) {
+      std::memcpy(run_of(layer, block) + at, bytes.data(), period_bytes(at));
+    }
   }
   bool holds(int32_t block, int seed) const {
     for (int32_t layer = 0; layer < shape_.layers; ++layer) {
@@ -133,22 +144,35 @@ struct CudaWorld {
     return true;
   }
   bool layer_holds(int32_t layer, int32_t block, int seed) const {
-    for (int64_t i = 0; i < shape_.run_bytes; ++i) {
-      if (run_of(layer, block)[i] != value(seed, layer, i)) return false;
-    }
-    return true;
+    return is_run(run_of(layer, block), seed, layer);
   }
   bool slot_holds(int32_t slot, int seed) const {
     const std::byte* page = pool->slot_address(slot);
     for (int32_t layer = 0; layer < shape_.layers; ++layer) {
-      for (int64_t i = 0; i < shape_.run_bytes; ++i) {
-        if (page[layer * shape_.run_bytes + i] != value(seed, layer, i)) return false;
-      }
+      if (!is_run(page + layer * shape_.run_bytes, seed, layer)) return false;
+    }
+    return true;
+  }
+  bool is_run(const std::byte* run, int seed, int32_t layer) const {
+    const std::vector<std::byte> bytes = period(seed, layer);
+    for (int64_t at = 0; at < shape_.run_bytes; at += kPeriodBytes) {
+      if (std::memcmp(run + at, bytes.data(), period_bytes(at)) != 0) return false;
     }
     return true;
   }
   static std::byte value(int seed, int32_t layer, int64_t i) {
     return static_cast<std::byte>(seed * 37 + layer * 101 + i * 7 + (i >> 8));
+  }
+  // value() repeats after so many bytes. Whole periods are copied and compared: a loop over every byte of
+  // large runs is slow with a sanitizer.
+  static constexpr int64_t kPeriodBytes = int64_t{1} << 16;
+  size_t period_bytes(int64_t at) const {
+    return static_cast<size_t>(std::min(kPeriodBytes, shape_.run_bytes - at));
+  }
+  std::vector<std::byte> period(int seed, int32_t layer) const {
+    std::vector<std::byte> bytes(period_bytes(0));
+    for (size_t i = 0; i < bytes.size(); ++i) bytes[i] = value(seed, layer, static_cast<int64_t>(i));
+    return bytes;
   }
 
   const CudaShape shape_;
@@ -162,5 +186,9 @@ struct CudaWorld {
   uintptr_t stream = 0;
   int64_t next_op = 1;
 };
+
+inline std::unique_ptr<CudaWorld> make_world(const CudaShape& shape = {}) {
+  return std::make_unique<CudaWorld>(shape, fake_cuda::Settings{}, cuda::CopySwitches{});
+}
 
 }  // namespace flexkv

@@ -5,6 +5,7 @@
 
 #include <cerrno>
 #include <cstring>
+#include <fstream>
 #include <functional>
 #include <map>
 #include <memory>
@@ -210,5 +211,12 @@ struct CufileWorld {
   std::shared_ptr<CufileIo> io;
   std::unique_ptr<GDSManager> manager;
 };
+
+// Gives each file content, so that the first look at it has something to read.
+inline void fill_files(const CufileWorld& c, size_t bytes = 8192) {
+  for (int32_t device = 0; device < c.files->devices(); ++device) {
+    std::ofstream(c.files->at(device, 0).path) << std::string(bytes, 'x');
+  }
+}
 
 }  // namespace flexkv

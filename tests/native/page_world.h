@@ -17,6 +17,8 @@
 namespace flexkv {
 
 inline constexpr int64_t kSlabHeaderBytes = 4096;
+// Unit: seconds. Longer than anything in these tests takes.
+inline constexpr double kWaitS = 60;
 
 // One rank, one run per layer.
 inline std::shared_ptr<const PageCodec> page_codec(int32_t layers, int64_t run_bytes, uint32_t group = 0) {

@@ -13,7 +13,7 @@ using namespace flexkv;
 
 namespace {
 
-constexpr size_t kAll = SIZE_MAX;
+constexpr size_t kNoLimit = SIZE_MAX;
 
 // One request of several groups whose pages lie in some of two tiers.
 struct Request {
@@ -70,7 +70,7 @@ struct Request {
       offered.push_back(std::span(chains[group]).subspan(start / rules[group].block_tokens));
     }
     FoundLengths found;
-    boundaries.look(offered, start, {kAll, 3, 0, true}, most, found);
+    boundaries.look(offered, start, {kNoLimit, 3, 0, true}, most, found);
     return found;
   }
 

@@ -1,6 +1,5 @@
 // The reads by which a manager learns, before its first transfer, which way cuFile's files go. Their disks
 // may never answer.
-#include <fstream>
 #include <future>
 #include <thread>
 
@@ -15,12 +14,6 @@ namespace {
 // Unit: bytes. More than the staging of a CufileWorld.
 constexpr size_t kFileBytes = size_t{1} << 20;
 
-void fill_files(const CufileWorld& c) {
-  for (int32_t device = 0; device < c.files->devices(); ++device) {
-    std::ofstream(c.files->at(device, 0).path) << std::string(kFileBytes, 'x');
-  }
-}
-
 template <typename Answer>
 bool came(const std::future<Answer>& answer) {
   return answer.wait_for(to_duration(kGdsGenerousS)) == std::future_status::ready;
@@ -30,7 +23,7 @@ bool came(const std::future<Answer>& answer) {
 // reset_fake() first.
 struct SilentDisks {
   explicit SilentDisks(double stuck_s) {
-    fill_files(world);
+    fill_files(world, kFileBytes);
     fake.before_move = [this] { disk.hold(); };
     GdsOptions options;
     options.max_staging_blocks = 3;
@@ -106,7 +99,7 @@ TEST_CASE("cufile looks: they are larger than what cuFile reads by POSIX calls f
     reset_fake();
     fake.posix_below = below;
     CufileWorld c;
-    fill_files(c);
+    fill_files(c, kFileBytes);
     c.manager->reserve_staging(*c.world.map, GdsWorld::pages());
     CHECK((c.io->name().find("GPUDirect Storage (") != std::string::npos) == direct);
     CHECK(c.manager->direct_refusal().empty() == direct);

@@ -2,7 +2,6 @@
 // without them.
 #include <chrono>
 #include <condition_variable>
-#include <fstream>
 #include <thread>
 
 #include "fake_cufile.h"
@@ -11,19 +10,12 @@ using namespace flexkv;
 
 namespace {
 
-// Files with content, so that the first look at each has something to read.
-void fill_files(const CufileWorld& c) {
-  for (int32_t device = 0; device < c.files->devices(); ++device) {
-    std::ofstream(c.files->at(device, 0).path) << std::string(8192, 'x');
-  }
-}
-
 bool says(const CufileWorld& c, const std::string& words) {
   return c.io->name().find(words) != std::string::npos;
 }
 
 // Writes and reads every block, whose bytes must come back. Returns the report of the read.
-TransferReport there_and_back(CufileWorld& c) {
+TransferReport write_and_read(CufileWorld& c) {
   c.world.fill(3);
   const auto content = c.world.pool;
   REQUIRE(c.transfer(false).ok());
@@ -49,7 +41,7 @@ TEST_CASE("cufile routes: a file in compatibility mode is told from one beside i
   CufileWorld c;
   fill_files(c);
   fake.posix.insert(c.files->at(1, 0).direct_fd);
-  const TransferReport read = there_and_back(c);
+  const TransferReport read = write_and_read(c);
   // Nothing is claimed about calls that overlapped calls on the other file.
   CHECK(read.bounced_calls <= GdsWorld::kBlocks / 2);
   CHECK(read.bounced_calls + read.unknown_calls >= GdsWorld::kBlocks / 2);
@@ -71,7 +63,7 @@ TEST_CASE("cufile routes: properties that promise GPUDirect are not believed aga
   fake.all_posix = true;
   CufileWorld c;
   fill_files(c);
-  const TransferReport read = there_and_back(c);
+  const TransferReport read = write_and_read(c);
   CHECK(read.bounced_calls == GdsWorld::kBlocks);
   CHECK(says(c, "compatibility mode"));
   CHECK(!says(c, "GPUDirect Storage ("));
@@ -86,7 +78,7 @@ TEST_CASE("cufile routes: PCI P2PDMA without nvidia-fs is GPUDirect, and no comp
     fake.p2p_flags = by_feature ? 0 : 1;
     CufileWorld c;
     fill_files(c);
-    const TransferReport read = there_and_back(c);
+    const TransferReport read = write_and_read(c);
     CHECK(read.bounced_calls == 0);
     CHECK(read.unknown_calls == 0);
     CHECK(says(c, "cuFile, GPUDirect Storage (PCI P2PDMA)"));
@@ -100,7 +92,7 @@ TEST_CASE("cufile routes: memory that cuFile did not register is bounced") {
     fake.refuse_buffers = true;
     CufileWorld c;
     fill_files(c);
-    CHECK(there_and_back(c).bounced_calls == GdsWorld::kBlocks);
+    CHECK(write_and_read(c).bounced_calls == GdsWorld::kBlocks);
     CHECK(says(c, "staging is bounced: cuFileBufRegister"));
     CHECK(c.manager->direct_refusal().find("cuFileBufRegister") != std::string::npos);
   }
@@ -125,7 +117,7 @@ TEST_CASE(
     fake.version = version;
     CufileWorld c;
     fill_files(c);
-    const TransferReport read = there_and_back(c);
+    const TransferReport read = write_and_read(c);
     CHECK(read.bounced_calls == 0);
     CHECK(read.unknown_calls == GdsWorld::kBlocks);
     CHECK(says(c, "2 of 2 files not known: "));
@@ -137,7 +129,7 @@ TEST_CASE(
   fake.counts = false;
   CufileWorld c;
   fill_files(c);
-  CHECK(there_and_back(c).unknown_calls == GdsWorld::kBlocks);
+  CHECK(write_and_read(c).unknown_calls == GdsWorld::kBlocks);
   CHECK(says(c, "none of its calls has been seen"));
 }
 
@@ -148,7 +140,7 @@ TEST_CASE("cufile routes: both layouts of the statistics are read, and another o
     fake.version = version;
     CufileWorld c;
     fill_files(c);
-    const TransferReport read = there_and_back(c);
+    const TransferReport read = write_and_read(c);
     CHECK(read.bounced_calls + read.unknown_calls == 0);
   }
   CHECK(!cufile_statistics_offset(1140));
@@ -177,7 +169,7 @@ TEST_CASE("cufile routes: a call that bounces later is seen, and its file is dir
   reset_fake();
   CufileWorld c;
   fill_files(c);
-  CHECK(there_and_back(c).bounced_calls == 0);
+  CHECK(write_and_read(c).bounced_calls == 0);
   fake.all_posix = true;
   static_cast<void>(c.transfer(true));
   CHECK(c.transfer(true).bounced_calls == GdsWorld::kBlocks);
@@ -253,7 +245,7 @@ TEST_CASE(
   reset_fake();
   CufileWorld c;
   fill_files(c);
-  CHECK(there_and_back(c).unknown_calls == 0);
+  CHECK(write_and_read(c).unknown_calls == 0);
   fake.counts = false;
   const TransferReport read = c.transfer(true);
   CHECK(read.ok());

@@ -14,23 +14,23 @@ using namespace flexkv;
 
 namespace {
 
-constexpr int32_t kLayers = 4, kBlocks = 16, kPlaces = 16;
-constexpr int64_t kRun = 2304, kStripe = kLayers * kRun, kHeader = kSlabHeaderBytes;
+constexpr int32_t kLaneLayers = 4, kLaneBlocks = 16, kLanePlaces = 16;
+constexpr int64_t kRun = 2304, kStripe = kLaneLayers * kRun, kHeader = kSlabHeaderBytes;
 
 struct LaneWorld {
   explicit LaneWorld(std::vector<FileFaultRule> rules, double op_stuck_s = 30)
-      : pool(static_cast<size_t>(kLayers * kBlocks * kRun)) {
+      : pool(static_cast<size_t>(kLaneLayers * kLaneBlocks * kRun)) {
     std::mt19937 random(3);
     for (auto& byte : pool) byte = static_cast<unsigned char>(random());
     std::vector<Segment> segments;
-    for (int32_t layer = 0; layer < kLayers; ++layer) {
-      const auto base = reinterpret_cast<uintptr_t>(pool.data() + layer * kBlocks * kRun);
+    for (int32_t layer = 0; layer < kLaneLayers; ++layer) {
+      const auto base = reinterpret_cast<uintptr_t>(pool.data() + layer * kLaneBlocks * kRun);
       segments.push_back({base, kRun, kRun, layer * kRun, layer});
     }
-    codec = page_codec(kLayers, kRun);
+    codec = page_codec(kLaneLayers, kRun);
     host = HostPool::create({codec->image_bytes(), 1, kMaxExtentBytes}, {});
     REQUIRE(host->wait_ready(1, kGdsGenerousS));
-    const SlabShape shape = make_slab(folder.file("slab"), *codec, kPlaces, 7);
+    const SlabShape shape = make_slab(folder.file("slab"), *codec, kLanePlaces, 7);
     const auto files =
         std::make_shared<RawFiles>(std::vector<std::vector<std::string>>{{folder.file("slab")}});
     io = std::make_shared<FaultyFileIo>(std::make_shared<PosixFileIo>(files), std::move(rules));
@@ -43,7 +43,7 @@ struct LaneWorld {
     engine =
         std::make_unique<TransferEngine>(std::make_shared<HostMover>(), EngineOptions{1024, 1, op_stuck_s},
                                          std::vector<std::shared_ptr<Lane>>{lane});
-    engine->attach_view(0, std::make_shared<KvView>(segments, kBlocks, kStripe), host, 0);
+    engine->attach_view(0, std::make_shared<KvView>(segments, kLaneBlocks, kStripe), host, 0);
   }
   ~LaneWorld() {
     io->release();
@@ -119,10 +119,10 @@ TEST_CASE("a gds lane names the pages whose I/O fails, comes short or is damaged
     CHECK(read.status == Status::kFailed);
     CHECK(read.failed == std::vector<int32_t>{4});
     CHECK(world.lane->counts().misses[static_cast<size_t>(miss)] == 1);
-    for (int32_t layer = 0; layer < kLayers; ++layer) {
-      for (int32_t block = 0; block < kBlocks; ++block) {
+    for (int32_t layer = 0; layer < kLaneLayers; ++layer) {
+      for (int32_t block = 0; block < kLaneBlocks; ++block) {
         if (block == 4) continue;
-        const size_t at = static_cast<size_t>((layer * kBlocks + block) * kRun);
+        const size_t at = static_cast<size_t>((layer * kLaneBlocks + block) * kRun);
         const bool came = std::memcmp(world.pool.data() + at, content.data() + at, kRun) == 0;
         CHECK(came == (block < kCount));
       }
@@ -158,7 +158,7 @@ TEST_CASE("a failed page names its cause: content, source, transport, or not exe
   }
   LaneWorld world({});
   OpResult written = world.run(OpKind::kGdsWrite, kCount);
-  std::fill_n(written.digests.begin() + 2 * kLayers, kLayers, 0);  // page 2 as a torn write leaves it
+  std::fill_n(written.digests.begin() + 2 * kLaneLayers, kLaneLayers, 0);  // page 2 as a torn write leaves it
   world.seal(written, kCount);
   world.device->fail_batches(kCount);
   const OpResult torn = world.run(OpKind::kGdsRead, kCount);
@@ -268,9 +268,9 @@ TEST_CASE("a gds write that fails reports no digests for its page") {
   LaneWorld world({{.fault = IoFault::kFail, .write = true, .offset = kHeader + 2 * 16384, .times = 1}});
   const OpResult written = world.run(OpKind::kGdsWrite, 4);
   CHECK(written.failed == std::vector<int32_t>{2});
-  REQUIRE(written.digests.size() == 4 * kLayers);
-  CHECK(written.digests[2 * kLayers] == 0);
-  CHECK(written.digests[3 * kLayers] != 0);
+  REQUIRE(written.digests.size() == 4 * kLaneLayers);
+  CHECK(written.digests[2 * kLaneLayers] == 0);
+  CHECK(written.digests[3 * kLaneLayers] != 0);
   CHECK(world.lane->counts().write_errors == 1);
 }
 
@@ -325,7 +325,7 @@ TEST_CASE("a load by layers waits for whole gds pages at its first layer, and ha
       CHECK_FALSE(world.engine->wait_layer(ticket, 0, 0.05).in_time);
       world.io->release();
     }
-    for (int32_t layer = 0; layer < kLayers; ++layer) {
+    for (int32_t layer = 0; layer < kLaneLayers; ++layer) {
       const LayerWait found = world.engine->wait_layer(ticket, layer, kGdsGenerousS);
       REQUIRE(found.in_time);
       if (fault == IoFault::kCorrupt) {  // named before any of its layers is read
@@ -335,8 +335,8 @@ TEST_CASE("a load by layers waits for whole gds pages at its first layer, and ha
       }
       CHECK(found.failed.empty());
       // All layers have arrived, even at the first one.
-      for (int32_t at = 0; at < kLayers * kBlocks; ++at) {
-        if (at % kBlocks >= kCount) continue;
+      for (int32_t at = 0; at < kLaneLayers * kLaneBlocks; ++at) {
+        if (at % kLaneBlocks >= kCount) continue;
         const auto* run = world.pool.data() + at * kRun;
         CHECK(std::memcmp(run, content.data() + at * kRun, kRun) == 0);
       }

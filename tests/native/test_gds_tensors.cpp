@@ -129,7 +129,7 @@ unsigned char byte_of(int64_t layer, int64_t kv, int64_t block, int64_t i) {
 }
 
 template <BackendType From, BackendType To>
-void store_and_load() {
+void move_between_backends() {
   const TemporaryFolder folder;
   GDSManager manager({{folder.file("a")}, {folder.file("b")}}, {}, host_transform_device());
   BackendPool<From> from;
@@ -161,9 +161,9 @@ void store_and_load() {
 }  // namespace
 
 TEST_CASE("the staged template moves the blocks of every backend, and what one stored any other loads") {
-  store_and_load<BackendType::SGLANG, BackendType::SGLANG>();
-  store_and_load<BackendType::TRTLLM, BackendType::TRTLLM>();
-  store_and_load<BackendType::VLLM, BackendType::SGLANG>();
-  store_and_load<BackendType::SGLANG, BackendType::TRTLLM>();
-  store_and_load<BackendType::TRTLLM, BackendType::VLLM>();
+  move_between_backends<BackendType::SGLANG, BackendType::SGLANG>();
+  move_between_backends<BackendType::TRTLLM, BackendType::TRTLLM>();
+  move_between_backends<BackendType::VLLM, BackendType::SGLANG>();
+  move_between_backends<BackendType::SGLANG, BackendType::TRTLLM>();
+  move_between_backends<BackendType::TRTLLM, BackendType::VLLM>();
 }

@@ -12,7 +12,7 @@ using namespace flexkv;
 
 namespace {
 
-std::vector<unsigned char> random_bytes(size_t n, uint64_t seed) {
+std::vector<unsigned char> seeded_bytes(size_t n, uint64_t seed) {
   std::vector<unsigned char> bytes(n);
   for (size_t i = 0; i < n; ++i) bytes[i] = static_cast<unsigned char>(digest_mix(seed * 1000003 + i) >> 17);
   return bytes;
@@ -24,7 +24,7 @@ uint64_t digest(const std::vector<unsigned char>& bytes) { return run_digest(byt
 
 TEST_CASE("every single-bit flip of a leaf, whole or short, changes the digest") {
   for (const size_t size : {size_t{4096}, size_t{1021}, size_t{5000}}) {
-    auto bytes = random_bytes(size, size);
+    auto bytes = seeded_bytes(size, size);
     const uint64_t good = digest(bytes);
     size_t missed = 0;
     for (size_t bit = 0; bit < size * 8; ++bit) {
@@ -51,7 +51,7 @@ TEST_CASE("a flip is seen also where the other half of the keyed word is zero") 
 }
 
 TEST_CASE("two flips of the same bit do not cancel") {
-  const auto bytes = random_bytes(4096, 7);
+  const auto bytes = seeded_bytes(4096, 7);
   const uint64_t good = digest(bytes);
   size_t missed = 0;
   for (size_t bit = 0; bit < 64; ++bit) {
@@ -66,7 +66,7 @@ TEST_CASE("two flips of the same bit do not cancel") {
 }
 
 TEST_CASE("swapped words and swapped leaves are seen, equal ones are not") {
-  auto bytes = random_bytes(4096 * 3, 2);
+  auto bytes = seeded_bytes(4096 * 3, 2);
   const uint64_t good = digest(bytes);
   size_t missed = 0;
   for (size_t a = 0; a < 512; a += 3) {
@@ -93,14 +93,14 @@ TEST_CASE("lengths differ: truncated runs, and zero runs of every length") {
   const std::vector<unsigned char> zeros(3 * 4096 + 9);
   for (size_t n = 0; n <= zeros.size(); ++n) seen.insert(run_digest(zeros.data(), n));
   CHECK(seen.size() == zeros.size() + 1);
-  const auto bytes = random_bytes(4096 * 2 + 100, 5);
+  const auto bytes = seeded_bytes(4096 * 2 + 100, 5);
   std::set<uint64_t> cut;
   for (size_t n = 0; n <= bytes.size(); ++n) cut.insert(run_digest(bytes.data(), n));
   CHECK(cut.size() == bytes.size() + 1);
 }
 
 TEST_CASE("AVX2, scalar and lane-by-lane agree at every size and alignment") {
-  const auto bytes = random_bytes(5 * 4096 + 64, 11);
+  const auto bytes = seeded_bytes(5 * 4096 + 64, 11);
   for (size_t n = 0; n < 5 * 4096; n += (n < 600 || n % 4096 < 80 || n % 4096 > 4000) ? 1 : 61) {
     const unsigned char* at = bytes.data() + n % 17;
     const uint64_t expected = run_digest_scalar(at, n);
@@ -121,7 +121,7 @@ TEST_CASE("published test vectors") {
 }
 
 TEST_CASE("a page's digests restart at each run and do not depend on coalescing") {
-  const auto stripe = random_bytes(3 * 5000, 9);
+  const auto stripe = seeded_bytes(3 * 5000, 9);
   std::vector<Segment> apart, together;
   for (int32_t layer = 0; layer < 3; ++layer) {
     apart.push_back({4096u + layer * 100000u, 5000, 5000, layer * 5000, layer});

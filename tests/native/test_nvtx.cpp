@@ -50,7 +50,7 @@ void start_anew() {
   calls.pushes = calls.unopened_pops = 0;
 }
 
-void move_there_and_back() {
+void move_three_blocks() {
   CudaWorld world(CudaShape{}, {.version = 13000}, {.batch = true, .kernel = false});
   for (int32_t block = 0; block < 4; ++block) world.fill(block, block + 1);
   CHECK(world.run(world.op(OpKind::kD2H, {0, 1, 2}, {0, 1, 2})).status == Status::kOk);
@@ -62,7 +62,7 @@ void move_there_and_back() {
 TEST_CASE("nvtx: the threads of the CUDA lane name their work, each balanced") {
   start_anew();
   nvtx::functions = &kTable;
-  move_there_and_back();
+  move_three_blocks();
   nvtx::functions = nullptr;
   CHECK(calls.names == std::set<std::string>{"flexkv H2D", "flexkv D2H"});
   CHECK(calls.unopened_pops == 0);
@@ -73,7 +73,7 @@ TEST_CASE("nvtx: the threads of the CUDA lane name their work, each balanced") {
 TEST_CASE("nvtx: while ranges are off nothing is called") {
   start_anew();
   REQUIRE(nvtx::functions.load() == nullptr);
-  move_there_and_back();
+  move_three_blocks();
   CHECK(calls.pushes == 0);
 }
 

@@ -17,20 +17,20 @@
 namespace flexkv {
 namespace {
 
-constexpr int32_t kGroups = 2, kBlocks = 8, kPlaces = 8;
-constexpr std::array<int32_t, kGroups> kLayers{4, 2};
-constexpr std::array<int64_t, kGroups> kRuns{2304, 3584};  // images of 16 and 12 KiB
+constexpr int32_t kGroups = 2, kGroupBlocks = 8, kSharedPlaces = 8;
+constexpr std::array<int32_t, kGroups> kGroupLayers{4, 2};
+constexpr std::array<int64_t, kGroups> kGroupRuns{2304, 3584};  // images of 16 and 12 KiB
 
 // One slab, a host pool that both groups use, and a layer-first engine pool for each group.
 struct SharedWorld {
   // `numbers`: the group numbers that the codecs write into their pages.
   explicit SharedWorld(std::array<uint32_t, kGroups> numbers = {0, 1},
-                       std::array<int64_t, kGroups> run_bytes = kRuns,
-                       std::array<int32_t, kGroups> layers = kLayers) {
+                       std::array<int64_t, kGroups> run_bytes = kGroupRuns,
+                       std::array<int32_t, kGroups> layers = kGroupLayers) {
     for (size_t g = 0; g < kGroups; ++g) codecs.push_back(page_codec(layers[g], run_bytes[g], numbers[g]));
-    const SlabShape shape = make_slab(folder.file("slab"), *codecs[0], kPlaces, 9);
-    host = HostPool::create({codecs[0]->image_bytes(), 2 * kBlocks, kMaxExtentBytes}, {});
-    REQUIRE(host->wait_ready(2 * kBlocks, kGdsGenerousS));
+    const SlabShape shape = make_slab(folder.file("slab"), *codecs[0], kSharedPlaces, 9);
+    host = HostPool::create({codecs[0]->image_bytes(), 2 * kGroupBlocks, kMaxExtentBytes}, {});
+    REQUIRE(host->wait_ready(2 * kGroupBlocks, kGdsGenerousS));
     const auto slab = std::make_shared<SlabFile>(folder.file("slab"), shape, -1);
     disk = std::make_shared<DiskLane>(
         std::vector<DiskGroup>{{codecs[0], {}, host}, {codecs[1], {}, host}},
@@ -50,13 +50,13 @@ struct SharedWorld {
                                               std::vector<std::shared_ptr<Lane>>{disk, gds});
     for (size_t g = 0; g < kGroups; ++g) {
       const int64_t stripe = layers[g] * run_bytes[g];
-      pools.emplace_back(static_cast<size_t>(kBlocks * stripe));
+      pools.emplace_back(static_cast<size_t>(kGroupBlocks * stripe));
       std::vector<Segment> segments;
       for (int32_t layer = 0; layer < layers[g]; ++layer) {
-        const auto base = reinterpret_cast<uintptr_t>(pools[g].data() + layer * kBlocks * run_bytes[g]);
+        const auto base = reinterpret_cast<uintptr_t>(pools[g].data() + layer * kGroupBlocks * run_bytes[g]);
         segments.push_back({base, run_bytes[g], run_bytes[g], layer * run_bytes[g], layer});
       }
-      views.push_back(std::make_shared<KvView>(segments, kBlocks, stripe));
+      views.push_back(std::make_shared<KvView>(segments, kGroupBlocks, stripe));
       engine->attach_view(static_cast<int32_t>(g), views[g], host, 0);
     }
   }
@@ -122,15 +122,15 @@ TEST_CASE("two groups that share a slab come back by either lane, each in its ow
   SharedWorld world;
   REQUIRE(world.codecs[1]->image_bytes() < world.codecs[0]->image_bytes());
   world.fill(7);
-  for (int32_t place = 0; place < kPlaces; ++place) world.store(place % kGroups, place, place);
+  for (int32_t place = 0; place < kSharedPlaces; ++place) world.store(place % kGroups, place, place);
   world.fill(0);
-  for (int32_t place = 0; place < kPlaces; ++place) {
+  for (int32_t place = 0; place < kSharedPlaces; ++place) {
     const int32_t group = place % kGroups;
     CHECK(world.run(OpKind::kGdsRead, group, place, place).status == Status::kOk);
     CHECK(world.holds(group, place, static_cast<uint8_t>(7 + group)));
     CHECK(world.run(OpKind::kDiskRead, group, place, place, place).status == Status::kOk);
     // Through host memory to another slot of the slab, and back into the group's block.
-    const int32_t other = (place + kGroups) % kPlaces;
+    const int32_t other = (place + kGroups) % kSharedPlaces;
     CHECK(world.run(OpKind::kDiskWrite, group, other, place, place).status == Status::kOk);
     world.fill(0);
     CHECK(world.run(OpKind::kGdsRead, group, other, place).status == Status::kOk);
@@ -162,7 +162,7 @@ TEST_CASE("a page of one group in a shared slab is a miss for the other, by eith
 
 TEST_CASE("where images are alike the group in the trailer alone tells two groups apart") {
   for (const uint32_t second : {1U, 0U}) {
-    SharedWorld world({0, second}, {kRuns[0], kRuns[0]}, {kLayers[0], kLayers[0]});
+    SharedWorld world({0, second}, {kGroupRuns[0], kGroupRuns[0]}, {kGroupLayers[0], kGroupLayers[0]});
     world.fill(1);
     world.store(1, 4, 4);
     for (const OpKind read : {OpKind::kGdsRead, OpKind::kDiskRead}) {
@@ -175,7 +175,7 @@ TEST_CASE("where images are alike the group in the trailer alone tells two group
 
 TEST_CASE("lanes refuse slots that are not as large as the largest image of the groups that share them") {
   SharedWorld world;
-  const SlabShape small = make_slab(world.folder.file("small"), *world.codecs[1], kPlaces, 10);
+  const SlabShape small = make_slab(world.folder.file("small"), *world.codecs[1], kSharedPlaces, 10);
   const auto slab = std::make_shared<SlabFile>(world.folder.file("small"), small, -1);
   CHECK_THROWS_AS(DiskLane({{world.codecs[0], {}, world.host}, {world.codecs[1], {}, world.host}},
                            {{slab, slab}}, DiskOptions{}),

@@ -21,8 +21,7 @@ namespace {
 constexpr int32_t kPages = 64;
 constexpr int32_t kPagesOfOp = 4;
 constexpr int32_t kRounds = 12;
-constexpr int64_t kPageBytes = int64_t{1} << 20;
-constexpr double kWaitS = 60;
+constexpr int64_t kBacklogPageBytes = int64_t{1} << 20;
 
 // Gives the dispatcher time to push while the I/O thread is beginning pages.
 class DawdlingQueue final : public IoQueue {
@@ -46,7 +45,7 @@ class DawdlingQueue final : public IoQueue {
 }  // namespace
 
 TEST_CASE("a disk's dispatcher is woken whenever a full queue has room again") {
-  const auto codec = page_codec(1, kPageBytes);
+  const auto codec = page_codec(1, kBacklogPageBytes);
   const auto pool = HostPool::create({codec->image_bytes(), kPages, kMaxExtentBytes}, {});
   REQUIRE(pool->wait_ready(kPages, kWaitS));
   const std::string path = "slab-backlog";

@@ -26,7 +26,6 @@ constexpr int32_t kPlaces = 64;
 constexpr int32_t kSlots = 128;
 constexpr int32_t kLayers = 3;
 constexpr int64_t kRunBytes = 2304;  // not a multiple of a sector, so layers share some
-constexpr double kWaitS = 60;
 
 std::vector<IoBackend> backends() {
   std::vector<IoBackend> found{IoBackend::kThreads};

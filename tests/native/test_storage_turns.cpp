@@ -19,9 +19,8 @@ namespace {
 
 constexpr int32_t kReads = 40;
 constexpr int32_t kWrites = 4;
-constexpr int32_t kPlaces = 64;
-constexpr int64_t kPageBytes = 4096;
-constexpr double kWaitS = 60;
+constexpr int32_t kTurnPlaces = 64;
+constexpr int64_t kTurnPageBytes = 4096;
 // As in disk_io.cpp: how many reads go before a write that waits.
 constexpr size_t kReadsBeforeWrite = 16;
 
@@ -78,11 +77,11 @@ std::string wrong_turn(const std::string& order) {
 }  // namespace
 
 TEST_CASE("reads go before writes, and a write that waited for many of them gets its turn") {
-  const auto codec = page_codec(1, kPageBytes);
-  const auto pool = HostPool::create({codec->image_bytes(), kPlaces, kMaxExtentBytes}, {});
-  REQUIRE(pool->wait_ready(kPlaces, kWaitS));
+  const auto codec = page_codec(1, kTurnPageBytes);
+  const auto pool = HostPool::create({codec->image_bytes(), kTurnPlaces, kMaxExtentBytes}, {});
+  REQUIRE(pool->wait_ready(kTurnPlaces, kWaitS));
   const std::string path = "slab-turns";
-  const SlabShape shape = make_slab(path, *codec, kPlaces, 1);
+  const SlabShape shape = make_slab(path, *codec, kTurnPlaces, 1);
   std::vector<DiskGroup> groups;
   groups.push_back({codec, {}, pool});
   const auto order = std::make_shared<std::string>();
@@ -93,7 +92,7 @@ TEST_CASE("reads go before writes, and a write that waited for many of them gets
   Disk disk(0, {std::make_shared<SlabFile>(path, shape, -1)},
             std::make_shared<const std::vector<DiskGroup>>(std::move(groups)),
             DiskOptions{IoBackend::kAuto, 1, 0}, wrap, [] {});
-  const auto scheduler = std::make_shared<Scheduler>(kPlaces, 0);
+  const auto scheduler = std::make_shared<Scheduler>(kTurnPlaces, 0);
   scheduler->add_lane(std::make_shared<IdleLane>());
   int64_t next_op = 1;
   const auto push = [&](OpKind kind, int32_t first, int32_t pages) {

@@ -12,7 +12,7 @@ using namespace flexkv;
 
 namespace {
 
-constexpr size_t kAll = SIZE_MAX;
+constexpr size_t kAllBlocks = SIZE_MAX;
 
 std::shared_ptr<BlockIndex> index_of(uint32_t slots, uint32_t groups = 1) {
   auto index = std::make_shared<BlockIndex>(std::vector<uint32_t>(groups, slots), "lru", 42);
@@ -69,7 +69,7 @@ TEST_CASE("a lookup goes on in the first tier that has the next block") {
   store(*far, part(15, 25));
   store(*host, part(30, 5));
   TierLookup lookup({host, disk, far}, 1);
-  Found found = look(lookup, chain, {kAll, 7, 0, true});
+  Found found = look(lookup, chain, {kAllBlocks, 7, 0, true});
   CHECK(found.blocks == 40);
   CHECK(found.ready_blocks == 10);
   const auto& runs = found.groups[0].runs;
@@ -88,9 +88,9 @@ TEST_CASE("a lookup goes on in the first tier that has the next block") {
   lookup.release(found);
   for (const auto& index : {host, disk, far}) index->check_integrity({});
 
-  found = look(lookup, chain, {kAll, 6, 0, true});
+  found = look(lookup, chain, {kAllBlocks, 6, 0, true});
   CHECK(found.blocks == 0);
-  found = look(lookup, part(5, 35), {kAll, 6, 0, true});
+  found = look(lookup, part(5, 35), {kAllBlocks, 6, 0, true});
   CHECK(found.blocks == 35);
   CHECK(found.ready_blocks == 0);
 }
@@ -101,7 +101,7 @@ TEST_CASE("tiers that take turns at every block are looked up in windows, across
   const auto chain = keys(blocks, 2);
   for (size_t i = 0; i < blocks; ++i) store(i % 2 == 0 ? *host : *disk, std::span(chain).subspan(i, 1));
   TierLookup lookup({host, disk}, 1);
-  Found found = look(lookup, chain, {kAll, 3, 0, true});
+  Found found = look(lookup, chain, {kAllBlocks, 3, 0, true});
   CHECK(found.blocks == blocks);
   CHECK(found.ready_blocks == 1);
   const FoundGroup& group = found.groups[0];
@@ -123,11 +123,11 @@ TEST_CASE("tiers that take turns at every block are looked up in windows, across
   uint8_t removed = 0;
   disk->remove({&hole, 1}, &removed);
   REQUIRE(removed == 1);
-  found = look(lookup, chain, {kAll, 3, 0, true});
+  found = look(lookup, chain, {kAllBlocks, 3, 0, true});
   CHECK(found.blocks == 701);
   lookup.release(found);
   const Inserted stored = host->insert(0, std::span(chain).subspan(701, 1), 1);
-  found = look(lookup, chain, {kAll, 3, 0, true});
+  found = look(lookup, chain, {kAllBlocks, 3, 0, true});
   CHECK(found.blocks == 701);
   lookup.release(found);
   host->check_integrity(stored.entries);
@@ -148,10 +148,10 @@ TEST_CASE("a lease too many refuses the lookup, and none is left behind") {
     const EntryId full = in_disk.back();
     lease_to_the_brim(*disk, full);
     TierLookup lookup({host, disk}, 1);
-    Found last = look(lookup, chain, {kAll, 3, 0, true});
+    Found last = look(lookup, chain, {kAllBlocks, 3, 0, true});
     CHECK(last.blocks == 30);
     CHECK(pins_of(*disk, full) == Entry::kMaxPins);
-    CHECK_THROWS_AS(look(lookup, chain, {kAll, 3, 0, true}), ContractError);
+    CHECK_THROWS_AS(look(lookup, chain, {kAllBlocks, 3, 0, true}), ContractError);
     host->check_integrity(leased_in(last, 0));
     CHECK(pins_of(*disk, full) == Entry::kMaxPins);
     for (size_t i = 0; i + 1 < in_disk.size(); ++i) CHECK(pins_of(*disk, in_disk[i]) == 1);
@@ -168,7 +168,7 @@ TEST_CASE("what one group lacks is not leased in the others") {
   store(*disk, std::span(chain).subspan(12), 0);
   store(*disk, std::span(chain).first(15), 1);
   TierLookup lookup({host, disk}, 2);
-  Found found = look(lookup, chain, {kAll, 3, 0, true});
+  Found found = look(lookup, chain, {kAllBlocks, 3, 0, true});
   CHECK(found.blocks == 15);
   CHECK(found.ready_blocks == 0);
   host->check_integrity(leased_in(found, 0));
@@ -192,7 +192,7 @@ TEST_CASE("what is being filled waits, what is being stored ends the prefix") {
   const Inserted filled = host->insert(0, std::span(chain).subspan(3, 3), 3, 71, 1);
   store(*disk, std::span(chain).subspan(4, 5));
   TierLookup lookup({host, disk}, 1);
-  Found found = look(lookup, chain, {kAll, 3, 0, true});
+  Found found = look(lookup, chain, {kAllBlocks, 3, 0, true});
   CHECK(found.blocks == 9);
   CHECK(found.groups[0].runs[1].state == FoundState::kComing);
   CHECK(lookup.count_ready(found) == 3);
@@ -212,8 +212,8 @@ TEST_CASE("what is being filled waits, what is being stored ends the prefix") {
 
   store(*host, std::span(chain).first(5));
   host->insert(0, std::span(chain).subspan(5, 1), 1);
-  CHECK(look(lookup, chain, {kAll, 3, 0, true}).blocks == 5);
-  CHECK(look(lookup, std::span(chain).subspan(5), {kAll, 2, 0, true}).blocks == 4);
+  CHECK(look(lookup, chain, {kAllBlocks, 3, 0, true}).blocks == 5);
+  CHECK(look(lookup, std::span(chain).subspan(5), {kAllBlocks, 2, 0, true}).blocks == 4);
 }
 
 TEST_CASE("an index without fillers and expiries has none") {

@@ -12,12 +12,11 @@ using namespace flexkv;
 
 namespace {
 
-constexpr int32_t kBlocks = 8;
-constexpr int64_t kRunBytes = 4096;
-constexpr int32_t kLayers = 3;
-
 // What one rank's worker has: a pool of its own on its device, and a transfer engine.
 struct DeviceRank {
+  static constexpr int32_t kLayers = 3, kBlocks = 8;
+  static constexpr int64_t kRunBytes = 4096;
+
   DeviceRank(int ordinal, const cuda::Driver& driver, const std::shared_ptr<HostPool>& pool)
       : device(cuda::Device::open(ordinal, driver)),
         memory(static_cast<size_t>(kLayers * kBlocks * kRunBytes)),
@@ -77,16 +76,17 @@ TEST_CASE("cuda devices: two in one process copy at once, each in its own contex
   fake_cuda::reset({.devices = 2});
   const cuda::LoadedDriver loaded = cuda::find_functions(fake_cuda::finder());
   {
-    const int64_t slot_bytes = round_up(kLayers * kRunBytes, kIoAlignBytes);
-    const auto pool = HostPool::create({slot_bytes, 2 * kBlocks, 4 * slot_bytes}, {});
+    const int64_t slot_bytes = round_up(DeviceRank::kLayers * DeviceRank::kRunBytes, kIoAlignBytes);
+    const auto pool = HostPool::create({slot_bytes, 2 * DeviceRank::kBlocks, 4 * slot_bytes}, {});
     DeviceRank first(0, loaded.driver, pool);
     DeviceRank second(1, loaded.driver, pool);
     // It is registered once for all devices: the registration is portable.
     pool->pin(cuda::make_registrar(first.device));
     pool->pin(cuda::make_registrar(second.device));
-    REQUIRE(pool->wait_ready(2 * kBlocks, CudaWorld::kLongS));
+    REQUIRE(pool->wait_ready(2 * DeviceRank::kBlocks, CudaWorld::kLongS));
     const auto deadline = deadline_in(CudaWorld::kLongS);
-    while (pool->pinned_slots() < 2 * kBlocks && seconds_until(deadline) > 0) std::this_thread::yield();
+    while (pool->pinned_slots() < 2 * DeviceRank::kBlocks && seconds_until(deadline) > 0)
+      std::this_thread::yield();
     CHECK(fake_cuda::registered().size() == 4);
 
     std::array<DeviceRank*, 2> ranks = {&first, &second};
@@ -99,7 +99,7 @@ TEST_CASE("cuda devices: two in one process copy at once, each in its own contex
       threads[i] = std::thread([&, i] {
         int64_t op_id = 1;
         for (int turn = 0; turn < 20 && good[i]; ++turn) {
-          const auto slot = static_cast<int32_t>(i) * kBlocks + turn % kBlocks;
+          const auto slot = static_cast<int32_t>(i) * DeviceRank::kBlocks + turn % DeviceRank::kBlocks;
           good[i] = ranks[i]->move(OpKind::kD2H, 2, slot, op_id++) == Status::kOk &&
                     ranks[i]->move(OpKind::kH2D, 5, slot, op_id++) == Status::kOk;
         }

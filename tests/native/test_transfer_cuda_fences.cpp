@@ -53,8 +53,6 @@ std::unique_ptr<CudaWorld> make_world(bool fenced) {
   return world;
 }
 
-constexpr double kAWhileS = 0.2;  // for what must not happen; the controls show that it is enough
-
 // Whether a store saw what the forward before it wrote.
 bool store_sees_the_forward(bool fenced) {
   auto world = make_world(fenced);

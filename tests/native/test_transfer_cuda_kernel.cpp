@@ -10,8 +10,6 @@ using namespace flexkv;
 
 namespace {
 
-constexpr cuda::CopySwitches kAll{.batch = true, .kernel = true};
-
 void moves(CudaWorld& world) {
   world.fill(0, 8);
   world.fill(1, 9);

@@ -15,23 +15,17 @@ using namespace flexkv;
 
 namespace {
 
-constexpr double kAWhileS = 0.2;  // for what must not happen; the controls show that it is enough
-
-std::unique_ptr<CudaWorld> make_world(const CudaShape& shape = {}) {
-  return std::make_unique<CudaWorld>(shape, fake_cuda::Settings{}, cuda::CopySwitches{});
-}
-
-constexpr int kStores = 5;  // more than a direction has under way in turn
+constexpr int kManyStores = 5;  // more than a direction has under way in turn
 
 // Stores blocks 0 ... 4, which a running forward writes; the next forward writes into all of them again.
 // Returns whether every store has the first forward's bytes.
 bool stores_are_whole(CudaWorld& world, bool ordered) {
-  std::array<int64_t, kStores> tickets{};
+  std::array<int64_t, kManyStores> tickets{};
   {
     Forward first(world, [&] {
-      for (int32_t block = 0; block < kStores; ++block) world.fill(block, 40 + block);
+      for (int32_t block = 0; block < kManyStores; ++block) world.fill(block, 40 + block);
     });
-    for (int32_t i = 0; i < kStores; ++i) {
+    for (int32_t i = 0; i < kManyStores; ++i) {
       tickets[static_cast<size_t>(i)] = world.submit(world.op(OpKind::kD2H, {i}, {i}));
     }
     CHECK_FALSE(world.engine->wait(tickets.back(), kAWhileS));  // behind the forward
@@ -45,12 +39,12 @@ bool stores_are_whole(CudaWorld& world, bool ordered) {
       fake_cuda::release_stream(world.stream);
     }
     fake_cuda::enqueue(world.stream, [&] {
-      for (int32_t block = 0; block < kStores; ++block) world.fill(block, 90);
+      for (int32_t block = 0; block < kManyStores; ++block) world.fill(block, 90);
     });
   }
   fake_cuda::hold_all(false);
   bool whole = true;
-  for (int32_t i = 0; i < kStores; ++i) {
+  for (int32_t i = 0; i < kManyStores; ++i) {
     REQUIRE(world.engine->wait(tickets[static_cast<size_t>(i)], CudaWorld::kLongS));
     whole = whole && world.slot_holds(i, 40 + i);
   }
@@ -132,7 +126,7 @@ TEST_CASE("cuda order: short runs go to the kernel, in their turn and out of it"
   auto world = make_world();
   const int64_t kernels = fake_cuda::calls().kernel;
   CHECK(stores_are_whole(*world, true));
-  CHECK(fake_cuda::calls().kernel - kernels == kStores);
+  CHECK(fake_cuda::calls().kernel - kernels == kManyStores);
 }
 
 TEST_CASE("cuda order: what is left of a page that goes layer by layer is enqueued as one") {

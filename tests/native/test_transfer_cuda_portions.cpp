@@ -3,7 +3,6 @@
 #include <doctest/doctest.h>
 
 #include <algorithm>
-#include <functional>
 #include <numeric>
 #include <optional>
 #include <thread>
@@ -11,15 +10,14 @@
 #include "cuda/copy_ways.h"
 #include "cuda_forward.h"
 #include "cuda_world.h"
+#include "thread_watch.h"
 
 using namespace flexkv;
 
 namespace {
 
 constexpr size_t kLoads = 0, kStores = 1;
-constexpr cuda::CopySwitches kAll{.batch = true, .kernel = true};
 constexpr cuda::CopySwitches kBatches{.batch = true, .kernel = false};
-constexpr cuda::CopySwitches kRows{.batch = false, .kernel = false};
 
 std::vector<int32_t> all_of(const CudaShape& shape) {
   std::vector<int32_t> all(static_cast<size_t>(shape.blocks));
@@ -30,12 +28,6 @@ std::vector<int32_t> all_of(const CudaShape& shape) {
 // Unit: bytes. The most that the copy engine has under way.
 int64_t most_under_way(size_t direction) {
   return static_cast<int64_t>(cuda::kPortionsUnderWay[direction]) * cuda::kPortionBytes[direction];
-}
-
-bool comes_true(const std::function<bool()>& is_so) {
-  const auto deadline = deadline_in(CudaWorld::kLongS);
-  while (!is_so() && seconds_until(deadline) > 0) std::this_thread::yield();
-  return is_so();
 }
 
 // Stores all of `shape`, loads it into the blocks in reverse order, and returns what was counted.

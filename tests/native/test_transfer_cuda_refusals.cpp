@@ -14,9 +14,6 @@ using namespace flexkv;
 
 namespace {
 
-constexpr cuda::CopySwitches kAll{.batch = true, .kernel = true};
-constexpr cuda::CopySwitches kRows{.batch = false, .kernel = false};
-
 struct NoFence : StreamEvent {
   std::string make_wait(StreamId) override { return {}; }
   bool reached() override { return true; }

@@ -25,7 +25,7 @@ namespace {
 
 constexpr double kLongS = 60;
 constexpr int64_t kKiB = 1024;
-const char* const kName = "flexkv-digest";
+const char* const kCrewThread = "flexkv-digest";
 
 // Bytes of the runs of each layer.
 using Shape = std::vector<std::vector<int64_t>>;
@@ -242,17 +242,17 @@ TEST_CASE("digest crew: all of its threads take shares, and with one there is no
     CAPTURE(threads);
     Meeting meeting(static_cast<size_t>(threads));
     DigestCrew crew(threads, [&](DigestWork) { meeting.come(); });
-    CHECK(threads_named(kName) == 0);  // none before there is work
+    CHECK(threads_named(kCrewThread) == 0);  // none before there is work
     pages.write(crew);
-    CHECK(threads_named(kName) == threads - 1);
+    CHECK(threads_named(kCrewThread) == threads - 1);
     // A caller that works alone takes no shares.
     CHECK(meeting.came() == (threads == 1 ? 0 : static_cast<size_t>(threads)));
     CHECK(meeting.was_there(std::this_thread::get_id()) == (threads > 1));
     CHECK(pages.digests_are_right());
     CHECK(all_ok(pages.check(crew)));
-    CHECK(threads_named(kName) == threads - 1);
+    CHECK(threads_named(kCrewThread) == threads - 1);
     crew.join();
-    CHECK(come_to(0, kName));
+    CHECK(come_to(0, kCrewThread));
   }
 }
 
@@ -261,7 +261,7 @@ TEST_CASE("digest crew: little work starts no thread") {
   DigestCrew crew(16);
   pages.write(crew);
   CHECK(all_ok(pages.check(crew)));
-  CHECK(threads_named(kName) == 0);
+  CHECK(threads_named(kCrewThread) == 0);
 }
 
 TEST_CASE("digest crew: threads that cannot be started are missed by nobody, and started later") {
@@ -275,12 +275,12 @@ TEST_CASE("digest crew: threads that cannot be started are missed by nobody, and
     CHECK(pages.digests_are_right());
     pages.view->stripe(1)[pages.run(3).page_offset + 700'000] ^= std::byte{4};
     CHECK(pages.same_as_alone(pages.check(crew)));
-    CHECK(threads_named(kName) == 0);
+    CHECK(threads_named(kCrewThread) == 0);
     CHECK(alone.came() == 1);
   }
   REQUIRE_FALSE(NoMoreThreads::refuses());
   CHECK(pages.same_as_alone(pages.check(crew)));
-  CHECK(threads_named(kName) == 3);
+  CHECK(threads_named(kCrewThread) == 3);
 }
 
 TEST_CASE("digest crew: one that makes and one that checks share it") {
@@ -396,9 +396,9 @@ TEST_CASE("digest crew: abandoned amid the work its threads end, and the caller 
   turnstile.open();
   writer.join();
   CHECK(made.digests_are_right());
-  CHECK(come_to(0, kName));
+  CHECK(come_to(0, kCrewThread));
   CHECK(all_ok(made.check(*crew)));  // the caller works alone
-  CHECK(threads_named(kName) == 0);
+  CHECK(threads_named(kCrewThread) == 0);
   crew->abandon();
   crew->join();
 }
@@ -407,11 +407,11 @@ TEST_CASE("digest crew: joined it starts no thread any more") {
   Pages pages(kMixed, 2);
   DigestCrew crew(4);
   pages.write(crew);
-  CHECK(threads_named(kName) == 3);
+  CHECK(threads_named(kCrewThread) == 3);
   crew.join();
-  CHECK(come_to(0, kName));
+  CHECK(come_to(0, kCrewThread));
   CHECK(all_ok(pages.check(crew)));
-  CHECK(threads_named(kName) == 0);
+  CHECK(threads_named(kCrewThread) == 0);
 }
 
 TEST_CASE("digest crew: a number of threads that is not allowed is refused by name") {

@@ -9,14 +9,15 @@
 #include <thread>
 
 #include "base/error.h"
+#include "thread_watch.h"
 #include "transfer/deadline.h"
 #include "transfer/host_pool.h"
+#include "transfer_world.h"
 
 using namespace flexkv;
 
 namespace {
 
-constexpr double kGenerousS = 60;
 constexpr int64_t kSlotBytes = int64_t{1} << 20;
 constexpr int64_t kExtentBytes = int64_t{4} << 20;
 
@@ -57,13 +58,6 @@ class ThrowingRegistrar : public Registrar {
   std::string add(void*, int64_t) override { throw CapacityError("the driver is gone"); }
   void remove(void*) override { FAIL("removed what was not registered"); }
 };
-
-template <typename Condition>
-bool comes_true(Condition condition) {
-  const auto deadline = deadline_in(kGenerousS);
-  while (!condition() && seconds_until(deadline) > 0) std::this_thread::yield();
-  return condition();
-}
 
 std::shared_ptr<HostPool> ready_pool() {
   auto pool = HostPool::create({kSlotBytes, 16, kExtentBytes}, {});

@@ -20,13 +20,13 @@ namespace {
 constexpr int kSubmitters = 3;
 constexpr int kRing = 4;          // graphs of one submitter in flight
 constexpr int32_t kSetPages = 6;  // pages of one graph: stored from one set of blocks, loaded to another
-constexpr int32_t kBlocks = kSubmitters * kRing * 2 * kSetPages;
+constexpr int32_t kStressBlocks = kSubmitters * kRing * 2 * kSetPages;
 
 class Stress {
  public:
   explicit Stress(uint64_t seed)
       : seed_(seed),
-        world_(kBlocks, {.queue_ops = 16, .copy_threads = 2, .op_stuck_s = 30},
+        world_(kStressBlocks, {.queue_ops = 16, .copy_threads = 2, .op_stuck_s = 30},
                {{.action = FaultAction::kFail, .kind = OpKind::kD2H, .page = 3, .block = 2 * kSetPages + 3},
                 {.action = FaultAction::kFail, .kind = OpKind::kH2D, .page = 1, .layer = 2, .times = 5},
                 {.action = FaultAction::kDelay, .page = 2, .delay_s = 0.0005}}) {}

@@ -25,6 +25,14 @@ inline int threads_named(const std::string& name) {
   return count;
 }
 
+// Waits until `condition()` is true. Returns whether it is.
+template <typename Condition>
+bool comes_true(Condition condition, double seconds = 60) {
+  const auto deadline = deadline_in(seconds);
+  while (!condition() && seconds_until(deadline) > 0) std::this_thread::yield();
+  return condition();
+}
+
 // Waits until `count` threads have this name: one that was joined may stay listed for a moment.
 inline bool come_to(int count, const std::string& name, double seconds = 60) {
   const auto deadline = deadline_in(seconds);

@@ -1,0 +1,73 @@
+"""Which source files are compiled as one unit.
+
+Variants with a sanitizer are for tests alone, and much of the compiler's time goes into headers that most files of a
+folder include. So there the compiler gets up to `TOGETHER` files of a folder at once, as a unit: a file that includes
+them. Its messages name the included file. All files of a folder can meet in one unit, so what two of them declare in
+anonymous namespaces needs different names; otherwise the compiler reports a redefinition, and names both files.
+
+Variants that users run have one object for each file: after a change one file is compiled again.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+TOGETHER = 12
+"""Files of a unit, at most. With more the compiler saves little, and a change in one file compiles more again."""
+
+EMULATES_CUDA = "emulated_cuda.h defines words of CUDA as macros, and must come before headers that use them"
+
+ALONE = {
+    "csrc/bindings/module.cpp": "its flags name the interface, and say whether CUDA is built in",
+    "csrc/cuda/device_info.cpp": "its flags say whether CUDA is built in",
+    "tests/native/main.cpp": "its macro has doctest.h define main()",
+    "tests/native/test_emulated_copies.cpp": EMULATES_CUDA,
+    "tests/native/test_emulated_transform.cpp": EMULATES_CUDA,
+}
+"""File -> why it is in no unit with others."""
+
+BEGINNING = """\
+// Written by build_support/compile_units.py.
+#if !defined(__clang__)
+// GCC warns of a member whose type is in an anonymous namespace, except in the file that it was given.
+#pragma GCC diagnostic ignored "-Wsubobject-linkage"
+#endif
+"""
+"""Begins each unit."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Source files of one folder that are compiled as one."""
+
+    sources: tuple[Path, ...]
+
+    def name(self, root: Path) -> str:
+        """The folder below `root`, and the first and the last file: `csrc.layout.kv_view-to-slot_image.cpp`."""
+        folder = self.sources[0].parent.relative_to(root).as_posix().replace("/", ".")
+        return f"{folder}.{self.sources[0].stem}-to-{self.sources[-1].stem}.cpp"
+
+    @property
+    def text(self) -> str:
+        """What the compiler gets."""
+        return BEGINNING + "".join(f'#include "{source}"\n' for source in self.sources)
+
+
+def units(sources: Iterable[Path], root: Path, flags: Callable[[Path], str]) -> list[Unit]:
+    """Divides `sources`, which are below `root`, into units of one folder and equal `flags`. Each file in `ALONE`, and
+    each that is not C++, is a unit of its own."""
+    found, together = [], defaultdict(list)
+    for source in sources:
+        if source.suffix != ".cpp" or source.relative_to(root).as_posix() in ALONE:
+            found.append(Unit((source,)))
+        else:
+            together[source.parent, flags(source)].append(source)
+    for files in together.values():
+        count = -(-len(files) // TOGETHER)
+        bounds = [i * len(files) // count for i in range(count + 1)]
+        found += [Unit(tuple(files[begin:end])) for begin, end in itertools.pairwise(bounds)]
+    return found
