@@ -30,7 +30,8 @@ Copier::Copier(std::shared_ptr<Device> device, CopyKernels kernels, const CopySw
   } else {
     // A build for other devices, or for a later driver, fails here: a launch is the first call that needs the
     // kernel's image.
-    const std::string failure = try_path(Path::kKernel);
+    std::string failure = kernels_.load == nullptr ? std::string() : kernels_.load();
+    if (failure.empty()) failure = try_path(Path::kKernel);
     capabilities_.kernel = failure.empty();
     capabilities_.stage_words = failure.empty() && kernels_.wait != nullptr;
     if (!failure.empty()) note("no copy kernel: self-test: " + failure);
@@ -43,7 +44,6 @@ std::string Copier::try_path(Path path) {
                       if (path == Path::kKernel) {
                         const std::string failure =
                             by_kernel(direction, segments, pages, stream, {}).value_or("no room for tables");
-                        // Also loads this kernel, which must not happen first beside one that waits.
                         if (!failure.empty() || kernels_.wait == nullptr) return failure;
                         return kernels_.wait(stream.stage_words().passed, 0, stream.handle());
                       }

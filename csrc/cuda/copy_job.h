@@ -140,6 +140,9 @@ inline constexpr size_t kTablesInLaunch = 3840;
 
 // Start kernels on a stream. Each returns nothing, or why it failed.
 struct CopyKernels {
+  // Loads all of them into the current context. Otherwise the first launch of each would, which may wait for
+  // what the device does: not beside a kernel that waits itself.
+  std::string (*load)() = nullptr;
   // `multiprocessors` bounds what the job takes from the engine's kernels. Its tables lie in memory that the
   // device can read until the stream has passed the job; or they are `tables`, at most kTablesInLaunch bytes
   // of the caller's memory, which are read before this returns.

@@ -23,6 +23,17 @@ std::string launch(const CopyJob& job, std::span<const std::byte> tables, int mu
   return error == cudaSuccess ? std::string() : std::string("copy kernel: ") + cudaGetErrorString(error);
 }
 
+std::string load() {
+  cudaFuncAttributes attributes;
+  for (const void* kernel :
+       {reinterpret_cast<const void*>(&copy_kernel), reinterpret_cast<const void*>(&copy_kernel_with_tables),
+        reinterpret_cast<const void*>(&wait_kernel)}) {
+    const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
+    if (error != cudaSuccess) return std::string("load kernel: ") + cudaGetErrorString(error);
+  }
+  return {};
+}
+
 std::string wait(const uint32_t* passed, uint32_t value, void* stream) {
   wait_kernel<<<1, 1, 0, static_cast<cudaStream_t>(stream)>>>(passed, value);
   const cudaError_t error = cudaGetLastError();
@@ -31,6 +42,6 @@ std::string wait(const uint32_t* passed, uint32_t value, void* stream) {
 
 }  // namespace
 
-CopyKernels copy_kernels() { return {&launch, &wait}; }
+CopyKernels copy_kernels() { return {&load, &launch, &wait}; }
 
 }  // namespace flexkv::cuda

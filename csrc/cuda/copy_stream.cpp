@@ -19,8 +19,8 @@ constexpr double kWordTrialS = 1;
 // Unit: words, of device memory behind the tables.
 constexpr size_t kWords = kStopWords + kMostStages + 1;
 
-// A point that is reached when a kernel has passed a stage. The word's memory outlives every wait: the driver
-// frees memory only when all that streams were given before has ended.
+// A point that is reached when a kernel has passed a stage. A wait may still be under way when the word's
+// memory is freed: as all known drivers do, cuMemFree then waits for it, whose kernel has ended by then.
 class StagePoint : public StreamEvent {
  public:
   StagePoint(decltype(CopyKernels::wait) wait, const uint32_t* passed, uint32_t value)
@@ -77,9 +77,12 @@ StageWords CopyStream::stage_words() const {
 
 std::vector<std::shared_ptr<StreamEvent>> CopyStream::stage_points(int32_t stages,
                                                                    decltype(CopyKernels::wait) wait) {
+  // The kernel counts them all, even if there is no memory for the points.
+  uint32_t passed = stages_;
+  stages_ += static_cast<uint32_t>(stages);
   std::vector<std::shared_ptr<StreamEvent>> points;
   for (int32_t stage = 0; stage < stages; ++stage) {
-    points.push_back(std::make_shared<StagePoint>(wait, stage_words().passed, ++stages_));
+    points.push_back(std::make_shared<StagePoint>(wait, stage_words().passed, ++passed));
   }
   return points;
 }

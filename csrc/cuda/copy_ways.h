@@ -29,6 +29,8 @@ inline constexpr std::array<int, 2> kKernelMultiprocessors = {2, 1};
 // Unit: portions. How many a stream has under way if items take turns, for loads and for stores: while one
 // moves, the next are in the queue. Portions of an op that the engine's stream is ordered behind come on top.
 inline constexpr std::array<size_t, 2> kPortionsUnderWay = {2, 3};
+// Unit: launches. The same for a kernel's: an op that the engine's stream is ordered behind waits for them.
+inline constexpr size_t kLaunchesUnderWay = 2;
 // Unit: bytes, copies. What the copy engine is given at once, for loads and for stores. A small copy of the
 // engine's to the host, with which each of its steps ends, waits for one portion of a store: 0.05 ms, and 0.1
 // with portions twice as large.
@@ -45,8 +47,8 @@ inline constexpr int64_t kStoreCopyBytes = 64 << 10;
 inline constexpr int64_t kFirstLaunchBytes = 4 << 20;
 inline constexpr int64_t kLaunchBytes = 64 << 20;
 // Unit: bytes. What one kernel takes of a load whose layers streams wait for one by one: it keeps its
-// multiprocessors from layer to layer, where each kernel of a layer would wait for one again; another load's
-// first layer waits for as much, 3 ms.
+// multiprocessors from layer to layer, where each kernel of a layer would wait for one again. Loads that take
+// turns share it: each one's first layer comes within 3 ms of the others'.
 inline constexpr int64_t kLayersLaunchBytes = 128 << 20;
 // Unit: pages. The same in pages: what tables have room for.
 inline constexpr size_t kLaunchPages = 8192;

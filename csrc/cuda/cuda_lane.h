@@ -28,7 +28,7 @@ class CudaLane : public Lane {
   KindSet kinds() const override { return kind_bit(OpKind::kH2D) | kind_bit(OpKind::kD2H); }
   // Stuck items of one direction say nothing about the other.
   int32_t concurrency() const override { return INT32_MAX; }
-  // Enough of an op for the thread to look ahead, while a more urgent op waits for a millisecond only.
+  // Enough of an op for the thread to look ahead; a more urgent op waits for two such items, some 3 ms.
   int64_t item_bytes() const override { return kLaunchBytes; }
   bool takes_all_stages() const override { return true; }
   bool kinds_are_apart() const override { return true; }

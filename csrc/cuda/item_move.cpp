@@ -26,7 +26,7 @@ ItemMove::ItemMove(std::shared_ptr<WorkItem> item, Direction direction, const Ca
   const auto segments = view_.segments(0, view_.view().num_layers());
   has_short_runs_ = std::any_of(segments.begin(), segments.end(),
                                 [&](const Segment& segment) { return segment.run_bytes < kernel_below_; });
-  begin_pass();
+  begin_pass(kLayersLaunchBytes);
 }
 
 // Whether one kernel can take several stages of all pages, each of which a stream can wait for. Not if the
@@ -34,18 +34,23 @@ ItemMove::ItemMove(std::shared_ptr<WorkItem> item, Direction direction, const Ca
 bool ItemMove::may_count_stages() const {
   if (!usable_.stage_words || !item_->layerwise() || direction_ != Direction::kToDevice) return false;
   if (view_.has_digests() || pages_.size() > kLaunchPages) return false;
-  for (const Segment& segment : view_.segments(0, view_.view().num_layers())) {
-    if (segment.run_bytes >= kernel_below_) return false;
-  }
   for (size_t index = 0; index < pages_.size(); ++index) {
     if (!view_.pool().registered(item_->page(index).slot)) return false;
   }
-  return true;
+  return has_short_runs_only(stage_);
+}
+
+// In pools with all layers in a block a layer's runs are short even if a page is one long run.
+bool ItemMove::has_short_runs_only(int32_t stage) const {
+  const auto layers = item_->layers_of(stage);
+  const auto segments = view_.segments(layers.first, layers.second);
+  return std::all_of(segments.begin(), segments.end(),
+                     [&](const Segment& segment) { return segment.run_bytes < kernel_below_; });
 }
 
 // Stages with the same fence go together: those of a layerwise op as long as their layers are small, or as
 // one kernel takes them; those of another op all.
-void ItemMove::begin_pass() {
+void ItemMove::begin_pass(int64_t layers_bytes) {
   first_of_pass_ = last_of_pass_ = stage_;
   page_ = 0;
   counts_stages_ = may_count_stages();
@@ -54,22 +59,23 @@ void ItemMove::begin_pass() {
     return view_.layer_bytes(lo, item_->layers_of(stage).second) * static_cast<int64_t>(pages_.size());
   };
   while (last_of_pass_ < item_->last_stage()) {
+    const int32_t next = last_of_pass_ + 1;
     if (counts_stages_) {
-      if (bytes_to(last_of_pass_ + 1) > kLayersLaunchBytes) break;
-      if (last_of_pass_ + 1 - stage_ == kMostStages) break;
+      if (bytes_to(next) > layers_bytes || next - stage_ == kMostStages) break;
+      if (!has_short_runs_only(next)) break;
     } else if (item_->layerwise() && bytes_to(last_of_pass_) >= kLeastRangeBytes) {
       break;
     }
-    if (item_->fence_of(last_of_pass_ + 1) != item_->fence_of(stage_)) break;
-    ++last_of_pass_;
+    if (item_->fence_of(next) != item_->fence_of(stage_)) break;
+    last_of_pass_ = next;
   }
   // The end of a kernel that has one stage, or as little to do, comes as soon as a count.
   if (last_of_pass_ == stage_ || bytes_to(last_of_pass_) < kLeastRangeBytes) counts_stages_ = false;
 }
 
-int64_t ItemMove::most_bytes() const {
+int64_t ItemMove::most_bytes(bool registered) const {
   const bool checked = direction_ == Direction::kToDevice && view_.has_digests();
-  if (checked || !has_short_runs_) return kPartBytes;
+  if (checked || !has_short_runs_ || !registered) return kPartBytes;
   const bool first_of_op = item_->positions().front() == 0;
   return first_ && first_of_op ? kFirstLaunchBytes : kLaunchBytes;
 }
@@ -77,7 +83,8 @@ int64_t ItemMove::most_bytes() const {
 // Cuts the next part, without its pages' ends, and moves the cursor behind it.
 std::shared_ptr<Part> ItemMove::cut() {
   auto part = std::make_shared<Part>();
-  const int64_t most = counts_stages_ ? INT64_MAX : most_bytes();
+  const bool registered = view_.pool().registered(item_->page(page_).slot);
+  const int64_t most = counts_stages_ ? INT64_MAX : most_bytes(registered);
   const auto bytes_to = [&](int32_t stage) {
     return view_.layer_bytes(item_->layers_of(stage_).first, item_->layers_of(stage).second);
   };
@@ -93,6 +100,8 @@ std::shared_ptr<Part> ItemMove::cut() {
   const bool whole_pass = part->last_stage == last_of_pass_;
   for (; page_ < pages_.size() && part->indices.size() < count; ++page_) {
     if (!may_move(page_)) continue;
+    // Pages that the kernel cannot reach would take the others with them to the copy engine.
+    if (view_.pool().registered(item_->page(page_).slot) != registered) break;
     part->indices.push_back(page_);
     if (!whole_pass) break;  // the page's other layers are next
   }
@@ -109,10 +118,14 @@ void ItemMove::skip_bad_pages() {
   if (page_ == pages_.size()) stage_ = last_of_pass_ + 1;
 }
 
-const std::shared_ptr<Part>& ItemMove::part(DigestCrew& digests) {
+const std::shared_ptr<Part>& ItemMove::part(DigestCrew& digests, int64_t layers_bytes) {
   if (!now_ && !over_) skip_bad_pages();
   if (now_ || over_ || !has_next()) return now_;
-  if (stage_ > last_of_pass_) begin_pass();
+  const bool nothing_cut = page_ == 0 && stage_ == first_of_pass_;
+  if (nothing_cut || stage_ > last_of_pass_) {
+    begin_pass(layers_bytes);
+    skip_bad_pages();
+  }
   const std::shared_ptr<Part> part = cut();
   const int32_t lo = item_->layers_of(part->first_stage).first;
   const int32_t hi = item_->layers_of(part->last_stage).second;

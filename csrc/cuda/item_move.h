@@ -47,7 +47,8 @@ class ItemMove {
   // The part that is being enqueued; if there is none, begins the next one, whose pages are under way from
   // then on. Null if there is no next one. If a load has digests, the crew checks the bytes of its pages
   // here: only pages with the right bytes are in the part, and the others are refused.
-  const std::shared_ptr<Part>& part(DigestCrew& digests);
+  // `layers_bytes` bounds what one kernel takes of several layers; see kLayersLaunchBytes.
+  const std::shared_ptr<Part>& part(DigestCrew& digests, int64_t layers_bytes = kLayersLaunchBytes);
   // Whether part() may be enqueued now. Not while a refused page is under way: its earlier layers must end
   // before it does, and before anything is reported about later ones.
   bool may_enqueue() const { return !over_ && refused_under_way_ == 0 && (now_ || has_next()); }
@@ -79,8 +80,9 @@ class ItemMove {
 
   bool has_next() const { return good_ > 0 && stage_ <= item_->last_stage(); }
   bool may_count_stages() const;
-  void begin_pass();
-  int64_t most_bytes() const;
+  bool has_short_runs_only(int32_t stage) const;
+  void begin_pass(int64_t layers_bytes);
+  int64_t most_bytes(bool registered) const;
   std::shared_ptr<Part> cut();
   void skip_bad_pages();
   bool may_move(size_t index) const { return !pages_[index].bad && !pages_[index].finished; }

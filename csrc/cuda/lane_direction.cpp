@@ -75,7 +75,8 @@ LaneDirection::Queue& LaneDirection::queue_of(const ItemMove& move) const {
 // Whether the move's next portion may be enqueued in its turn.
 bool LaneDirection::has_room(const Queue& queue, ItemMove& move) {
   if (queue.under_way.empty()) return true;
-  const size_t most = kPortionsUnderWay[static_cast<size_t>(direction_)];
+  const bool by_kernel = queue.under_way.back().by_kernel;
+  const size_t most = by_kernel ? kLaunchesUnderWay : kPortionsUnderWay[static_cast<size_t>(direction_)];
   if (queue.under_way.size() >= most || queue.under_way.back().alone) return false;
   if (direction_ == Direction::kToDevice) return true;
   const std::shared_ptr<Part> part = move.part(*digests_);
@@ -268,11 +269,19 @@ bool LaneDirection::enqueue_in_turn(WorkSource& source) {
   return true;
 }
 
+// Layerwise loads that take turns, 1 at least: each launch has its share, so that all first layers come soon.
+int64_t LaneDirection::layerwise_moves() const {
+  const auto count = std::count_if(moves_.begin(), moves_.end(), [](const auto& move) {
+    return move->item()->layerwise() && move->may_enqueue();
+  });
+  return std::max<int64_t>(1, count);
+}
+
 void LaneDirection::enqueue(WorkSource& source, const std::shared_ptr<ItemMove>& move) {
   const nvtx::Range range(direction_ == Direction::kToDevice ? "flexkv H2D" : "flexkv D2H");
   std::shared_ptr<Part> part;
   try {
-    part = move->part(*digests_);
+    part = move->part(*digests_, kLayersLaunchBytes / layerwise_moves());
   } catch (const std::exception& failure) {
     move->stop({Status::kFailed, failure.what(), {}, FailureCause::kTransport});
   }

@@ -69,6 +69,7 @@ class LaneDirection {
   void end_portion(WorkSource& source, Queue& queue, const std::string& error);
   bool enqueue_expedited(WorkSource& source);
   bool enqueue_in_turn(WorkSource& source);
+  int64_t layerwise_moves() const;
   void enqueue(WorkSource& source, const std::shared_ptr<ItemMove>& move);
   std::string enqueue_next(const WorkItem& item, Part& part, Queue& queue, Portion& portion);
   void part_is_enqueued(WorkSource& source, ItemMove& move, Part& part);

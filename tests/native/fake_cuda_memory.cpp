@@ -308,6 +308,6 @@ std::string wait(const uint32_t* passed, uint32_t value, void* handle) {
 
 }  // namespace
 
-cuda::CopyKernels copy_kernels() { return {&launch, &wait}; }
+cuda::CopyKernels copy_kernels() { return {.copy = &launch, .wait = &wait}; }
 
 }  // namespace flexkv::fake_cuda

@@ -109,9 +109,12 @@ TEST_CASE("cuda lane: an extent that is not registered never reaches the kernel"
   CHECK(world.run(world.op(OpKind::kD2H, {0, 1}, {0, 1})).status == Status::kOk);
   CHECK(fake_cuda::calls().kernel == tested + 1);
   world.fill(2, 5);
+  world.fill(3, 8);
   CHECK(world.run(world.op(OpKind::kD2H, {2, 3}, {5, 8})).status == Status::kOk);
-  CHECK(fake_cuda::calls().kernel == tested + 1);
+  CHECK(fake_cuda::calls().kernel == tested + 2);  // for the other page
+  CHECK(world.lane->copier().count(cuda::Path::kKernel).bytes == 3 * 3 * 1024);
   CHECK(world.slot_holds(5, 5));
+  CHECK(world.slot_holds(8, 8));
 }
 
 TEST_CASE("cuda lane: failures end as named failed pages, and the next transfer works") {

@@ -17,10 +17,12 @@ namespace {
 constexpr CudaShape kLong{
     .layers = 2, .blocks = 4, .run_bytes = kSubBatchBytes / 2 + 4096, .digests = true, .extent_slots = 1};
 
-std::unique_ptr<CudaWorld> make_world_without_kernel(const CudaShape& shape) {
-  // The kernel would take all of a page at once.
-  return std::make_unique<CudaWorld>(shape, fake_cuda::Settings{},
-                                     cuda::CopySwitches{.batch = true, .kernel = false});
+// A test that calls this runs once for each way.
+std::unique_ptr<CudaWorld> make_either_world(const CudaShape& shape) {
+  cuda::CopySwitches switches{.batch = true, .kernel = false};
+  SUBCASE("by copy engine") {}
+  SUBCASE("by kernel") { switches.kernel = true; }
+  return std::make_unique<CudaWorld>(shape, fake_cuda::Settings{}, switches);
 }
 
 OpResult result_of(CudaWorld& world, int64_t ticket) {
@@ -84,34 +86,34 @@ bool loads(CudaWorld& world, int32_t slot) {
 }  // namespace
 
 TEST_CASE("cuda long pages: the later ranges of one under way behind a forward are enqueued before it ends") {
-  auto world = make_world_without_kernel(kLong);
+  auto world = make_either_world(kLong);
   CHECK(store_behind_forward(*world, {2}, false, true).status == Status::kOk);
   CHECK(slots_are_whole(*world, {2}));
   CHECK(loads(*world, 2));
 }
 
 TEST_CASE("cuda long pages: control: without the order the later ranges have the next forward's bytes") {
-  auto world = make_world_without_kernel(kLong);
+  auto world = make_either_world(kLong);
   CHECK(store_behind_forward(*world, {2}, false, false).status == Status::kOk);
   CHECK_FALSE(slots_are_whole(*world, {2}));
 }
 
 TEST_CASE("cuda long pages: control: a byte of a later range that is not what was digested fails a load") {
-  auto world = make_world_without_kernel(kLong);
+  auto world = make_either_world(kLong);
   CHECK(store_behind_forward(*world, {2}, false, true).status == Status::kOk);
   world->pool->slot_address(2)[kLong.run_bytes * kLong.layers - 1] ^= std::byte{1};
   CHECK_FALSE(loads(*world, 2));
 }
 
 TEST_CASE("cuda long pages: several are extended, with those that have not begun") {
-  auto world = make_world_without_kernel(kLong);
+  auto world = make_either_world(kLong);
   CHECK(store_behind_forward(*world, {0, 1, 2, 3}, false, true).status == Status::kOk);
   CHECK(slots_are_whole(*world, {0, 1, 2, 3}));
   for (int32_t slot = 0; slot < 4; ++slot) CHECK(loads(*world, slot));
 }
 
 TEST_CASE("cuda long pages: one whose stage itself is cut is extended after its rest") {
-  auto world = make_world_without_kernel(
+  auto world = make_either_world(
       {.layers = 2, .blocks = 3, .run_bytes = kSubBatchBytes + 4096, .digests = true, .extent_slots = 1});
   CHECK(store_behind_forward(*world, {1}, false, true).status == Status::kOk);
   CHECK(slots_are_whole(*world, {1}));
@@ -119,14 +121,14 @@ TEST_CASE("cuda long pages: one whose stage itself is cut is extended after its 
 }
 
 TEST_CASE("cuda long pages: pages that go layer by layer are extended together") {
-  auto world = make_world_without_kernel({.layers = 5, .blocks = 12, .run_bytes = 4096, .digests = true});
+  auto world = make_either_world({.layers = 5, .blocks = 12, .run_bytes = 4096, .digests = true});
   CHECK(store_behind_forward(*world, {3, 4, 5}, true, true).status == Status::kOk);
   CHECK(slots_are_whole(*world, {3, 4, 5}));
   for (const int32_t slot : {3, 4, 5}) CHECK(loads(*world, slot));
 }
 
 TEST_CASE("cuda long pages: layers that are opened after the order was asked for are enqueued then") {
-  auto world = make_world_without_kernel({.layers = 4, .blocks = 6, .run_bytes = 4096, .digests = true});
+  auto world = make_either_world({.layers = 4, .blocks = 6, .run_bytes = 4096, .digests = true});
   const int64_t ticket = submit_gated(*world);
   {
     Forward forward(*world, [&] { world->fill(2, 12); });
@@ -143,7 +145,7 @@ TEST_CASE("cuda long pages: layers that are opened after the order was asked for
 }
 
 TEST_CASE("cuda long pages: later layers are copied after what had been enqueued when they were opened") {
-  auto world = make_world_without_kernel({.layers = 4, .blocks = 6, .run_bytes = 4096, .digests = true});
+  auto world = make_either_world({.layers = 4, .blocks = 6, .run_bytes = 4096, .digests = true});
   const int64_t ticket = submit_gated(*world);
   {
     Forward first(*world, [&] { world->fill_layer(0, 2, 12); });
@@ -162,7 +164,7 @@ TEST_CASE("cuda long pages: later layers are copied after what had been enqueued
 }
 
 TEST_CASE("cuda long pages: the lane keeps nothing of stores that have ended") {
-  auto world = make_world_without_kernel({.layers = 2, .blocks = 2, .run_bytes = 4096});
+  auto world = make_either_world({.layers = 2, .blocks = 2, .run_bytes = 4096});
   std::weak_ptr<StreamEvent> kept;
   for (size_t i = 0; i <= kRememberedGraphs; ++i) {
     GraphSpec graph;
@@ -178,7 +180,7 @@ TEST_CASE("cuda long pages: the lane keeps nothing of stores that have ended") {
 }
 
 TEST_CASE("cuda long pages: a store that was cancelled with one under way is ordered all the same") {
-  auto world = make_world_without_kernel(kLong);
+  auto world = make_either_world(kLong);
   const int64_t ticket = world->submit(world->op(OpKind::kD2H, {0, 1, 2, 3}, {0, 1, 2, 3}));
   REQUIRE(world->engine->wait(ticket, CudaWorld::kLongS));
   std::optional<int64_t> second;
@@ -196,7 +198,8 @@ TEST_CASE("cuda long pages: a store that was cancelled with one under way is ord
 }
 
 TEST_CASE("cuda long pages: a later range that the driver refuses fails the page by name") {
-  auto world = make_world_without_kernel(kLong);
+  auto world = std::make_unique<CudaWorld>(kLong, fake_cuda::Settings{},
+                                           cuda::CopySwitches{.batch = true, .kernel = false});
   std::optional<int64_t> ticket;
   {
     Forward forward(*world, [&] { world->fill(2, 12); });
@@ -214,7 +217,7 @@ TEST_CASE("cuda long pages: a later range that the driver refuses fails the page
 }
 
 TEST_CASE("cuda long pages: whenever the order comes, each page is whole or named") {
-  auto world = make_world_without_kernel({.layers = 12, .blocks = 4, .run_bytes = 16384, .digests = true});
+  auto world = make_either_world({.layers = 12, .blocks = 4, .run_bytes = 16384, .digests = true});
   for (int32_t block = 0; block < 4; ++block) world->fill(block, 10 + block);
   for (int round = 0; round < 40; ++round) {
     for (int32_t slot = 0; slot < 4; ++slot) {
@@ -232,7 +235,7 @@ TEST_CASE("cuda long pages: whenever the order comes, each page is whole or name
 }
 
 TEST_CASE("cuda long pages: what ends while it is looked at has nothing added, and ends all the same") {
-  auto world = make_world_without_kernel({.layers = 1, .blocks = 2, .run_bytes = 4096});
+  auto world = make_either_world({.layers = 1, .blocks = 2, .run_bytes = 4096});
   for (int round = 0; round < 3000; ++round) {
     const int64_t ticket = world->submit(world->op(OpKind::kD2H, {round % 2}, {round % 2}));
     REQUIRE(world->engine->order_after(ticket, CudaWorld::kLongS, world->stream));

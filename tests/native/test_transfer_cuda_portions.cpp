@@ -243,7 +243,7 @@ TEST_CASE("cuda portions: by layer one kernel takes all layers of short runs, an
     if (!words) {
       world.engine->close(CudaWorld::kLongS);
       world.lane = std::make_shared<cuda::CudaLane>(
-          world.device, cuda::CopyKernels{fake_cuda::copy_kernels().copy, nullptr}, kAll);
+          world.device, cuda::CopyKernels{.copy = fake_cuda::copy_kernels().copy}, kAll);
       world.make_engine(world.lane);
     }
     for (int32_t block = 0; block < 8; ++block) world.fill(block, block + 1);
@@ -272,6 +272,23 @@ TEST_CASE("cuda portions: by layer one kernel takes all layers of short runs, an
     CHECK(fake_cuda::calls().kernel - kernels == (words ? 1 : 4));
     CHECK(fake_cuda::calls().word_waits - waits == (words ? 8 : 0));
   }
+}
+
+TEST_CASE("cuda portions: a load by layer whose kernel cannot be started goes by the copy engine") {
+  const CudaShape shape{.layers = 8, .blocks = 16, .run_bytes = 32 << 10, .extent_slots = 16};
+  CudaWorld world(shape, {}, kAll);
+  for (int32_t block = 0; block < 8; ++block) world.fill(block, block + 1);
+  const std::vector<int32_t> slots = {0, 1, 2, 3, 4, 5, 6, 7};
+  CHECK(world.run(world.op(OpKind::kD2H, slots, slots)).status == Status::kOk);
+  fake_cuda::fail_launches(1);
+  const int64_t waits = fake_cuda::calls().word_waits;
+  const int64_t ticket = world.submit(world.op(OpKind::kH2D, {8, 9, 10, 11, 12, 13, 14, 15}, slots, true));
+  for (int32_t layer = 0; layer < shape.layers; ++layer) {
+    CHECK(world.engine->wait_layer_on(ticket, layer, CudaWorld::kLongS, world.stream).in_time);
+  }
+  CHECK(world.engine->wait(ticket, CudaWorld::kLongS));
+  for (int32_t block = 8; block < 16; ++block) CHECK(world.holds(block, block - 7));
+  CHECK(fake_cuda::calls().word_waits == waits);
 }
 
 TEST_CASE("cuda portions: loads that forwards wait for go on in turns, layer by layer, on an urgent stream") {

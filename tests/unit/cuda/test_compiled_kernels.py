@@ -14,6 +14,7 @@ from build_support.compiler_warnings import FATAL
 from build_support.ninja_file import DEFAULT_CUDA_ARCHS, KERNEL_FLAGS, ROOT
 from tests.unit.cuda.toolkit import NVCC, require
 
+MOVES_NOTHING = "wait_kernel"
 SOURCES = ("cuda/copy_kernel.cu", "gds/transform/launcher.cu", "rope/rotate_kernel.cu")
 ARCHS = tuple(arch.removesuffix("+PTX") for arch in DEFAULT_CUDA_ARCHS.split(";"))
 READ_ARCH = "90"
@@ -127,6 +128,8 @@ def test_every_kernel_moves_sixteen_bytes_at_a_time(
     kernels: dict[tuple[str, str], dict[str, Entry]], name: str
 ) -> None:
     for kernel, entry in kernels[name, READ_ARCH].items():
+        if MOVES_NOTHING in kernel:
+            continue
         assert re.search(VECTOR_LOAD, entry.code), kernel
         only_reads = "transform_kernelILb1ELb0E" in kernel  # digests the bytes in the pool
         assert bool(re.search(VECTOR_STORE, entry.code)) != only_reads, kernel
@@ -134,7 +137,7 @@ def test_every_kernel_moves_sixteen_bytes_at_a_time(
 
 def test_all_kernels_are_looked_at(kernels: dict[tuple[str, str], dict[str, Entry]]) -> None:
     counts = {name: len(kernels[name, READ_ARCH]) for name in SOURCES}
-    assert counts == {"cuda/copy_kernel.cu": 2, "gds/transform/launcher.cu": 3, "rope/rotate_kernel.cu": 6}
+    assert counts == {"cuda/copy_kernel.cu": 3, "gds/transform/launcher.cu": 3, "rope/rotate_kernel.cu": 6}
     launching = {
         path.relative_to(ROOT / "csrc").as_posix()
         for path in (ROOT / "csrc").rglob("*.cu")
@@ -149,6 +152,8 @@ def test_as_many_loads_are_under_way_as_the_code_says(
     """Eight loads before the first store of their data, in the copy kernel and in the transform."""
     for name, wanted in (("cuda/copy_kernel.cu", 8), ("gds/transform/launcher.cu", 8)):
         for kernel, entry in kernels[name, READ_ARCH].items():
+            if MOVES_NOTHING in kernel:
+                continue
             moves = re.findall(f"({VECTOR_LOAD})|({VECTOR_STORE})", entry.code)
             runs = "".join("l" if load else "s" for load, _ in moves).split("s")
             assert max(map(len, runs)) >= wanted, kernel
