@@ -920,16 +920,32 @@ class BoundaryLookup:
 
 class GdsTotals(TypedDict):
     """Totals of a manager since it was made. `bounced_calls` are the `io_calls` that went through another buffer; for
-    `unknown_calls` cuFile does not say whether they did."""
+    `unknown_calls` cuFile does not say whether they did. `straight_pages` passed through no staging slot; their digests
+    may have."""
 
     transfers: int
     pages: int
+    straight_pages: int
     failed_pages: int
     io_calls: int
     bounced_calls: int
     unknown_calls: int
     io_bytes: int
     launches: int
+
+class PoolState(TypedDict):
+    """What of an engine's pool on a GPU is registered, so that its blocks move straight between disk and pool.
+
+    `regions`, `pieces` and `bytes` are registered now; `registered` and `released` count pieces so far. `refusal` says
+    why blocks pass through staging; empty if none does, and for plain memory, which needs no registration.
+    """
+
+    regions: int
+    pieces: int
+    bytes: int
+    registered: int
+    released: int
+    refusal: str
 
 class GDSManager:
     """Files on one or more disks, the threads that serve them, and the staging memory for one device.
@@ -953,6 +969,7 @@ class GDSManager:
         deadline_s: float = 600,
         stuck_s: float = 60,
         io: str = "auto",
+        register_pool: str = "auto",
     ) -> None:
         """
         Args:
@@ -965,6 +982,7 @@ class GDSManager:
             stuck_s: seconds that I/O may stand still before the manager gives up its staging and goes out of service.
             io: for plain memory and copies by way of it: "uring", "threads" (POSIX calls), or "auto", the former where
                 the kernel allows it.
+            register_pool: `gds.register_pool`: "off", "auto" or "on".
 
         Raises:
             ConfigError: a file that cannot be opened or is given twice, or an option that is not allowed.
@@ -993,6 +1011,26 @@ class GDSManager:
     def totals(self) -> GdsTotals: ...
     def describe(self) -> str:
         """Says what the I/O is and which memory it goes to."""
+    @property
+    def pool(self) -> PoolState: ...
+    def register_pool(self, address: int, blocks: int, block_stride: int, block_bytes: int) -> None:
+        """Has blocks that lie in one piece move straight between disk and pool; `pool` says whether they do.
+
+        Args:
+            address: of the first block. The blocks lie in one allocation, `block_stride` bytes apart.
+            block_bytes: how many bytes move, from each block's start.
+
+        Raises:
+            GeometryError: no blocks, blocks that overlap, or more than the address space holds. ClosedError.
+        """
+    def release_pool(self) -> None:
+        """Ends the registrations, before the pool's memory goes away. The next transfer makes them again, or
+        `restore_pool`. Idempotent.
+
+        Raises:
+            ContractError: a transfer is under way.
+        """
+    def restore_pool(self) -> None: ...
     def cancel(self) -> None:
         """Cancels the pages of transfers under way that were not issued yet."""
     def close(self) -> None:
@@ -1063,6 +1101,7 @@ class GdsLane(Lane):
         max_staging_bytes: int = 2 << 30,
         gpu_device_id: int = -1,
         io: str = "auto",
+        register_pool: str = "auto",
     ) -> None: ...
     def describe(self) -> str:
         """Says what the I/O is and which memory it goes to."""
@@ -1079,16 +1118,27 @@ class GdsLane(Lane):
     @property
     def staging_slot_bytes(self) -> int: ...
     def reserve_staging(self, group: int, view: KvView) -> None:
-        """Takes the staging that blocks of `view`, the view of `group`, will pass through.
+        """Registers the memory of `view`, the view of `group`, as `gds.register_pool` says, and takes the staging that
+        its blocks will pass through.
 
         Raises:
             CapacityError: there is no memory for it, or a limit leaves no slot; says which settings to change.
             ContractError: no such group. GeometryError: the slabs have other runs in the stripe.
             ClosedError: the lane is closed. DiskError: a disk does not answer.
         """
+    @property
+    def pool(self) -> PoolState: ...
+    def release_pool(self) -> None:
+        """Ends the registrations, before the pool's memory goes away. The next op makes them again, or `restore_pool`.
+        Idempotent.
+
+        Raises:
+            ContractError: an op is under way.
+        """
+    def restore_pool(self) -> None: ...
     def close(self) -> None:
-        """Closes the slabs and frees the staging. For a lane that no transfer engine received: an engine closes its own
-        lanes. Later ops fail. Idempotent.
+        """Closes the slabs, ends registrations and frees the staging. For a lane that no transfer engine received: an
+        engine closes its own lanes. Later ops fail. Idempotent.
         """
     def counts(self) -> DiskCounts: ...
 

@@ -16,6 +16,7 @@
 #include "bindings/io_backend_name.h"
 #include "bindings/list_argument.h"
 #include "bindings/native_class.h"
+#include "bindings/register_pool_name.h"
 #include "bindings/tensor_argument.h"
 #include "bindings/text.h"
 #include "gds/gds_manager.h"
@@ -68,7 +69,7 @@ std::unique_ptr<GDSManager> make_manager(const py::object& ssd_files, int32_t nu
                                          bool use_staged_transfer, int32_t max_staging_blocks,
                                          int64_t max_staging_bytes, std::optional<int32_t> gpu_device_id,
                                          uintptr_t engine_stream, double deadline_s, double stuck_s,
-                                         const std::string& io) {
+                                         const std::string& io, const std::string& register_pool) {
   const auto paths = by_device(ssd_files, num_devices);
   const GdsOptions options{.round_robin = round_robin,
                            .threads_per_device = threads_per_device,
@@ -77,6 +78,7 @@ std::unique_ptr<GDSManager> make_manager(const py::object& ssd_files, int32_t nu
                            .max_staging_bytes = max_staging_bytes,
                            .deadline_s = deadline_s,
                            .stuck_s = stuck_s,
+                           .register_pool = to_register_pool(register_pool),
                            .io = to_io_backend(io)};
   const py::gil_scoped_release release;
   return std::make_unique<GDSManager>(paths, options, choose_device(gpu_device_id, engine_stream));
@@ -235,7 +237,7 @@ void bind_gds(py::module_& m) {
            py::arg("max_staging_blocks") = defaults.max_staging_blocks,
            py::arg("max_staging_bytes") = defaults.max_staging_bytes, py::arg("gpu_device_id") = py::none(),
            py::arg("engine_stream") = 0, py::arg("deadline_s") = defaults.deadline_s,
-           py::arg("stuck_s") = defaults.stuck_s, py::arg("io") = "auto")
+           py::arg("stuck_s") = defaults.stuck_s, py::arg("io") = "auto", py::arg("register_pool") = "auto")
       .def_property_readonly("num_devices", [](const GDSManager& g) { return g.devices(); })
       .def_property_readonly("round_robin", [](const GDSManager& g) { return g.options().round_robin; })
       .def_property_readonly("files",
@@ -263,6 +265,17 @@ void bind_gds(py::module_& m) {
       .def_property_readonly(
           "totals", [](const GDSManager& g) { return to_dict(without_gil([&] { return g.totals(); })); })
       .def("describe", [](const GDSManager& g) { return to_text(without_gil([&] { return g.describe(); })); })
+      .def_property_readonly(
+          "pool", [](const GDSManager& g) { return to_dict(without_gil([&] { return g.pool(); })); })
+      .def(
+          "register_pool",
+          [](GDSManager& g, uintptr_t address, int64_t blocks, int64_t block_stride, int64_t block_bytes) {
+            g.register_pool({address, blocks, block_stride, block_bytes});
+          },
+          py::arg("address"), py::arg("blocks"), py::arg("block_stride"), py::arg("block_bytes"),
+          py::call_guard<py::gil_scoped_release>())
+      .def("release_pool", &GDSManager::release_pool, py::call_guard<py::gil_scoped_release>())
+      .def("restore_pool", &GDSManager::restore_pool, py::call_guard<py::gil_scoped_release>())
       .def("cancel", &GDSManager::cancel, py::call_guard<py::gil_scoped_release>())
       .def("close", &GDSManager::close, py::call_guard<py::gil_scoped_release>());
   def_raw_transfer(

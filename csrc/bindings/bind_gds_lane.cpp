@@ -17,6 +17,7 @@
 #include "bindings/io_backend_name.h"
 #include "bindings/list_argument.h"
 #include "bindings/native_class.h"
+#include "bindings/register_pool_name.h"
 #include "bindings/text.h"
 #include "gds/cufile_library.h"
 #include "gds/gds_lane.h"
@@ -34,7 +35,7 @@ std::shared_ptr<GdsLane> make_gds_lane(const List<std::shared_ptr<PageCodec>>& c
                                        const List<List<SlabRow>>& slabs, int32_t threads_per_device,
                                        bool use_staged_transfer, int32_t max_staging_blocks,
                                        int64_t max_staging_bytes, int32_t gpu_device_id,
-                                       const std::string& io) {
+                                       const std::string& io, const std::string& register_pool) {
   std::vector<GdsGroup> groups;
   for (const auto& codec : codecs) groups.push_back({codec, std::vector<GdsSlab>(slabs.size())});
   std::vector<std::vector<std::string>> paths;
@@ -58,7 +59,8 @@ std::shared_ptr<GdsLane> make_gds_lane(const List<std::shared_ptr<PageCodec>>& c
                            .max_staging_bytes = max_staging_bytes,
                            .most_transfer_bytes = most_gds_transfer_bytes(),
                            .deadline_s = kLongestWaitS,
-                           .stuck_s = kLongestWaitS};
+                           .stuck_s = kLongestWaitS,
+                           .register_pool = to_register_pool(register_pool)};
   const IoBackend backend = to_io_backend(io);
   const py::gil_scoped_release release;
   const auto device = choose_device(gpu_device_id, 0);
@@ -96,7 +98,7 @@ void bind_gds_lane(py::module_& m) {
            py::arg("use_staged_transfer") = defaults.use_staged_transfer,
            py::arg("max_staging_blocks") = defaults.max_staging_blocks,
            py::arg("max_staging_bytes") = defaults.max_staging_bytes, py::arg("gpu_device_id") = kHostDevice,
-           py::arg("io") = "auto")
+           py::arg("io") = "auto", py::arg("register_pool") = "auto")
       .def(
           "describe",
           [](const GdsLane& lane) { return to_text(without_gil([&] { return lane.manager().describe(); })); })
@@ -107,6 +109,9 @@ void bind_gds_lane(py::module_& m) {
       .def_property_readonly(
           "totals",
           [](const GdsLane& lane) { return to_dict(without_gil([&] { return lane.manager().totals(); })); })
+      .def_property_readonly(
+          "pool",
+          [](const GdsLane& lane) { return to_dict(without_gil([&] { return lane.manager().pool(); })); })
       .def_property_readonly(
           "staging_bytes",
           [](const GdsLane& lane) { return without_gil([&] { return lane.manager().staging_bytes(); }); })
@@ -120,6 +125,8 @@ void bind_gds_lane(py::module_& m) {
                              })
       .def("reserve_staging", &GdsLane::reserve_staging, py::arg("group"), py::arg("view"),
            py::call_guard<py::gil_scoped_release>())
+      .def("release_pool", &GdsLane::release_pool, py::call_guard<py::gil_scoped_release>())
+      .def("restore_pool", &GdsLane::restore_pool, py::call_guard<py::gil_scoped_release>())
       .def("close", &GdsLane::close, py::call_guard<py::gil_scoped_release>())
       .def("counts", [](const GdsLane& lane) { return to_dict(lane.counts()); });
 }

@@ -1,5 +1,7 @@
 #include "bindings/count_dicts.h"
 
+#include "bindings/text.h"
+
 namespace py = pybind11;
 
 namespace flexkv {
@@ -22,12 +24,24 @@ py::dict to_dict(const GdsTotals& totals) {
   py::dict all;
   all["transfers"] = totals.transfers;
   all["pages"] = totals.pages;
+  all["straight_pages"] = totals.straight_pages;
   all["failed_pages"] = totals.failed_pages;
   all["io_calls"] = totals.io_calls;
   all["bounced_calls"] = totals.bounced_calls;
   all["unknown_calls"] = totals.unknown_calls;
   all["io_bytes"] = totals.io_bytes;
   all["launches"] = totals.launches;
+  return all;
+}
+
+py::dict to_dict(const PoolState& pool) {
+  py::dict all;
+  all["regions"] = pool.regions;
+  all["pieces"] = pool.pieces;
+  all["bytes"] = pool.bytes;
+  all["registered"] = pool.registered;
+  all["released"] = pool.released;
+  all["refusal"] = to_text(pool.refusal);
   return all;
 }
 

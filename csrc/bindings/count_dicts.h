@@ -9,5 +9,6 @@ namespace flexkv {
 
 pybind11::dict to_dict(const DiskCounts& counts);
 pybind11::dict to_dict(const GdsTotals& totals);
+pybind11::dict to_dict(const PoolState& pool);
 
 }  // namespace flexkv

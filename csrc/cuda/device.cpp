@@ -53,6 +53,12 @@ std::shared_ptr<Device> Device::open(int ordinal, const Driver& driver) {
   char name[128] = {};
   require(driver.device_get_name(name, sizeof(name) - 1, device->number_), "cuDeviceGetName");
   device->name_ = name;
+  char pci[32] = {};
+  require(driver.device_get_pci(pci, sizeof(pci), device->number_), "cuDeviceGetPCIBusId");
+  device->pci_ = pci;
+  size_t total = 0;
+  require(driver.device_total_mem(&total, device->number_), "cuDeviceTotalMem");
+  device->total_bytes_ = static_cast<int64_t>(total);
   const auto attribute = [&](int which) {
     int value = 0;
     require(driver.device_get_attribute(&value, which, device->number_), "cuDeviceGetAttribute");

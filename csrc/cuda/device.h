@@ -21,6 +21,10 @@ class Device {
   const Driver& driver() const { return driver_; }
   int ordinal() const { return ordinal_; }
   const std::string& name() const { return name_; }
+  // Unit: bytes. All of the device's memory.
+  int64_t total_bytes() const { return total_bytes_; }
+  // Its address on the bus, such as "0000:17:00.0".
+  const std::string& pci() const { return pci_; }
   // Unit: bytes. The largest pitch of a 2D copy.
   size_t max_pitch() const { return max_pitch_; }
   int multiprocessors() const { return multiprocessors_; }
@@ -38,6 +42,8 @@ class Device {
   DeviceNumber number_ = 0;
   ContextHandle context_ = nullptr;
   std::string name_;
+  std::string pci_;
+  int64_t total_bytes_ = 0;
   size_t max_pitch_ = 0;
   int multiprocessors_ = 1;
   bool host_addresses_work_ = false;

@@ -1,5 +1,8 @@
 #include "cuda/device_info.h"
 
+#include <algorithm>
+#include <fstream>
+
 #include "cuda/driver.h"
 
 namespace flexkv::cuda {
@@ -18,6 +21,20 @@ Info device_info() {
     info.reason = "the driver reports no device";
   }
   return info;
+}
+
+int64_t bar_bytes(const std::string& pci, const std::string& devices) {
+  std::string folder = pci;  // sysfs writes it in lower case
+  for (char& letter : folder)
+    letter = letter >= 'A' && letter <= 'F' ? static_cast<char>(letter + 32) : letter;
+  std::ifstream windows(devices + "/" + folder + "/resource");
+  int64_t most = 0;
+  // A line per window: first byte, last byte, flags; zeros for one that there is not.
+  std::string flags;
+  for (uint64_t first = 0, last = 0; windows >> std::hex >> first >> last >> flags;) {
+    if (last > first) most = std::max(most, static_cast<int64_t>(last - first + 1));
+  }
+  return most;
 }
 
 int current_device() {

@@ -1,6 +1,7 @@
 // What CUDA support this build and this machine have. Asking is safe everywhere: nothing is started where
 // there is none.
 #pragma once
+#include <cstdint>
 #include <string>
 
 namespace flexkv::cuda {
@@ -13,6 +14,10 @@ struct Info {
 };
 
 Info device_info();
+
+// Unit: bytes. The largest window of a PCI device's memory on the bus, which for an NVIDIA GPU is BAR1: disks
+// reach no more of it at once. 0 if the kernel does not say. `pci`: its address, such as "0000:17:00.0".
+int64_t bar_bytes(const std::string& pci, const std::string& devices = "/sys/bus/pci/devices");
 
 // The device whose context is current for this thread; 0 if there is none. Precondition: device_info() has
 // devices.

@@ -51,6 +51,8 @@ LoadedDriver find_functions(FindFunction find) {
   need("cuDeviceGetCount", d.device_get_count);
   need("cuDeviceGet", d.device_get);
   need("cuDeviceGetName", d.device_get_name);
+  need("cuDeviceGetPCIBusId", d.device_get_pci);
+  need("cuDeviceTotalMem", d.device_total_mem);
   need("cuDeviceGetAttribute", d.device_get_attribute);
   need("cuDevicePrimaryCtxRetain", d.primary_context_retain);
   need("cuDevicePrimaryCtxRelease", d.primary_context_release);

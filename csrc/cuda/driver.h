@@ -102,6 +102,8 @@ struct Driver {
   Code (*device_get_count)(int*) = nullptr;
   Code (*device_get)(DeviceNumber*, int ordinal) = nullptr;
   Code (*device_get_name)(char*, int bytes, DeviceNumber) = nullptr;
+  Code (*device_get_pci)(char*, int bytes, DeviceNumber) = nullptr;
+  Code (*device_total_mem)(size_t*, DeviceNumber) = nullptr;
   Code (*device_get_attribute)(int*, int attribute, DeviceNumber) = nullptr;
   Code (*primary_context_retain)(ContextHandle*, DeviceNumber) = nullptr;
   Code (*primary_context_release)(DeviceNumber) = nullptr;

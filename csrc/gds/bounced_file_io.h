@@ -18,6 +18,7 @@ class BouncedFileIo : public FileIo {
   IoOutcome transfer(const IoCall& call) override;
   IoRoute route(const IoCall&) const override { return IoRoute::kBounced; }
   std::string direct_refusal() const override { return reason_.empty() ? name() : name() + ": " + reason_; }
+  Registering registering() const override { return {true, false, direct_refusal(), {}}; }
   std::string add_memory(void*, int64_t) override { return {}; }
   void remove_memory(void*) override {}
 

@@ -14,6 +14,21 @@ namespace {
 // Unit: bytes. Far above the size (`posix_gds_min_kb`) below which cuFile makes POSIX calls.
 constexpr int64_t kLookBytes = int64_t{1} << 20;
 
+// CUfileOpErrors of cuFileBufRegister for an engine's pool, in words.
+std::string register_words(int32_t code) {
+  switch (code) {
+    case 5013:
+      return " (memory that neither cudaMalloc nor cuMemAlloc has made)";
+    case 5014:
+      return " (beyond the end of an allocation)";
+    case 5016:
+    case 5036:
+      return " (more than can be pinned: cuFile's limit, or the GPU's BAR1)";
+    default:
+      return {};
+  }
+}
+
 }  // namespace
 
 CufileIo::CufileIo(std::shared_ptr<Cufile> cufile, std::shared_ptr<const RawFiles> files,
@@ -88,7 +103,7 @@ std::string CufileIo::name() const {
   if (!found.bounced.empty()) text += "; " + found.bounced;
   {
     const std::lock_guard lock(mutex_);
-    if (!not_registered_.empty()) text += "; staging is bounced: " + not_registered_;
+    if (!not_registered_.empty()) text += "; staging is bounced: " + not_registered_.begin()->second;
   }
   const CufileCalls calls = cufile_->watch().calls();
   if (calls.direct + calls.bounced > 0) {
@@ -102,7 +117,7 @@ std::string CufileIo::direct_refusal() const {
   const Summary found = summary();
   if (found.direct + found.unknown == 0) return name();
   const std::lock_guard lock(mutex_);
-  return registered_.empty() ? not_registered_ : std::string();
+  return registered_.empty() && !not_registered_.empty() ? not_registered_.begin()->second : std::string();
 }
 
 IoRoute CufileIo::route(const IoCall& call) const {
@@ -170,16 +185,28 @@ IoOutcome CufileIo::transfer(const IoCall& call) {
   return outcome;
 }
 
+Registering CufileIo::registering() const {
+  Registering needs{true, summary().direct > 0, {}, {}};
+  if (cufile_->direct_by().empty()) needs.refusal = kCufileCompat;
+  if (cufile_->pinned_limit() > 0) {
+    const std::lock_guard lock(mutex_);
+    int64_t pinned = 0;
+    for (const auto& [base, bytes] : registered_) pinned += bytes;
+    needs.most_bytes = std::max<int64_t>(0, cufile_->pinned_limit() - pinned);
+  }
+  return needs;
+}
+
 std::string CufileIo::add_memory(void* memory, int64_t bytes) {
   const CufileError error = cufile_->table().buffer_register(memory, static_cast<size_t>(bytes), 0);
   {
     const std::lock_guard lock(mutex_);
+    auto* base = static_cast<std::byte*>(memory);
     if (error.code != 0) {
-      not_registered_ = "cuFileBufRegister: " + to_string(error);
-      return not_registered_;
+      return not_registered_[base] = "cuFileBufRegister: " + to_string(error) + register_words(error.code);
     }
-    not_registered_.clear();
-    registered_[static_cast<std::byte*>(memory)] = bytes;
+    not_registered_.erase(base);
+    registered_[base] = bytes;
   }
   return {};
 }
@@ -201,7 +228,9 @@ std::vector<IoCall> CufileIo::looks(void* memory, int64_t bytes) const {
 void CufileIo::remove_memory(void* memory) {
   {
     const std::lock_guard lock(mutex_);
-    if (registered_.erase(static_cast<std::byte*>(memory)) == 0) return;
+    auto* base = static_cast<std::byte*>(memory);
+    not_registered_.erase(base);
+    if (registered_.erase(base) == 0) return;
   }
   cufile_->table().buffer_deregister(memory);
 }

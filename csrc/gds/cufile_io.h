@@ -33,6 +33,7 @@ class CufileIo : public FileIo {
   // One read from the start of each file whose route is not known yet; none if cuFile does not count its
   // calls.
   std::vector<IoCall> looks(void* memory, int64_t bytes) const override;
+  Registering registering() const override;
   std::string add_memory(void* memory, int64_t bytes) override;
   void remove_memory(void* memory) override;
   // Why a file is not registered; empty if it is.
@@ -72,8 +73,8 @@ class CufileIo : public FileIo {
   std::shared_ptr<FileIo> fallback_;
   std::vector<std::vector<Entry>> entries_;
   mutable std::mutex mutex_;
-  std::map<std::byte*, int64_t> registered_;  // base -> bytes
-  std::string not_registered_;                // why cuFile last refused memory
+  std::map<std::byte*, int64_t> registered_;          // base -> bytes
+  std::map<std::byte*, std::string> not_registered_;  // base -> why cuFile refused it
 };
 
 }  // namespace flexkv

@@ -42,6 +42,7 @@ std::string fill(void* library, CufileTable& table) {
   need("cuFileBufDeregister", table.buffer_deregister);
   need("cuFileRead", table.read);
   need("cuFileWrite", table.write);
+  load(library, "cuFileDriverSetMaxPinnedMemSize", table.set_max_pinned_kib);
   load(library, "cuFileGetVersion", table.version);
   load(library, "cuFileDriverGetP2PFlags", table.p2p_flags);
   load(library, "cuFileGetStatsLevel", table.statistics.get_level);

@@ -1,5 +1,6 @@
 #include "gds/cufile_shim.h"
 
+#include "base/align.h"
 #include "base/error.h"
 #include "gds/cufile_library.h"
 
@@ -53,7 +54,11 @@ std::string cufile_version_text(int32_t version) {
   return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
 }
 
-Cufile::Cufile(const CufileTable& table) : table_(table) {
+Cufile::Cufile(const CufileTable& table, int64_t pinned_bytes) : table_(table) {
+  // cuFile takes whole pages of 4 KiB. If it refuses the number, its own limit stays.
+  if (pinned_bytes > kCufilePinnedBytes && table_.set_max_pinned_kib != nullptr) {
+    table_.set_max_pinned_kib(static_cast<size_t>(pinned_bytes / kIoAlignBytes * (kIoAlignBytes / 1024)));
+  }
   const CufileError opened = table_.driver_open();
   if (opened.code != 0 && opened.code != kDriverAlreadyOpen) {
     throw ConfigError("cuFileDriverOpen: " + to_string(opened));
@@ -66,6 +71,7 @@ Cufile::Cufile(const CufileTable& table) : table_(table) {
     throw ConfigError("cuFileDriverGetProperties: " + to_string(asked));
   }
   direct_by_ = direct_ways(properties, table_);
+  pinned_limit_ = int64_t{properties.max_device_pinned_kib} * 1024;
   int32_t version = 0;
   if (table_.version != nullptr && table_.version(&version).code != 0) version = 0;
   statistics_ = std::make_unique<CufileStatistics>(table_.statistics, version);
@@ -78,17 +84,18 @@ Cufile::~Cufile() {
   if (opened_) table_.driver_close();
 }
 
-std::shared_ptr<Cufile> CufileUsers::join(const std::function<std::optional<CufileTable>()>& load) {
+std::shared_ptr<Cufile> CufileUsers::join(const std::function<std::optional<CufileTable>()>& load,
+                                          int64_t pinned_bytes) {
   const std::lock_guard lock(mutex_);
   if (cufile_ == nullptr) {
     const auto table = load();
     if (!table) return nullptr;
-    cufile_ = std::make_shared<Cufile>(*table);
+    cufile_ = std::make_shared<Cufile>(*table, pinned_bytes);
   }
   return cufile_;
 }
 
-std::shared_ptr<Cufile> shared_cufile(int32_t gpu_count, std::string* why) {
+std::shared_ptr<Cufile> shared_cufile(int32_t gpu_count, std::string* why, int64_t pinned_bytes) {
   if (gpu_count < 1) {
     *why = "no GPU";
     return nullptr;
@@ -96,12 +103,14 @@ std::shared_ptr<Cufile> shared_cufile(int32_t gpu_count, std::string* why) {
   static CufileUsers& users = *new CufileUsers;  // never destroyed: its destructor would close the driver
   std::string path;
   try {
-    return users.join([&]() -> std::optional<CufileTable> {
-      const auto library = load_cufile(why);
-      if (!library) return std::nullopt;
-      path = library->path;
-      return library->table;
-    });
+    return users.join(
+        [&]() -> std::optional<CufileTable> {
+          const auto library = load_cufile(why);
+          if (!library) return std::nullopt;
+          path = library->path;
+          return library->table;
+        },
+        pinned_bytes);
   } catch (const ConfigError& error) {
     *why = path + ": " + error.what();
     return nullptr;

@@ -57,7 +57,8 @@ struct CufileTable {
   CufileError (*buffer_deregister)(const void*) = nullptr;
   ssize_t (*read)(CufileHandle, void*, size_t, off_t file_offset, off_t buffer_offset) = nullptr;
   ssize_t (*write)(CufileHandle, const void*, size_t, off_t file_offset, off_t buffer_offset) = nullptr;
-  CufileError (*version)(int32_t*) = nullptr;                               // 1.7
+  CufileError (*set_max_pinned_kib)(size_t) = nullptr;  // before driver_open: cuFile ignores it afterwards
+  CufileError (*version)(int32_t*) = nullptr;           // 1.7
   CufileError (*p2p_flags)(int32_t file_system, int32_t* flags) = nullptr;  // 1.16
   CufileStatisticsTable statistics;                                         // 1.15
 };
@@ -66,8 +67,9 @@ struct CufileTable {
 class Cufile {
  public:
   // Opens the driver of `table` and asks for its properties. Throws ConfigError, with the reason, if either
-  // fails.
-  explicit Cufile(const CufileTable& table);
+  // fails. Before that it raises cuFile's limit on pinned device memory to `pinned_bytes`, if that is more
+  // than cuFile's own; see pinned_limit() for what has come of it.
+  explicit Cufile(const CufileTable& table, int64_t pinned_bytes = 0);
   ~Cufile();
   Cufile(const Cufile&) = delete;
   Cufile& operator=(const Cufile&) = delete;
@@ -77,6 +79,8 @@ class Cufile {
   // a file's calls do so is known only per file. Empty in compatibility mode, where every call is a POSIX
   // call inside cuFile.
   const std::string& direct_by() const { return direct_by_; }
+  // Unit: bytes. How much device memory cuFile registers at most in this process; 0: it does not say.
+  int64_t pinned_limit() const { return pinned_limit_; }
   // Why cuFile does not count how its calls go; empty if it does.
   const std::string& uncounted() const { return statistics_->refusal(); }
   CufileWatch& watch() { return *watch_; }
@@ -85,6 +89,7 @@ class Cufile {
   CufileTable table_;
   bool opened_ = false;  // we opened the driver, so we close it
   std::string direct_by_;
+  int64_t pinned_limit_ = 0;
   std::unique_ptr<CufileStatistics> statistics_;
   std::unique_ptr<CufileWatch> watch_;
 };
@@ -93,20 +98,25 @@ class Cufile {
 // crashes in one of its own threads after some two dozen cycles of opening and closing.
 class CufileUsers {
  public:
-  // Returns the open driver; the first call opens that of the table that `load` returns. Null if `load`
-  // returns none. Throws what Cufile's constructor throws.
-  std::shared_ptr<Cufile> join(const std::function<std::optional<CufileTable>()>& load);
+  // Returns the open driver; the first call opens that of the table that `load` returns, with `pinned_bytes`
+  // for Cufile's constructor. Null if `load` returns none. Throws what that constructor throws.
+  std::shared_ptr<Cufile> join(const std::function<std::optional<CufileTable>()>& load,
+                               int64_t pinned_bytes = 0);
 
  private:
   std::mutex mutex_;  // held while the driver opens
   std::shared_ptr<Cufile> cufile_;
 };
 
+// Unit: bytes. cuFile's own limit on pinned device memory (max_device_pinned_mem_size_kb in cufile.json).
+inline constexpr int64_t kCufilePinnedBytes = int64_t{32} << 30;
+
 inline constexpr const char* kCufileCompat = "cuFile in compatibility mode (no GPUDirect Storage)";
 
 // The process's cuFile, opened by the first call. Null without a GPU (cuFile is not even loaded then, because
-// its driver may hang while opening) or if cuFile cannot be opened; `why` says which.
-std::shared_ptr<Cufile> shared_cufile(int32_t gpu_count, std::string* why);
+// its driver may hang while opening) or if cuFile cannot be opened; `why` says which. `pinned_bytes`: how
+// much device memory the process may want to register, the memory of its GPU.
+std::shared_ptr<Cufile> shared_cufile(int32_t gpu_count, std::string* why, int64_t pinned_bytes = 0);
 
 // Formats what cuFileGetVersion reports, 1000 per major and 10 per minor version: 1200 is "1.20".
 std::string cufile_version_text(int32_t version);

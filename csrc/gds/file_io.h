@@ -32,6 +32,14 @@ struct IoOutcome {
   std::optional<IoRoute> route = {};  // the observed way; unset: the one that route() says
 };
 
+// What memory needs, so that calls go straight between it and a disk.
+struct Registering {
+  bool needed = false;                // only added memory is reached straight; else all of it is
+  bool seen_direct = false;           // a file's last observed calls went straight to added memory
+  std::string refusal;                // why adding memory gains nothing; empty if it may
+  std::optional<int64_t> most_bytes;  // how much more can be added; unset: not known
+};
+
 class FileIo {
  public:
   virtual ~FileIo() = default;
@@ -53,9 +61,11 @@ class FileIo {
   // caller may make them or not: nothing but that memory's content depends on it. Each takes as long as its
   // disk does.
   virtual std::vector<IoCall> looks(void*, int64_t) const { return {}; }
+  virtual Registering registering() const { return {}; }
   // Registers memory that will be used often. Returns an error, empty on success; unregistered memory works,
   // too.
   virtual std::string add_memory(void* memory, int64_t bytes) = 0;
+  // Ends the registration, or forgets that it was refused.
   virtual void remove_memory(void* memory) = 0;
 };
 

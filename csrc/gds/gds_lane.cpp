@@ -301,6 +301,15 @@ void GdsLane::reserve_staging(int32_t group, const KvView& view) {
     if (device < 0) continue;
     for (const int64_t block : {0, 1}) samples.push_back({block, device, file, shape.header_bytes});
   }
+  const std::vector<DirectPiece>& pieces = map.beside_slots()->pieces();
+  if (pieces.size() == 1) {
+    const DirectPiece& piece = pieces.front();
+    shared_->manager->register_pool({run_address(piece, view.first_block()),
+                                     view.num_blocks() - view.first_block(), piece.block_stride,
+                                     piece.run_bytes});
+  } else {
+    shared_->manager->refuse_pool("a block lies in " + std::to_string(pieces.size()) + " pieces of it");
+  }
   shared_->manager->reserve_staging(map, samples);
 }
 
@@ -317,6 +326,10 @@ void GdsLane::join() {
 }
 
 void GdsLane::close() { shared_->manager->close(); }
+
+void GdsLane::release_pool() { shared_->manager->release_pool(); }
+
+void GdsLane::restore_pool() { shared_->manager->restore_pool(); }
 
 void GdsLane::abandon() {
   if (thread_.joinable()) thread_.detach();

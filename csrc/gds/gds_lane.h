@@ -44,10 +44,13 @@ class GdsLane : public Lane {
   KindSet kinds() const override { return kind_bit(OpKind::kGdsRead) | kind_bit(OpKind::kGdsWrite); }
   int32_t concurrency() const override { return 1; }
   PageSizes check(const OpSpec& op) const override;
-  // Allocates the staging that pages of `view` need, the view that the group will have. Throws ContractError
-  // for an unknown group, GeometryError for a view of another stripe, and CapacityError, which says what to
-  // set.
+  // Registers the memory of `view`, the view that the group will have, and allocates the staging that its
+  // pages need. Throws ContractError for an unknown group, GeometryError for a view of another stripe, and
+  // CapacityError, which says what to set.
   void reserve_staging(int32_t group, const KvView& view);
+  // See GDSManager. Precondition: no op is under way.
+  void release_pool();
+  void restore_pool();
   // Closes the slabs and frees the staging. Only a lane without a transfer engine needs this call, because an
   // engine closes its lanes. Later transfers fail. Idempotent.
   void close();

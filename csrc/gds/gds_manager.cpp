@@ -16,6 +16,10 @@ constexpr int32_t kDirectPagesPerThread = 2;
 // Unit: seconds. How long a disk may take to answer one look into a file, and how long further looks may
 // start.
 constexpr double kFileLookS = 10;
+// Unit: bytes. Enough for every read that the I/O asks for; see FileIo::looks().
+constexpr int64_t kLookBufferBytes = int64_t{1} << 20;
+// Unit: bytes. More than any pool has.
+constexpr int64_t kMostRegionBytes = int64_t{1} << 50;
 // Unit: bytes. A larger number is a mistake; rounding it up stays far from overflow.
 constexpr int64_t kMostStagingBytes = int64_t{1} << 50;
 
@@ -68,6 +72,8 @@ GDSManager::GDSManager(const FilePaths& paths, const GdsOptions& options,
   parts_.threads = std::make_shared<DiskThreads>(devices(), options_.threads_per_device,
                                                  [device] { return device->bind_thread(); });
   parts_.device = std::move(device);
+  pool_ = std::make_unique<PoolRegistrations>(options_.register_pool, options_.pool_piece_bytes,
+                                              parts_.device, *parts_.io);
 }
 
 GDSManager::GDSManager(std::shared_ptr<const RawFiles> files, const GdsOptions& options,
@@ -81,6 +87,8 @@ GDSManager::GDSManager(std::shared_ptr<const RawFiles> files, const GdsOptions& 
   parts_.threads = std::make_shared<DiskThreads>(devices(), options_.threads_per_device,
                                                  [device] { return device->bind_thread(); });
   parts_.device = std::move(device);
+  pool_ = std::make_unique<PoolRegistrations>(options_.register_pool, options_.pool_piece_bytes,
+                                              parts_.device, *parts_.io);
 }
 
 GDSManager::~GDSManager() { close(); }
@@ -100,7 +108,61 @@ void GDSManager::close() {
   // The last holder of each closes it: stuck I/O keeps what it may still touch.
   staging_ = {};
   parts_.threads = std::make_shared<DiskThreads>(0, 1, nullptr);
+  lock.unlock();
+  {
+    const std::lock_guard pool_lock(pool_mutex_);
+    pool_ = nullptr;  // before the I/O that it registers with
+  }
+  lock.lock();
   parts_.io = nullptr;
+}
+
+void GDSManager::register_pool(const PoolRegion& region) {
+  if (region.blocks < 1 || region.block_bytes < 1 || region.block_stride < region.block_bytes ||
+      region.block_stride > kMostRegionBytes / region.blocks ||
+      region.base > UINTPTR_MAX - static_cast<uintptr_t>(region.bytes())) {
+    throw GeometryError("a pool of " + std::to_string(region.blocks) + " blocks of " +
+                        std::to_string(region.block_bytes) + " bytes, one every " +
+                        std::to_string(region.block_stride) + " from address " + std::to_string(region.base) +
+                        ": blocks must be at least one, apart from each other, and in the address space");
+  }
+  TransferControl control(options_.deadline_s, options_.stuck_s);
+  const Running running(*this, control);
+  const std::lock_guard lock(pool_mutex_);
+  pool_->add(region, [&] { look_first(control); });
+}
+
+void GDSManager::refuse_pool(std::string reason) {
+  TransferControl control(options_.deadline_s, options_.stuck_s);
+  const Running running(*this, control);
+  const std::lock_guard lock(pool_mutex_);
+  pool_->refuse(std::move(reason));
+}
+
+void GDSManager::release_pool() {
+  const std::lock_guard pool_lock(pool_mutex_);
+  {
+    const std::lock_guard lock(mutex_);
+    if (!running_.empty()) throw ContractError("release_pool: transfers of the pool are under way");
+  }
+  if (pool_ != nullptr) pool_->release();
+}
+
+void GDSManager::restore_pool() {
+  const std::lock_guard lock(pool_mutex_);
+  if (pool_ != nullptr) pool_->restore();
+}
+
+void GDSManager::prepare_pool() {
+  const std::lock_guard lock(pool_mutex_);
+  if (pool_ == nullptr || !pool_->waits()) return;
+  pool_->restore();
+  pool_->retry();
+}
+
+PoolState GDSManager::pool() const {
+  const std::lock_guard lock(pool_mutex_);
+  return pool_ != nullptr ? pool_->state() : PoolState{};
 }
 
 int64_t GDSManager::slots_for(int64_t slot_bytes) const {
@@ -151,6 +213,18 @@ std::string GDSManager::look_around(const std::shared_ptr<StagingBuffer>& buffer
     }
   }
   return {};
+}
+
+void GDSManager::look_first(const TransferControl& control) {
+  if (!down_reason().empty()) return;
+  std::shared_ptr<StagingBuffer> buffer;
+  try {
+    buffer = std::make_shared<StagingBuffer>(parts_.device, parts_.io, kLookBufferBytes);
+  } catch (const CapacityError&) {
+    return;  // reserve_staging() says what to set
+  }
+  std::string why = look_around(buffer, control);
+  if (!why.empty()) take_down(std::move(why));
 }
 
 void GDSManager::take_down(std::string reason) {
@@ -230,14 +304,15 @@ GDSManager::Way GDSManager::way_of(const PageMap& map, std::span<const StagedPag
   // A page in one piece gains nothing from a slot; pages in more pieces go straight if the options ask for
   // it.
   const PageMap* beside = map.beside_slots();
+  const bool unknown_too = options_.register_pool == RegisterPool::kOn;
   if (beside != nullptr && (beside->one_piece() || !options_.use_staged_transfer) &&
-      can_go_direct(*parts_.io, *beside, pages)) {
+      can_go_direct(*parts_.io, *beside, pages, unknown_too)) {
     return Way::kBeside;
   }
   const bool must_stage = map.pieces().empty();
   if (!must_stage && (force_direct || !options_.use_staged_transfer)) return Way::kStraight;
   // The same for pages without digests, unless their calls would be bounced.
-  if (map.one_piece() && can_go_direct(*parts_.io, map, pages)) return Way::kStraight;
+  if (map.one_piece() && can_go_direct(*parts_.io, map, pages, unknown_too)) return Way::kStraight;
   return Way::kStaged;
 }
 
@@ -266,6 +341,7 @@ TransferReport GDSManager::dispatch_staged(const PageMap& map, std::span<const S
   const auto own = own_staging(map, control);
   if (own == nullptr) {
     TransferReport report;
+    report.staged = !map.in_place();
     report.pages = static_cast<int64_t>(pages.size());
     for (size_t i = 0; i < pages.size(); ++i) {
       report.failures.push_back(
@@ -285,12 +361,14 @@ TransferReport GDSManager::transfer(const PageMap& map, std::span<const StagedPa
   TransferControl control(options_.deadline_s, options_.stuck_s);
   const Running running(*this, control);
   check_pages(pages, is_read);
+  prepare_pool();
   TransferReport report =
       pages.empty() ? TransferReport{}
                     : dispatch(map, pages, is_read, std::move(staging), force_direct, control, hooks);
   const std::lock_guard lock(mutex_);
   totals_.transfers += 1;
   totals_.pages += report.pages;
+  if (!report.staged) totals_.straight_pages += report.pages;
   totals_.failed_pages += static_cast<int64_t>(report.failures.size());
   totals_.io_calls += report.io_calls;
   totals_.bounced_calls += report.bounced_calls;
@@ -311,11 +389,18 @@ GdsTotals GDSManager::totals() const {
 }
 
 std::string GDSManager::describe() const {
-  const std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_);
   if (closed_) return "closed";
   std::string text = parts_.io->name() + " to " + parts_.device->name();
   const bool bounces = staging_.buffer != nullptr && !staging_.buffer->not_registered().empty();
   if (bounces) text += "; staging is not registered: " + staging_.buffer->not_registered();
+  lock.unlock();
+  const PoolState found = pool();
+  if (found.pieces > 0) {
+    text += "; the pool is registered: " + std::to_string(found.pieces) + " pieces, " +
+            std::to_string(found.bytes) + " bytes";
+  }
+  if (!found.refusal.empty()) text += "; the pool passes through staging: " + found.refusal;
   return text;
 }
 

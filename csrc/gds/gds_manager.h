@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "base/export.h"
+#include "gds/pool_registration.h"
 #include "gds/raw_files.h"
 #include "gds/staged_transfer.h"
 #include "io/io_queue.h"
@@ -34,12 +35,15 @@ struct GdsOptions {
   int64_t most_transfer_bytes = INT64_MAX;  // of one transfer; staging for more would never be used
   double deadline_s = 600;                  // of one transfer
   double stuck_s = 60;
+  RegisterPool register_pool = RegisterPool::kAuto;
+  int64_t pool_piece_bytes = kPoolPieceBytes;
   IoBackend io = IoBackend::kAuto;  // for plain memory, if the manager makes its own I/O
 };
 
 struct GdsTotals {
   int64_t transfers = 0;
   int64_t pages = 0;
+  int64_t straight_pages = 0;  // whose bytes passed through no slot; their digests may have
   int64_t failed_pages = 0;
   int64_t io_calls = 0;
   int64_t bounced_calls = 0;
@@ -68,12 +72,22 @@ class FLEXKV_EXPORT GDSManager {
   TransferReport transfer(const PageMap& map, std::span<const StagedPage> pages, bool is_read,
                           std::shared_ptr<StagingBuffer> staging = nullptr, bool force_direct = false,
                           const TransferHooks& hooks = {});
+  // Has blocks of `region` move straight between disk and pool, as `options.register_pool` says: see
+  // pool() for what has come of it. Call it before reserve_staging(). Throws ClosedError, and GeometryError
+  // for a region without blocks, blocks that overlap, and one beyond the end of the address space.
+  void register_pool(const PoolRegion& region);
+  // Notes why blocks of a group cannot be registered. Throws ClosedError.
+  void refuse_pool(std::string reason);
+  // Ends the pool's registrations, before its memory goes away. The next transfer makes them again, or
+  // restore_pool(). Precondition: no transfer is under way; throws ContractError. Idempotent.
+  void release_pool();
+  void restore_pool();
+  PoolState pool() const;
   // Allocates now the staging that transfers of such pages will use, so that a shortage shows before the
   // first one. `samples` decide, like the pages of a transfer, whether pages pass through slots at all; none
   // of them is moved. The I/O may read from files to learn their routes; a disk that does not answer for
   // `stuck_s`, ten seconds at most, takes the manager out of service. Throws CapacityError, which says what
-  // to set, ClosedError, and DiskError if the manager is out of service. Throws CapacityError, which says
-  // what to set, ClosedError, and DiskError where the manager is out of service.
+  // to set, ClosedError, and DiskError if the manager is out of service.
   void reserve_staging(const PageMap& map, std::span<const StagedPage> samples, bool force_direct = false);
   // Ends the transfers under way early: pages not yet issued come back as cancelled.
   void cancel();
@@ -114,6 +128,10 @@ class FLEXKV_EXPORT GDSManager {
   // Null if the manager is out of service. Precondition: staging_mutex_ is held, and mutex_ is not.
   std::shared_ptr<StagingBuffer> own_staging(const PageMap& map, const TransferControl& control);
   std::shared_ptr<StagingBuffer> make_staging(int64_t slots, int64_t slot_bytes) const;
+  // Finds out which way calls go, with memory that is freed again.
+  void look_first(const TransferControl& control);
+  // Registers what waits for the next transfer.
+  void prepare_pool();
   // Makes the reads that the I/O asks for. Returns which disk did not answer, and then keeps the buffer; else
   // empty.
   std::string look_around(const std::shared_ptr<StagingBuffer>& buffer, const TransferControl& control) const;
@@ -129,7 +147,9 @@ class FLEXKV_EXPORT GDSManager {
   const GdsOptions options_;
   const FilePaths paths_;
   TransferParts parts_;
-  std::mutex staging_mutex_;  // one transfer at a time uses the manager's own staging
+  mutable std::mutex pool_mutex_;            // held while the pool is registered; taken before mutex_
+  std::unique_ptr<PoolRegistrations> pool_;  // null once closed
+  std::mutex staging_mutex_;                 // one transfer at a time uses the manager's own staging
   mutable std::mutex mutex_;
   std::condition_variable idle_;
   // Set as a whole, so that `slots` never describes a buffer that is gone.

@@ -39,7 +39,7 @@ std::shared_ptr<FileIo> chosen_io(std::shared_ptr<const RawFiles> files,
   auto plain = plain_io(files, backend);
   if (device->number() == kHostDevice) return plain;
   std::string why;
-  const auto cufile = shared_cufile(cuda::device_info().device_count, &why);
+  const auto cufile = shared_cufile(cuda::device_info().device_count, &why, device->total_bytes());
   auto bounced = std::make_shared<BouncedFileIo>(std::move(plain), device, why);
   if (cufile == nullptr) return bounced;
   return std::make_shared<CufileIo>(cufile, std::move(files), std::move(bounced));
@@ -69,8 +69,9 @@ std::string gpudirect_refusal() {
   const int32_t gpus = cuda::device_info().device_count;
   if (gpus < 1) return "no GPU";
   try {
-    return gpudirect_refusal_on(*cuda::Device::open(cuda::current_device()),
-                                [&](std::string* why) { return shared_cufile(gpus, why); });
+    const auto device = cuda::Device::open(cuda::current_device());
+    return gpudirect_refusal_on(
+        *device, [&](std::string* why) { return shared_cufile(gpus, why, device->total_bytes()); });
   } catch (const Error& error) {
     return error.what();
   }

@@ -287,13 +287,15 @@ TransferReport transfer_direct(const TransferParts& parts, const PageMap& map,
   return transfer.run();
 }
 
-bool can_go_direct(const FileIo& io, const PageMap& map, std::span<const StagedPage> pages) {
+bool can_go_direct(const FileIo& io, const PageMap& map, std::span<const StagedPage> pages,
+                   bool unknown_too) {
   if (map.pieces().empty()) return false;
   return std::all_of(pages.begin(), pages.end(), [&](const StagedPage& page) {
     return std::all_of(map.pieces().begin(), map.pieces().end(), [&](const DirectPiece& piece) {
-      return io.route({false, page.device, page.file, page.file_offset + piece.page_offset,
-                       reinterpret_cast<void*>(run_address(piece, page.block)), piece.run_bytes}) ==
-             IoRoute::kDirect;
+      const IoRoute route =
+          io.route({false, page.device, page.file, page.file_offset + piece.page_offset,
+                    reinterpret_cast<void*>(run_address(piece, page.block)), piece.run_bytes});
+      return route == IoRoute::kDirect || (unknown_too && route == IoRoute::kUnknown);
     });
   });
 }

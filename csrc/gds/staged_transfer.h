@@ -120,7 +120,9 @@ TransferReport transfer_direct(const TransferParts& parts, const PageMap& map,
                                std::span<const StagedPage> pages, bool is_read, int32_t max_pages,
                                const TransferControl& control, const TransferHooks& hooks = {});
 
-// Whether every call of transfer_direct() would go straight between disk and pool.
-bool can_go_direct(const FileIo& io, const PageMap& map, std::span<const StagedPage> pages);
+// Whether every call of transfer_direct() would go straight between disk and pool; with `unknown_too`,
+// whether none is known not to.
+bool can_go_direct(const FileIo& io, const PageMap& map, std::span<const StagedPage> pages,
+                   bool unknown_too = false);
 
 }  // namespace flexkv

@@ -29,13 +29,11 @@ StagingBuffer::StagingBuffer(void* memory, int64_t bytes) {
 
 StagingBuffer::~StagingBuffer() {
   if (device_ == nullptr) return;
-  if (not_registered_.empty()) {
-    // If the device cannot be made current, its memory goes with its context.
-    device_->while_current([&] {
-      io_->remove_memory(base_);
-      return std::string();
-    });
-  }
+  // If the device cannot be made current, its memory goes with its context.
+  device_->while_current([&] {
+    io_->remove_memory(base_);
+    return std::string();
+  });
   device_->release(base_);
 }
 

@@ -44,6 +44,7 @@ class FaultyFileIo : public FileIo {
   std::vector<IoCall> looks(void* memory, int64_t bytes) const override {
     return inner_->looks(memory, bytes);
   }
+  Registering registering() const override { return inner_->registering(); }
   std::string add_memory(void* memory, int64_t bytes) override { return inner_->add_memory(memory, bytes); }
   void remove_memory(void* memory) override { inner_->remove_memory(memory); }
 

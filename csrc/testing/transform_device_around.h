@@ -16,6 +16,8 @@ class TransformDeviceAround : public TransformDevice {
   int32_t number() const override { return inner_->number(); }
   void* allocate(int64_t bytes) override { return inner_->allocate(bytes); }
   void release(void* memory) override { inner_->release(memory); }
+  int64_t total_bytes() const override { return inner_->total_bytes(); }
+  int64_t window_bytes() const override { return inner_->window_bytes(); }
   std::string bind_thread() override { return inner_->bind_thread(); }
   std::string while_current(const std::function<std::string()>& work) override {
     return inner_->while_current(work);

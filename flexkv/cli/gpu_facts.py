@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+from pathlib import Path
 from typing import Any
 
 from flexkv.cli.driver_calls import DriverRefused, done
@@ -12,6 +13,7 @@ PACKAGES = ("cuda-bindings", "cuda-pathfinder")
 """Packages of the extra."""
 HOW = "pip install cuda-bindings cuda-pathfinder (the extra flexkv[gpu])"
 NAME_BYTES, ADDRESS_BYTES = 256, 32
+PCI_DEVICES = Path("/sys/bus/pci/devices")
 
 ATTRIBUTES = {
     "multiprocessors": "CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT",
@@ -52,7 +54,7 @@ def gpu_facts() -> Facts:
 
 
 def devices(driver: Any) -> list[Facts]:
-    """Name, memory, PCI address and ATTRIBUTES of every device. An attribute that the driver does not know is None.
+    """Name, memory, PCI address, BAR1 and ATTRIBUTES of every device. What the driver does not know is None.
 
     Args:
         driver: `cuda.bindings.driver`.
@@ -69,6 +71,7 @@ def devices(driver: Any) -> list[Facts]:
             "bytes": int(done(driver.cuDeviceTotalMem(device), "cuDeviceTotalMem")),
             "pci": _text(done(driver.cuDeviceGetPCIBusId(ADDRESS_BYTES, device), "cuDeviceGetPCIBusId")),
         }
+        facts["bar_bytes"] = bar_bytes(facts["pci"])
         for key, attribute in ATTRIBUTES.items():
             facts[key] = None
             if (number_of := getattr(driver.CUdevice_attribute, attribute, None)) is not None:
@@ -76,6 +79,17 @@ def devices(driver: Any) -> list[Facts]:
                 facts[key] = int(value) if code == 0 else None
         found.append(facts)
     return found
+
+
+def bar_bytes(pci: str, devices: Path = PCI_DEVICES) -> int:
+    """The largest window of a PCI device's memory on the bus, in bytes: an NVIDIA GPU's BAR1, through which disks reach
+    it. 0 if the kernel does not say."""
+    try:
+        lines = (devices / pci.lower() / "resource").read_text().splitlines()
+    except OSError:
+        return 0
+    windows = [[int(number, 16) for number in line.split()[:2]] for line in lines]
+    return max((last - first + 1 for first, last in windows if last > first), default=0)
 
 
 def words(facts: Facts) -> str:

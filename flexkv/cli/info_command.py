@@ -77,6 +77,7 @@ def rows(facts: Facts) -> dict[str, str]:
         else f"not used: {cuda['reason']}",
         **_gpu_rows(facts["gpu"]),
         "cufile": _cufile_words(facts["cufile"]),
+        "gds pool": gds_pool_words(facts["gds_pool"]),
         "cpus": f"{facts['cpus']['usable']} usable of {facts['cpus']['total']}",
         "memory": f"{format_size(memory['usable_bytes'])} usable ({memory['limited_by']}) of "
         f"{format_size(memory['total_bytes'])}",
@@ -113,6 +114,23 @@ def _cufile_words(cufile: Facts) -> str:
     if not cufile["path"]:
         return str(cufile["reason"])
     return f"{cufile['version'] or 'unknown version'} from {cufile['path']} ({cufile['found']})"
+
+
+def gds_pool_words(pool: Facts) -> str:
+    """Which pools pass through staging between disk and GPU although a block is one piece in them."""
+    if pool["register_pool"] == "off":
+        return "not registered with cuFile: gds.register_pool is off"
+    said = [f"gds.register_pool {pool['register_pool']}"]
+    for limit in pool["limits"]:
+        most = limit["most_bytes"]
+        if most is None:
+            words = "its BAR1 is not known, which limits what can be registered"
+        elif most < limit["memory_bytes"]:
+            words = f"a pool larger than its BAR1 of {format_size(most)} passes through staging"
+        else:
+            words = "its BAR1 reaches all of its memory"
+        said.append(f"gpu {limit['gpu']}: {words}")
+    return "; ".join(said)
 
 
 def _folder_words(folder: Facts) -> str:

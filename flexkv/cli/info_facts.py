@@ -50,6 +50,7 @@ def collect(config: FlexKVConfig, model: Path | None) -> Facts:
     lost = folder_faults(config, held_bytes)
     facts = package_facts() | {"gpu": gpu_facts()} | machine_facts(memory) | tier_facts(config, memory, lost)
     facts["cufile"] = asdict(find_cufile())
+    facts["gds_pool"] = gds_pool_facts(config, facts["gpu"]["devices"])
     refused = start_faults(config, 1, lost)
     facts["problems"] = [str(fault) for fault in refused]
     if not any(isinstance(fault, DiskError) for fault in refused):
@@ -94,6 +95,23 @@ def machine_facts(memory: MemoryState) -> Facts:
             "free_pages": memory.huge_pages_free,
         },
     }
+
+
+def gds_pool_facts(config: FlexKVConfig, devices: list[Facts]) -> Facts:
+    """Up to which size a pool whose blocks are one piece each can be registered with cuFile, for each GPU.
+
+    `most_bytes` is None where it is not known. The driver of cuFile is not opened for this; at an engine's start flexkv
+    raises cuFile's own limit to the GPU's memory.
+    """
+    limits = [
+        {
+            "gpu": number,
+            "memory_bytes": device["bytes"],
+            "most_bytes": min(device["bytes"], device["bar_bytes"]) if device["bar_bytes"] else None,
+        }
+        for number, device in enumerate(devices)
+    ]
+    return {"register_pool": config.gds.register_pool, "limits": limits}
 
 
 def tier_facts(config: FlexKVConfig, memory: MemoryState, lost: Mapping[str, str]) -> Facts:

@@ -39,6 +39,9 @@ _NO_STEP_TIMES = NoEffect(
 )
 _NO_RECOMPUTE = NoEffect("the engine cannot compute what a load did not bring", False, named_by_tier=True)
 _FOR_TENSORRT = NoEffect("hooks of layers are TensorRT-LLM's", "auto")
+_MANY_PIECES = NoEffect(
+    "a block lies in several pieces of its pool, so that it passes through staging", "off"
+)
 _FOR_BLENDING = NoEffect("only blending (flexkv.blend) works layer by layer ahead")
 
 PARTLY: dict[str, dict[str, NoEffect]] = {
@@ -63,6 +66,7 @@ PARTLY: dict[str, dict[str, NoEffect]] = {
     },
     "disk.compute_if_faster": {"sglang": _NO_STEP_TIMES, "tensorrt_llm": _NO_STEP_TIMES},
     "disk.stream": {"sglang": _NO_RECOMPUTE, "tensorrt_llm": _NO_RECOMPUTE},
+    "gds.register_pool": {"vllm": _MANY_PIECES, "sglang": _MANY_PIECES},
     "observe.metrics_log_s": {"vllm": NoEffect("vLLM logs with its own statistics what was counted")},
 }
 """Setting -> the engines that have no use for it, and why."""

@@ -428,6 +428,13 @@ class GdsConfig(Section):
         le=64,
         description="Threads that serve each disk; with POSIX and cuFile each has one call under way.",
     )
+    register_pool: Annotated[Literal["off", "auto", "on"], BeforeValidator(on_and_off_are_words)] = Field(
+        "auto",
+        description="Register the engine's pool on a GPU with cuFile where a block is one piece in it, as in "
+        "TensorRT-LLM's, so that blocks move straight between disk and pool. `auto`: where calls are seen to go by "
+        "GPUDirect Storage; `on`: also where cuFile does not show which way they go (before 1.15). A pool that cannot "
+        "be registered passes through staging, and the log says why. `off` leaves the GPU's BAR1 to others.",
+    )
 
 
 class IndexConfig(Section):

@@ -61,6 +61,7 @@ def make_gds_lane(
         max_staging_bytes=config.max_staging_bytes,
         gpu_device_id=-1 if device is None else device,
         io=io,
+        register_pool=config.register_pool,
     )
     with ExitStack() as opened:
         opened.callback(lane.close)
@@ -73,8 +74,24 @@ def make_gds_lane(
                 log.info("slabs of group %d: %s", group, cut)
         # Only registering the staging shows which way cuFile takes to each slab.
         log.info("slabs: %s; %s", lane.describe(), "staged" if staged else "a call a run")
+        log_refusal(lane.pool, config)
         opened.pop_all()
     return lane
+
+
+def log_refusal(pool: c_ext.PoolState, config: GdsConfig) -> None:
+    """Warns that a pool which was to be registered passes through staging. What `auto` decides is in the line that
+    describes the lane."""
+    if pool["refusal"] and config.register_pool == "on":
+        get_logger("gds").warning(
+            "gds.register_pool=on: the pool passes through staging: %s", pool["refusal"]
+        )
+
+
+def log_lost_registration(pool: c_ext.PoolState) -> None:
+    """Warns that a pool which was registered before a sleep could not be registered again."""
+    if pool["released"] and not pool["regions"]:
+        get_logger("gds").warning("the pool passes through staging since the sleep: %s", pool["refusal"])
 
 
 def gpudirect_refusal() -> str:

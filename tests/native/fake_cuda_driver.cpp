@@ -43,6 +43,14 @@ Code device_get_name(char* name, int bytes, int) {
   std::strncpy(name, "fake device", static_cast<size_t>(bytes));
   return cuda::kSuccess;
 }
+Code device_get_pci(char* pci, int bytes, int) {
+  std::strncpy(pci, "FFFF:00:00.0", static_cast<size_t>(bytes));  // which the machine has not
+  return cuda::kSuccess;
+}
+Code device_total_mem(size_t* bytes, int) {
+  *bytes = size_t{80} << 30;
+  return cuda::kSuccess;
+}
 Code device_get_attribute(int* value, int attribute, int) {
   *value = attribute == cuda::kAttributeMaxPitch          ? world().settings.max_pitch
            : attribute == cuda::kAttributeMultiprocessors ? 4
@@ -242,6 +250,8 @@ Code find(const char* name, void** function, int version, uint64_t, int*) {
       FAKE_ENTRY("cuDeviceGetCount", device_get_count),
       FAKE_ENTRY("cuDeviceGet", device_get),
       FAKE_ENTRY("cuDeviceGetName", device_get_name),
+      FAKE_ENTRY("cuDeviceGetPCIBusId", device_get_pci),
+      FAKE_ENTRY("cuDeviceTotalMem", device_total_mem),
       FAKE_ENTRY("cuDeviceGetAttribute", device_get_attribute),
       FAKE_ENTRY("cuDevicePrimaryCtxRetain", context_retain),
       FAKE_ENTRY("cuDevicePrimaryCtxRelease", context_release),

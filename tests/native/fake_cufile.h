@@ -43,6 +43,12 @@ struct FakeCufile {
   uint64_t posix_ops = 0;
   std::set<int> files;
   std::map<const void*, size_t> buffers;
+  int64_t registered = 0;    // buffers, so far
+  int64_t deregistered = 0;  // buffers, so far
+  size_t most_buffers = 0;   // at once; 0: no limit
+  size_t set_pinned_kib = 0;
+  bool set_while_open = false;
+  uint32_t pinned_kib = 32u << 20;  // as the properties say
   int64_t calls = 0;
   ssize_t next_answer = 0;  // what the next call returns instead of moving anything; 0: it moves
   int next_errno = 0;
@@ -101,6 +107,7 @@ inline CufileTable fake_table() {
     properties->nvfs.major_version = fake.nvfs_major;
     properties->feature_flags = fake.feature_flags;
     properties->nvfs.status_flags = fake.status_flags;
+    properties->max_device_pinned_kib = fake.pinned_kib;
     return CufileError{};
   };
   table.handle_register = [](CufileHandle* handle, CufileDescription* description) {
@@ -117,12 +124,21 @@ inline CufileTable fake_table() {
     CHECK(fake.files.erase(static_cast<int>(reinterpret_cast<intptr_t>(handle))) == 1);
   };
   table.buffer_register = [](const void* memory, size_t bytes, int) {
+    const std::lock_guard lock(fake.mutex);
     if (fake.refuse_buffers) return CufileError{5011, 2};
+    for (const auto& [other, size] : fake.buffers) {
+      CHECK((static_cast<const char*>(memory) + bytes <= other ||
+             static_cast<const char*>(other) + size <= memory));  // cuFile refuses memory that is registered
+    }
+    if (fake.most_buffers != 0 && fake.buffers.size() >= fake.most_buffers) return CufileError{5036, 0};
     fake.buffers[memory] = bytes;
+    fake.registered += 1;
     return CufileError{};
   };
   table.buffer_deregister = [](const void* memory) {
+    const std::lock_guard lock(fake.mutex);
     CHECK(fake.buffers.erase(memory) == 1);
+    fake.deregistered += 1;
     return CufileError{};
   };
   table.read = [](CufileHandle handle, void* base, size_t bytes, off_t file_offset, off_t buffer_offset) {
@@ -131,6 +147,12 @@ inline CufileTable fake_table() {
   table.write = [](CufileHandle handle, const void* base, size_t bytes, off_t file_offset,
                    off_t buffer_offset) {
     return fake_move(handle, const_cast<void*>(base), bytes, file_offset, buffer_offset, true);
+  };
+  table.set_max_pinned_kib = [](size_t kib) {
+    fake.set_pinned_kib = kib;
+    fake.set_while_open = fake.open > 0;
+    if (!fake.set_while_open) fake.pinned_kib = static_cast<uint32_t>(kib);
+    return CufileError{};
   };
   table.version = [](int32_t* version) {
     *version = fake.version;
@@ -178,6 +200,10 @@ inline void reset_fake() {
   fake.refuse_buffers = false;
   fake.files.clear();
   fake.buffers.clear();
+  fake.registered = fake.deregistered = 0;
+  fake.most_buffers = fake.set_pinned_kib = 0;
+  fake.set_while_open = false;
+  fake.pinned_kib = 32u << 20;
   fake.calls = 0;
   fake.next_answer = 0;
 }

@@ -9,6 +9,7 @@
 
 #include "base/align.h"
 #include "base/error.h"
+#include "cuda/device_info.h"
 #include "gds/transform/cuda_transforms.h"
 
 namespace flexkv {
@@ -73,6 +74,9 @@ class CudaTransformDevice : public TransformDevice {
       return driver().failure(code, "cuMemcpyAsync");
     });
   }
+
+  int64_t total_bytes() const override { return device_->total_bytes(); }
+  int64_t window_bytes() const override { return cuda::bar_bytes(device_->pci()); }
 
   std::string cannot_reach(const void* memory, int64_t bytes) const override {
     const cuda::QuietCurrent here(*device_);

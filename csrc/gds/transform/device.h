@@ -41,6 +41,10 @@ class TransformDevice {
   // 4 KiB-aligned. Throws CapacityError.
   virtual void* allocate(int64_t bytes) = 0;
   virtual void release(void* memory) = 0;
+  // 0: not known.
+  virtual int64_t total_bytes() const { return 0; }
+  // How much of its memory disks can reach at once: the GPU's BAR1. 0: not known, or all of it.
+  virtual int64_t window_bytes() const { return 0; }
   // Called once by every thread that will do I/O on this device's memory. Returns an error; empty on success.
   virtual std::string bind_thread() = 0;
   // Calls `work` with this device current, then makes the thread's previous one current again: the thread may

@@ -8,6 +8,7 @@ from typing import Any
 
 from flexkv.adapters.common.rank_lanes import attach_views, open_gds_lane, open_lanes
 from flexkv.adapters.common.rank_ops import RankOps
+from flexkv.c_ext import GdsLane
 from flexkv.config import FlexKVConfig
 from flexkv.errors import ContractError, FlexKVError
 from flexkv.facts.ranks import (
@@ -24,6 +25,7 @@ from flexkv.facts.ranks import (
 from flexkv.observe import Counters, get_logger
 from flexkv.transfer import nvtx
 from flexkv.transfer.engine import OnDevice
+from flexkv.transfer.gds_lane import log_lost_registration
 from flexkv.transfer.host_pool import HostPool
 from flexkv.transfer.slab_map import SlabMap
 
@@ -67,6 +69,7 @@ class RankWorker:
         self._pool: Any = None
         self._places: tuple[RankPlace, ...] = ()
         self._views_attached = False
+        self._gds_lane: GdsLane | None = None
         self._ops = RankOps(config, rank, self.counters)
 
     def make_mover(self) -> Any:
@@ -143,6 +146,7 @@ class RankWorker:
             mover=mover,
             gds_lane=gds_lane,
         )
+        self._gds_lane = gds_lane
         self._ops.engine, self._pool, self.device = engine, pool, engine.device
         self._places, self._views_attached = places, True
         self.slots = pool.slots
@@ -176,13 +180,23 @@ class RankWorker:
             for group in range(len(self.views)):
                 self._ops.engine.detach_view(group)
             self._views_attached = False
+        self.end_registrations()
 
     def restore_pool(self) -> None:
         """Attaches the views again: the pool's memory is back at the same addresses, its content lost. Idempotent."""
         if self._places and not self._views_attached and self._ops.engine is not None:
             attach_views(self._ops.engine, self.views, self._pool, self._places, self._owners)
             self._views_attached = True
+            if self._gds_lane is not None:
+                self._gds_lane.restore_pool()
+                log_lost_registration(self._gds_lane.pool)
         self._ops.released = ""
+
+    def end_registrations(self) -> None:
+        """Ends the pool's registrations with cuFile, which pin its memory; the next op between disk and pool makes them
+        again. Precondition: no op is under way."""
+        if self._gds_lane is not None:
+            self._gds_lane.release_pool()
 
     @property
     def attached(self) -> bool:

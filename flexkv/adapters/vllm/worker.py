@@ -127,6 +127,7 @@ class WorkerSide(RankWorker):
         self.layer_stores.abandon()
         try:
             self._ops.release(RESET)
+            self.end_registrations()
         finally:
             # Also done if a copy hangs, because nothing else ends these stores.
             self._ops.released = RESET

@@ -147,7 +147,7 @@ class _DiskWays:
         ways = [
             self._through_lane("disk to pool, staged", staged=True, block_first=False),
             self._through_lane("disk to pool, a call a run", staged=False, block_first=False),
-            self._through_lane("disk to pool, block-first: direct", staged=True, block_first=True),
+            self._through_lane("disk to pool, block-first", staged=True, block_first=True),
             self._through_host_way(),
         ]
         bare = _Way("bare reads of 2 MiB", self._bare.once, lambda: 0)
@@ -198,14 +198,12 @@ class _DiskWays:
         lane = make_gds_lane(self._unit.slab_map(), 0, self._device, gds, use_staged_transfer=staged)
         engine = self._engine(lane, block_first)
         read = TransferGraph((self._op(OpKind.GDS_READ, self._slots, NO_IDS, self._order),))
-        transforms = staged and self._device is not None and not block_first
         taken = min(self._multiprocessors, c_ext.CUDA_THRESHOLDS["transform_multiprocessors"])
-        path = "direct" if block_first else "staged" if staged else "a call a run"
         return _Way(
             what,
             self._timed(engine, read),
             functools.partial(_io_calls, lane),
-            lambda: (path, taken if transforms else 0),
+            functools.partial(_path_of, lane, taken),
             lane.describe,
         )
 
@@ -290,3 +288,25 @@ class _DiskWays:
 
 def _io_calls(lane: c_ext.GdsLane) -> int:
     return lane.totals["io_calls"]
+
+
+def _path_of(lane: c_ext.GdsLane, multiprocessors: int) -> tuple[str, int]:
+    """The way that all pages of all rounds have taken, by what the lane has counted, and the multiprocessors that it
+    takes: those of the layout transform, which also checks digests in the pool where no byte is transformed.
+
+    Args:
+        multiprocessors: those of a transform; 0 for plain memory.
+    """
+    totals = lane.totals
+    return path_of_totals(totals), multiprocessors if totals["launches"] else 0
+
+
+def path_of_totals(totals: c_ext.GdsTotals) -> str:
+    """ "direct" only where every byte of every page went straight between disk and pool."""
+    if not totals["straight_pages"]:
+        return "staged"
+    if totals["straight_pages"] < totals["pages"]:
+        return "staged in part"
+    if totals["bounced_calls"]:
+        return "bounced"
+    return "not known" if totals["unknown_calls"] else "direct"

@@ -18,10 +18,14 @@ from flexkv.config import GdsConfig, IoBackend, load_config
 from flexkv.errors import FlexKVError, GeometryError
 from flexkv.observe import get_logger
 from flexkv.transfer.cufile_library import name_wheels
+from flexkv.transfer.gds_lane import log_refusal
 from flexkv.transfer.staging_limits import staging_cut
 from flexkv.transfer.stream import StreamLike, stream_address
 
 Ids = Sequence[int] | NDArray[np.int64]
+
+TENSORRT_LLM = 1
+"""`RawPool.gpu_block_type` of pools that have a block's layers together."""
 
 SAMPLE_BLOCKS = np.arange(2, dtype=np.int64)
 """Two blocks show how all of a pool are aligned, and so whether they pass through staging."""
@@ -36,6 +40,8 @@ class RawPool:
         layer_ptrs: one address per layer (vLLM), one (TensorRT-LLM), or K of every layer, then V (SGLang).
         gpu_device_id: the GPU that holds it, or -1 for plain memory.
         is_mla: K and V are stored as one.
+        blocks: how many blocks it has, from number 0 on: one in a piece each can then move straight between a disk and
+            a GPU (`gds.register_pool`). 0: not known, and they do not.
     """
 
     gpu_block_type: int
@@ -45,6 +51,7 @@ class RawPool:
     layer_stride: int = 0
     gpu_device_id: int = -1
     is_mla: bool = False
+    blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,12 +132,14 @@ class GDSTransferWorker:
             gpu_device_id=pool.gpu_device_id,
             engine_stream=stream_address(engine_stream),
             io=io,
+            register_pool=gds.register_pool,
         )
         self._log = get_logger("gds")
         self._reserve_staging(gds.max_staging_bytes)
         # Only registering the staging shows which way cuFile takes to each file.
         way = "staged" if self.use_staged_transfer else "a call a run"
         self._log.info("%s; %s", self.manager.describe(), way)
+        log_refusal(self.manager.pool, gds)
 
     def read(self, gpu_blocks: Ids, ssd_blocks: Ids, layers: Ids | None = None) -> None:
         """Copies files to the pool: ssd_blocks[i] to gpu_blocks[i], all layers or those given.
@@ -146,7 +155,11 @@ class GDSTransferWorker:
         self._move(gpu_blocks, ssd_blocks, layers, is_read=False)
 
     def _reserve_staging(self, max_bytes: int) -> None:
+        pool = self._pool
+        block_bytes = self._files.total_layers * self._files.chunk * (1 if pool.is_mla else 2)
         try:
+            if pool.blocks and pool.gpu_block_type == TENSORRT_LLM and self._in_one_piece(block_bytes):
+                self.manager.register_pool(pool.layer_ptrs[0], pool.blocks, pool.block_stride, block_bytes)
             self._call(
                 c_ext.reserve_gds_staging, SAMPLE_BLOCKS, SAMPLE_BLOCKS, self._all_layers, is_read=True
             )
@@ -158,6 +171,13 @@ class GDSTransferWorker:
             manager.staging_slots, manager.staging_slot_bytes, self.max_staging_blocks, max_bytes
         ):
             self._log.info("%s", cut)
+
+    def _in_one_piece(self, block_bytes: int) -> bool:
+        """Whether a block's bytes lie in a row, in the same order in pool and file."""
+        pool, files = self._pool, self._files
+        in_a_row = block_bytes // files.total_layers
+        kv_too = pool.is_mla or pool.kv_stride == files.kv_stride == files.chunk
+        return kv_too and pool.layer_stride == files.layer_stride == in_a_row
 
     def _move(self, gpu_blocks: Ids, ssd_blocks: Ids, layers: Ids | None, is_read: bool) -> None:
         start = time.perf_counter()

@@ -6,13 +6,14 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
 from flexkv import c_ext
 from flexkv.cli import bench_command
-from flexkv.cli.bench.disk_rows import disk_rows
+from flexkv.cli.bench.disk_rows import disk_rows, path_of_totals
 from flexkv.cli.bench.result_file import ResultFile
 from flexkv.cli.bench.transfer_bench import TransferBench
 from flexkv.cli.bench_command import command
@@ -71,7 +72,7 @@ def test_without_a_gpu_the_host_lanes_are_measured_and_said_to_be(tmp_path: Path
         "layout transform",
         "disk to pool, staged",
         "disk to pool, a call a run",
-        "disk to pool, block-first: direct",
+        "disk to pool, block-first",
         "disk to host page to pool",
         "bare reads of 2 MiB",
         "load, by CUDA events",
@@ -86,6 +87,14 @@ def test_without_a_gpu_the_host_lanes_are_measured_and_said_to_be(tmp_path: Path
     assert list(tmp_path.iterdir()) == [out]
     assert all(row["path"] or row["note"] == "not measured: no GPU" for row in compared)
     assert all(row["multiprocessors"] == 0 for row in compared)
+    # What went straight is counted, not assumed: bare reads say whether the folder's disk has direct I/O.
+    straight = not any("page cache" in row["note"] for row in compared if row["what"].startswith("bare"))
+    paths = {row["what"]: row["path"] for row in compared if row["what"].startswith("disk to pool")}
+    assert paths == {
+        "disk to pool, staged": "staged",
+        "disk to pool, a call a run": "direct" if straight else "staged",
+        "disk to pool, block-first": "direct" if straight else "staged",
+    }
     assert {row["path"] for row in compared if row["what"] == "disk to host page to pool"} <= {
         "io_uring, then cpu",
         "threads, then cpu",
@@ -127,6 +136,34 @@ def test_what_was_measured_before_a_failure_is_kept(tmp_path: Path, monkeypatch:
     assert {row["run_bytes"] for row in content["rows"]} >= {4096, 32768}
     assert {row["what"] for row in content["comparisons"]} == {"torch index_select + copy", "4 KiB copy, p99"}
     assert content["limit_gbps"]["H2D"] > 0
+
+
+TOTALS: c_ext.GdsTotals = {
+    "transfers": 2,
+    "pages": 10,
+    "straight_pages": 10,
+    "failed_pages": 0,
+    "io_calls": 20,
+    "bounced_calls": 0,
+    "unknown_calls": 0,
+    "io_bytes": 1 << 20,
+    "launches": 2,
+}
+
+
+@pytest.mark.parametrize(
+    ("counted", "path"),
+    [
+        ({}, "direct"),
+        ({"straight_pages": 0}, "staged"),
+        ({"straight_pages": 9}, "staged in part"),
+        ({"bounced_calls": 1}, "bounced"),
+        ({"unknown_calls": 1}, "not known"),
+    ],
+)
+def test_direct_is_what_every_call_went(counted: dict[str, int], path: str) -> None:
+    totals: Any = TOTALS | counted
+    assert path_of_totals(totals) == path
 
 
 @pytest.mark.skipif(c_ext.cuda_info()["device_count"] > 0, reason="measures the GPU instead")

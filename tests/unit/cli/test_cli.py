@@ -224,6 +224,7 @@ INFO_KEYS: dict[str, set[str] | None] = {
     "native_core": {"variant", "compiler", "with_cuda"},
     "cuda": {"devices", "driver", "reason"},
     "cufile": {"path", "found", "version", "reason"},
+    "gds_pool": {"register_pool", "limits"},
     "cpus": {"usable", "total"},
     "gpu": {"packages", "devices", "reason"},
     "memory": {"usable_bytes", "total_bytes", "limited_by", "numa_nodes"},

@@ -16,7 +16,8 @@ from flexkv import c_ext
 from flexkv.cli import gpu_facts
 from flexkv.cli.driver_calls import DriverRefused
 from flexkv.cli.gpu_facts import devices, words
-from flexkv.cli.info_facts import collect
+from flexkv.cli.info_command import gds_pool_words
+from flexkv.cli.info_facts import collect, gds_pool_facts
 from flexkv.config import load_config
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -89,6 +90,7 @@ def test_a_device_has_its_attributes_and_unknown_ones_are_null(monkeypatch: pyte
         "name": "A stand-in",
         "bytes": 8 << 30,
         "pci": "0000:0A:00.0",
+        "bar_bytes": 0,
         "multiprocessors": 16,
         "compute_major": 75,
         "compute_minor": 76,
@@ -99,6 +101,38 @@ def test_a_device_has_its_attributes_and_unknown_ones_are_null(monkeypatch: pyte
     }
     assert "A stand-in, 8.0 GiB, compute 75.76, 16 multiprocessors" in words(device)
     assert "compute ?.76" in words(device | {"compute_major": None})
+
+
+WINDOWS = """0x00000000fa000000 0x00000000faffffff 0x0000000000040200
+0x0000000000000000 0x0000000000000000 0x0000000000000000
+0x0000206000000000 0x0000206{last} 0x000000000014220c
+"""
+
+
+@pytest.mark.parametrize(
+    ("last", "size", "said"),
+    [
+        ("00fffffff", 256 << 20, "gpu 0: a pool larger than its BAR1 of 256.0 MiB passes through staging"),
+        ("3ffffffff", 16 << 30, "gpu 0: its BAR1 reaches all of its memory"),
+    ],
+)
+def test_info_says_which_pools_are_too_large_for_a_gpus_bar1(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, last: str, size: int, said: str
+) -> None:
+    (tmp_path / "0000:0a:00.0").mkdir()
+    (tmp_path / "0000:0a:00.0" / "resource").write_text(WINDOWS.replace("{last}", last))
+    read = gpu_facts.bar_bytes
+    assert read("0000:0A:00.0", tmp_path) == size
+    monkeypatch.setattr(gpu_facts, "bar_bytes", lambda pci: read(pci, tmp_path))
+    give(monkeypatch, StandIn())
+    config = load_config({"host.bytes": "64MiB"}, {})
+    pool = collect(config, None)["gds_pool"]
+    assert pool["register_pool"] == "auto"
+    assert pool["limits"] == [{"gpu": 0, "memory_bytes": 8 << 30, "most_bytes": min(size, 8 << 30)}]
+    assert gds_pool_words(pool) == f"gds.register_pool auto; {said}"
+    assert gds_pool_words(pool | {"register_pool": "off"}).endswith("gds.register_pool is off")
+    unknown = gds_pool_facts(config, [{"bytes": 8 << 30, "bar_bytes": 0}])
+    assert "its BAR1 is not known" in gds_pool_words(unknown)
 
 
 def test_what_the_driver_refuses_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:

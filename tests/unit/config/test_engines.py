@@ -87,6 +87,7 @@ GIVEN = {
     "disk.prefetch_requests": 4,
     "disk.compute_if_faster": True,
     "disk.stream": True,
+    "gds.register_pool": "on",
     "observe.metrics_log_s": 5,
 }
 

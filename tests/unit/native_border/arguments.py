@@ -63,6 +63,12 @@ ARGUMENTS: dict[str, Callable[[World], dict[str, object]]] = {
         "num_devices": 1,
         "gpu_device_id": -1,
     },
+    "GDSManager.register_pool": lambda _: {
+        "address": 1 << 20,
+        "blocks": 4,
+        "block_stride": 8192,
+        "block_bytes": 4096,
+    },
     "GdsLane.__init__": lambda world: {
         "codecs": [world.get("PageCodec")],
         "stripe": 0,

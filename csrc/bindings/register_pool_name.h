@@ -1,0 +1,18 @@
+// Whether an engine's pool is registered, as settings name it.
+#pragma once
+#include <string>
+
+#include "base/error.h"
+#include "gds/pool_registration.h"
+
+namespace flexkv {
+
+// Throws ConfigError for an unknown name.
+inline RegisterPool to_register_pool(const std::string& name) {
+  if (name == "off") return RegisterPool::kOff;
+  if (name == "auto") return RegisterPool::kAuto;
+  if (name == "on") return RegisterPool::kOn;
+  throw ConfigError("register_pool='" + name + "': allowed are 'off', 'auto' and 'on'");
+}
+
+}  // namespace flexkv
