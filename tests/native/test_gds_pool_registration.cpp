@@ -29,7 +29,7 @@ class NarrowDevice : public TransformDeviceAround {
   const int64_t window_;
 };
 
-struct PoolOptions {
+struct RegionOptions {
   RegisterPool mode = RegisterPool::kAuto;
   int64_t piece_bytes = 64 << 10;
   int64_t window = 0;
@@ -42,7 +42,7 @@ struct PoolWorld {
   static constexpr int64_t kRuns = 4, kRun = 4096, kBlocks = 12, kStripe = kRuns * kRun;
   static constexpr int64_t kImage = kStripe + 4096;
 
-  explicit PoolWorld(PoolOptions options = {}) : memory(static_cast<size_t>(kBlocks * kStripe) + 2 * 65536) {
+  explicit PoolWorld(RegionOptions options = {}) : memory(static_cast<size_t>(kBlocks * kStripe) + 2 * 65536) {
     const auto start = reinterpret_cast<uintptr_t>(memory.data());
     pool = memory.data() + (65536 - start % 65536) % 65536 + options.shift;
     std::vector<Segment> runs;
@@ -241,7 +241,7 @@ TEST_CASE("pool registration: a transfer under way keeps the registration") {
 TEST_CASE("pool registration: what cannot be registered passes through staging, with the reason") {
   struct Case {
     std::string words;
-    PoolOptions options;
+    RegionOptions options;
     std::function<void()> prepare;
   };
   const int64_t bytes = PoolWorld::kBlocks * PoolWorld::kStripe;
@@ -264,7 +264,7 @@ TEST_CASE("pool registration: what cannot be registered passes through staging, 
       CAPTURE(of.words);
       reset_fake();
       of.prepare();
-      PoolOptions options = of.options;
+      RegionOptions options = of.options;
       options.mode = mode;
       PoolWorld world(options);
       world.start();
