@@ -9,11 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from .conftest import FAULTY, Engines, connector, engine_alone
 from .session import EngineSession, Prompt, Reference
 from .test_disk import start, wait_durable
 from .test_hybrid import CLOSE, farthest
+
+pytestmark = pytest.mark.skipif(
+    not (torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()),
+    reason="vLLM keeps KV in eight bits only on CPUs with AVX-512 or AMX",
+)
 
 FP8: dict[str, Any] = {"kv_cache_dtype": "fp8_e4m3"}
 BUT_ONE = FP8 | {"kv_cache_dtype_skip_layers": ["0"]}
