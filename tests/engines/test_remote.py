@@ -207,9 +207,11 @@ def test_what_an_engine_computed_serves_the_next_one(
     assert session.check_one(prompt).cached == HALF - 1
     wait_written(session)
     assert grown.by() == (HALF // BLOCK_TOKENS, 1, 1)
-    assert np.array_equal(
-        read(client, page_10, form.value_bytes)[: -form.trailer_bytes], value[: -form.trailer_bytes]
-    )
+    # Computed again beside other tokens, a number may differ in its last bits.
+    again = read(client, page_10, form.value_bytes)
+    assert not np.array_equal(again, damaged)
+    kv, kv_again = (one[: -form.trailer_bytes].view(np.float32) for one in (value, again))
+    assert np.allclose(kv_again, kv, atol=1e-4)
     lose_host(session)
 
     # A wrong value with a valid digest: nothing detects it, but the answer shows it. The control.
