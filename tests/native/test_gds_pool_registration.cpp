@@ -42,7 +42,8 @@ struct PoolWorld {
   static constexpr int64_t kRuns = 4, kRun = 4096, kBlocks = 12, kStripe = kRuns * kRun;
   static constexpr int64_t kImage = kStripe + 4096;
 
-  explicit PoolWorld(RegionOptions options = {}) : memory(static_cast<size_t>(kBlocks * kStripe) + 2 * 65536) {
+  explicit PoolWorld(RegionOptions options = {})
+      : memory(static_cast<size_t>(kBlocks * kStripe) + 2 * 65536) {
     const auto start = reinterpret_cast<uintptr_t>(memory.data());
     pool = memory.data() + (65536 - start % 65536) % 65536 + options.shift;
     std::vector<Segment> runs;
