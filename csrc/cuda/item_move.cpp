@@ -22,11 +22,11 @@ ItemMove::ItemMove(std::shared_ptr<WorkItem> item, Direction direction, const Ca
       unfinished_(pages_.size()),
       good_(pages_.size()),
       first_of_pass_(item_->first_stage()),
+      last_of_pass_(first_of_pass_ - 1),
       stage_(first_of_pass_) {
   const auto segments = view_.segments(0, view_.view().num_layers());
   has_short_runs_ = std::any_of(segments.begin(), segments.end(),
                                 [&](const Segment& segment) { return segment.run_bytes < kernel_below_; });
-  begin_pass(kLayersLaunchBytes);
 }
 
 // Whether one kernel can take several stages of all pages, each of which a stream can wait for. Not if the
@@ -83,8 +83,8 @@ int64_t ItemMove::most_bytes(bool registered) const {
 // Cuts the next part, without its pages' ends, and moves the cursor behind it.
 std::shared_ptr<Part> ItemMove::cut() {
   auto part = std::make_shared<Part>();
-  const bool registered = view_.pool().registered(item_->page(page_).slot);
-  const int64_t most = counts_stages_ ? INT64_MAX : most_bytes(registered);
+  part->registered = view_.pool().registered(item_->page(page_).slot);
+  const int64_t most = counts_stages_ ? INT64_MAX : most_bytes(part->registered);
   const auto bytes_to = [&](int32_t stage) {
     return view_.layer_bytes(item_->layers_of(stage_).first, item_->layers_of(stage).second);
   };
@@ -101,7 +101,7 @@ std::shared_ptr<Part> ItemMove::cut() {
   for (; page_ < pages_.size() && part->indices.size() < count; ++page_) {
     if (!may_move(page_)) continue;
     // Pages that the kernel cannot reach would take the others with them to the copy engine.
-    if (view_.pool().registered(item_->page(page_).slot) != registered) break;
+    if (view_.pool().registered(item_->page(page_).slot) != part->registered) break;
     part->indices.push_back(page_);
     if (!whole_pass) break;  // the page's other layers are next
   }
@@ -121,8 +121,7 @@ void ItemMove::skip_bad_pages() {
 const std::shared_ptr<Part>& ItemMove::part(DigestCrew& digests, int64_t layers_bytes) {
   if (!now_ && !over_) skip_bad_pages();
   if (now_ || over_ || !has_next()) return now_;
-  const bool nothing_cut = page_ == 0 && stage_ == first_of_pass_;
-  if (nothing_cut || stage_ > last_of_pass_) {
+  if (stage_ > last_of_pass_) {
     begin_pass(layers_bytes);
     skip_bad_pages();
   }
@@ -149,7 +148,6 @@ const std::shared_ptr<Part>& ItemMove::part(DigestCrew& digests, int64_t layers_
   for (const size_t index : part->indices) {
     const PageMove page = item_->page(index);
     part->pages.push_back({page.block, view_.stripe(page.slot), view_.pool().pieces().piece_of(page.slot)});
-    part->registered = part->registered && view_.pool().registered(page.slot);
     ++pages_[index].under_way;
   }
   if (counts_stages_) {

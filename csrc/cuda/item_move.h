@@ -104,8 +104,8 @@ class ItemMove {
   std::optional<MoveResult> over_;
   std::shared_ptr<Part> now_;
   // Where the next part begins. A pass takes all pages through the stages from first_of_pass_ to
-  // last_of_pass_.
-  int32_t first_of_pass_, last_of_pass_ = 0;
+  // last_of_pass_; before the first one, last_of_pass_ is behind stage_.
+  int32_t first_of_pass_, last_of_pass_;
   bool counts_stages_ = false;  // one kernel takes the pass, and counts its stages
   int32_t stage_;
   size_t page_ = 0;
