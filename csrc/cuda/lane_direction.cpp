@@ -137,13 +137,13 @@ void LaneDirection::stop_cancelled(WorkSource& source) {
 
 // Without an event, a caller that would make a stream wait for it waits for the end of the op instead.
 void LaneDirection::say_issued(WorkSource& source, const ItemMove& move, int32_t stage) {
-  std::shared_ptr<Event> event;
+  std::shared_ptr<StreamEvent> event;
   try {
     event = std::make_shared<Event>(device_, queue_of(move).stream->handle());
   } catch (const CapacityError&) {
     return;
   }
-  source.issued(move.item(), stage, std::move(event));
+  source.issued(move.item(), stage, std::span(&event, 1));
 }
 
 bool LaneDirection::end_portions(WorkSource& source) {
@@ -355,9 +355,11 @@ std::string LaneDirection::enqueue_next(const WorkItem& item, Part& part, Queue&
 void LaneDirection::part_is_enqueued(WorkSource& source, ItemMove& move, Part& part) {
   part.enqueued = true;
   move.part_is_enqueued();
-  int32_t stage = part.first_stage;
-  for (const auto& point : part.stage_points) source.issued(move.item(), stage++, point);
-  if (part.last_of_stages && part.stage_points.empty()) say_issued(source, move, part.last_stage);
+  if (!part.stage_points.empty()) {
+    source.issued(move.item(), part.last_stage, part.stage_points);
+  } else if (part.last_of_stages) {
+    say_issued(source, move, part.last_stage);
+  }
   if (move.may_grow()) source.extend(move.item());
 }
 

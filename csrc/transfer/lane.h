@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -86,10 +87,11 @@ class WorkSource {
   // thread, while some page of the item is unfinished.
   virtual bool extend(const std::shared_ptr<WorkItem>& item) = 0;
   // The lane calls this when the bytes of the item's stages up to this one, for all its unfinished pages, are
-  // enqueued on a stream and `event` was recorded after them. For a cancelled store it may name stages that
-  // will never be enqueued. Optional, and before finish().
+  // enqueued on a stream. `events` are points after the last of these stages, one for each, in order; the
+  // first one also counts for the stages before. For a cancelled store it may name stages that will never be
+  // enqueued. Optional, and before finish().
   virtual void issued(const std::shared_ptr<WorkItem>& item, int32_t stage,
-                      std::shared_ptr<StreamEvent> event) = 0;
+                      std::span<const std::shared_ptr<StreamEvent>> events) = 0;
   // The lane calls this when the bytes of the item's stages up to this one have arrived, for all its
   // unfinished pages. Optional, for stages before the last.
   virtual void passed(const std::shared_ptr<WorkItem>& item, int32_t stage) = 0;

@@ -120,7 +120,7 @@ class Scheduler : public WorkSource {
   std::shared_ptr<WorkItem> try_take_expedited(int32_t lane) override;
   bool extend(const std::shared_ptr<WorkItem>& item) override;
   void issued(const std::shared_ptr<WorkItem>& item, int32_t stage,
-              std::shared_ptr<StreamEvent> event) override;
+              std::span<const std::shared_ptr<StreamEvent>> events) override;
   void passed(const std::shared_ptr<WorkItem>& item, int32_t stage) override;
   void finish(const std::shared_ptr<WorkItem>& item, const std::vector<MoveResult>& results) override;
   void finish_pages(const std::shared_ptr<WorkItem>& item, const std::vector<size_t>& indices,

@@ -155,15 +155,17 @@ bool Scheduler::extend(const std::shared_ptr<WorkItem>& item) {
 }
 
 void Scheduler::issued(const std::shared_ptr<WorkItem>& item, int32_t stage,
-                       std::shared_ptr<StreamEvent> event) {
-  // The events that this one replaces. They end after the lock: dropping the last reference calls the driver.
+                       std::span<const std::shared_ptr<StreamEvent>> events) {
+  // The events that these replace. They end after the lock: dropping the last reference calls the driver.
   std::vector<std::shared_ptr<StreamEvent>> replaced;
   const std::lock_guard lock(mutex_);
   OpState& op = *item->op_;
   for (const int32_t page : item->positions_) op.mark_issued(page, stage);
-  replaced.push_back(std::exchange(op.last_event, event));
+  replaced.push_back(std::exchange(op.last_event, events.back()));
   bool all = false;
   for (int32_t one = item->first_stage_ + item->issued_stages_; one <= stage; ++one) {
+    const size_t from_last = std::min(static_cast<size_t>(stage - one), events.size() - 1);
+    const auto& event = events[events.size() - 1 - from_last];
     replaced.push_back(std::exchange(op.stage_events[static_cast<size_t>(one)], event));
     all |= op.stage_issued(one);
   }

@@ -96,6 +96,24 @@ TEST_CASE("cuda kernel: short and long runs of one page each go their own way") 
   for (const std::string& rule : fake_cuda::violations()) FAIL_CHECK("broken rule: " << rule);
 }
 
+TEST_CASE("cuda kernel: each stage has a point of its own, also of the next launch") {
+  static std::vector<uint32_t> waited;
+  waited.clear();
+  const auto wait = [](const uint32_t*, uint32_t value, void*) {
+    waited.push_back(value);
+    return std::string();
+  };
+  fake_cuda::reset();
+  const cuda::LoadedDriver loaded = cuda::find_functions(fake_cuda::finder());
+  const auto device = cuda::Device::open(0, loaded.driver);
+  const cuda::Current here(*device);
+  cuda::CopyStream stream(device, true);
+  for (const int32_t stages : {3, 2}) {
+    for (const auto& point : stream.stage_points(stages, wait)) CHECK(point->make_wait(0).empty());
+  }
+  CHECK(waited == std::vector<uint32_t>{1, 2, 3, 4, 5});
+}
+
 TEST_CASE("cuda kernel: copies end where the registration of their memory does") {
   for (const cuda::CopySwitches& switches :
        {cuda::CopySwitches{true, false}, cuda::CopySwitches{false, false}}) {

@@ -70,6 +70,10 @@ struct HandWorld {
     REQUIRE(ticket);
     return *ticket;
   }
+  void issue(const std::shared_ptr<WorkItem>& item) {
+    const std::shared_ptr<StreamEvent> own = event();
+    scheduler.issued(item, item->last_stage(), std::span(&own, 1));
+  }
   void finish(const std::shared_ptr<WorkItem>& item) {
     scheduler.finish(item, std::vector<MoveResult>(item->positions().size()));
   }
@@ -86,9 +90,9 @@ TEST_CASE("transfer events: what a later item's event replaces ends without the 
   world.submit(2, nullptr);
   const auto first = world.scheduler.take(0);
   const auto second = world.scheduler.take(0);
-  world.scheduler.issued(first, first->last_stage(), world.event());
+  world.issue(first);
   CHECK(world.seen.ended == 0);
-  world.scheduler.issued(second, second->last_stage(), world.event());
+  world.issue(second);
   CHECK(world.seen.ended == 1);
   CHECK(world.seen.locked == 0);
   world.finish(first);
@@ -100,7 +104,7 @@ TEST_CASE("transfer events: a graph's end with it without the lock, when it is f
   for (size_t i = 0; i < kRememberedGraphs + 2; ++i) {
     world.submit(1, i == 0 ? world.event() : nullptr);
     const auto item = world.scheduler.take(0);
-    if (i == 1) world.scheduler.issued(item, item->last_stage(), world.event());
+    if (i == 1) world.issue(item);
     world.finish(item);
   }
   CHECK(world.seen.ended == 0);
