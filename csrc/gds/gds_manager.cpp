@@ -196,9 +196,15 @@ std::string GDSManager::look_around(const std::shared_ptr<StagingBuffer>& buffer
   for (const IoCall& call : parts_.io->looks(buffer->slot(0, 0), buffer->bytes())) {
     if (control.cancelled() || control.late() || Clock::now() >= enough) break;
     // The I/O keeps what the read shows. An error is ignored here: the transfers that need the file report
-    // it. The task owns all that it touches, because this function may have stopped waiting for it.
-    auto look = std::make_shared<std::packaged_task<IoOutcome()>>(
-        [io = parts_.io, buffer, call] { return io->transfer(call); });
+    // it. The task owns all that it touches, because this function may have stopped waiting for it, and lets
+    // go before it answers: the buffer's registration does not end on a thread of the disk's later on.
+    auto look =
+        std::make_shared<std::packaged_task<IoOutcome()>>([io = parts_.io, held = buffer, call]() mutable {
+          IoOutcome outcome = io->transfer(call);
+          held = nullptr;
+          io = nullptr;
+          return outcome;
+        });
     std::future<IoOutcome> answer = look->get_future();
     parts_.threads->submit(call.device, [look](const std::string& not_started) {
       if (not_started.empty()) {
