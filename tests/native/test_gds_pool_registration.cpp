@@ -224,7 +224,7 @@ TEST_CASE("pool registration: a transfer under way keeps the registration") {
   reset_fake();
   PoolWorld world;
   world.start();
-  bool refused = false;
+  std::atomic<bool> refused = false;  // threads of the disk tell
   fake.before_move = [&] {
     try {
       world.manager->release_pool();
