@@ -1,4 +1,4 @@
-// The alignment of everything that is handed to O_DIRECT, cuFile or a DMA engine.
+// The alignment of every address, offset and length that O_DIRECT, cuFile or a DMA engine gets.
 #pragma once
 #include <cstdint>
 

@@ -1,8 +1,8 @@
 // The digest of KV bytes: a tree over 4 KiB leaves whose order of evaluation does not matter. Specified in
 // docs/digest.md. It detects damage and mix-ups at memory speed; it is not a cryptographic hash.
 //
-// Everything here is FLEXKV_HD and word by word, so that a CPU core, an AVX2 unit and a GPU warp run one
-// definition.
+// Every function here is FLEXKV_HD and works word by word, so that a CPU core, an AVX2 unit and a GPU warp
+// share one definition.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -13,7 +13,8 @@ namespace flexkv {
 
 inline constexpr int64_t kLeafBytes = 4096;
 inline constexpr int kLeafWords = kLeafBytes / 8;
-// Sums are kept apart by word index modulo this, so that changes of two words of a leaf do not cancel.
+// Words are summed separately by their index modulo this, so that changes to two words of a leaf do not
+// cancel out.
 inline constexpr int kDigestLanes = 8;
 
 // SplitMix64 (Steele, Lea, Flood 2014), seeded with the first 64 bits of pi's fraction, read at position `i`.
@@ -47,8 +48,8 @@ FLEXKV_HD inline uint64_t multiply_fold(uint64_t a, uint64_t b) {
 #endif
 }
 
-// The sums of one digest lane, over the words whose index is congruent to the lane's number. Adding is
-// commutative, so threads may hold parts of them and add up in any order.
+// The sums of one digest lane, over the words whose index is congruent to the lane's number. Addition is
+// commutative, so each thread may hold partial sums, and they are added up in any order.
 struct LaneSums {
   uint64_t products = 0;  // depends on which word stood where
   uint64_t words = 0;     // changes with every single word, whatever the product does
@@ -69,7 +70,8 @@ struct LaneSums {
   }
 };
 
-// What a leaf adds to its run: `folded` is the sum of folded() over the lanes, `bytes` in [1, 4096].
+// The term that a leaf adds to its run's sum. `folded` is the sum of folded() over the lanes; `bytes` is in
+// [1, 4096].
 FLEXKV_HD inline uint64_t leaf_term(uint64_t folded, uint64_t index, uint64_t bytes) {
   return digest_mix(digest_mix(folded + bytes * digest_constant(kLengthConstant)) +
                     (index + 1) * digest_constant(kIndexConstant));
@@ -80,12 +82,13 @@ FLEXKV_HD inline uint64_t finish_run(uint64_t sum_of_terms, uint64_t run_bytes) 
   return digest_mix(sum_of_terms + run_bytes * digest_constant(kRunConstant));
 }
 
-// Host entry points; AVX2 where the CPU has it. `bytes` may be 0.
+// The digest of a run, computed with AVX2 if the CPU has it. `bytes` may be 0.
 uint64_t run_digest(const void* data, size_t bytes);
-// What `bytes` of a run, from leaf `first_leaf` on, add to finish_run()'s sum, for callers that digest a run
-// piece by piece. Every piece but the run's last is whole leaves.
+// The sum of the terms of the leaves in `data`, of which the first is leaf `first_leaf` of the run: callers
+// that digest a run piece by piece add these up for finish_run(). Every piece except the run's last consists
+// of whole leaves.
 uint64_t run_terms(const void* data, size_t bytes, uint64_t first_leaf);
-// The same bits, one word at a time.
+// Computes the same digest as run_digest(), one word at a time.
 uint64_t run_digest_scalar(const void* data, size_t bytes);
 bool digest_uses_avx2();
 

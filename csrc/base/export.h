@@ -1,4 +1,5 @@
-// Marks what other shared libraries may call; everything else in the core is hidden.
+// FLEXKV_EXPORT marks functions that other shared libraries may call; all other symbols of the core are
+// hidden.
 #pragma once
 
 #define FLEXKV_EXPORT __attribute__((visibility("default")))

@@ -1,5 +1,5 @@
-// Named ranges of a thread's work for a profiler, by NVTX. While no library is loaded they are off, and a
-// range costs one load of a pointer. NVTX itself does nothing if no tool is attached.
+// Marks a thread's work as named ranges for a profiler, through NVTX. Ranges are off until load() is called,
+// and then cost one pointer load each. NVTX itself does nothing if no tool is attached.
 #pragma once
 #include <atomic>
 #include <string>
@@ -15,11 +15,13 @@ struct Functions {
 // Null while ranges are off.
 extern std::atomic<const Functions*> functions;
 
-// Turns ranges on, for good: threads may be inside one. Throws ConfigError, with the loader's words, where
-// `library` cannot be loaded or lacks a function. A second call with another library changes nothing.
+// Turns ranges on for the rest of the process: they cannot be turned off, because threads may be inside one.
+// Throws ConfigError, with the loader's words, where `library` cannot be loaded or lacks a function. A second
+// call with another library changes nothing.
 void load(const std::string& library);
 
-// A range from here to the end of the scope. `name` has to be a literal: a tool may read it later.
+// A range from here to the end of the scope. `name` must be a string literal, because a tool may read it
+// later.
 class Range {
  public:
   explicit Range(const char* name) : functions_(functions.load(std::memory_order_acquire)) {

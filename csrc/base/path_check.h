@@ -1,4 +1,5 @@
-// Paths from Python may have NUL bytes: system calls would end the path there and open another file.
+// Rejects paths with NUL bytes, which Python allows: a system call would cut the path there and open another
+// file.
 #pragma once
 #include <string>
 

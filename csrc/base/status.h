@@ -1,5 +1,5 @@
-// How an operation on pages ended, and why pages of it failed. One line per code says what the caller may do
-// next.
+// How an operation on pages ended, and why its pages failed. The comment on each code says what the caller
+// may do next.
 #pragma once
 #include <cstdint>
 

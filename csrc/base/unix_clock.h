@@ -1,4 +1,4 @@
-// The time of day as pages record it.
+// The wall-clock time that pages record.
 #pragma once
 #include <algorithm>
 #include <cstdint>

@@ -1,4 +1,5 @@
-// NumPy arrays over foreign memory may be unaligned, which pybind11's types do not show.
+// Checks the alignment of NumPy arrays: one over foreign memory may be unaligned, and pybind11's types do not
+// check that.
 #pragma once
 #include <pybind11/numpy.h>
 
@@ -7,7 +8,7 @@
 
 namespace flexkv {
 
-// Throws E, which names the array, unless its items may be read as T.
+// Throws E, which names the array, unless its data is aligned for T.
 template <typename E, typename T, int Flags>
 void require_aligned(const pybind11::array_t<T, Flags>& array, const char* name) {
   if (reinterpret_cast<uintptr_t>(array.data()) % alignof(T) == 0 || array.size() == 0) return;

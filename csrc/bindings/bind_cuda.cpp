@@ -1,4 +1,4 @@
-// CUDA devices for Python: the lane that copies to one, and memory on it.
+// Binds CUDA devices: the lane that copies to and from one, and memory on it.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -20,13 +20,14 @@ namespace {
 
 std::shared_ptr<cuda::CudaLane> make_cuda_lane(int device, bool batch, bool kernel, int32_t digest_threads) {
   const py::gil_scoped_release release;
-  auto digests = std::make_unique<DigestCrew>(digest_threads);  // first, as its error names the bad argument
+  auto digests =
+      std::make_unique<DigestCrew>(digest_threads);  // made first, because its error names the bad argument
   return released_without_gil(
       std::make_shared<cuda::CudaLane>(cuda::Device::open(device), cuda::copy_kernels(),
                                        cuda::CopySwitches{batch, kernel}, std::move(digests)));
 }
 
-// (path, pieces, bytes, driver calls) for each path.
+// Returns (path, pieces, bytes, driver calls) for each path.
 py::list path_counts(const cuda::CudaLane& lane) {
   py::list list;
   for (int i = 0; i < cuda::kPaths; ++i) {

@@ -1,4 +1,4 @@
-// Transfers between files and the engine's pool, for Python.
+// Binds transfers between files and the engine's pool.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -29,8 +29,8 @@ namespace py = pybind11;
 namespace flexkv {
 namespace {
 
-// Goes over a copy of the mapping's items, because converting one may run Python code that changes the
-// mapping.
+// Iterates over a copy of the mapping's items, because converting an item may run Python code that changes
+// the mapping.
 std::map<int32_t, List<std::string>> files_of(const py::object& mapping) {
   if (PyMapping_Check(mapping.ptr()) == 0 || !py::hasattr(mapping, "items")) {
     throw py::type_error("ssd_files must map device numbers to lists of paths");
@@ -110,7 +110,8 @@ GTensorHandler to_handler(const TensorArgument& pointers, int32_t gpu_block_type
 
 enum class RawCall { kDirect, kStaged, kReserve };
 
-// Carries out every function of the raw files. `staging_buffer` is None unless the staged one gives a buffer.
+// The common body of the raw-file functions. `staging_buffer` is None unless the staged function passes a
+// buffer.
 void run_transfer(GDSManager& manager, const py::object& gpu_layer_id_list, const py::object& gpu_layer_ptrs,
                   const py::object& gds_block_ids, const py::object& gpu_block_ids, int64_t gpu_kv_stride,
                   int64_t gpu_block_stride, int64_t gpu_layer_stride, int64_t gds_layer_stride,
@@ -197,7 +198,7 @@ void copy_blocks(const py::object& gpu_block_id_tensor, const py::object& gpu_te
   copy_raw(*choose_device(std::nullopt, 0), copy);
 }
 
-// (transform, copy) seconds for each repeat.
+// Returns (transform, copy) seconds for each repeat.
 std::vector<std::pair<double, double>> timed_transform(int32_t gpu_device_id, int32_t layers,
                                                        int64_t run_bytes, int64_t blocks, bool into_pool,
                                                        bool whole_device, int32_t repeats) {
@@ -211,7 +212,7 @@ std::vector<std::pair<double, double>> timed_transform(int32_t gpu_device_id, in
   return times;
 }
 
-// Binds a transfer between a pool and raw files; `more`: its other arguments.
+// Binds a transfer between a pool and raw files; `more` are its further arguments.
 template <typename Function, typename... More>
 void def_raw_transfer(py::module_& m, const char* name, Function&& function, More&&... more) {
   m.def(name, std::forward<Function>(function), py::arg("gds_manager"), py::arg("gpu_layer_id_list"),

@@ -1,4 +1,4 @@
-// The lane between the engine's pool and the slabs on disk, for Python. No logic.
+// Binds the lane between the engine's pool and the slabs on disk. No logic.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -28,7 +28,7 @@ namespace py = pybind11;
 namespace flexkv {
 namespace {
 
-// A slab as Python gives it: path, header bytes, slot bytes, slots, id.
+// A slab as Python passes it: path, header bytes, slot bytes, slots, id.
 using SlabRow = std::tuple<std::string, int64_t, int64_t, int64_t, uint64_t>;
 
 std::shared_ptr<GdsLane> make_gds_lane(const List<std::shared_ptr<PageCodec>>& codecs, int32_t stripe,
@@ -70,7 +70,7 @@ std::shared_ptr<GdsLane> make_gds_lane(const List<std::shared_ptr<PageCodec>>& c
   return released_without_gil(std::make_shared<GdsLane>(std::move(groups), stripe, std::move(manager)));
 }
 
-// libcufile's path, how it was found and its version, or why it was not found.
+// Returns libcufile's path, how it was found and its version, or why it was not found.
 py::tuple find_cufile() {
   std::string why;
   std::optional<CufileLibrary> library;

@@ -38,8 +38,8 @@ Bytes array_of(const std::vector<BlockKey>& keys) {
   return rows;
 }
 
-// An array over the vector's own memory, or over a copy if the vector holds much more than it needs: the
-// array may live long.
+// Returns an array over the vector's own memory, or over a copy if the vector's capacity is much larger than
+// its size, because the array may live long.
 template <class T>
 py::array_t<T> array_over(std::vector<T>&& values) {
   if (values.capacity() > 2 * values.size()) return array_of(values);

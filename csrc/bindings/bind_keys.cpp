@@ -23,8 +23,8 @@ namespace py = pybind11;
 namespace flexkv {
 namespace {
 
-// Unit: tokens. What one call of tail_keys hashes at most, with the GIL held: some seconds. A tail is shorter
-// than a block, and all tails of a block of 4096 tokens hash 2**23.
+// Unit: tokens. The most that one call of tail_keys hashes with the GIL held, which takes some seconds. A
+// tail is shorter than a block, and all tails of one 4096-token block have 2**23 tokens together.
 constexpr size_t kMostTailTokens = size_t{1} << 30;
 
 std::span<const uint8_t> span_of(const py::bytes& value) {
@@ -43,7 +43,7 @@ Sha256Digest namespace_of(const py::bytes& value) {
   return digest;
 }
 
-// A read-only array [rows, row_bytes] over the buffer's memory; it keeps that memory alive by itself.
+// Returns a read-only array [rows, row_bytes] over the buffer's memory, which it keeps alive.
 py::array view_of_rows(const RowBuffer& rows) {
   const auto count = static_cast<py::ssize_t>(rows.rows());
   const auto bytes = static_cast<py::ssize_t>(rows.row_bytes());
@@ -57,7 +57,7 @@ py::array view_of_rows(const RowBuffer& rows) {
   return view;
 }
 
-// The index of the first new item in a list that starts at block (or token) `start` when `done` are there
+// The index of the first new item in a list that starts at block (or token) `start`, if `done` items exist
 // already. Throws ContractError for a gap.
 size_t first_new(size_t done, size_t start) {
   if (start <= done) return done - start;
@@ -99,7 +99,7 @@ size_t extend_tokens(TokenChain& chain, py::handle tokens, size_t start) {
   if (whole <= blocks) return 0;
   const size_t count = whole - blocks;
   const auto ids = read_tokens(tokens, begin, chain.tokens_read(count));
-  // Reading an odd token runs its __index__, which may run any code.
+  // Reading a token that is not an int calls its __index__, which may run any code.
   if (chain.blocks() != blocks) throw ContractError("extend: the chain was changed while tokens were read");
   chain.append(ids, count);
   return count;

@@ -1,4 +1,4 @@
-// Views and slot images for Python. Arrays in, arrays out; no logic.
+// Binds views and slot images. Arrays in, arrays out; no logic.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -175,8 +175,8 @@ void bind_digest(py::module_& m) {
       py::arg("view"), py::arg("stripe"));
 }
 
-// A tuple instead of a std::array: for an array pybind11 takes four items even from a sequence that in the
-// end gives fewer than it claimed.
+// A tuple instead of a std::array: for an array, pybind11 accepts a sequence that yields fewer items than its
+// length claims.
 using AxisTuple = std::tuple<int64_t, int64_t, int64_t, int64_t>;
 using OrderTuple = std::tuple<AxisTuple, AxisTuple, int64_t>;
 

@@ -1,4 +1,4 @@
-// Bindings of lookups over all tiers. The GIL stays held, as for the block index. Arrays of what was found
+// Bindings of lookups over all tiers. The GIL stays held, as for the block index. Arrays of the pages found
 // are made on demand, over the result's own memory.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
@@ -24,10 +24,10 @@ namespace py = pybind11;
 namespace flexkv {
 namespace {
 
-// Room is negative when more is reserved than is allowed: then there is none.
+// Room is negative if more is reserved than allowed: it then counts as none.
 size_t room_of(int64_t pages) { return pages > 0 ? static_cast<size_t>(pages) : 0; }
 
-// With more tokens in one request, products would overflow.
+// Unit: tokens. For longer requests, products would overflow.
 constexpr int64_t kMostRequestTokens = int64_t{1} << 40;
 
 RuleKind rule_kind(const std::string& name) {
@@ -129,7 +129,7 @@ Slots runs_of(const FoundGroup& group) {
   return rows;
 }
 
-// (tier, group, entries) for each tier and group that has any.
+// Returns (tier, group, entries) for each tier and group that has expired entries.
 py::list expired_of(const FoundPages& found) {
   py::list parts;
   for (size_t at = 0; at < found.expired.size();) {
@@ -146,7 +146,7 @@ py::list expired_of(const FoundPages& found) {
   return parts;
 }
 
-// What both kinds of results have.
+// Binds the members that both kinds of results have.
 template <class Pages>
 auto bind_found(py::module_& m, const char* name) {
   const auto view = [](const py::object& self, int64_t group, auto array) {

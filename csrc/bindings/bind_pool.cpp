@@ -1,4 +1,4 @@
-// Host pools, and facts about memory and CUDA devices, for Python.
+// Binds host pools, and functions that report memory and CUDA devices.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -46,7 +46,7 @@ std::shared_ptr<HostPool> attach(int pid, int fd, const std::string& token, int6
   return released_without_gil(HostPool::attach(address));
 }
 
-// The wait ends early if the pool will get no more slots.
+// Waits for `slots` slots, and stops early if the pool will get no more.
 bool wait_ready(const HostPool& pool, int64_t slots, double deadline_s) {
   bool ready = false;
   wait_interruptibly(deadline_s, [&](double slice_s) {

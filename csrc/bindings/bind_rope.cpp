@@ -1,4 +1,4 @@
-// Rotations of keys for Python. Tensors in; no logic.
+// Binds rotations of keys. Tensors in; no logic.
 #include <pybind11/pybind11.h>
 
 #include <string>

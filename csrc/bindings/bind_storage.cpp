@@ -1,4 +1,4 @@
-// The disk tier for Python: page formats, open slabs, the lane. No logic.
+// Binds the disk tier: page formats, open slabs, the lane. No logic.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -76,7 +76,7 @@ void seal(const PageCodec& codec, const py::buffer& image, uint64_t slab_id, uin
   codec.seal(bytes.data(), {slab_id, slot}, fields, written);
 }
 
-// Throws GeometryError unless the buffer has room for a page whose trailer is elsewhere.
+// Throws GeometryError unless the buffer has room for a page without its trailer.
 void require_stripes(const PageCodec& codec, const ByteBuffer& buffer) {
   const int64_t needed = codec.host_digests() ? codec.image_bytes() : codec.image().trailer_offset();
   if (static_cast<int64_t>(buffer.size()) >= needed) return;

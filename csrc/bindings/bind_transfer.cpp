@@ -1,4 +1,4 @@
-// The transfer engine and its movers, for Python.
+// Binds the transfer engine and its movers.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -25,7 +25,7 @@ namespace py = pybind11;
 
 namespace flexkv {
 
-// A recorded point; Python can only pass it back.
+// A recorded point in a stream; Python can only pass it back.
 struct StreamPoint {
   std::shared_ptr<StreamEvent> event;
 };
@@ -38,13 +38,13 @@ IdArray to_array(const std::vector<int32_t>& ids) {
   return IdArray(static_cast<py::ssize_t>(ids.size()), ids.data());
 }
 
-// [pages, runs]; no pages if the op made no digests.
+// Returns an array [pages, runs], with no pages if the op computed no digests.
 py::array_t<uint64_t> from_digests(const std::vector<uint64_t>& digests, size_t runs) {
   const auto pages = static_cast<py::ssize_t>(runs == 0 ? 0 : digests.size() / runs);
   return py::array_t<uint64_t>({pages, static_cast<py::ssize_t>(runs)}, digests.data());
 }
 
-// One cause for each failed page.
+// Returns one cause for each failed page.
 py::array_t<uint8_t> from_causes(const std::vector<FailureCause>& causes) {
   static_assert(sizeof(FailureCause) == 1);
   const auto count = static_cast<py::ssize_t>(causes.size());

@@ -9,14 +9,14 @@ namespace {
 
 using Dispatcher = PyObject* (*)(PyObject*, PyObject* const*, Py_ssize_t, PyObject*);
 
-Dispatcher dispatcher = nullptr;  // pybind11's: one for all functions of a module
+Dispatcher dispatcher = nullptr;  // pybind11's own, one for all functions of a module
 
-// Not noexcept, and no catch of everything: a thread that ends while it waits for the GIL unwinds through
-// here.
+// Must not be noexcept, nor catch (...): a thread that ends while it waits for the GIL unwinds through this
+// function.
 PyObject* guarded(PyObject* self, PyObject* const* arguments, Py_ssize_t count, PyObject* names) {
   try {
     return dispatcher(self, arguments, count, names);
-  } catch (const std::exception& error) {  // error_already_set is one too
+  } catch (const std::exception& error) {  // includes error_already_set
     PyErr_Format(PyExc_TypeError, "arguments that fit no signature and cannot be shown: %s", error.what());
   }
   return nullptr;
@@ -33,7 +33,7 @@ void guard(py::handle function) {
   def->ml_meth = reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(guarded));
 }
 
-// The functions in what a class or module holds under a name.
+// Guards the functions in one member of a class or module.
 void guard_member(py::handle member) {
   if (PyInstanceMethod_Check(member.ptr()) != 0) {
     guard(PyInstanceMethod_GET_FUNCTION(member.ptr()));

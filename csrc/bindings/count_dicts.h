@@ -1,4 +1,4 @@
-// Counters as Python sees them.
+// Converts counters to Python dicts.
 #pragma once
 #include <pybind11/pybind11.h>
 

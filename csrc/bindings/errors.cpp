@@ -13,7 +13,7 @@ namespace py = pybind11;
 namespace flexkv {
 namespace {
 
-// Borrowed for the life of the process: flexkv.errors is never unloaded, and a translator may run during
+// References that are never released: flexkv.errors is never unloaded, and a translator may run during
 // shutdown.
 struct Classes {
   PyObject* base;
@@ -32,7 +32,7 @@ struct Classes {
 Classes* classes = nullptr;
 
 void set_error(PyObject* type, const std::string& message) {
-  // A message may quote bytes of any encoding: they must not turn it into another error.
+  // A message may quote bytes in any encoding, which must not turn it into another error.
   PyObject* text = decode_text(message);
   if (text == nullptr) return;
   PyErr_SetObject(type, text);
@@ -66,7 +66,7 @@ void translate(std::exception_ptr pending) {
   } catch (const Error& e) {
     set(classes->base, e);
   } catch (const py::cast_error& e) {
-    set(PyExc_TypeError, e);  // a RuntimeError of pybind11's own otherwise
+    set(PyExc_TypeError, e);  // pybind11 would raise its own RuntimeError
   } catch (const std::bad_alloc&) {
     set_error(classes->capacity, "the native core has no memory for what this call asks for");
   } catch (const std::length_error& e) {

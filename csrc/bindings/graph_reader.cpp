@@ -1,4 +1,4 @@
-// Graphs that Python submits, read by the names of their fields (flexkv/transfer/graph.py).
+// Reads graphs that Python submits, by the names of their fields (flexkv/transfer/graph.py).
 #include "bindings/graph_reader.h"
 
 #include <pybind11/numpy.h>
@@ -37,7 +37,7 @@ std::vector<int32_t> to_ids(const py::handle& object, const char* what, int64_t 
   return copy_of(py::reinterpret_borrow<IdArray>(object));
 }
 
-// Checks an array of a graph's op. pybind11's casters would convert or copy it first.
+// Checks an array of an op. pybind11's casters would convert or copy it first.
 template <typename T>
 py::array_t<T, py::array::c_style> op_array(const py::handle& object, int64_t op_id, const char* name,
                                             int dimensions, const std::string& needed) {

@@ -1,4 +1,4 @@
-// Waits that a signal may end: Ctrl-C must reach Python while the native core sleeps.
+// Waits that a signal can interrupt: Ctrl-C must reach Python while the native core sleeps.
 #pragma once
 #include <pybind11/pybind11.h>
 
@@ -8,11 +8,11 @@
 
 namespace flexkv {
 
-// Unit: seconds. How long a signal may wait until it is handled.
+// Unit: seconds. The longest time that a signal waits to be handled.
 inline constexpr double kSignalLookS = 0.1;
 
-// Calls `wait(seconds)` (without the GIL, a slice at a time) until it returns true or `deadline_s` has
-// passed. Throws what a signal handler raised. Precondition: the GIL is held.
+// Calls `wait(seconds)` without the GIL, in slices of at most kSignalLookS, until it returns true or
+// `deadline_s` has passed. Throws what a signal handler raised. Precondition: the GIL is held.
 template <typename Wait>
 bool wait_interruptibly(double deadline_s, Wait wait) {
   const auto deadline = deadline_in(deadline_s);
@@ -27,8 +27,8 @@ bool wait_interruptibly(double deadline_s, Wait wait) {
   }
 }
 
-// Returns what `work` returns, and calls it without the GIL: `work` may wait for a lock whose holder needs
-// the GIL, and other threads go on meanwhile. Precondition: the GIL is held.
+// Calls `work` without the GIL and returns its result: `work` may wait for a lock whose holder needs the GIL,
+// and other Python threads run meanwhile. Precondition: the GIL is held.
 template <typename Work>
 auto without_gil(Work work) {
   const pybind11::gil_scoped_release release;

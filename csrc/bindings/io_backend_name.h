@@ -1,4 +1,4 @@
-// An I/O backend as settings name it.
+// Converts the name of an I/O backend in the settings.
 #pragma once
 #include <string>
 

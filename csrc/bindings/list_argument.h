@@ -1,6 +1,6 @@
-// Reads lists from Python safely, whatever sequence they are: each item is held while it is converted, the
-// length is bounded, and a sequence that changes while it is read is an error. pybind11's own caster reserves
-// as many items as `__len__` claims.
+// Reads any Python sequence safely: it holds a reference to each item while converting it, bounds the length,
+// and treats a sequence that shrinks meanwhile as an error. pybind11's own caster reserves memory for as many
+// items as `__len__` claims.
 #pragma once
 #include <pybind11/pybind11.h>
 
@@ -13,21 +13,20 @@
 
 namespace flexkv {
 
-// Unit: items. A longer list is a wrong number or an endless sequence, and converting it would only take
-// memory.
+// Unit: items. A longer sequence is a mistake or endless; converting it would only use up memory.
 inline constexpr size_t kMostListItems = size_t{1} << 20;
 
 template <typename T>
 struct List : std::vector<T> {};
 
-// False for an object that is not a sequence, or is text.
+// Whether `object` is a sequence other than str and bytes.
 inline bool is_list(pybind11::handle object) {
   return PySequence_Check(object.ptr()) != 0 && PyUnicode_Check(object.ptr()) == 0 &&
          PyBytes_Check(object.ptr()) == 0;
 }
 
 // Calls `visit(item)` for each item of a sequence until it returns false. Returns whether all were visited.
-// Throws ContractError for a sequence that is too long or becomes shorter, and what its own methods raise.
+// Throws ContractError if the sequence is too long or shrinks meanwhile, and whatever its own methods raise.
 template <typename Visit>
 bool visit_items(pybind11::handle sequence, Visit visit) {
   const Py_ssize_t length = PySequence_Size(sequence.ptr());

@@ -37,7 +37,7 @@ PYBIND11_MODULE(c_ext, m) {
   m.doc() = "Native core of flexkv.";
   const std::string suffix = *flexkv::sanitizer() ? std::string("-") + flexkv::sanitizer() : "";
   m.attr("__variant__") = (FLEXKV_WITH_CUDA ? "cuda" : "cpu") + suffix;
-  m.attr("__interface__") = FLEXKV_INTERFACE;  // flexkv/native_core.py compares it
+  m.attr("__interface__") = FLEXKV_INTERFACE;  // flexkv/native_core.py checks it
   m.def("build_info", &flexkv::build_info,
         "What this module was built with: cuda, sanitizer, compiler, cpp_standard.");
   m.def("load_nvtx", &flexkv::nvtx::load, py::arg("library"), py::call_guard<py::gil_scoped_release>());

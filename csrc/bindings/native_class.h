@@ -1,9 +1,9 @@
-// Checks of arguments of bound classes: None, and objects whose __init__ has not run (made by
-// `cls.__new__(cls)`, or still being made by another thread), are a TypeError before any function sees them.
-// pybind11 alone gives functions a null pointer for the one and uninitialised memory for the other.
+// Checks arguments of bound classes. None, and an object whose __init__ has not run (made by
+// `cls.__new__(cls)`, or still under construction in another thread), raise TypeError before any function
+// sees them. pybind11 alone would pass a null pointer for the first and uninitialised memory for the second.
 //
-// Every file that binds or takes such classes must include this one. An argument that may be None is a
-// std::optional.
+// Every file that binds such a class or takes one as an argument must include this header. An argument that
+// may be None is a std::optional.
 #pragma once
 #include <pybind11/pybind11.h>
 
@@ -57,11 +57,12 @@ inline constexpr bool kIsNativeClass =
 template <typename T>
 concept NativeClass = kIsNativeClass<T>;
 
-// Binds T as pybind11::class_ does; a class that is missing above does not compile.
+// Binds T as pybind11::class_ does, but compiles only if T is in the list above.
 template <NativeClass T, typename... More>
 using NativeBinding = pybind11::class_<T, More...>;
 
-// False for None and for objects of other classes; throws TypeError for one that was never initialised.
+// Whether `object` is an instance of `type`: false for None and other classes. Throws TypeError for an
+// instance that was never initialised.
 inline bool is_whole(pybind11::handle object, const pybind11::detail::type_info* type) {
   if (type == nullptr || object.is_none()) return false;
   if (PyObject_TypeCheck(object.ptr(), type->type) == 0) return false;

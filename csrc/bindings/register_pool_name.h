@@ -1,4 +1,4 @@
-// Whether an engine's pool is registered, as settings name it.
+// Converts the value of the setting `register_pool`.
 #pragma once
 #include <string>
 

@@ -1,4 +1,4 @@
-// A rotation's arguments from Python, checked and ready for rope/rotate.h.
+// Reads and checks a rotation's arguments from Python, ready for rope/rotate.h.
 #pragma once
 #include <pybind11/pybind11.h>
 
@@ -72,8 +72,7 @@ struct Rotation {
     if (to.on_host() != from.on_host()) differ(to, from);
   }
 
-  // Throws GeometryError unless all tables lie in host memory (`on_host`) or all on the GPU, where `like`
-  // lies.
+  // Throws GeometryError unless all tables lie in host memory (`on_host`) or all on the GPU, as `like` does.
   void require_tables(bool on_host, const TensorArgument& like) const {
     for (const TensorArgument* argument : {&turns, &from_at, &to_at, &which}) {
       if (argument->on_host() != on_host) differ(*argument, like);

@@ -10,7 +10,7 @@ namespace py = pybind11;
 namespace flexkv {
 namespace {
 
-// DLPack's ABI, version 0 (dmlc/dlpack): the part that is read here.
+// The part of DLPack's ABI, version 0 (dmlc/dlpack), that this file reads.
 struct DlTensor {
   void* data;
   int32_t device_type;
@@ -31,8 +31,8 @@ constexpr Py_ssize_t kShownErrorCharacters = 200;
 // Unit: bytes. No machine has more memory.
 constexpr int64_t kMostBytes = int64_t{1} << 56;
 
-// A BufferError, as NumPy raises for a read-only array and others for tensors that they cannot share, is an
-// error of this argument.
+// Reports a BufferError as an error of this argument: NumPy raises it for a read-only array, other libraries
+// for tensors that they cannot share.
 py::object capsule_of(const py::object& tensor, const std::string& name) {
   try {
     return tensor.attr("__dlpack__")();
@@ -42,7 +42,7 @@ py::object capsule_of(const py::object& tensor, const std::string& name) {
   }
 }
 
-// "int64" from torch.int64, numpy's dtype('int64') and the like.
+// Extracts "int64" from torch.int64, numpy's dtype('int64') and the like.
 std::string last_word(const std::string& dtype) {
   const size_t dot = dtype.rfind('.');
   return dot == std::string::npos ? dtype : dtype.substr(dot + 1);
@@ -95,7 +95,8 @@ void TensorArgument::take_dlpack() {
     throw GeometryError(name_ + " has " + std::to_string(tensor->ndim) + " dimensions");
   }
   const std::span<const int64_t> shape(tensor->shape, static_cast<size_t>(tensor->ndim));
-  const bool empty = std::find(shape.begin(), shape.end(), 0) != shape.end();  // its strides say nothing
+  const bool empty =
+      std::find(shape.begin(), shape.end(), 0) != shape.end();  // an empty tensor's strides mean nothing
   count_ = 1;
   for (size_t i = shape.size(); i-- > 0;) {
     if (!empty && tensor->strides != nullptr && shape[i] != 1 && tensor->strides[i] != count_) {

@@ -12,8 +12,8 @@ namespace flexkv {
 // Keeps the object alive, and with it the memory. Make and destroy it with the GIL held.
 class TensorArgument {
  public:
-  // Throws GeometryError, naming the argument, unless `object` is a contiguous tensor. It cannot check that
-  // the memory is where the object says.
+  // Throws GeometryError, naming the argument, unless `object` is a contiguous tensor. Trusts the address
+  // that the object reports.
   TensorArgument(pybind11::object object, std::string name);
 
   void* data() const { return data_; }
@@ -23,7 +23,7 @@ class TensorArgument {
   // Throws GeometryError unless the address is a multiple of `bytes`.
   void require_aligned(size_t bytes) const;
 
-  // The elements of a tensor in host memory. Throws GeometryError for another dtype or place.
+  // The elements of a tensor in host memory. Throws GeometryError if it has another dtype or lies on a GPU.
   std::span<const int32_t> int32s() const { return elements<int32_t>("int32"); }
   std::span<const int64_t> int64s() const { return elements<int64_t>("int64"); }
 

@@ -7,7 +7,7 @@
 
 namespace flexkv {
 
-// A new reference, or null with a Python error set.
+// Returns a new reference, or null with a Python error set.
 inline PyObject* decode_text(const std::string& text) {
   return PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "replace");
 }
@@ -18,14 +18,14 @@ inline pybind11::str to_text(const std::string& text) {
   return pybind11::reinterpret_steal<pybind11::str>(decoded);
 }
 
-// A path as Python's os functions would give it: bytes that are not UTF-8 come back as they went in.
+// Decodes a path as Python's os functions do, so that bytes that are not UTF-8 survive a round trip.
 inline pybind11::str to_path(const std::string& path) {
   PyObject* decoded = PyUnicode_DecodeFSDefaultAndSize(path.data(), static_cast<Py_ssize_t>(path.size()));
   if (decoded == nullptr) throw pybind11::error_already_set();
   return pybind11::reinterpret_steal<pybind11::str>(decoded);
 }
 
-// A Python object as errors show it: its repr, cut to `most` characters.
+// The repr of a Python object for an error message, cut to `most` characters.
 inline std::string shown(pybind11::handle object, Py_ssize_t most) {
   const pybind11::str whole = pybind11::repr(object);
   const Py_ssize_t length = PyUnicode_GetLength(whole.ptr());

@@ -16,8 +16,8 @@ namespace {
 
 constexpr const char* kAllowed = "; allowed are integers from 0 to 2**32 - 1";
 constexpr Py_ssize_t kShownTokenCharacters = 80;
-// Unit: tokens, in one call. A hundred times the longest context in use; more means an array whose shape is
-// wrong (one number that stands for all, say), which is refused before memory is allocated.
+// Unit: tokens per call. A hundred times the longest context in use. A longer array has a wrong shape (such
+// as one number broadcast to many), and is refused before memory is allocated.
 constexpr size_t kMostTokensInCall = size_t{1} << 27;
 
 [[noreturn]] void refuse(size_t position, py::handle value) {
@@ -49,7 +49,7 @@ std::vector<uint32_t> read_array(const py::array& array, size_t begin, size_t co
   const py::ssize_t stride = array.strides(0);
   std::vector<uint32_t> out(count);
   for (size_t i = 0; i < count; ++i) {
-    T value;  // copied: copied: an array over foreign memory may be unaligned
+    T value;  // copied, because an array over foreign memory may be unaligned
     std::memcpy(&value, first + static_cast<py::ssize_t>(begin + i) * stride, sizeof(value));
     bool fits = value <= static_cast<T>(UINT32_MAX) || sizeof(T) <= 4;
     if constexpr (std::is_signed_v<T>) fits = fits && value >= 0;
@@ -101,12 +101,12 @@ std::vector<uint32_t> read_tokens(py::handle tokens, size_t begin, size_t count)
   }
   std::vector<uint32_t> out(count);
   for (size_t i = 0; i < count; ++i) {
-    // Checks the size again for every item: __index__ of an odd item may run code that shortens the list.
+    // Checks the size again for every item: an item's __index__ may run code that shortens the list.
     if (begin + i >= static_cast<size_t>(PySequence_Fast_GET_SIZE(tokens.ptr()))) {
       throw TokenError("the token list became shorter while it was read");
     }
     PyObject* item = PySequence_Fast_GET_ITEM(tokens.ptr(), static_cast<py::ssize_t>(begin + i));
-    if (PyLong_CheckExact(item)) {  // runs no Python code, so the list's own reference is enough
+    if (PyLong_CheckExact(item)) {  // runs no Python code, so the list's reference to the item is enough
       out[i] = token_from_int(begin + i, item, item);
     } else {
       out[i] = token_from_object(begin + i, py::reinterpret_borrow<py::object>(item).ptr());

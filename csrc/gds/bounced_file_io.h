@@ -1,5 +1,5 @@
-// File I/O for memory that the inner I/O cannot reach: its bytes pass through a buffer in plain memory and a
-// device copy.
+// File I/O for memory that the inner I/O cannot reach: the inner I/O uses a buffer in plain memory, and a
+// device copy moves the bytes between the two.
 #pragma once
 #include <memory>
 
@@ -10,7 +10,7 @@ namespace flexkv {
 
 class BouncedFileIo : public FileIo {
  public:
-  // `reason`: why nothing better is used, for direct_refusal().
+  // `reason`: why no direct I/O is used, for direct_refusal().
   BouncedFileIo(std::shared_ptr<FileIo> inner, std::shared_ptr<TransformDevice> device,
                 std::string reason = {})
       : inner_(std::move(inner)), device_(std::move(device)), reason_(std::move(reason)) {}

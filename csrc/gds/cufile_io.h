@@ -1,4 +1,4 @@
-// File I/O straight between disks and GPU memory, by cuFile's synchronous calls.
+// File I/O directly between disks and GPU memory, with cuFile's synchronous calls.
 #pragma once
 #include <map>
 #include <memory>
@@ -23,15 +23,15 @@ class CufileIo : public FileIo {
   CufileIo(const CufileIo&) = delete;
   CufileIo& operator=(const CufileIo&) = delete;
 
-  // Says how calls on the files go, as far as cuFile's statistics have shown it, and names a file whose calls
-  // bounce.
+  // Says which way calls on the files go, as far as cuFile's statistics have shown, and names a file whose
+  // calls bounce.
   std::string name() const override;
   IoOutcome transfer(const IoCall& call) override;
   // kDirect only for registered memory and files whose last observed calls were direct.
   IoRoute route(const IoCall& call) const override;
   std::string direct_refusal() const override;
-  // One read from the start of each file whose route is not known yet; none if cuFile does not count its
-  // calls.
+  // Returns one read from the start of each file whose route is not known yet; none if cuFile does not count
+  // its calls.
   std::vector<IoCall> looks(void* memory, int64_t bytes) const override;
   Registering registering() const override;
   std::string add_memory(void* memory, int64_t bytes) override;

@@ -7,7 +7,7 @@
 namespace flexkv {
 namespace {
 
-// CUfileOpError: another user in this process has opened the driver, which serves as well.
+// CUfileOpError: another user in this process has already opened the driver, which is just as good.
 constexpr int32_t kDriverAlreadyOpen = 5026;
 // All bits of status_flags: local disks and network file systems alike.
 constexpr uint32_t kAnyFileSystem = (1u << 16) - 1;
@@ -19,13 +19,13 @@ constexpr int32_t kFileSystems = 16;
 constexpr int32_t kP2pDma = 1 << 0;
 constexpr int32_t kChipToChip = 1 << 3;
 
-// The flags of all file systems together.
+// Returns the union of all file systems' flags.
 int32_t all_p2p_flags(const CufileTable& table) {
   if (table.p2p_flags == nullptr) return 0;
   int32_t all = 0;
   for (int32_t system = 0; system < kFileSystems; ++system) {
     int32_t flags = 0;
-    // cuFile refuses a file system that it does not know, which then has no flags.
+    // cuFile returns an error for a file system that it does not know, which then counts as without flags.
     if (table.p2p_flags(system, &flags).code == 0) all |= flags;
   }
   return all;
@@ -55,7 +55,7 @@ std::string cufile_version_text(int32_t version) {
 }
 
 Cufile::Cufile(const CufileTable& table, int64_t pinned_bytes) : table_(table) {
-  // cuFile takes whole pages of 4 KiB. If it refuses the number, its own limit stays.
+  // cuFile accepts multiples of 4 KiB. If it refuses the number, its own limit remains.
   if (pinned_bytes > kCufilePinnedBytes && table_.set_max_pinned_kib != nullptr) {
     table_.set_max_pinned_kib(static_cast<size_t>(pinned_bytes / kIoAlignBytes * (kIoAlignBytes / 1024)));
   }

@@ -68,20 +68,20 @@ class Cufile {
  public:
   // Opens the driver of `table` and asks for its properties. Throws ConfigError, with the reason, if either
   // fails. Before that it raises cuFile's limit on pinned device memory to `pinned_bytes`, if that is more
-  // than cuFile's own; see pinned_limit() for what has come of it.
+  // than cuFile's own; pinned_limit() tells the limit that resulted.
   explicit Cufile(const CufileTable& table, int64_t pinned_bytes = 0);
   ~Cufile();
   Cufile(const Cufile&) = delete;
   Cufile& operator=(const Cufile&) = delete;
 
   const CufileTable& table() const { return table_; }
-  // How a disk and a GPU may exchange bytes on this machine, such as "nvidia-fs 2.0" or "PCI P2PDMA"; whether
-  // a file's calls do so is known only per file. Empty in compatibility mode, where every call is a POSIX
-  // call inside cuFile.
+  // The mechanism by which disks and GPUs can exchange bytes on this machine, such as "nvidia-fs 2.0" or "PCI
+  // P2PDMA"; whether calls use it is known only per file. Empty in compatibility mode, where every call is a
+  // POSIX call inside cuFile.
   const std::string& direct_by() const { return direct_by_; }
-  // Unit: bytes. How much device memory cuFile registers at most in this process; 0: it does not say.
+  // Unit: bytes. The most device memory that cuFile registers in this process; 0: cuFile does not report it.
   int64_t pinned_limit() const { return pinned_limit_; }
-  // Why cuFile does not count how its calls go; empty if it does.
+  // Why cuFile does not count which way its calls go; empty if it does.
   const std::string& uncounted() const { return statistics_->refusal(); }
   CufileWatch& watch() { return *watch_; }
 
@@ -94,12 +94,12 @@ class Cufile {
   std::unique_ptr<CufileWatch> watch_;
 };
 
-// One open driver for all its users. It stays open when the last of them has gone, because libcufile 1.15
-// crashes in one of its own threads after some two dozen cycles of opening and closing.
+// Shares one open driver among all users. It stays open after the last of them has gone, because libcufile
+// 1.15 crashes in one of its own threads after some two dozen cycles of opening and closing.
 class CufileUsers {
  public:
-  // Returns the open driver; the first call opens that of the table that `load` returns, with `pinned_bytes`
-  // for Cufile's constructor. Null if `load` returns none. Throws what that constructor throws.
+  // Returns the open driver. The first call opens it: it makes a Cufile from the table that `load` returns
+  // and `pinned_bytes`. Null if `load` returns no table. Throws what Cufile's constructor throws.
   std::shared_ptr<Cufile> join(const std::function<std::optional<CufileTable>()>& load,
                                int64_t pinned_bytes = 0);
 
@@ -114,8 +114,8 @@ inline constexpr int64_t kCufilePinnedBytes = int64_t{32} << 30;
 inline constexpr const char* kCufileCompat = "cuFile in compatibility mode (no GPUDirect Storage)";
 
 // The process's cuFile, opened by the first call. Null without a GPU (cuFile is not even loaded then, because
-// its driver may hang while opening) or if cuFile cannot be opened; `why` says which. `pinned_bytes`: how
-// much device memory the process may want to register, the memory of its GPU.
+// its driver may hang while opening) or if cuFile cannot be opened; `why` says which. `pinned_bytes`: the
+// most device memory that the process may want to register, which is its GPU's memory.
 std::shared_ptr<Cufile> shared_cufile(int32_t gpu_count, std::string* why, int64_t pinned_bytes = 0);
 
 // Formats what cuFileGetVersion reports, 1000 per major and 10 per minor version: 1200 is "1.20".

@@ -22,7 +22,8 @@ std::string to_string(const CufileError& error) {
 }
 
 std::optional<size_t> cufile_statistics_offset(int32_t version) {
-  // From each version's cufile.h: level 3 begins with level 1, to which 1.19 added vectored I/O.
+  // From each version's cufile.h: the level 3 structure begins with that of level 1, to which 1.19 added
+  // vectored I/O.
   if (version >= 1150 && version < 1190) return 1032;
   if (version >= 1190 && version < 1210) return 1144;
   return std::nullopt;
@@ -55,13 +56,12 @@ CufileStatistics::CufileStatistics(const CufileStatisticsTable& table, int32_t v
     refusal_ = "cuFileStatsStart: " + to_string(error);
     return;
   }
-  // If someone else in this process had started the statistics before us, at any level, we must not stop
-  // them.
+  // If another user in this process had already started the statistics, at any level, we must not stop them.
   started_ = level_before_ == 0;
 }
 
 CufileStatistics::~CufileStatistics() {
-  // If cuFile refuses either call, it goes on counting, which costs and harms nothing.
+  // If cuFile refuses either call, it keeps counting, which is harmless.
   if (started_) static_cast<void>(table_.stop());
   if (level_before_) static_cast<void>(table_.set_level(*level_before_));
 }

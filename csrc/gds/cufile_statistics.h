@@ -1,5 +1,5 @@
-// Reads from cuFile's own statistics (since 1.15) how its calls went: by DMA between disk and GPU, or by
-// POSIX calls and copies inside cuFile.
+// Reads from cuFile's own statistics (available since 1.15) which way its calls went: by DMA between disk and
+// GPU, or by POSIX calls and copies inside cuFile.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -37,13 +37,14 @@ struct CufileGpuStatistics {
 };
 
 inline constexpr size_t kCufileGpus = 16;  // CUfileStatsLevel3::per_gpu_stats
-// Unit: bytes. Holds level 3 of every known version, with room for what a newer one may add.
+// Unit: bytes. Enough for the level 3 statistics of every known version, with room for what a newer one may
+// add.
 inline constexpr size_t kCufileStatisticsBytes = 16384;
 // Where the GPUs' part of level 3 begins in cuFile `version` (1150 is 1.15); unset if its layout is not
 // known.
 std::optional<size_t> cufile_statistics_offset(int32_t version);
 
-// Operations of the process, reads and writes, since cuFile began to count.
+// The process's reads and writes since cuFile began to count.
 struct CufileOps {
   uint64_t direct = 0;   // PCI P2PDMA and nvidia-fs
   uint64_t bounced = 0;  // POSIX calls, and DMA through another GPU's memory
@@ -51,7 +52,7 @@ struct CufileOps {
 
 class CufileStatistics {
  public:
-  // Makes cuFile's open driver count at level 3, the only one that tells the two apart.
+  // Makes cuFile's open driver count at level 3, the only level that tells direct from bounced operations.
   CufileStatistics(const CufileStatisticsTable& table, int32_t version);
   // Stops the statistics if this object started them, and restores their level.
   ~CufileStatistics();

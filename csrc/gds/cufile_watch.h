@@ -1,6 +1,6 @@
-// Finds out how each of our calls to cuFile went. cuFile counts for the whole process, so the watch reads the
-// counts before and after a call: if all operations between them went one way, the call did too, whatever ran
-// beside it.
+// Finds out which way each of our calls to cuFile went. cuFile counts for the whole process, so the watch
+// reads the counts before and after a call: if all operations between the two readings went one way, so did
+// the call, whatever ran beside it.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -17,12 +17,12 @@ namespace flexkv {
 struct CufileCalls {
   int64_t direct = 0;
   int64_t bounced = 0;
-  int64_t unknown = 0;  // nothing was counted, or calls beside it went the other way
+  int64_t unknown = 0;  // nothing was counted, or concurrent calls went the other way
 };
 
 class CufileWatch {
  public:
-  // How a file's calls went when this was last observed; kUnknown before.
+  // Which way a file's calls went when this was last observed; kUnknown until then.
   using Route = std::shared_ptr<std::atomic<IoRoute>>;
 
   // `unseen`: the route of calls whose route the counts do not show.
@@ -31,8 +31,8 @@ class CufileWatch {
 
   // Returns the counts before a call; unset if nothing is counted.
   std::optional<CufileOps> begin();
-  // Returns how a call on `file` went. `before` is what begin() returned; `moved` says whether the call moved
-  // bytes, because cuFile does not count one that moved none. `file` is null for memory that is not
+  // Returns which way a call on `file` went. `before` is what begin() returned; `moved` says whether the call
+  // moved bytes, because cuFile does not count a call that moved none. `file` is null for memory that is not
   // registered: such a call is bounced, since its DMA ends in one of cuFile's buffers and says nothing about
   // the file.
   IoRoute end(const std::optional<CufileOps>& before, const Route& file, bool moved);

@@ -81,7 +81,7 @@ void DiskThreads::submit(int32_t disk, Task task) {
         target.queue.pop_back();
         throw;
       }
-      // No new thread could be started: the running ones will take the task.
+      // No new thread could be started, so the running ones will take the task.
     }
   }
   target.ready.notify_one();

@@ -1,4 +1,4 @@
-// A few threads per disk that carry out its I/O; they are started as tasks arrive.
+// Runs each disk's I/O on a few threads, which are started as tasks arrive.
 #pragma once
 #include <cstdint>
 #include <functional>
@@ -7,7 +7,7 @@
 
 namespace flexkv {
 
-// Unit: threads. cuFile was seen to hang with 256 and more requests in flight; every thread has one.
+// Unit: threads. cuFile was seen to hang with 256 or more requests in flight, and every thread has one.
 inline constexpr int32_t kMaxThreadsPerDisk = 64;
 
 class DiskThreads {
@@ -23,7 +23,7 @@ class DiskThreads {
   // `not_started` is on_start's error, empty on success. Callers limit how many tasks they have outstanding.
   using Task = std::function<void(const std::string& not_started)>;
   void submit(int32_t disk, Task task);
-  // Detaches the threads, which own all that they use.
+  // Detaches the threads, which own everything that they use.
   void abandon();
   int32_t started() const;
 

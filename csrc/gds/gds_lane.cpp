@@ -18,8 +18,9 @@
 namespace flexkv {
 namespace {
 
-// Unit: bytes. The most that one transfer takes. 16 pages of 2 MiB keep an NVMe disk at its full speed (the
-// disk lane has the same bound), and at 3 GB/s a load that arrives waits about 10 ms for a store under way.
+// Unit: bytes. A transfer takes no further work item once it has this much. 16 pages of 2 MiB keep an NVMe
+// disk at its full speed (the disk lane has the same bound), and at 3 GB/s a load that arrives waits about 10
+// ms for a store under way.
 constexpr int64_t kMostTransferBytes = int64_t{32} << 20;
 
 // A page of a work item.
@@ -29,7 +30,7 @@ struct Task {
   PageMove move;
 };
 
-// Where the view's stripe lies in a slot image. Throws GeometryError unless the slabs have the same runs
+// Finds where the view's stripe lies in a slot image. Throws GeometryError unless the image has the same runs
 // there.
 StripePlace place_of(const PageCodec& codec, int32_t stripe, const KvView& view) {
   const SlotImage& image = codec.image();
@@ -68,7 +69,7 @@ PageMiss miss_of(StagedFailure cause, PageMiss at_gate) {
 
 FailureCause failure_cause_of(StagedFailure cause, PageMiss miss) {
   if (cause == StagedFailure::kStopped) return FailureCause::kNotExecuted;
-  return failure_cause_of(miss);  // without a miss, kTransport
+  return failure_cause_of(miss);  // kTransport if there is no miss
 }
 
 // The slot size of a slab: the largest image of the groups that share it.
@@ -98,7 +99,7 @@ struct GdsLane::Shared {
   MoveResult failed(const PageMove& page, const PageFailure& failure, PageMiss at_gate);
 };
 
-// Takes a work item and, up to kMostTransferBytes, more of the same op kind while some are waiting.
+// Takes a work item and, until it has kMostTransferBytes, further waiting items of the same op kind.
 std::vector<std::shared_ptr<WorkItem>> GdsLane::Shared::take(WorkSource& source, int32_t lane) const {
   std::vector<std::shared_ptr<WorkItem>> items;
   std::shared_ptr<WorkItem> item = source.take(lane);
@@ -138,8 +139,8 @@ void GdsLane::Shared::run(WorkSource& source, int32_t lane) {
   }
 }
 
-// Moves pages of one view and fence together. A page whose target is already among them starts the next
-// group, so that the later op's bytes stay. Items that have moved are finished before the lane waits for
+// Moves pages of one view and fence as one batch. A page whose target is already in the batch starts the next
+// batch, so that the later op's bytes win. Items that have moved are finished before the lane waits for
 // another fence.
 void GdsLane::Shared::move(const std::vector<std::shared_ptr<WorkItem>>& items,
                            std::vector<std::vector<MoveResult>>& results,
@@ -296,7 +297,7 @@ void GdsLane::reserve_staging(int32_t group, const KvView& view) {
   }
   const GdsGroup& of = shared_->groups[static_cast<size_t>(group)];
   const PageMap map = PageMap::stripe(view, place_of(*of.codec, shared_->stripe, view), true);
-  std::vector<StagedPage> samples;  // two blocks show how all of them are aligned
+  std::vector<StagedPage> samples;  // two blocks are enough to show how all of them are aligned
   for (const auto& [device, shape, file] : of.slabs) {
     if (device < 0) continue;
     for (const int64_t block : {0, 1}) samples.push_back({block, device, file, shape.header_bytes});

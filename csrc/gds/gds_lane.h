@@ -1,9 +1,10 @@
 // GDS_READ and GDS_WRITE of one rank: staged transfers between blocks of the engine's pool and their stripe
-// of slab pages, without a page of the host pool.
+// of slab pages, without a page in the host pool.
 //
-// A read verifies pages as the disk lane does: the trailer before a byte leaves the slot for the pool, the
-// digests on the way there. A write moves the stripe only and reports the digests of its runs. The manager
-// collects the digests of all ranks, and the page exists when its DISK_SEAL has written the trailer.
+// A read verifies pages as the disk lane does: the trailer before a byte leaves the staging slot for the
+// pool, the digests while the bytes move there. A write moves the stripe only and reports the digests of its
+// runs. The manager collects the digests of all ranks, and the page exists when its DISK_SEAL has written the
+// trailer.
 #pragma once
 #include <memory>
 #include <optional>
@@ -30,12 +31,12 @@ struct GdsGroup {
   std::vector<GdsSlab> slabs;
 };
 
-// Unit: bytes. The most that one transfer takes: kMostTransferBytes, which its last work item may exceed.
+// Unit: bytes. The most that one transfer moves: its last work item may exceed kMostTransferBytes.
 int64_t most_gds_transfer_bytes();
 
 class GdsLane : public Lane {
  public:
-  // `manager` has opened each slab file once. `stripe`: the rank whose stripe is moved. Place p of a group is
+  // `manager` has opened each slab file once. `stripe`: the rank whose stripe moves. Place p of a group is
   // slot p / disks of disk p % disks. Throws ContractError and GeometryError.
   GdsLane(std::vector<GdsGroup> groups, int32_t stripe, std::shared_ptr<GDSManager> manager);
   ~GdsLane() override { abandon(); }
@@ -44,9 +45,9 @@ class GdsLane : public Lane {
   KindSet kinds() const override { return kind_bit(OpKind::kGdsRead) | kind_bit(OpKind::kGdsWrite); }
   int32_t concurrency() const override { return 1; }
   PageSizes check(const OpSpec& op) const override;
-  // Registers the memory of `view`, the view that the group will have, and allocates the staging that its
-  // pages need. Throws ContractError for an unknown group, GeometryError for a view of another stripe, and
-  // CapacityError, which says what to set.
+  // Registers the memory of `view`, which the group will use, and allocates the staging that its pages need.
+  // Throws ContractError for an unknown group, GeometryError if the view's stripe has another size, and
+  // CapacityError, which says which setting to change.
   void reserve_staging(int32_t group, const KvView& view);
   // See GDSManager. Precondition: no op is under way.
   void release_pool();

@@ -13,8 +13,8 @@ namespace {
 
 // Unit: pages per thread. While a thread moves one page, its next one is queued.
 constexpr int32_t kDirectPagesPerThread = 2;
-// Unit: seconds. How long a disk may take to answer one look into a file, and how long further looks may
-// start.
+// Unit: seconds. How long a disk may take to answer one probing read, and how long further probing reads may
+// be started.
 constexpr double kFileLookS = 10;
 // Unit: bytes. Enough for every read that the I/O asks for; see FileIo::looks().
 constexpr int64_t kLookBufferBytes = int64_t{1} << 20;
@@ -46,7 +46,7 @@ const GdsOptions& checked(const GdsOptions& options) {
 
 }  // namespace
 
-// Registers a transfer as under way.
+// Registers a transfer in running_ while it exists.
 class GDSManager::Running {
  public:
   Running(GDSManager& manager, TransferControl& control) : manager_(manager), control_(control) {
@@ -105,7 +105,7 @@ void GDSManager::close() {
   // A transfer ends when its I/O has ended, or gives up after stuck_s.
   idle_.wait(lock, [&] { return running_.empty(); });
   if (!down_reason_.empty()) parts_.threads->abandon();
-  // The last holder of each closes it: stuck I/O keeps what it may still touch.
+  // Each is closed when its last reference goes: stuck I/O keeps what it may still touch.
   staging_ = {};
   parts_.threads = std::make_shared<DiskThreads>(0, 1, nullptr);
   lock.unlock();
@@ -192,12 +192,13 @@ std::string GDSManager::look_around(const std::shared_ptr<StagingBuffer>& buffer
   if (!buffer->not_registered().empty()) return {};
   const double answer_s = std::min(options_.stuck_s, kFileLookS);
   const auto enough = deadline_in(kFileLookS);
-  // One after the other: overlapping calls blur what the counts show.
+  // Makes the reads one by one, because the counts cannot tell overlapping calls apart.
   for (const IoCall& call : parts_.io->looks(buffer->slot(0, 0), buffer->bytes())) {
     if (control.cancelled() || control.late() || Clock::now() >= enough) break;
-    // The I/O keeps what the read shows. An error is ignored here: the transfers that need the file report
-    // it. The task owns all that it touches, because this function may have stopped waiting for it, and lets
-    // go before it answers: the buffer's registration does not end on a thread of the disk's later on.
+    // The I/O records the route that the read shows. An error is ignored here, because the transfers that
+    // need the file report it. The task owns everything it touches, because this function may stop waiting
+    // for it, and drops its references before it answers, so that the buffer's registration does not end
+    // later on one of the disk's threads.
     auto look =
         std::make_shared<std::packaged_task<IoOutcome()>>([io = parts_.io, held = buffer, call]() mutable {
           IoOutcome outcome = io->transfer(call);
@@ -227,7 +228,7 @@ void GDSManager::look_first(const TransferControl& control) {
   try {
     buffer = std::make_shared<StagingBuffer>(parts_.device, parts_.io, kLookBufferBytes);
   } catch (const CapacityError&) {
-    return;  // reserve_staging() says what to set
+    return;  // reserve_staging() says which setting to change
   }
   std::string why = look_around(buffer, control);
   if (!why.empty()) take_down(std::move(why));
@@ -247,14 +248,15 @@ std::shared_ptr<StagingBuffer> GDSManager::own_staging(const PageMap& map, const
   {
     const std::lock_guard lock(mutex_);
     if (!down_reason_.empty()) return nullptr;
-    // The geometry decides the size, never a transfer: only a group that needs more bytes gets a new buffer.
+    // The geometry alone decides the size, not the transfer: a new buffer is made only for a group that needs
+    // more bytes.
     if (staging_.buffer != nullptr && staging_.buffer->bytes() >= slots * slot) {
       staging_.slots = {slots, slot};
       return staging_.buffer;
     }
     buffer = std::exchange(staging_, {}).buffer;
   }
-  buffer = nullptr;  // frees it before the larger one is made
+  buffer = nullptr;  // frees the old buffer before the larger one is made
   buffer = make_staging(slots, slot);
   if (std::string why = look_around(buffer, control); !why.empty()) {
     take_down(std::move(why));
@@ -307,7 +309,7 @@ void GDSManager::check_pages(std::span<const StagedPage> pages, bool is_read) co
 
 GDSManager::Way GDSManager::way_of(const PageMap& map, std::span<const StagedPage> pages,
                                    bool force_direct) const {
-  // A page in one piece gains nothing from a slot; pages in more pieces go straight if the options ask for
+  // A page in one piece gains nothing from a slot; pages in several pieces go directly if the options ask for
   // it.
   const PageMap* beside = map.beside_slots();
   const bool unknown_too = options_.register_pool == RegisterPool::kOn;
@@ -317,7 +319,7 @@ GDSManager::Way GDSManager::way_of(const PageMap& map, std::span<const StagedPag
   }
   const bool must_stage = map.pieces().empty();
   if (!must_stage && (force_direct || !options_.use_staged_transfer)) return Way::kStraight;
-  // The same for pages without digests, unless their calls would be bounced.
+  // The same holds for pages without digests, unless their calls would be bounced.
   if (map.one_piece() && can_go_direct(*parts_.io, map, pages, unknown_too)) return Way::kStraight;
   return Way::kStaged;
 }

@@ -1,4 +1,4 @@
-// An engine's pool as its tensors' addresses and strides: the form in which outside callers describe it.
+// Describes an engine's pool by its tensors' addresses and strides, the form that outside callers use.
 #pragma once
 #include <cstdint>
 
@@ -33,7 +33,8 @@ struct GTensorHandler {
         gpu_block_stride_in_bytes(block_stride_in_bytes),
         gpu_layer_stride_in_bytes(layer_stride_in_bytes) {}
 
-  // Addresses in gpu_tensor_ptrs; `kv_dim` is 2, or 1 for a pool that keeps one joined tensor (MLA).
+  // The number of addresses in gpu_tensor_ptrs; `kv_dim` is 2, or 1 for a pool that keeps one joined tensor
+  // (MLA).
   int64_t num_tensors(int32_t kv_dim) const {
     return type == BackendType::TRTLLM ? 1 : type == BackendType::VLLM ? num_layers : num_layers * kv_dim;
   }

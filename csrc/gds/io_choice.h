@@ -1,4 +1,4 @@
-// Chooses the pool's device and the I/O that reaches its memory from what the machine has.
+// Chooses the pool's device, and the I/O that reaches its memory, by what the machine has.
 #pragma once
 #include <cstdint>
 #include <functional>
@@ -24,8 +24,8 @@ FLEXKV_EXPORT std::shared_ptr<TransformDevice> choose_device(
     std::optional<int32_t> number, uintptr_t engine_stream, TransformGrid grid = TransformGrid::kBesideModel);
 
 // For plain memory: io_uring, or POSIX calls if the kernel refuses io_uring or `backend` is kThreads. For a
-// GPU: cuFile, or the I/O of plain memory and a copy if cuFile cannot be opened. Throws ConfigError for
-// kUring if the kernel refuses it, and CapacityError if the device cannot be made current.
+// GPU: cuFile, or if cuFile cannot be opened, the I/O for plain memory followed by a copy. Throws ConfigError
+// for kUring if the kernel refuses it, and CapacityError if the device cannot be made current.
 FLEXKV_EXPORT std::shared_ptr<FileIo> choose_io(std::shared_ptr<const RawFiles> files,
                                                 const std::shared_ptr<TransformDevice>& device,
                                                 IoBackend backend = IoBackend::kAuto);
@@ -34,8 +34,8 @@ FLEXKV_EXPORT std::shared_ptr<FileIo> choose_io(std::shared_ptr<const RawFiles> 
 // there is a GPU.
 FLEXKV_EXPORT std::string gpudirect_refusal();
 
-// The same for the cuFile that `open` opens. It is opened and released with `device` current only for this
-// call, because the thread may be the engine's, and capture a graph.
+// The same for the cuFile that `open` opens. Makes `device` current only while it opens and releases cuFile,
+// because the thread may be the engine's and may be capturing a graph.
 std::string gpudirect_refusal_on(const cuda::Device& device,
                                  const std::function<std::shared_ptr<Cufile>(std::string* why)>& open);
 

@@ -1,4 +1,4 @@
-// The I/O of a transfer's pages, done by the disks' threads.
+// Runs the I/O of a transfer's pages on the disks' threads.
 #pragma once
 #include <condition_variable>
 #include <deque>
@@ -11,10 +11,10 @@
 
 namespace flexkv {
 
-// A thread's work for one page. It owns all that it touches, because it may outlive the transfer.
+// A thread's work for one page. It owns everything it touches, because it may outlive the transfer.
 struct PageJob {
   std::vector<IoCall> calls;
-  size_t together = 0;                     // how many, from the first, may be made in any order
+  size_t together = 0;                     // how many leading calls may be made in any order
   std::shared_ptr<StagingBuffer> staging;  // null for direct I/O
 };
 
@@ -22,7 +22,7 @@ struct PageIoResult {
   int32_t position = 0;
   int64_t calls = 0;
   int64_t bounced = 0;
-  int64_t unknown = 0;  // went straight or bounced; nothing says which
+  int64_t unknown = 0;  // direct or bounced, but nothing shows which
   int64_t bytes = 0;
   std::string error;                         // empty: every byte moved
   StagedFailure cause = StagedFailure::kIo;  // of the error

@@ -40,7 +40,8 @@ void check_sizes(const GTensorHandler& pool, const RawBlockLayout& file) {
   if (pool.gpu_tensor_ptrs == nullptr) throw GeometryError("the pool has no tensor addresses");
 }
 
-// The runs, sorted by their offset in the file, which page_offset holds until slots are laid out.
+// Returns the runs, sorted by their offset in the file. Their page_offset holds that file offset until slots
+// are laid out.
 std::vector<Segment> runs_in_file_order(const GTensorHandler& pool, const RawBlockLayout& file,
                                         std::span<const int32_t> layers) {
   check_sizes(pool, file);
@@ -96,7 +97,8 @@ PageMap PageMap::raw(const GTensorHandler& pool, const RawBlockLayout& file,
     const int64_t in_file = run.page_offset;
     FileExtent* last = map.extents_.empty() ? nullptr : &map.extents_.back();
     if (last == nullptr || last->file_offset + last->bytes != in_file) {
-      // Slots and files agree in alignment, so that an aligned file offset is an aligned address too.
+      // An offset in the slot and in the file have the same alignment, so that an aligned file offset comes
+      // with an aligned address.
       map.extents_.push_back({in_file, round_up(map.slot_bytes_, kIoAlignBytes), 0});
       last = &map.extents_.back();
     }

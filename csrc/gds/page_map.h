@@ -11,22 +11,22 @@
 
 namespace flexkv {
 
-// A range contiguous in the file and in the slot: one I/O call. Offsets count from the block's place in the
-// file and from the slot's start.
+// A range that is contiguous in the file and in the slot, so that one I/O call moves it. Offsets count from
+// the block's place in the file and from the slot's start.
 struct FileExtent {
   int64_t file_offset = 0;
   int64_t slot_offset = 0;
   int64_t bytes = 0;
 };
 
-// A range contiguous in the file and in the pool: one I/O call without staging. Its page_offset counts from
-// the block's place in the file.
+// A range that is contiguous in the file and in the pool, so that one I/O call moves it without staging. Its
+// page_offset counts from the block's place in the file.
 using DirectPiece = Segment;
 
-// Unit: layers. A larger number for a pool or a file is a mistake.
+// Unit: layers. A pool or file that claims more layers is described wrongly.
 inline constexpr int64_t kMostRawLayers = 1 << 16;
 
-// The digest offset of pages without digests, which raw files hold.
+// The digest offset of pages without digests, such as those of raw files.
 inline constexpr int64_t kNoDigestOffset = -1;
 
 // The layout of a block in a raw file, in bytes from the block's place: layer l's K (kv 0) or V (kv 1) starts
@@ -55,8 +55,8 @@ class PageMap {
   // positive, chunks that overlap each other or leave their block, or pool strides shorter than a chunk;
   // BlockRangeError for layers outside the pool or the file.
   static PageMap raw(const GTensorHandler& pool, const RawBlockLayout& file, std::span<const int32_t> layers);
-  // The same between a pool and memory with the file's layout: the "slot" is a block of that memory, and the
-  // runs lie in it where the layout says. There are no extents and no pieces.
+  // The same between a pool and memory that has the file's layout: the "slot" is a block of that memory, and
+  // the layout says where the runs lie in it. There are no extents and no pieces.
   static PageMap memory(const GTensorHandler& pool, const RawBlockLayout& layout,
                         std::span<const int32_t> layers);
   // Maps one rank's stripe of a slot image. In the slot, the image's trailer follows the stripe and holds the
@@ -66,14 +66,15 @@ class PageMap {
 
   // Uncoalesced; page_offset counts from the slot's start. Each digest covers one run.
   const std::vector<Segment>& runs() const { return runs_; }
-  // Coalesced: what a copy between pool and slot loops over.
+  // Coalesced. A copy between pool and slot loops over these.
   const std::vector<Segment>& segments() const { return segments_; }
   const std::vector<FileExtent>& extents() const { return extents_; }
   // Empty in the maps of memory() and stripe(): their pages pass through a slot, or move as beside_slots()
   // says.
   const std::vector<DirectPiece>& pieces() const { return pieces_; }
-  // Maps the same page without its stripe in the slot: the pieces go straight between file and pool, only the
-  // trailer passes through the slot, and the transform digests in the pool. Null for pages without digests.
+  // Maps the same page without its stripe in the slot: the pieces move directly between file and pool, only
+  // the trailer passes through the slot, and the transform computes digests of the bytes in the pool. Null
+  // for pages without digests.
   const PageMap* beside_slots() const { return beside_slots_.get(); }
   bool in_place() const { return in_place_; }
   bool one_piece() const { return pieces_.size() == 1; }

@@ -9,7 +9,7 @@
 namespace flexkv {
 namespace {
 
-// Unit: bytes. The pages in which a GPU's memory is pinned (nvidia_p2p_get_pages).
+// Unit: bytes. The size of the pages in which a GPU's memory is pinned (nvidia_p2p_get_pages).
 constexpr int64_t kGpuPageBytes = int64_t{64} << 10;
 
 std::string of_bytes(int64_t bytes) { return std::to_string(bytes) + " bytes"; }
@@ -101,7 +101,7 @@ std::string PoolRegistrations::register_pieces(Entry& entry) {
       auto* memory = reinterpret_cast<void*>(piece.base);
       const std::string error = io_.add_memory(memory, piece.bytes);
       if (!error.empty()) {
-        io_.remove_memory(memory);  // forgets the refusal, which is not the staging's
+        io_.remove_memory(memory);  // forgets this refusal, which must not affect the staging
         const std::string made = std::to_string(entry.pieces.size());
         deregister(entry.pieces);
         return "after " + made + " of " + std::to_string(wanted.size()) + " pieces: " + error;

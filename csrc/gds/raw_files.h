@@ -1,4 +1,4 @@
-// The open files of a manager, device by device.
+// A manager's open files, by device.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -13,9 +13,9 @@ enum class OpenFiles { kCreate, kExisting };
 class RawFiles {
  public:
   // Opens every file for reading and writing; kCreate makes missing ones, for this user alone. Opens each
-  // twice if the file system has direct I/O, because calls that are not 4 KiB-aligned need the page cache.
-  // Throws ConfigError, which names a file that cannot be opened or is given twice, or a device without
-  // files.
+  // file twice if the file system supports direct I/O, because calls that are not 4 KiB-aligned need the page
+  // cache. Throws ConfigError, which names a file that cannot be opened or is given twice, or a device
+  // without files.
   explicit RawFiles(const FilePaths& paths_by_device, OpenFiles how = OpenFiles::kCreate);
   ~RawFiles();
   RawFiles(const RawFiles&) = delete;

@@ -1,5 +1,5 @@
-// The gate of a transfer of slab pages: checks which page each slot holds, and keeps the digests that were
-// made.
+// The gate of a transfer of slab pages: checks which page each slot holds, and keeps the digests of the pages
+// written.
 #pragma once
 #include <functional>
 #include <memory>
@@ -22,8 +22,8 @@ struct SlabPage {
 // On writes it keeps the run digests for whoever writes the trailer.
 class SlabGate : public PageGate {
  public:
-  // `runs`: how many runs one rank has, and so how many digests a write makes per page. `on_end` is called
-  // when a page ends.
+  // `runs`: the number of runs that one rank has, which is the number of digests per page written. `on_end`
+  // is called when a page ends.
   SlabGate(std::shared_ptr<const PageCodec> codec, std::shared_ptr<TransformDevice> device,
            std::vector<SlabPage> pages, size_t runs, std::function<void(int32_t)> on_end);
 

@@ -38,7 +38,7 @@ class Transfer {
     report_.staged = !map_.in_place();
     const int32_t slots = std::min({staging->slots_of(map_.slot_bytes()), std::max(max_slots, 1),
                                     static_cast<int32_t>(std::max<size_t>(pages_.size(), 1))});
-    // The lowest slot comes first, and a freed one is used again next: a few slots stay in the caches.
+    // The lowest slot is used first, and a freed slot is reused next, so that a few slots stay in the caches.
     for (int32_t slot = slots - 1; slot >= 0; --slot) free_.push_back(slot);
     batch_pages_ = std::clamp(parts_.device->batch_pages(slots), 1, slots);
     transformer_ = parts_.device->transformer(map_, is_read_, batch_pages_, hooks_.fence);
@@ -49,7 +49,7 @@ class Transfer {
 
   TransferReport run() {
     try {
-      // Calls between disk and pool have no stream that could wait.
+      // Calls directly between disk and pool are not in a stream, so the thread itself has to wait.
       const bool straight = !staging_ || map_.in_place();
       const std::string error = straight ? parts_.device->await_engine(hooks_.fence) : std::string();
       if (!error.empty()) fail_all("the engine's work before it failed: " + error);
@@ -124,7 +124,7 @@ class Transfer {
       }
     }
     job.together = job.calls.size();
-    // The digests go last: a write that fails before them leaves an image that no read accepts.
+    // The digests are written last: a write that fails before them leaves an image that no read accepts.
     if (staging_) {
       job.staging = staging_;
       for (const FileExtent& extent : map_.extents()) {
@@ -211,8 +211,8 @@ class Transfer {
     }
   }
 
-  // True if the transfer ends here although its I/O has not. That I/O keeps its staging memory and touches
-  // none of the engine's.
+  // Returns true if the transfer must end although its I/O has not. That I/O keeps the staging memory alive
+  // and touches none of the engine's.
   bool give_up() {
     if (!staging_ || staging_->lent() || map_.in_place() || io_.in_flight() == 0 || !batches_.empty() ||
         seconds_since(last_moved_) < control_.stuck_s()) {
@@ -260,7 +260,7 @@ class Transfer {
   std::vector<int32_t> free_;
   std::vector<int32_t> slot_of_;
   std::vector<char> ended_;
-  std::deque<int32_t> ready_;                 // pages whose slot waits for a transform
+  std::deque<int32_t> ready_;                 // pages whose slots wait for a transform
   std::deque<std::vector<int32_t>> batches_;  // under way, oldest first
   size_t next_ = 0;
   size_t ended_count_ = 0;

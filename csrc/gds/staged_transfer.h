@@ -1,9 +1,9 @@
 // Moves pages between files and an engine's pool: through staging slots and one layout transform per batch,
-// or straight if a page's bytes lie the same way in both.
+// or directly, if a page's bytes have the same order in both.
 //
 // Read:  file -> slot (disks' threads) -> pool (transform, which checks digests).
-// Write: pool -> slot (transform, which makes digests) -> file.
-// Pages beyond the number of slots cycle through them; I/O and transforms of different pages overlap.
+// Write: pool -> slot (transform, which makes digests) -> file. If there are more pages than slots, slots are
+// reused; I/O and transforms of different pages overlap.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -33,8 +33,8 @@ struct StagedPage {
 
 enum class StagedFailure : int32_t {
   kStopped,  // cancelled, or the deadline passed
-  kIo,       // the disk refused a call, or did not answer it
-  kShort,    // a call moved fewer bytes than it was asked to
+  kIo,       // the disk refused a call or did not answer
+  kShort,    // a call moved fewer bytes than requested
   kGate,     // the gate refused the page
   kDevice,   // memory, a transform, the GPU or its driver failed: the disk had no part in it
   kDigest,   // the page's bytes do not match its digests
@@ -47,25 +47,25 @@ struct PageFailure {
   StagedFailure cause = StagedFailure::kStopped;
 };
 
-// Inspects what a page's slot holds beside the page's bytes. Pointers are to memory of the transfer's device.
-// Called by the transfer's thread.
+// Inspects what a page's slot holds beside the page's bytes. All pointers are to memory of the transfer's
+// device. The transfer's thread calls it.
 class PageGate {
  public:
   virtual ~PageGate() = default;
   // Called when the I/O of a page that is read has ended. Returns why the page must not go into the pool;
-  // empty if it may. (A page that went straight is there already, and counts as failed.)
+  // empty if it may. (A page that was read directly is in the pool already; if refused, it counts as failed.)
   virtual std::string arrived(int32_t position, const std::byte* trailer) = 0;
   // Called when the digests of a page to be written are in its slot. Returns why it must not be written;
   // empty if it may.
   virtual std::string digested(int32_t position, const std::byte* digests) = 0;
-  // Called when a page has ended, well or not, but not for pages that a transfer gave up.
+  // Called when a page has ended, with or without success, but not for pages that the transfer gave up on.
   virtual void ended(int32_t position) = 0;
 };
 
 struct TransferHooks {
   PageGate* gate = nullptr;
-  // A point in the engine's stream: nothing of the pool is read or written before the engine's work has
-  // reached it. Null: the point that the stream has when the transfer starts.
+  // A point in the engine's stream: no byte of the pool is read or written before the engine's work has
+  // reached it. Null: the stream's end when the transfer starts.
   StreamEvent* fence = nullptr;
 };
 
@@ -74,7 +74,7 @@ struct TransferReport {
   int64_t pages = 0;
   int64_t io_calls = 0;
   int64_t bounced_calls = 0;  // calls that went through another buffer
-  int64_t unknown_calls = 0;  // calls that may have done so or not
+  int64_t unknown_calls = 0;  // calls that may or may not have done so
   int64_t io_bytes = 0;
   int64_t launches = 0;
   bool staged = false;
@@ -91,8 +91,9 @@ class TransferControl {
   void cancel() { cancelled_.store(true); }
   bool cancelled() const { return cancelled_.load(); }
   bool late() const { return Clock::now() >= deadline_; }
-  // How long I/O may stand still before the transfer gives up and leaves its own staging to that I/O. It
-  // waits without limit for direct I/O and for a lent buffer, whose memory it cannot keep.
+  // How long I/O may make no progress before the transfer gives up and leaves its own staging to that I/O.
+  // For direct I/O and a lent buffer it waits without limit, because it does not own that memory and cannot
+  // keep it alive.
   double stuck_s() const { return stuck_s_; }
 
  private:
@@ -107,21 +108,21 @@ struct TransferParts {
   std::shared_ptr<TransformDevice> device;
 };
 
-// Moves pages through the slots of `staging`, at most `max_slots` of them. Precondition: no two pages have
-// the same target, a block in a read or a place in a write. Throws CapacityError if not one slot fits.
+// Moves pages through at most `max_slots` slots of `staging`. Precondition: no two pages have the same target
+// (a block in a read, a place in a write). Throws CapacityError if not even one slot fits.
 TransferReport transfer_staged(const TransferParts& parts, const PageMap& map,
                                std::span<const StagedPage> pages, bool is_read,
                                const std::shared_ptr<StagingBuffer>& staging, int32_t max_slots,
                                const TransferControl& control, const TransferHooks& hooks = {});
 
-// Moves pages straight between files and pool, one call per piece, with at most `max_pages` pages under way.
+// Moves pages directly between files and pool, one call per piece, with at most `max_pages` pages under way.
 // Precondition: the map has pieces.
 TransferReport transfer_direct(const TransferParts& parts, const PageMap& map,
                                std::span<const StagedPage> pages, bool is_read, int32_t max_pages,
                                const TransferControl& control, const TransferHooks& hooks = {});
 
-// Whether every call of transfer_direct() would go straight between disk and pool; with `unknown_too`,
-// whether none is known not to.
+// Whether every call of transfer_direct() is known to go directly between disk and pool; with `unknown_too`,
+// whether none is known to bounce.
 bool can_go_direct(const FileIo& io, const PageMap& map, std::span<const StagedPage> pages,
                    bool unknown_too = false);
 

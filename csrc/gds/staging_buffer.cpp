@@ -29,7 +29,7 @@ StagingBuffer::StagingBuffer(void* memory, int64_t bytes) {
 
 StagingBuffer::~StagingBuffer() {
   if (device_ == nullptr) return;
-  // If the device cannot be made current, its memory goes with its context.
+  // If the device cannot be made current, its memory was freed with its context.
   device_->while_current([&] {
     io_->remove_memory(base_);
     return std::string();

@@ -1,4 +1,4 @@
-// Memory for staging slots on one device: a manager's own, or lent by a caller for one transfer.
+// Memory for staging slots on one device: either a manager's own, or lent by a caller for one transfer.
 #pragma once
 #include <cstdint>
 #include <memory>
@@ -8,13 +8,13 @@
 
 namespace flexkv {
 
-// I/O in flight holds a reference, so that memory that the buffer owns outlives a transfer that gave up
+// I/O in flight holds a reference, so that memory owned by the buffer outlives a transfer that stopped
 // waiting.
 class StagingBuffer {
  public:
   // Allocates memory on `device` and registers it with `io`.
   StagingBuffer(std::shared_ptr<TransformDevice> device, std::shared_ptr<FileIo> io, int64_t bytes);
-  // Uses memory lent by the caller. Throws CapacityError if no 4 KiB-aligned byte is in it.
+  // Uses memory lent by the caller. Throws CapacityError if it contains no 4 KiB-aligned byte.
   StagingBuffer(void* memory, int64_t bytes);
   ~StagingBuffer();
   StagingBuffer(const StagingBuffer&) = delete;
@@ -25,7 +25,7 @@ class StagingBuffer {
   std::byte* slot(int64_t number, int64_t slot_bytes) const { return base_ + number * slot_bytes; }
   // How many slots fit. Throws CapacityError, which says what is needed, if not even one does.
   int32_t slots_of(int64_t slot_bytes) const;
-  // Why the memory is not registered with the I/O; empty if it is or need not be.
+  // Why the memory is not registered with the I/O; empty if it is, or need not be.
   const std::string& not_registered() const { return not_registered_; }
 
  private:

@@ -14,7 +14,7 @@
 namespace flexkv {
 namespace {
 
-// Unit: bytes. Longer calls go to POSIX: a ring has 32 bits for the length, and the kernel cuts at 2 GiB.
+// Unit: bytes. Longer calls use POSIX: a ring has 32 bits for the length, and the kernel cuts calls at 2 GiB.
 constexpr int64_t kLongestBytes = int64_t{1} << 30;
 // Unit: seconds. The pause between attempts to get completions from a ring that has failed.
 constexpr double kDeafS = 0.1;
@@ -30,9 +30,9 @@ uint64_t next_number() {
   return ++numbers;
 }
 
-// Waits for completions, even from a ring that fails, which may still write to the memory of its requests:
-// like a call that never returns, it holds its thread until all of them have completed. The waiting transfer
-// gives up, and leaves the memory to it.
+// Waits for completions even if the ring fails, because the kernel may still write to its requests' memory.
+// Like a call that never returns, this holds the thread until all requests have completed; the waiting
+// transfer gives up, and leaves the memory to it.
 void hear(IoQueue& queue, std::vector<IoDone>& done) {
   for (;;) {
     try {
@@ -56,7 +56,7 @@ IoQueue* UringFileIo::ring() const {
       mine.queue = std::make_unique<UringQueue>(kRingDepth);
       if (wrap_) mine.queue = wrap_(std::move(mine.queue), 0);
     } catch (const DiskError&) {
-      mine.queue = nullptr;  // no locked memory left, or refused to this thread
+      mine.queue = nullptr;  // no locked memory is left, or the kernel refuses this thread a ring
     }
   }
   return mine.queue.get();
@@ -77,7 +77,8 @@ void UringFileIo::transfer_all(std::span<const IoCall> calls, std::span<IoOutcom
   try {
     carry_out(*queue, calls, outcomes, done, in_flight);
   } catch (...) {
-    // The kernel may still write to the caller's memory, and the next calls must not get these completions.
+    // Waits, because the kernel may still write to the caller's memory, and the next calls must not see these
+    // completions.
     while (in_flight > 0) {
       done.clear();
       hear(*queue, done);

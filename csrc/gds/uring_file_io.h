@@ -1,4 +1,4 @@
-// File I/O by io_uring, to and from plain memory.
+// File I/O with io_uring, to and from plain memory.
 #pragma once
 #include <memory>
 #include <span>
@@ -9,15 +9,15 @@
 
 namespace flexkv {
 
-// Unit: I/Os. The depth of one thread's ring. In a per-layer transfer it takes the pieces of a page; a few of
-// them keep a disk busy.
+// Unit: I/Os. The depth of one thread's ring. In a per-layer transfer each I/O is one piece of a page, and a
+// few of them keep a disk busy.
 inline constexpr int32_t kRingDepth = 32;
 
-// The routes are those of POSIX calls. Each calling thread has a ring of its own, because some rings belong
-// to the thread that made them; a thread that gets no ring makes POSIX calls.
+// Routes are the same as for POSIX calls. Each calling thread has a ring of its own, because some rings
+// belong to the thread that made them; a thread that gets no ring makes POSIX calls.
 class UringFileIo : public FileIo {
  public:
-  // `wrap` decorates each thread's ring, with number 0.
+  // `wrap` decorates each thread's ring; the disk number it gets is 0.
   explicit UringFileIo(std::shared_ptr<const RawFiles> files, WrapQueue wrap = {});
   std::string name() const override { return "io_uring"; }
   IoOutcome transfer(const IoCall& call) override;

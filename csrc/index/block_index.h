@@ -41,20 +41,20 @@ struct PinnedRun {
 
 // What `insert` did. `positions`, `entries` and `slots` describe the same blocks.
 struct Inserted {
-  std::vector<uint32_t> positions;  // of the new blocks in the keys offered, ascending
-  std::vector<EntryId> entries;     // of the new blocks: pending, pinned once
-  std::vector<int32_t> slots;       // of the new blocks
-  std::vector<BlockKey> evicted;    // keys of the blocks that had to leave
+  std::vector<uint32_t> positions;  // index of each new block in the keys offered, ascending
+  std::vector<EntryId> entries;     // the new blocks' entries: pending, pinned once
+  std::vector<int32_t> slots;       // the new blocks' slots
+  std::vector<BlockKey> evicted;    // keys of the blocks evicted to make room
   size_t known = 0;
   size_t dropped = 0;
 };
 
 class BlockIndex {
  public:
-  // `group_slots[g]`: the most slots that group g will ever have. `shared_with[g]`: the group whose slots it
-  // shares, itself or an earlier one; empty if no groups share. All that is said below about a group's slots,
-  // and about which of its blocks are evicted or cold, then holds for the groups that share them together.
-  // Throws ConfigError, CapacityError.
+  // `group_slots[g]`: the most slots that group g will ever have. `shared_with[g]`: the group whose slots
+  // group g shares, which is itself or an earlier one; empty if no groups share. Where groups share slots,
+  // every statement below about a group's slots and about which of its blocks are evicted or cold applies to
+  // those groups together. Throws ConfigError, CapacityError.
   BlockIndex(const std::vector<uint32_t>& group_slots, const PolicyKind& policy, uint64_t seed,
              const std::vector<uint32_t>& shared_with = {});
   BlockIndex(const std::vector<uint32_t>& group_slots, const std::string& policy, uint64_t seed,
@@ -67,7 +67,7 @@ class BlockIndex {
   // Writes the entries of the leading keys that are ready; returns how many.
   size_t match_prefix(uint32_t group, std::span<const BlockKey> keys, EntryId* entries) const;
 
-  // The same and `pin` in one pass: adds a lease to each entry found; writes their slots.
+  // Does `match_prefix` and `pin` in one pass: adds a lease to each entry found and writes its slot.
   size_t match_and_pin(uint32_t group, std::span<const BlockKey> keys, EntryId* entries, int32_t* slots);
 
   // Adds a lease to each of the leading keys that are ready and have not expired, or (kFilling) that ops are
@@ -89,11 +89,12 @@ class BlockIndex {
     }
   }
 
-  // How many of the leading entries are ready. The caller has leased them.
+  // How many of the leading entries are ready. Precondition: the caller has leased them.
   size_t count_ready(std::span<const EntryId> entries) const;
 
-  // The same, but an entry counts only if it is leased and the block of its key: for entries that a caller
-  // leased for `keys` earlier, the leading part that it may still promise. One entry per key.
+  // The same for entries, one per key, that the caller leased for `keys` earlier: an entry counts only if it
+  // is still leased and still holds the block of its key. The caller may still promise the leading part that
+  // counts.
   size_t count_ready(uint32_t group, std::span<const BlockKey> keys, std::span<const EntryId> entries) const;
 
   // Adds a lease to an entry that `find` has just returned; returns its slot. Throws ContractError if it has
@@ -112,12 +113,12 @@ class BlockIndex {
   // Adds a lease to each entry; all must be ready and of one group. Writes their slots. All or none.
   void pin(std::span<const EntryId> entries, int32_t* slots);
 
-  // The same for entries that a lookup found, which must still be the blocks of `keys`: an entry that was
-  // evicted and holds another block by now is not leased.
+  // The same for entries that a lookup found. Each must still hold the block of its key: an entry that was
+  // evicted and now holds another block is not leased.
   void pin_found(uint32_t group, std::span<const BlockKey> keys, const EntryId* entries, int32_t* slots);
 
-  // `pin` for entries that are ready, or pending and leased by whoever fills them: keeps a block on its way
-  // for those who wait for it, though nobody else may hit it.
+  // `pin` for entries that are ready, or pending and leased by whoever fills them: keeps a block that is
+  // being filled for those who wait for it, although nobody else may hit it.
   void pin_coming(std::span<const EntryId> entries, int32_t* slots);
 
   // Ends one lease on each entry. Entries without a lease then become the most recently used ones, in the
@@ -125,31 +126,31 @@ class BlockIndex {
   // one unless it was hit.
   void unpin(std::span<const EntryId> entries, const Use& use = {});
 
-  // Ends every lease but those in `leased`, which names an entry once per lease. For a caller that lost
-  // count, because it broke off before it had noted what it leased. Pending entries that nobody leases any
-  // more leave. Returns how many leases ended. Throws ContractError, and changes nothing, for an entry that
-  // is leased less often than it is named.
+  // Ends every lease but those in `leased`, which names an entry once per lease. For a caller that an
+  // exception interrupted before it had noted what it leased. Removes pending entries that are left without a
+  // lease. Returns how many leases ended. Throws ContractError, and changes nothing, for an entry that is
+  // leased less often than it is named.
   size_t keep_leases(std::span<const EntryId> leased);
 
-  // Marks entries as just used, in the order given; a request found the leading `hits` of them. A hint: skips
-  // ids that no longer name a ready block without leases, and spare blocks that were not hit.
+  // Marks entries as just used, in the order given; a request hit the leading `hits` of them. This is a hint:
+  // it skips ids that no longer name a ready block without leases, and spare blocks that were not hit.
   void touch(std::span<const EntryId> entries, size_t hits = 0);
 
   // Makes a pending, pinned entry with a slot for each unknown key, at most `max_new`, and evicts blocks if
   // slots are missing. Never evicts a pinned entry or one of `keys`. Known keys count as just used. `filler`:
   // the op that fills the new entries, 0 if there is none that others may wait for. `leases`: further pins on
   // each new entry, which `finish` keeps. `spare`: the new blocks are spare ones. While spare blocks have
-  // more than their share of the slots, they leave before all others, in the order in which they were stored;
-  // within their share they stay. A block is no longer spare when a request hits it, or when it is offered
-  // without `spare`. An offer of spare blocks leaves known ones as they are.
+  // more than their share of the slots, they are evicted before all others, in the order in which they were
+  // stored; within their share they are not evicted. A block is no longer spare when a request hits it, or
+  // when it is offered without `spare`. An offer of spare blocks leaves known ones as they are.
   Inserted insert(uint32_t group, std::span<const BlockKey> keys, size_t max_new, int64_t filler = 0,
                   uint32_t leases = 0, bool spare = false);
 
   // Writes the filler of each pending entry, and 0 for all others.
   void copy_fillers(std::span<const EntryId> entries, int64_t* out) const;
 
-  // Sets from when on (Unix seconds, 0: never) the blocks are misses for callers that give a time. All or
-  // none: throws ContractError for an entry that is not in use.
+  // Sets when the blocks expire (Unix seconds; 0: never). From then on they are misses for callers that give
+  // a time. Throws ContractError, and sets none, if an entry is not in use.
   void set_expiry(std::span<const EntryId> entries, const uint64_t* expiries);
   void copy_expiries(std::span<const EntryId> entries, uint64_t* out) const;
 
@@ -159,36 +160,36 @@ class BlockIndex {
   // Evicts up to `count` blocks that are not pinned; returns their keys.
   std::vector<BlockKey> evict(uint32_t group, size_t count);
 
-  // The groups of the blocks whose keys the last `insert`, `evict` or `retire` returned as gone. Empty in an
-  // index whose groups share no slots: then it is the group of the call.
+  // The group of each key that the last `insert`, `evict` or `retire` returned as gone. Empty if no groups
+  // share slots: all those keys then belong to the group of the call.
   std::span<const uint32_t> gone_groups() const { return gone_groups_; }
 
   void copy_groups(std::span<const EntryId> entries, uint32_t* out) const;
 
   // Ends the write of pending entries that `insert` made: those marked in `ok` become ready, the others are
   // removed. An entry that was removed meanwhile stays removed. Drops the pin of `insert`. Writes to
-  // `published` which became ready; these get `leases` further leases. All or none: throws ContractError, and
-  // changes nothing, for an entry that has no lease to drop or would get too many.
+  // `published` which entries became ready; these get `leases` further leases. Throws ContractError, and
+  // changes nothing, if an entry has no lease to drop or would get too many.
   void finish(std::span<const EntryId> entries, const uint8_t* ok, uint8_t* published, uint32_t leases = 0);
 
-  // Takes entries out of the map; a slot is freed when its last lease ends. Writes to `removed` which were in
-  // the map; returns how many.
+  // Takes entries out of the map; an entry's slot is freed when its last lease ends. Writes to `removed`
+  // which entries were in the map, and returns how many.
   size_t remove(std::span<const EntryId> entries, uint8_t* removed);
 
-  // Takes in blocks that were in the tier before this process, as ready entries in the given slots; `keys`
-  // start with the block used longest ago. Only for a group of whose slots none was taken yet. Skips a slot
-  // that is not up or was named already, and the older of two entries of a key; `taken` marks the others, and
-  // their number is returned. `groups`: the group of each block, if several share the slots; one call takes
-  // in the blocks of all of them.
+  // Adds blocks that the tier held before this process started, as ready entries in the given slots; `keys`
+  // start with the least recently used block. Precondition: none of the group's slots has been taken yet.
+  // Skips a slot that is not up or was already named, and the older of two entries with the same key; marks
+  // the blocks it added in `taken`, and returns their number. `groups`: the group of each block, if several
+  // groups share the slots; one call adds the blocks of all of them.
   size_t adopt(uint32_t group, std::span<const BlockKey> keys, const int32_t* slots, uint8_t* taken,
                std::span<const uint32_t> groups = {});
 
-  // Leases and returns up to `count` blocks that nobody leases, the next victims first, so that they can be
-  // saved elsewhere before they leave. O(1) per block, amortised over leases, like an eviction.
+  // Leases and returns up to `count` blocks without leases, the next victims first, so that they can be saved
+  // elsewhere before they are evicted. O(1) per block, amortised over leases, like an eviction.
   std::vector<EntryId> take_coldest(uint32_t group, size_t count);
 
-  // Takes the slots marked in `gone` (one flag for each slot that the group will ever have) out of use for
-  // good, and removes their blocks. Returns the keys of those that were ready. O(entries).
+  // Permanently takes the slots marked in `gone` (one flag for each slot that the group will ever have) out
+  // of use, and removes their blocks. Returns the keys of the blocks that were ready. O(entries).
   std::vector<BlockKey> retire(uint32_t group, std::span<const uint8_t> gone);
 
   void copy_slots(std::span<const EntryId> entries, int32_t* out) const;
@@ -197,7 +198,7 @@ class BlockIndex {
   // Writes which entries may be hit.
   void ready(std::span<const EntryId> entries, uint8_t* ready) const;
 
-  // Removes every entry. Returns how many were in the map.
+  // Removes all entries. Returns how many were in the map.
   size_t clear();
 
   void copy_keys(std::span<const EntryId> entries, uint8_t* out) const;
@@ -205,8 +206,8 @@ class BlockIndex {
   size_t size() const { return map_.size(); }
   size_t free_slots(uint32_t group) const { return class_at(group).pool.free(); }
   size_t up_slots(uint32_t group) const { return class_at(group).pool.up(); }
-  // How many slots are free or hold a block that nobody leases: an `insert` of as many unknown keys finds
-  // room for each. In a pool with retired slots it may find more.
+  // How many slots are free or hold a block without leases. `insert` finds room for at least this many
+  // unknown keys, and perhaps for more if slots were retired.
   size_t idle_slots(uint32_t group) const {
     const SizeClass& owner = class_at(group);
     return owner.pool.usable() - std::min<size_t>(owner.pool.usable(), owner.pinned);
@@ -240,8 +241,8 @@ class BlockIndex {
   EntryId lookup(uint32_t group, const BlockKey& key, uint32_t hash) const {
     return map_.find(hash, [&](EntryId id) { return is_block(id, group, key); });
   }
-  // Follows the chain after `at` for as long as it agrees with `keys` and its entries are in `kState`;
-  // returns how far. Calls `visit(i, id)` for each block found; if that returns false, the walk ends before
+  // Follows the chain after `at` while its keys agree with `keys` and its entries are in `kState`; returns
+  // the number of blocks found. Calls `visit(i, id)` for each; if that returns false, the walk ends before
   // this block.
   template <EntryState kState, class Visit>
   size_t walk(uint32_t group, std::span<const BlockKey> keys, EntryId at, Visit visit) const;
@@ -264,7 +265,7 @@ class BlockIndex {
   void check_pinned(EntryId id) const {
     if (!is_leased(id)) throw ContractError("entry " + std::to_string(id) + " is not leased");
   }
-  // Throws what `finish` would otherwise throw half-way; changes nothing.
+  // Checks in advance what `finish` would otherwise discover half-way. Throws ContractError; changes nothing.
   void check_finish(std::span<const EntryId> entries, const uint8_t* ok, uint32_t leases);
   void evict(SizeClass& owner, size_t count, std::vector<BlockKey>& evicted);
   // Add a pin to an entry, or end one.
@@ -280,7 +281,7 @@ class BlockIndex {
   EntryId take_victim(SizeClass& owner, size_t spares);
   // Makes an unlinked chain evictable. All of its blocks are spare, or none.
   void admit(EntryId first, EntryId last, const Use& use);
-  // Records for `gone_groups` an entry that leaves.
+  // Records the group of an entry that leaves, for `gone_groups`.
   void note_gone(EntryId id) {
     if (shares_) gone_groups_.push_back(table_[id].group());
   }
@@ -294,7 +295,7 @@ class BlockIndex {
   bool is_expired(EntryId id, uint64_t now_s) const {
     return expiries_ && (*expiries_)[id] != 0 && (*expiries_)[id] <= now_s;
   }
-  // Resets the notes on an entry that gets a new block.
+  // Resets the notes on an entry that is about to hold a new block.
   void clear_notes(EntryId id, int64_t filler) {
     if (fillers_) (*fillers_)[id] = filler;
     if (expiries_) (*expiries_)[id] = 0;
@@ -328,8 +329,9 @@ class BlockIndex {
   bool shares_ = false;  // some class has several groups
   std::vector<uint32_t> gone_groups_;
   uint64_t evictions_ = 0;
-  // Indexed by entry and made when first used, so that an index without them pays nothing. For a pending
-  // entry the op that fills it; for one in use the time from which on it is a miss. 0: none.
+  // Both are indexed by entry, and made when first used, so that an index without them pays nothing.
+  // `fillers_`: the op that fills a pending entry. `expiries_`: the time from which an entry is a miss. 0:
+  // none.
   std::unique_ptr<HugeArray<int64_t>> fillers_;
   std::unique_ptr<HugeArray<uint64_t>> expiries_;
   std::unique_ptr<HugeArray<uint8_t>> spare_;  // likewise: whether the entry's block is spare

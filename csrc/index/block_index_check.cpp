@@ -1,4 +1,4 @@
-// Checks the invariants of BlockIndex, apart from the code that must keep them.
+// Checks the invariants of BlockIndex, independently of the code that must keep them.
 #include <string>
 
 #include "base/error.h"

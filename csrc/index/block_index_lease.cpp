@@ -1,4 +1,4 @@
-// Leases of BlockIndex, and the order of use that follows from them.
+// The leases of BlockIndex, and the order of use that they determine.
 #include "base/error.h"
 #include "index/block_index.h"
 
@@ -11,8 +11,8 @@ constexpr size_t kPinAhead = 16;
 }  // namespace
 
 void BlockIndex::pin(std::span<const EntryId> entries, int32_t* slots) {
-  // A pinned entry stays where it is in its list: relinking it would touch both of its neighbours, which may
-  // lie anywhere in memory. An eviction that meets it takes it out.
+  // A pinned entry stays where it is in its list: relinking it would touch both neighbours, which may lie
+  // anywhere in memory. An eviction that finds it there takes it out of the list.
   if (entries.empty()) return;
   const bool any_known = entries[0] >= table_.first() && entries[0] < table_.end();
   const uint32_t group = any_known ? table_[entries[0]].group() : 0;

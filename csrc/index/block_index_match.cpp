@@ -1,4 +1,4 @@
-// Lookups of BlockIndex: chains are walked, everything else is probed in overlapped batches.
+// The lookups of BlockIndex. They walk chains, and probe everything else in overlapping batches.
 #include <algorithm>
 #include <array>
 
@@ -9,8 +9,8 @@
 namespace flexkv {
 namespace {
 
-// A walk follows a link only to a near entry, whose line is likely on its way already. Links to far entries
-// would cost the memory's latency each, four times the cost of overlapped probes.
+// A walk follows a link only to a near entry, whose cache line has probably been prefetched. A link to a far
+// entry costs a full memory latency, four times as much as an overlapped probe.
 constexpr EntryId kNearEntries = 8;
 
 bool near(EntryId from, EntryId to) { return to - from + kNearEntries <= 2 * kNearEntries; }
@@ -25,9 +25,9 @@ size_t BlockIndex::walk(uint32_t group, std::span<const BlockKey> keys, EntryId 
   const uint32_t wanted = Entry::pack(kState, group, 0);
   size_t i = 0;
   while (i < keys.size()) {
-    // The usual chain lies in ascending order. Comparing with the next number, rather than loading it from
-    // the link, lets the CPU run ahead of the loads; one test of all differences keeps it to two branches per
-    // block.
+    // Usually a chain's entries are numbered consecutively. Guessing the next number, instead of loading it
+    // from the link, lets the CPU run ahead of the loads; testing all differences at once keeps the loop to
+    // two branches per block.
     for (; i < keys.size(); ++i, ++at) {
       const Entry& entry = table_[at];
       if (entry.older != at + 1) break;
@@ -56,8 +56,9 @@ size_t BlockIndex::match(uint32_t group, std::span<const BlockKey> keys, EntryId
   size_t i = 0;
   size_t batch = 1;
   while (i < keys.size()) {
-    // At a break between two chains, one probe; if no chain follows, a growing batch of overlapped probes. A
-    // full batch prefetches the map's places a whole batch ahead, so that the pipeline never runs dry.
+    // After the end of a chain, it first probes one key; if no chain starts there, it probes growing batches
+    // of overlapping probes. A full batch prefetches the map's places for the next one, so that the pipeline
+    // never runs dry.
     const size_t begin = i;
     const size_t end = std::min(keys.size(), i + batch);
     const size_t ahead = std::min(keys.size(), batch == kProbeBatch ? end + kProbeBatch : end);
@@ -102,7 +103,7 @@ size_t BlockIndex::match_prefix(uint32_t group, std::span<const BlockKey> keys, 
 template <EntryState kState, class Passes>
 size_t BlockIndex::match_and_pin(uint32_t group, std::span<const BlockKey> keys, EntryId* entries,
                                  int32_t* slots, Passes passes) {
-  uint32_t before = 0;  // all metas before, ORed
+  uint32_t before = 0;  // the OR of all metas before the change
   const size_t found = match<kState>(group, keys, entries, [&](size_t i, EntryId id) {
     if (!passes(id)) return false;
     Entry& entry = table_[id];
@@ -111,7 +112,7 @@ size_t BlockIndex::match_and_pin(uint32_t group, std::span<const BlockKey> keys,
     before |= entry.meta++;
     return true;
   });
-  size_t fresh = found;  // entries that had no pin before: mostly all
+  size_t fresh = found;  // entries that had no pin before, which is usually all of them
   bool overflow = false;
   if ((before & Entry::kMaxPins) != 0) {
     fresh = 0;

@@ -1,5 +1,5 @@
-// What a tier that outlives the process needs from the index: taking in blocks that were there before,
-// retiring slots that are lost for good, and finding the blocks that leave next.
+// What a tier that outlives the process needs from the index: it adopts the blocks found there at start,
+// retires slots that are permanently lost, and finds the blocks that will be evicted next.
 #include <cstring>
 #include <string>
 
@@ -28,7 +28,8 @@ size_t BlockIndex::adopt(uint32_t group, std::span<const BlockKey> keys, const i
   EntryId first = kNoEntry;
   EntryId last = kNoEntry;
   size_t count = 0;
-  // Starts with the block used last, so that a chain gets ascending entries, as if it had just been stored.
+  // Starts with the most recently used block, so that a chain gets ascending entries, as if it had just been
+  // stored.
   for (size_t i = keys.size(); i > 0;) {
     --i;
     taken[i] = 0;

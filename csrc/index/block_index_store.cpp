@@ -1,4 +1,4 @@
-// How blocks enter BlockIndex: they get an entry and a slot first, and become visible when the write has
+// How blocks enter BlockIndex: a block first gets an entry and a slot, and becomes visible when its write has
 // ended.
 #include <algorithm>
 #include <array>
@@ -85,7 +85,7 @@ Inserted BlockIndex::insert(uint32_t group, std::span<const BlockKey> keys, size
         if (table_[found].state() == EntryState::kReady) known.push_back(found);
         end_spare(found);
       }
-      // Known keys come in a row: the key kProbeBatch ahead is likely known, too.
+      // Known keys are usually consecutive, so the key kProbeBatch ahead is probably known, too.
       const size_t next = i + kProbeBatch;
       if (next >= hashed) continue;
       const EntryId candidate = map_.candidate(hashes[next % hashes.size()]);
@@ -128,7 +128,7 @@ Inserted BlockIndex::insert(uint32_t group, std::span<const BlockKey> keys, size
 }
 
 void BlockIndex::check_finish(std::span<const EntryId> entries, const uint8_t* ok, uint32_t leases) {
-  // Ends each lease and restores it: this finds an entry that is named more often than it is leased before
+  // Ends each lease and restores it: this detects an entry that is named more often than it is leased, before
   // anything has changed.
   std::string wrong;
   size_t ended = 0;
@@ -163,7 +163,7 @@ void BlockIndex::finish(std::span<const EntryId> entries, const uint8_t* ok, uin
     if (published[i]) {
       entry.set_state(EntryState::kReady);
       if (leases > 0) {
-        entry.meta += leases - 1;  // one of them takes over the pin of `insert`
+        entry.meta += leases - 1;  // one of the leases takes over the pin of `insert`
         continue;
       }
     } else if (pending) {

@@ -1,5 +1,5 @@
-// One lookup over all tiers for a request whose groups each need different pages: finds the longest hits that
-// every group can restore by its own rule. Leases only pages that one of these hits needs.
+// Looks up, over all tiers, a request whose groups need different pages. Finds the longest hits that every
+// group can restore by its own rule, and leases only pages that one of these hits needs.
 //
 // A hit of N tokens is of use if every group has the pages that its rule asks for at N. A lookup walks full
 // groups from the start, and the shortest of them limits N; it probes the others backwards from there, since
@@ -20,13 +20,12 @@
 
 namespace flexkv {
 
-// The most lengths of one lookup: enough for an engine that restores a shorter hit than the longest.
+// The most hit lengths that one lookup returns: enough for an engine that cannot restore the longest one.
 inline constexpr int64_t kMostLengths = 64;
 
 class BoundaryLookup {
  public:
-  // After this many probes for pages of groups that are not full, a lookup gives up: it finds no further
-  // length.
+  // After this many probes for pages of groups that are not full, a lookup stops: it finds no further length.
   static constexpr size_t kMaxProbes = 16384;
 
   // `rules`: one for each group of `tiers`. A hit is a multiple of `alignment` tokens, which is a multiple of
@@ -52,7 +51,7 @@ class BoundaryLookup {
   void release(FoundLengths& found);
 
  private:
-  // The longest hit that the number of keys and the room allow; `cut`: the room is the limit.
+  // The longest hit that the number of keys and the room allow. Sets `cut` if the room is the limit.
   uint64_t longest(std::span<const std::span<const BlockKey>> keys, uint64_t start, size_t room_pages,
                    bool& cut) const;
 

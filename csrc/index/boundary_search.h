@@ -1,4 +1,4 @@
-// One lookup of BoundaryLookup under way.
+// The state of one lookup of BoundaryLookup.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -13,7 +13,7 @@
 namespace flexkv {
 
 // What a search knows about the pages of one group that is not full. Pages are numbered from the search's
-// start. The next search reuses only the memory.
+// start. The next search reuses the memory, not the contents.
 struct ProbedPages {
   std::vector<uint8_t> where;    // unknown (0), absent, or a tier and a state
   std::vector<EntryId> entries;  // of the pages that were found
@@ -54,11 +54,11 @@ class BoundarySearch {
   uint64_t longest_of(size_t group, uint64_t limit);
   uint64_t longest_state(size_t group, uint64_t limit);
   uint64_t longest_run(size_t group, uint64_t limit);
-  // Looks for the pages of a run in host memory as a chain, from its start: if all are there, as they mostly
-  // are, that is faster than probes.
+  // Looks for the pages of a run in host memory by walking the chain from its start. Usually all of them are
+  // there, and then that is faster than probing each.
   void walk_run(size_t group, size_t first, size_t end);
-  // Looks for the unknown ones among pages `last`, `last - step`, ... down to `first`, at most `most` of
-  // them.
+  // Probes pages `last`, `last - step`, ... down to `first`, skips those already known, and stops after
+  // `most` probes.
   void probe(size_t group, size_t first, size_t last, size_t step, size_t most);
   void lease(size_t group, FoundLengths& found);
 

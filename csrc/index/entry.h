@@ -13,7 +13,7 @@ enum class EntryState : uint32_t {
   kFree = 0,     // on the free list, or a list head
   kPending = 1,  // has a slot that is being written; no hit, but nobody else may store it
   kReady = 2,    // may be hit
-  kRemoved = 3,  // not in the map any more; leased, so its slot is not free yet
+  kRemoved = 3,  // no longer in the map, but still leased, so its slot is not free yet
 };
 
 // 32 bytes: two entries per cache line, and a chain stored together is one sequential read.
@@ -21,7 +21,7 @@ struct alignas(32) Entry {
   BlockKey key;
   uint32_t slot;
   EntryId newer;  // neighbour in its list, away from eviction
-  EntryId older;  // neighbour towards eviction; in a chain used together the next block, a hint for walks
+  EntryId older;  // neighbour towards eviction; within a chain the next block, which speeds up walks
   uint32_t meta;  // state, group and pins in one word, so that walks test all of them in one comparison
 
   static constexpr uint32_t kPinBits = 24;
@@ -36,11 +36,11 @@ struct alignas(32) Entry {
   EntryState state() const { return static_cast<EntryState>(meta >> (kPinBits + kGroupBits)); }
   void set_state(EntryState state) { meta = pack(state, group(), pins()); }
 
-  // In this state, for this group, with any number of pins.
+  // Whether the entry is in this state and of this group; pins do not matter.
   bool is_in(EntryState in_state, uint32_t in_group) const {
     return (meta & ~kMaxPins) == pack(in_state, in_group, 0);
   }
-  // A hit for this group.
+  // Whether the entry is a hit for this group.
   bool is_ready_in(uint32_t in_group) const { return is_in(EntryState::kReady, in_group); }
 };
 static_assert(sizeof(Entry) == 32);

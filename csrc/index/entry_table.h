@@ -32,9 +32,8 @@ class EntryTable {
   EntryId free_head() const { return free_head_; }
   size_t free_listed() const { return free_count_; }
 
-  // Returns an unlinked entry, or kNoEntry if all are in use. The last one released comes first: the entries
-  // of a chain that was evicted from its end are used again in ascending order, so that the next chain lies
-  // in sequence.
+  // Returns an unlinked entry, or kNoEntry if all are in use. Takes the one released last: a chain is evicted
+  // from its end, so its entries are reused in ascending order, and the next chain is contiguous in memory.
   EntryId allocate() {
     if (free_head_ != kNoEntry) {
       const EntryId id = free_head_;

@@ -1,5 +1,5 @@
-// The pages that a lookup over all tiers found for a request and leased: per group those that a hit needs, in
-// whichever tier each of them lies.
+// The pages that a lookup over all tiers found and leased for a request: for each group the pages that a hit
+// needs, each in the tier that has it.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -15,25 +15,25 @@ namespace flexkv {
 
 enum class FoundState : int32_t {
   kReady = 0,   // may be used as it is
-  kComing = 1,  // in host memory, where an op that has not ended fills it
+  kComing = 1,  // in host memory, but an op is still filling it
 };
 
 // Consecutive pages in one tier and one state.
 struct FoundRun {
   int32_t tier;
   FoundState state;
-  int32_t first;  // page of the group, counted from the start of the lookup
+  int32_t first;  // page number in the group, counted from the start of the lookup
   int32_t count;
 
   int32_t end() const { return first + count; }
 };
 
-// The pages of one group. The arrays stay where they are for as long as the object lives.
+// The pages of one group. The arrays do not move while the object lives.
 struct FoundGroup {
-  std::unique_ptr<EntryId[]> entries;  // of the pages from `first` on; kNoEntry for one that is not needed
+  std::unique_ptr<EntryId[]> entries;  // one per page from `first` on; kNoEntry for a page that is not needed
   std::unique_ptr<int32_t[]> slots;
   size_t first = 0;
-  size_t pages = 0;  // up to the last one, including those before `first`
+  size_t pages = 0;  // number of the last page plus one, so including those before `first`
   std::vector<FoundRun> runs;
 
   std::span<const EntryId> entries_of(const FoundRun& run) const {
@@ -59,14 +59,14 @@ struct ExpiredPage {
 enum class FoundLease : uint8_t {
   kHeld,      // whoever calls `release`
   kReleased,  // nobody: they have ended
-  kDetached,  // whoever took the pages over, through the tiers' own indexes
+  kDetached,  // whoever took the pages over, through the tiers' indexes
 };
 
-// What any lookup found. Dropping it while its lease is held leaves the pages leased.
+// What a lookup found. Dropping it while its lease is held leaves the pages leased.
 struct FoundPages {
-  uint64_t lookup = 0;  // number of the TierLookup that made it: others have other tiers
+  uint64_t lookup = 0;  // number of the TierLookup that made it; another one has other tiers
   FoundLease lease = FoundLease::kHeld;
-  bool cut = false;  // there is more, and no room for it
+  bool cut = false;  // there are more pages, but no room for them
   std::vector<FoundGroup> groups;
   std::vector<ExpiredPage> expired;  // ascending, each once
 
@@ -86,7 +86,7 @@ struct FoundPages {
     return true;
   }
 
-  // The caller has taken the pages over, and ends their leases through the tiers' own indexes.
+  // The caller takes the pages over, and will end their leases through the tiers' own indexes.
   void detach() {
     check_held("detach");
     lease = FoundLease::kDetached;
@@ -95,17 +95,18 @@ struct FoundPages {
 
 // A prefix of whole blocks. Made by TierLookup::look.
 struct Found : FoundPages {
-  size_t blocks = 0;        // of every group, from the start of the lookup on
-  size_t ready_blocks = 0;  // the leading ones that are ready in host memory
+  size_t blocks = 0;        // in every group, counted from the start of the lookup
+  size_t ready_blocks = 0;  // how many leading ones are ready in host memory
 };
 
 // Lengths that every group can restore, each by its own rule. Made by BoundaryLookup::look.
 struct FoundLengths : FoundPages {
-  uint64_t start = 0;             // tokens that the engine has itself
-  std::vector<uint64_t> lengths;  // in tokens, the longest first; the pages that any needs are leased
+  uint64_t start = 0;             // tokens that the engine already has
+  std::vector<uint64_t> lengths;  // in tokens, the longest first; the pages that any of them needs are leased
   bool ready = false;             // all leased pages are ready in host memory
-  // Tokens up to which the groups of full attention have all pages: other requests were the same up to there,
-  // even if the other groups have no page at which a hit could end. `start` if there is no such group.
+  // How many tokens the groups of full attention have all pages for. Earlier requests agreed with this one up
+  // to there, even if another group lacks the page at which a hit could end. `start` if there is no such
+  // group.
   uint64_t shared = 0;
 };
 

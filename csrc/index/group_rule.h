@@ -30,7 +30,7 @@ inline constexpr std::array kRuleKinds{
 struct GroupRule {
   RuleKind kind = RuleKind::kFull;
   uint32_t block_tokens = 1;
-  uint32_t reach = 0;  // of a window, in pages; of a chunk, in tokens
+  uint32_t reach = 0;  // a window's length in pages, or a chunk's in tokens
 
   // Throws ConfigError for a meaningless rule.
   void check() const {
@@ -41,8 +41,8 @@ struct GroupRule {
                       "; allowed are blocks of 1 token or more, and a reach for windows and chunks alone");
   }
 
-  // The first page that a hit of `tokens` needs if the engine has `start` tokens itself. A state at `start`
-  // is of no use for a longer hit, which needs a state of its own.
+  // The first page that a hit of `tokens` needs if the engine already has `start` tokens. A state at `start`
+  // does not help a longer hit, which needs the state at its own end.
   size_t first_page(size_t start, size_t tokens) const {
     const size_t had = start / block_tokens;
     const size_t end = tokens / block_tokens;
@@ -59,7 +59,7 @@ struct GroupRule {
     return had;
   }
 
-  // The most pages that a hit of up to `tokens` may need; never fewer for more tokens.
+  // The most pages that a hit of up to `tokens` may need. Monotonic in `tokens`.
   size_t most_pages(size_t start, size_t tokens) const {
     const size_t all = tokens / block_tokens - start / block_tokens;
     switch (kind) {

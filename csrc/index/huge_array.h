@@ -1,5 +1,5 @@
-// A fixed, zeroed array in a mapping of its own, on huge pages if the system gives them: otherwise random
-// probes into tens of MiB miss the TLB as often as the cache. Pages that are never touched cost no memory.
+// A fixed-size, zeroed array in a mapping of its own. It asks for huge pages, because random probes into tens
+// of MiB of 4 KiB pages miss the TLB as often as the cache. Pages that are never touched cost no memory.
 #pragma once
 #include <sys/mman.h>
 

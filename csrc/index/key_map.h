@@ -19,15 +19,15 @@ namespace flexkv {
 
 class KeyMap {
  public:
-  // `seed` keeps the places secret from whoever chooses keys: without it, chosen prompts could pile up in one
-  // place.
+  // `seed` hides the places from whoever chooses keys: without it, an attacker could choose prompts that
+  // collide in one place.
   KeyMap(size_t max_entries, uint64_t seed)
       : places_(capacity_for(max_entries)),
         shift_(32 - std::countr_zero(places_.size())),
         mask_(places_.size() - 1),
         seed_(seed) {}
 
-  // The hash of a key; all other calls take it.
+  // The hash of a key, which all other calls take.
   uint32_t hash(const BlockKey& key) const {
     const auto product = static_cast<unsigned __int128>(key.low ^ seed_) * (key.high | 1);
     const uint64_t folded = static_cast<uint64_t>(product) ^ static_cast<uint64_t>(product >> 64);
@@ -36,13 +36,14 @@ class KeyMap {
 
   void prefetch(uint32_t hash) const { places_.prefetch(home(hash)); }
 
-  // For `erase`, which always looks at the place after the entry's: an eighth of them lie in the next line.
+  // Prefetches what `erase` reads: it always looks at the place after the entry's, too, which in one case of
+  // eight lies in the next cache line.
   void prefetch_erase(uint32_t hash) const {
     places_.prefetch(home(hash));
     places_.prefetch((home(hash) + 1) & mask_);
   }
 
-  // The first entry with this hash, not read itself: worth prefetching.
+  // The first entry with this hash, which the caller may prefetch: this does not read the entry itself.
   EntryId candidate(uint32_t hash) const {
     return find(hash, [](EntryId) { return true; });
   }

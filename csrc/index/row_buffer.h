@@ -1,5 +1,5 @@
-// Rows of one length that are appended and shared with readers: a reader's view stays valid and unchanged for
-// as long as it holds the storage, whatever is appended or cut later.
+// An append-only array of rows of one length, shared with readers: a reader's view stays valid and unchanged
+// for as long as it holds the storage, whatever is appended or truncated later.
 #pragma once
 #include <algorithm>
 #include <cstddef>
@@ -17,7 +17,7 @@ class RowBuffer {
   const uint8_t* row(size_t i) const { return storage_.get() + i * row_bytes_; }
   std::shared_ptr<uint8_t[]> storage() const { return storage_; }
 
-  // Makes room for `count` more rows and returns their address; `commit` makes them count.
+  // Makes room for `count` more rows and returns their address; `commit` then adds them.
   uint8_t* reserve(size_t count) {
     if (rows_ + count > capacity_) move_to(std::max(rows_ + count, 2 * capacity_));
     return storage_.get() + rows_ * row_bytes_;
@@ -25,7 +25,8 @@ class RowBuffer {
 
   void commit(size_t count) { rows_ += count; }
 
-  // Keeps the first `rows` rows, and moves them: rows appended later must not show in older views.
+  // Keeps the first `rows` rows. Moves them to new storage, so that rows appended later do not overwrite
+  // those in older views.
   void truncate(size_t rows) {
     if (rows >= rows_) return;
     rows_ = rows;

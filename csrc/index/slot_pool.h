@@ -1,6 +1,6 @@
-// The free slots of one size class of a tier. A slot is up once its memory or file can be used: the pool
-// grows while these are prepared. Slots leave it for good only by `retire`, when their memory or file is
-// lost.
+// The free slots of one size class of a tier. A slot is up once its memory or file can be used; the pool
+// grows while these are being prepared. Only `retire` takes slots out permanently, when their memory or file
+// is lost.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -42,7 +42,7 @@ class SlotPool {
     if (!retired_.empty()) count_retired();
   }
 
-  // Takes the slot freed last, else the lowest never used, else none.
+  // Returns the slot freed last, else the lowest one never used, else none.
   std::optional<uint32_t> take() {
     if (!freed_.empty()) {
       const uint32_t slot = freed_.back();
@@ -77,8 +77,8 @@ class SlotPool {
     if (!retired_.empty()) count_retired();
   }
 
-  // Takes the slots marked in `gone` (one flag for each of max_slots) out of use for good; those that are
-  // taken leave when they are given back. Throws ContractError for another number of flags.
+  // Permanently takes the slots marked in `gone` (one flag for each of max_slots) out of use; a slot in use
+  // leaves when it is given back. Throws ContractError for another number of flags.
   void retire(std::span<const uint8_t> gone) {
     if (gone.size() != max_slots_) {
       throw ContractError("retire: " + std::to_string(gone.size()) +
@@ -108,8 +108,8 @@ class SlotPool {
   uint32_t max_slots_;
   uint32_t up_ = 0;
   uint32_t unused_from_ = 0;
-  uint32_t retired_up_ = 0;      // retired ones among those that are up
-  uint32_t retired_unused_ = 0;  // and of these, those that were never used
+  uint32_t retired_up_ = 0;      // retired slots among those that are up
+  uint32_t retired_unused_ = 0;  // how many of these were never used
   std::vector<uint32_t> freed_;
   std::vector<uint8_t> retired_;  // one flag per slot; empty while none is retired
 };

@@ -1,4 +1,4 @@
-// Consecutive slots: data kept by slot can then be taken as one piece.
+// Detects consecutive slots, whose data can be copied as one piece.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -6,7 +6,7 @@
 
 namespace flexkv {
 
-// Whether there is a slot, and each further one follows the one before it.
+// Whether `slots` is not empty and each slot follows the one before it.
 inline bool in_a_row(std::span<const int32_t> slots) {
   if (slots.empty()) return false;
   // The loop has no branch, so that it takes a few vector instructions per 16 slots.

@@ -27,7 +27,7 @@ void shorten(FoundGroup& group, size_t pages) {
   group.first = std::min(group.first, pages);
 }
 
-// Calls visit(run) for the part of each run from page `from` on, the last one first.
+// Calls visit(run) for the part of each run from page `from` on, the last run first.
 template <class Visit>
 void visit_backwards(const FoundGroup& group, size_t from, Visit visit) {
   for (size_t i = group.runs.size(); i > 0; --i) {
@@ -89,7 +89,7 @@ void TierLookup::look(std::span<const std::span<const BlockKey>> keys, const Loo
   found.lookup = number_;
   found.groups.resize(groups_);
   found.blocks = room;
-  // Pages are noted in `found` as they are leased, so that an exception leaves no unknown lease.
+  // Each page is recorded in `found` as it is leased, so that no lease is lost if an exception occurs.
   try {
     for (uint32_t group = 0; group < groups_ && found.blocks > 0; ++group) {
       look_in_group(group, keys[group].first(found.blocks), terms, found);

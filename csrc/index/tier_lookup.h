@@ -1,8 +1,8 @@
-// One lookup over all tiers: the longest prefix that every group can restore from them, leased page by page
-// in the tier where it was found. Each tier keeps an index of its own, because a walk along a chain is fast
-// only if the entries lie in sequence.
+// Looks up a request over all tiers: finds the longest prefix that every group can restore, and leases each
+// page in the tier where it was found. Each tier has an index of its own, because a walk along a chain is
+// fast only if its entries are contiguous in memory.
 //
-// Groups restore whole prefixes: block i is of use only with all blocks before it. Not thread-safe, like the
+// Groups restore whole prefixes: block i is useful only with all blocks before it. Not thread-safe, like the
 // indexes.
 #pragma once
 #include <array>
@@ -20,7 +20,7 @@ namespace flexkv {
 
 // What a lookup may use.
 struct LookupTerms {
-  size_t room_pages = 0;    // over all groups
+  size_t room_pages = 0;    // the most pages to find, over all groups
   uint32_t tiers_mask = 0;  // bit t: tier t
   uint64_t now_s = 0;       // Unix time; blocks expired by then are misses
   bool coming = true;       // whether host pages that ops are filling count
@@ -39,10 +39,11 @@ class TierLookup {
   BlockIndex& index_of(size_t tier) const { return *tiers_[tier]; }
   bool uses(const LookupTerms& terms, size_t tier) const { return (terms.tiers_mask >> tier & 1) != 0; }
   uint64_t number() const { return number_; }
-  // Throws ContractError for a mask that names other tiers, and for keys of another number of groups.
+  // Throws ContractError if the mask names a tier that does not exist, or if `keys` has another number of
+  // groups.
   void check(std::span<const std::span<const BlockKey>> keys, const LookupTerms& terms) const;
 
-  // Finds pages and leases them. `keys`: per group, those after the start of the lookup.
+  // Finds pages and leases them. `keys`: for each group, the keys after the start of the lookup.
   //
   // At each page host memory comes first. Where it ends, the first tier that has the page continues for as
   // long as it can, and then host memory is searched again. A host page that is being stored ends the prefix:
@@ -50,33 +51,35 @@ class TierLookup {
   // nothing is leased.
   void look(std::span<const std::span<const BlockKey>> keys, const LookupTerms& terms, Found& found);
 
-  // The same for the leading pages of one group, for lookups that know more rules. Leases the pages and notes
-  // them in `found.groups[group]` and `found.expired`.
+  // The same for the leading pages of one group; lookups with other rules are built on it. Leases the pages
+  // and notes them in `found.groups[group]` and `found.expired`.
   void look_in_group(uint32_t group, std::span<const BlockKey> keys, const LookupTerms& terms,
                      FoundPages& found);
 
-  // Undoes the leases of a lookup under way on the pages of `group` from page `from` on, which nobody has
-  // seen yet.
+  // Undoes the leases that the current lookup has taken on the pages of `group` from page `from` on, before
+  // anybody has seen them.
   void take_back(FoundGroup& group, size_t from);
 
-  // Ends the leases on the pages of `group` outside [first, end). Returns what was wrong with one of them;
-  // empty if nothing was.
+  // Ends the leases on the pages of `group` outside [first, end). Returns an error about one of them; empty
+  // on success.
   std::string unpin_all_but(FoundGroup& group, size_t first, size_t end);
 
-  // Throws ContractError for pages that another lookup found.
+  // Throws ContractError if another TierLookup found the pages.
   void check_made_here(const FoundPages& found) const;
 
   // Ends the leases on all but the first `blocks` blocks. Throws BlockRangeError for more than were found.
   void trim(Found& found, size_t blocks);
 
-  // Ends all leases, even if someone else has ended one of them: then throws ContractError.
+  // Ends all leases. If somebody else has ended one of them, it ends the others all the same and then throws
+  // ContractError.
   void release(Found& found);
   void release_pages(FoundPages& found);
 
   // How many leading blocks are ready in host memory now.
   size_t count_ready(const Found& found) const;
 
-  // Writes per key 1 plus the first tier in the mask in which it is ready and has not expired; 0 for none.
+  // Writes for each key 1 plus the number of the first tier in the mask in which it is ready and not expired;
+  // 0 for none.
   void present(uint32_t group, std::span<const BlockKey> keys, uint32_t tiers_mask, uint64_t now_s,
                uint8_t* out);
 
@@ -88,10 +91,9 @@ class TierLookup {
   size_t take_run(Search& search);
   size_t take_run(Search& search, size_t tier, FoundState state);
   size_t take_window(Search& search);
-  // Whether every group has a page for its key number `at`.
+  // Whether, for every group, some tier has the page of key number `at`.
   bool has_next(std::span<const std::span<const BlockKey>> keys, const LookupTerms& terms, size_t at) const;
-  // Ends the leases on the pages from page `from` on. Returns what was wrong with one of them; empty if
-  // nothing was.
+  // Ends the leases on the pages from page `from` on. Returns an error about one of them; empty on success.
   std::string unpin(FoundGroup& group, size_t from);
 
   static constexpr size_t kWindow = 512;
@@ -99,7 +101,7 @@ class TierLookup {
   std::vector<std::shared_ptr<BlockIndex>> tiers_;
   size_t groups_;
   uint64_t number_;
-  // In a window: the keys that no tier has had so far, and the entries that `find` returned for them.
+  // For one window: the keys that no tier searched so far has, and the entries that `find` returned for them.
   std::array<BlockKey, kWindow> missing_;
   std::array<EntryId, kWindow> candidates_;
 };

@@ -1,5 +1,5 @@
-// How TierLookup finds the pages of one group: one run of a chain after another, or batches of probes if the
-// tiers alternate too often for that.
+// How TierLookup finds the pages of one group: it walks one run after another or, if the tiers alternate too
+// often, probes in batches.
 #include <algorithm>
 #include <array>
 #include <memory>
@@ -12,10 +12,10 @@
 namespace flexkv {
 namespace {
 
-// After kShortRunsInARow runs in a row of fewer than kShortRunPages pages, the next keys are looked for in
-// all tiers at once: the end of a run costs a probe of each tier that waits for memory. Source: tiers that
-// alternate every block and every 64 blocks, 8,192 keys of 1M in each of two tiers, on an EPYC: 1,300 against
-// 200 us and 60 against 220 us, run by run against batches.
+// After kShortRunsInARow consecutive runs of fewer than kShortRunPages pages, the next keys are probed in all
+// tiers as a batch, because every end of a run costs one probe per tier that waits for memory. Source: 8,192
+// keys of 1M in each of two tiers, on an EPYC. If the tiers alternate every block: 1,300 us run by run, 200
+// us in batches; if every 64 blocks: 60 us against 220 us.
 constexpr size_t kShortRunsInARow = 8;
 constexpr size_t kShortRunPages = 32;
 
@@ -29,7 +29,7 @@ struct TierLookup::Search {
   const LookupTerms& terms;
   FoundGroup& into;
   std::vector<ExpiredPage>& expired;
-  // The run taken last ended because this tier has no more pages in this state.
+  // The last run ended because this tier has no more pages in this state.
   size_t ended_tier = kNoTier;
   FoundState ended_state = FoundState::kReady;
 
@@ -40,7 +40,7 @@ struct TierLookup::Search {
   }
 
   // Records `count` further pages, which are leased and whose entries and slots are written. The caller has
-  // made room for a run, so that nothing throws between a lease and its record.
+  // made room for a run, so that nothing throws between the lease and this record.
   void append(size_t tier, FoundState state, size_t count) {
     auto& runs = into.runs;
     const auto in_tier = static_cast<int32_t>(tier);
@@ -75,7 +75,7 @@ void TierLookup::look_in_group(uint32_t group, std::span<const BlockKey> keys, c
     short_runs = taken < kShortRunPages ? short_runs + 1 : 0;
   }
   if (into.pages > keys.size() / 2) return;
-  // Few pages of a long request were found: shrink the arrays to these.
+  // Only few pages of a long request were found, so shrink the arrays.
   auto entries = std::make_unique_for_overwrite<EntryId[]>(into.pages);
   auto slots = std::make_unique_for_overwrite<int32_t[]>(into.pages);
   std::copy_n(into.entries.get(), into.pages, entries.get());
@@ -123,11 +123,12 @@ size_t TierLookup::take_window(Search& search) {
   EntryId* const entries = into.entries.get() + into.pages;
   std::array<uint8_t, kWindow> tier_of;
   std::array<FoundState, kWindow> state_of;
-  // Numbers of the keys that no tier has had so far, ascending; each tier is searched for these alone.
+  // The numbers of the keys that no tier searched so far has, ascending. Each further tier is searched only
+  // for these.
   std::array<uint16_t, kWindow> missing;
   std::iota(missing.begin(), missing.begin() + static_cast<ptrdiff_t>(window.size()), uint16_t{0});
   size_t left = window.size();
-  size_t end = window.size();  // the prefix cannot extend beyond
+  size_t end = window.size();  // the prefix cannot extend past this
   std::vector<std::pair<size_t, ExpiredPage>> expired;
   for (size_t tier = 0; tier < tiers_.size() && left > 0; ++tier) {
     if (!is_masked(terms.tiers_mask, tier)) continue;
@@ -160,7 +161,7 @@ size_t TierLookup::take_window(Search& search) {
     into.slots[into.pages] = tiers_[tier_of[i]]->pin_one(entries[i]);
     search.append(tier_of[i], state_of[i], 1);
   }
-  // Expired pages beyond the end are no misses of this lookup.
+  // Expired pages past the end are not misses of this lookup.
   for (const auto& [i, page] : expired) {
     if (i <= end) search.expired.push_back(page);
   }

@@ -14,7 +14,7 @@ namespace flexkv {
 
 class TokenChain {
  public:
-  // `seed`: empty, or a digest that stands before the first block. Throws ConfigError for 0 tokens per block,
+  // `seed`: empty, or the digest that precedes the first block. Throws ConfigError for 0 tokens per block,
   // KeySchemeError for a seed of another length.
   TokenChain(size_t block_tokens, std::span<const uint8_t> seed, bool bigram);
 
@@ -22,13 +22,13 @@ class TokenChain {
   size_t block_tokens() const { return block_tokens_; }
   const RowBuffer& digests() const { return digests_; }
 
-  // First token that the next block reads.
+  // The first token that the next block reads.
   size_t next_token() const { return blocks() * block_tokens_; }
 
-  // Whole blocks that a request of `tokens` tokens has.
+  // How many whole blocks a request of `tokens` tokens has.
   size_t blocks_of(size_t tokens) const;
 
-  // Tokens that `count` blocks from next_token() on read.
+  // How many tokens the next `count` blocks read from next_token() on.
   size_t tokens_read(size_t count) const {
     return count == 0 ? 0 : count * block_tokens_ + (bigram_ ? 1 : 0);
   }

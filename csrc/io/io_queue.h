@@ -1,4 +1,4 @@
-// Reads and writes under way on one disk. One owner thread submits and waits; any thread may wake it.
+// A queue of reads and writes on one disk. Its owner thread submits and waits; any thread may wake it.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -15,7 +15,7 @@ struct IoRequest {
   std::byte* buffer = nullptr;
   int64_t bytes = 0;
   int64_t offset = 0;
-  uint64_t cookie = 0;  // comes back in IoDone; below kReservedCookie
+  uint64_t cookie = 0;  // returned in IoDone; below kReservedCookie
 };
 inline constexpr uint64_t kReservedCookie = ~uint64_t{0};
 
@@ -28,33 +28,34 @@ class IoQueue {
  public:
   virtual ~IoQueue() = default;
   virtual const char* name() const = 0;
-  // I/Os that may be under way at once.
+  // How many I/Os may be under way at once.
   virtual int32_t depth() const = 0;
   // Owner only. Precondition: fewer than depth() are under way. May hold the request back until wait() or
   // take().
   virtual void submit(const IoRequest& request) = 0;
-  // Owner only. Appends what has ended; returns once there is something, or somebody has called wake().
-  // Throws DiskError when the kernel refuses to go on: requests under way may then never be reported.
+  // Owner only. Waits until an I/O has ended or another thread has called wake(), then appends those that
+  // have ended. Throws DiskError when the kernel refuses to go on: requests under way may then never be
+  // reported.
   virtual void wait(std::vector<IoDone>& done) = 0;
-  // The same without waiting: submits what was held back, appends what has ended.
+  // The same without waiting: submits the requests held back, and appends the I/Os that have ended.
   virtual void take(std::vector<IoDone>& done) = 0;
   virtual void wake() = 0;
 };
 
-// Memory that many requests will name. It is registered with io_uring when the first of them does, so that
-// the kernel pins its pages once instead of for each request.
+// Memory that many requests will use. io_uring registers it at the first such request, so that the kernel
+// pins its pages once instead of once per request.
 struct IoMemory {
   std::byte* base = nullptr;
-  int64_t bytes = 0;  // at most 1 GiB, which is what the kernel takes
-  // Whether all of it has been allocated: registering it would allocate the rest.
+  int64_t bytes = 0;  // at most 1 GiB, the kernel's limit
+  // Whether all of it has been allocated. It is not registered before, because that would allocate the rest.
   std::function<bool()> ready = [] { return true; };
 };
 
 // The memory to register, if any.
 struct IoMemories {
   std::vector<IoMemory> parts = {};
-  // Called in the owner's thread, at most once, with the reason why no more is registered: requests then go
-  // without registration. Required if there are parts.
+  // Called in the owner's thread, at most once, with the reason why no further memory is registered; later
+  // requests then use unregistered memory. Required if there are parts.
   std::function<void(const std::string& reason)> refused = nullptr;
 };
 
@@ -63,14 +64,14 @@ enum class IoBackend : int32_t { kAuto = 0, kUring = 1, kThreads = 2 };
 // Why this process cannot use io_uring; empty if it can. Asks the kernel each time.
 std::string uring_refusal();
 
-// Call it in the owner's thread: some rings belong to the thread that made them. Throws DiskError when kUring
-// is asked for and refused.
+// Must be called in the owner's thread, because some rings belong to the thread that made them. Throws
+// DiskError when kUring is asked for and refused.
 std::unique_ptr<IoQueue> make_io_queue(IoBackend backend, int32_t depth, IoMemories memories = {});
 
-// Puts another queue around that of a disk; called in the owner's thread.
+// Wraps the queue of a disk in another one; called in the owner's thread.
 using WrapQueue = std::function<std::unique_ptr<IoQueue>(std::unique_ptr<IoQueue> queue, int32_t disk)>;
 
-// The same as an object, which another extension module can make.
+// The same as a class, so that another extension module can implement it.
 class QueueWrapper {
  public:
   virtual ~QueueWrapper() = default;

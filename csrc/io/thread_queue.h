@@ -1,4 +1,4 @@
-// I/Os by pread and pwrite in threads of their own, where io_uring is refused.
+// Performs I/O with pread and pwrite in its own threads, for systems that refuse io_uring.
 #pragma once
 #include <condition_variable>
 #include <deque>
@@ -15,7 +15,7 @@ inline constexpr int32_t kMostIoThreads = 8;
 class ThreadQueue : public IoQueue {
  public:
   explicit ThreadQueue(int32_t depth);
-  // Waits for what is under way.
+  // Waits for the I/Os under way.
   ~ThreadQueue() override;
 
   const char* name() const override { return "threads"; }

@@ -26,8 +26,8 @@
 namespace flexkv {
 namespace {
 
-// The arguments of IORING_REGISTER_BUFFERS2 and IORING_REGISTER_BUFFERS_UPDATE, which older headers lack or
-// name differently.
+// The numbers and arguments of IORING_REGISTER_BUFFERS2 and IORING_REGISTER_BUFFERS_UPDATE, which older
+// headers lack or name differently.
 constexpr unsigned kRegisterBuffers2 = 15;
 constexpr unsigned kRegisterBuffersUpdate = 16;
 struct BufferTable {
@@ -62,7 +62,7 @@ void* map(int fd, size_t bytes, off_t offset) {
 }  // namespace
 
 Uring::Uring(uint32_t entries) {
-  // The kernel handles completions when the owner asks for them, and does not interrupt it in between.
+  // These flags make the kernel process completions when the owner asks for them, instead of interrupting it.
   params_.flags = IORING_SETUP_CLAMP | IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN;
   fd_ = setup(entries, params_);
   if (fd_ < 0 && errno == EINVAL) {
@@ -107,7 +107,7 @@ int Uring::enter(uint32_t min_complete) {
   uint32_t* tail = at(sq_ring_, params_.sq_off.tail);
   store(tail, *tail + queued_);
   queued_ = 0;
-  // Entries that an earlier call left over count too.
+  // Includes entries that an earlier call left over.
   const uint32_t pending = *tail - load(at(sq_ring_, params_.sq_off.head));
   const long done =
       syscall(__NR_io_uring_enter, fd_, pending, min_complete, IORING_ENTER_GETEVENTS, nullptr, size_t{0});

@@ -1,5 +1,4 @@
-// An io_uring by its three system calls. It needs no library, so a wheel runs wherever the kernel has
-// io_uring.
+// Wraps io_uring's three system calls. It needs no library, so a wheel runs wherever the kernel has io_uring.
 #pragma once
 #include <linux/io_uring.h>
 
@@ -8,7 +7,7 @@
 
 namespace flexkv {
 
-// For one thread, the one that made it.
+// To be used only by the thread that made it.
 class Uring {
  public:
   // Throws DiskError with the kernel's reason.
@@ -19,11 +18,12 @@ class Uring {
 
   // The next free submission entry, zeroed; null when the ring is full until enter().
   io_uring_sqe* next_sqe();
-  // Submits what next_sqe() gave out and waits until `min_complete` have ended. 0 or -errno.
+  // Submits the entries that next_sqe() returned and waits until `min_complete` requests have ended. Returns
+  // 0 or -errno.
   int enter(uint32_t min_complete);
-  // Makes room for `count` registered buffers, none of which is registered yet. 0 or -errno.
+  // Makes `count` empty places for registered buffers. Returns 0 or -errno.
   int reserve_buffers(uint32_t count);
-  // Registers memory in one of those places, which pins its pages. 0 or -errno.
+  // Registers memory in one of those places, which pins its pages. Returns 0 or -errno.
   int register_buffer(uint32_t place, void* base, size_t bytes);
   // The oldest completion not seen yet, or null; seen() releases it.
   const io_uring_cqe* peek_cqe() const;
@@ -44,7 +44,7 @@ class Uring {
   Mapping cq_ring_;
   Mapping sqe_ring_;
   io_uring_params params_{};
-  uint32_t queued_ = 0;  // given out, not submitted
+  uint32_t queued_ = 0;  // returned by next_sqe(), not submitted
 };
 
 }  // namespace flexkv

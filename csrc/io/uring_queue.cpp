@@ -45,11 +45,12 @@ void UringQueue::arm() {
 }
 
 void UringQueue::refuse(const char* what, int error) {
-  memories_.clear();  // requests under way in registered memory go on unaffected
+  memories_.clear();  // does not affect requests under way in registered memory
   refused_(std::string(what) + ": " + std::strerror(error));
 }
 
-// The place of the registered memory that the request lies in, or -1. Registers the memory first if needed.
+// Returns the place of the registered memory that contains the request's buffer, or -1. Registers that memory
+// first if needed.
 int32_t UringQueue::registered_place(const IoRequest& request) {
   const auto after = std::upper_bound(
       memories_.begin(), memories_.end(), request.buffer,
@@ -87,10 +88,11 @@ void UringQueue::submit(const IoRequest& request) {
   entry->user_data = request.cookie;
 }
 
-// Submits, and appends what has ended. Returns whether something has, or somebody has called wake().
+// Submits, and appends the I/Os that have ended. Returns whether there were any, or somebody has called
+// wake().
 bool UringQueue::collect(std::vector<IoDone>& done, uint32_t min_complete) {
   const int error = ring_.enter(min_complete);
-  // Signals do not matter; EAGAIN and EBUSY end when completions have been taken.
+  // Signals are ignored; EAGAIN and EBUSY go away when completions are taken.
   if (error != 0 && error != -EINTR && error != -EAGAIN && error != -EBUSY) {
     throw DiskError(std::string("io_uring_enter: ") + std::strerror(-error));
   }
@@ -119,7 +121,7 @@ void UringQueue::take(std::vector<IoDone>& done) { collect(done, 0); }
 
 void UringQueue::wake() {
   const uint64_t one = 1;
-  // It fails only when the counter is full: then it is readable anyway.
+  // This fails only if the counter is at its maximum, and then the fd is readable anyway.
   [[maybe_unused]] const auto bytes = write(wake_fd_, &one, sizeof(one));
 }
 

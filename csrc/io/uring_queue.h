@@ -1,4 +1,4 @@
-// I/Os by io_uring.
+// Performs I/O with io_uring.
 #pragma once
 #include <vector>
 
@@ -9,7 +9,7 @@ namespace flexkv {
 
 class UringQueue : public IoQueue {
  public:
-  // Call it in the owner's thread. Throws DiskError.
+  // Must be called in the owner's thread. Throws DiskError.
   explicit UringQueue(int32_t depth, IoMemories memories = {});
   ~UringQueue() override;
 

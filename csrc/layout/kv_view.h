@@ -1,5 +1,5 @@
-// Where the runs of a block of one KV group lie in one rank's pool. The data plane knows nothing else of the
-// pool.
+// Where the runs of a block of one KV group lie in one rank's pool. The data plane knows nothing else about
+// the pool.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -9,7 +9,7 @@
 
 namespace flexkv {
 
-// Immutable. Holds addresses, not memory: whoever attaches a view keeps the pool alive.
+// Immutable. Holds addresses but does not own the memory: whoever attaches a view keeps the pool alive.
 class KvView {
  public:
   // `runs` are uncoalesced, in any order; blocks are numbered [first_block, num_blocks) (SGLang reserves page
@@ -17,11 +17,11 @@ class KvView {
   // exactly, and no two runs of any blocks share a byte of the pool.
   KvView(std::vector<Segment> runs, int64_t num_blocks, int64_t stripe_bytes, int64_t first_block = 0);
 
-  // Uncoalesced, ascending by page offset. Digests restart at each of these.
+  // Uncoalesced, ascending by page offset. Each run has a digest of its own.
   const std::vector<Segment>& runs() const { return runs_; }
-  // Coalesced, ascending by page offset: what a copy loops over.
+  // Coalesced, ascending by page offset. Copies loop over these.
   const std::vector<Segment>& segments() const { return segments_; }
-  // Coalesced among the runs of layers [lo, hi). Throws BlockRangeError unless 0 <= lo < hi <= num_layers().
+  // Coalesces only the runs of layers [lo, hi). Throws BlockRangeError unless 0 <= lo < hi <= num_layers().
   std::vector<Segment> segments_of_layers(int32_t lo, int32_t hi) const;
 
   int32_t num_layers() const { return num_layers_; }
@@ -30,10 +30,10 @@ class KvView {
   int64_t stripe_bytes() const { return stripe_bytes_; }
 
   bool has_block(int64_t block) const { return block >= first_block_ && block < num_blocks_; }
-  // Throws BlockRangeError, naming `what`, if the view has no such block.
+  // Throws BlockRangeError, which calls the block `what`, if the view does not have it.
   void require_block(int64_t block, const char* what = "block") const;
 
-  // Checks the constructor's promises again. Throws GeometryError.
+  // Checks again what the constructor checked. Throws GeometryError.
   void check() const;
 
  private:
@@ -45,7 +45,7 @@ class KvView {
   int32_t num_layers_ = 0;
 };
 
-// Merges neighbours that continue each other; `runs` ascend by page offset.
+// Merges each run with the next one that continues it. Precondition: `runs` ascend by page offset.
 std::vector<Segment> coalesce(const std::vector<Segment>& runs);
 
 std::string to_string(const Segment& segment);

@@ -1,6 +1,5 @@
-// The work of one thread of a group of `lanes` threads (a warp) on a run: copying it, and digesting its
-// leaves. Compiled by g++ and nvcc alike; testing/layout_lanes.h runs it on the CPU one lane after the
-// other.
+// What one thread of a group of `lanes` threads (a warp) does for a run: it copies its share and digests the
+// leaves. Compiled by g++ and nvcc alike; testing/layout_lanes.h runs it on the CPU one lane after the other.
 #pragma once
 #include <cstdint>
 
@@ -9,7 +8,7 @@
 
 namespace flexkv {
 
-// What a GPU thread copies in one instruction, widest first.
+// The units that a GPU thread copies in one instruction, widest first.
 struct alignas(16) Vector16 {
   uint64_t low, high;
 };
@@ -20,8 +19,8 @@ struct alignas(4) Vector4 {
   uint32_t word;
 };
 
-// Loads that a thread has under way before its first store: a load over PCIe takes about a microsecond, and a
-// warp that waited for each would move 0.5 GB/s.
+// How many loads a thread issues before its first store. A load over PCIe takes about a microsecond, so a
+// warp that waited for each one would move only 0.5 GB/s.
 inline constexpr int kLoadsInFlight = 4;
 
 // Whether both ends are aligned for accesses of `width` bytes (a power of two).
@@ -29,8 +28,8 @@ FLEXKV_HD inline bool aligned_for(const void* a, const void* b, uintptr_t width)
   return ((reinterpret_cast<uintptr_t>(a) | reinterpret_cast<uintptr_t>(b)) & (width - 1)) == 0;
 }
 
-// Copies the whole words of a run that fall to `lane`, interleaved over the lanes; returns the bytes of all
-// of them.
+// Copies `lane`'s share of the whole words of a run, which are interleaved over the lanes. Returns the bytes
+// that all lanes copy.
 template <typename Word, int kInFlight>
 FLEXKV_HD inline int64_t copy_words(unsigned char* dst, const unsigned char* src, int64_t bytes, int lane,
                                     int lanes) {

@@ -27,7 +27,7 @@ struct Hit {
 
 int64_t floor_div(int64_t a, int64_t b) { return a >= 0 ? a / b : -((-a + b - 1) / b); }
 
-// Names the first view's block first, whichever of the two was found to lie on the other.
+// Throws an error that names the first view's block first, in whichever order the two areas were compared.
 [[noreturn]] void refuse(const Area& a, const Area& b, const Hit& hit) {
   if (a.view > b.view) refuse(b, a, {hit.b_block, hit.a_block});
   throw GeometryError("block " + std::to_string(hit.a_block) + " of " + to_string(*a.segment) +
@@ -35,7 +35,8 @@ int64_t floor_div(int64_t a, int64_t b) { return a >= 0 ? a / b : -((-a + b - 1)
                       " share bytes of the pool");
 }
 
-// Blocks of two areas of any strides that share a byte, if any; equal blocks of different views do not count.
+// Finds blocks of two areas, of any strides, that share a byte, if there are any; equal block numbers of
+// different views do not count.
 std::optional<Hit> shared_blocks(const Area& a, const Area& b) {
   // Runs of blocks i and j share a byte iff a + i*S - b_run < b + j*T < a + i*S + a_run: for each i, one
   // range of j.
@@ -50,10 +51,10 @@ std::optional<Hit> shared_blocks(const Area& a, const Area& b) {
   return std::nullopt;
 }
 
-// Areas of one stride S. Byte x of a run lies at residue x mod S and row x / S; block i is i rows further. So
-// two areas share a byte exactly where their residues meet and their rows are nearer than their blocks reach.
-// The sweep goes by residue and keeps the areas under its line by row: those of one view do not overlap
-// there, so it looks at neighbours only.
+// Checks areas of one stride S. Byte x of a run lies at residue x mod S in row x / S; block i lies i rows
+// further. So two areas share a byte if and only if their residues overlap and their rows are closer than
+// their numbers of blocks. A sweep over the residues keeps the areas under the sweep line sorted by row.
+// Areas of one view do not overlap there, so it compares only neighbours.
 class SameStride {
  public:
   SameStride(int64_t stride, std::vector<Area> areas) : stride_(stride), areas_(std::move(areas)) {}
@@ -71,7 +72,7 @@ class SameStride {
  private:
   struct Edge {
     int64_t residue;
-    bool starts;  // false sorts first: what ends at a residue does not meet what starts there
+    bool starts;  // false sorts first: an area that ends at a residue does not overlap one that starts there
     int64_t row;
     size_t area;
     bool operator<(const Edge& other) const {
@@ -79,7 +80,7 @@ class SameStride {
     }
   };
 
-  // A run that passes the end of its row goes on at the start of the next.
+  // A run that passes the end of its row continues at the start of the next one.
   void add(size_t i) {
     const Area& area = areas_[i];
     const int64_t row = floor_div(area.base(), stride_);
@@ -96,12 +97,13 @@ class SameStride {
   void enter(const Edge& edge) {
     const Area& mine = areas_[edge.area];
     for (int view = 0; view < 2; ++view) {
-      // Areas whose rows are nearer than the lower one has blocks: the upper one starts within its blocks.
+      // Visits the areas whose rows differ by less than the lower area's number of blocks, so that the upper
+      // one starts among its blocks.
       const auto& under = under_[view];
       for (auto at = under.lower_bound(edge.row - most_blocks_[view] + 1);
            at != under.end() && at->first < edge.row + mine.blocks; ++at) {
         const Area& other = areas_[at->second];
-        const int64_t apart = at->first - edge.row;  // block i of mine lies on block i - apart of the other
+        const int64_t apart = at->first - edge.row;  // my block i overlaps block i - apart of the other
         if (apart <= -other.blocks || apart >= mine.blocks) continue;
         if (view != mine.view && apart == 0) continue;
         refuse(mine, other, apart >= 0 ? Hit{apart, 0} : Hit{0, -apart});
@@ -130,7 +132,7 @@ class SameStride {
 void check(const std::vector<Area>& all, bool within_views) {
   std::map<int64_t, std::vector<Area>> by_stride;
   for (const Area& area : all) {
-    // A single block has no stride: any that holds its run serves.
+    // A single block has no stride, so use any stride that its run fits in.
     const int64_t stride = area.blocks == 1 ? std::max(area.segment->block_stride, area.segment->run_bytes)
                                             : area.segment->block_stride;
     by_stride[stride].push_back(area);
@@ -138,8 +140,8 @@ void check(const std::vector<Area>& all, bool within_views) {
   for (auto& [stride, areas] : by_stride) SameStride(stride, areas).check();
   if (by_stride.size() == 1) return;
 
-  // Areas of different strides are swept by start; under the line are those of each other stride that have
-  // not ended.
+  // Sweeps areas of different strides by their start. Under the sweep line are the areas of each stride that
+  // have not ended.
   std::vector<std::pair<int64_t, Area>> sorted;
   for (const auto& [stride, areas] : by_stride) {
     for (const Area& area : areas) sorted.emplace_back(stride, area);

@@ -1,5 +1,5 @@
-// Proves that no two blocks of a view share a byte of the pool, and that two views share them only block by
-// block.
+// Checks that no two blocks of a view share a byte of the pool, and that two views share bytes only between
+// equal block numbers.
 #pragma once
 #include <cstdint>
 #include <vector>
@@ -10,11 +10,13 @@
 namespace flexkv {
 
 // Throws GeometryError naming two segments and blocks whose runs share a byte. O(n log n) for n segments of
-// one stride; segments of different strides are compared where the ranges that they span meet.
+// one stride; segments of different strides are compared pairwise if the address ranges that they span
+// overlap.
 void check_no_overlap(const std::vector<Segment>& segments, int64_t num_blocks);
 
-// Throws GeometryError if block i of one view shares a byte with block j of the other, i != j. Equal blocks
-// may: hybrid models let groups use the same memory, and their engine gives a block to one of them at a time.
+// Throws GeometryError if block i of one view shares a byte with block j of the other, i != j. Equal block
+// numbers may share bytes: groups of a hybrid model use the same memory, and the engine gives a block to one
+// group at a time.
 void check_same_blocks_only(const KvView& a, const KvView& b);
 
 }  // namespace flexkv

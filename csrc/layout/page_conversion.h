@@ -1,5 +1,5 @@
-// Rewrites a stripe from one interior order into another: both are the same elements of K and V, each at an
-// offset that is linear in layer, token, head and element of the head.
+// Rewrites a stripe from one interior order to another. Both orders hold the same elements of K and V; each
+// element's offset is linear in its layer, token, head and index in the head.
 #pragma once
 #include <array>
 #include <cstddef>
@@ -9,7 +9,7 @@
 
 namespace flexkv {
 
-// Layers, tokens, heads, elements of a head: in this order everywhere below.
+// The axes, in this order everywhere below: layers, tokens, heads, elements of a head.
 inline constexpr size_t kRowAxes = 4;
 using RowCounts = std::array<int64_t, kRowAxes>;
 using RowStrides = std::array<int64_t, kRowAxes>;  // bytes
@@ -27,9 +27,9 @@ FLEXKV_HD inline int64_t row_offset(const int64_t* strides, int64_t layer, int64
 
 class PageConversion {
  public:
-  // `element_bytes`: the size of what is moved as it is, a whole row if both orders keep rows together (then
-  // a head has one element). Throws GeometryError unless both orders lay all elements side by side without
-  // gap or overlap: only then is every byte of the result written, and from one place.
+  // `element_bytes`: the size of the unit that moves unchanged. If both orders keep rows together, that is a
+  // whole row, and a head has one element. Throws GeometryError unless both orders lay all elements side by
+  // side without gap or overlap: only then is every byte of the result written exactly once.
   PageConversion(const RowCounts& counts, int64_t element_bytes, const RowOrder& from, const RowOrder& to);
 
   int64_t stripe_bytes() const { return stripe_bytes_; }

@@ -8,8 +8,8 @@
 
 namespace flexkv {
 
-// One digest for each of view.runs(). `stripe` has view.stripe_bytes() bytes. Views with other segments but
-// the same runs give the same digests.
+// Returns one digest for each of view.runs(). `stripe` has view.stripe_bytes() bytes. The digests depend on
+// the runs only, not on how they coalesce to segments.
 std::vector<uint64_t> page_digests(const KvView& view, const std::byte* stripe);
 
 }  // namespace flexkv

@@ -6,9 +6,9 @@
 
 namespace flexkv {
 
-// One run for every block b: run_bytes bytes at base + b * block_stride, kept at page_offset in the stripe.
-// All sizes are in bytes. `layer` numbers the layers of the KV group from 0; a coalesced segment that spans
-// several layers carries the lowest of them.
+// One run of every block: for block b, run_bytes bytes at base + b * block_stride, stored at page_offset in
+// the stripe. All sizes are in bytes. `layer` numbers the layers of the KV group from 0; a coalesced segment
+// that spans several layers carries the lowest of them.
 struct Segment {
   uintptr_t base = 0;
   int64_t block_stride = 0;

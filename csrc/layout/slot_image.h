@@ -9,8 +9,8 @@ namespace flexkv {
 
 class SlotImage {
  public:
-  // Sizes in bytes, one stripe per rank; no trailer if `trailer_bytes` is 0. The trailer has sectors of its
-  // own, so that it can be written after the stripes (the commit) without rewriting any of their bytes.
+  // Sizes are in bytes, one stripe per rank; there is no trailer if `trailer_bytes` is 0. The trailer has
+  // sectors of its own, so that the write that commits the page does not rewrite any byte of the stripes.
   // Throws GeometryError if there is no stripe, one is not positive, or the trailer is negative.
   explicit SlotImage(std::vector<int64_t> stripe_bytes, int64_t trailer_bytes = 0);
 

@@ -1,4 +1,4 @@
-// Turns pairs of a head one by one: those that a vectorised turn leaves over, and those for which it would
+// Turns pairs of a head one by one: the pairs left over by a vectorised turn, and those for which it would
 // not give the right bits.
 #pragma once
 #include "rope/rotation.h"

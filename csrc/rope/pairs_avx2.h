@@ -1,5 +1,5 @@
-// Loads, turns and stores eight pairs at a time, in either pairing. Gives the same bits as turn_pair() and
-// the conversions of element.h.
+// Loads, turns and stores eight pairs at a time, in either pairing. Results are bit-identical to turn_pair()
+// and the conversions of element.h.
 #pragma once
 #include <immintrin.h>
 
@@ -13,14 +13,14 @@
 namespace flexkv::avx2 {
 
 inline constexpr int kPairs = 8;
-// Unit: bytes. The alignment of places that heads are streamed to: the widest store.
+// Unit: bytes. The alignment that streaming a head to its place needs, which is that of the widest store.
 inline constexpr size_t kStreamAlign = 32;
 
 struct Pairs {
   __m256 x, y;
 };
 
-// How turned pairs are written: through the caches, or around them to aligned places.
+// How turned pairs are written: through the caches, or past them (only to aligned places).
 enum class Write { kCached, kStreamed };
 
 template <Write kWrite>
@@ -44,7 +44,7 @@ FLEXKV_AVX2 void put(void* to, __m256 value) {
   put<kWrite>(to, _mm256_castps_si256(value));
 }
 
-// Copies around the caches. Precondition: `dst` is aligned to kStreamAlign.
+// Copies past the caches. Precondition: `dst` is aligned to kStreamAlign.
 FLEXKV_AVX2 void stream(unsigned char* dst, const unsigned char* src, size_t bytes) {
   size_t at = 0;
   for (; at + kStreamAlign <= bytes; at += kStreamAlign) {
@@ -53,7 +53,7 @@ FLEXKV_AVX2 void stream(unsigned char* dst, const unsigned char* src, size_t byt
   std::memcpy(dst + at, src + at, bytes - at);
 }
 
-// turn_pair() of eight pairs: fmsub is the fused operation with the addend negated.
+// Applies turn_pair() to eight pairs: fmsub is the fused operation with the addend negated.
 FLEXKV_AVX2 Pairs turn(const Pairs& pairs, __m256 cosines, __m256 sines) {
   return {_mm256_fmsub_ps(pairs.x, cosines, _mm256_mul_ps(pairs.y, sines)),
           _mm256_fmadd_ps(pairs.y, cosines, _mm256_mul_ps(pairs.x, sines))};
@@ -76,9 +76,9 @@ FLEXKV_AVX2 __m256i round_to_upper(__m256 value) {
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
   return _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7FFF)), odd);
 }
-// A NaN never comes out as a number: one that a turn makes has the payload of a bfloat16 key, whose lower
-// half is zero, or none, so that rounding leaves it alone. This relies on check_rotation_rows(), which admits
-// no sine or cosine that is a NaN.
+// A NaN never becomes a number: a NaN that comes out of a turn has no payload or that of a bfloat16 key,
+// whose lower half is zero, so rounding does not change it. This relies on check_rotation_rows(), which
+// rejects sines and cosines that are NaN.
 FLEXKV_AVX2 PairBits to_bfloat16(const Pairs& pairs) {
   return {round_to_upper(pairs.x), round_to_upper(pairs.y)};
 }
@@ -119,8 +119,8 @@ FLEXKV_AVX2 void store_halves(Float16* to, int32_t half, const Pairs& pairs) {
 
 // --- GPT-J: eight pairs of neighbours ---
 
-// float32 pairs stay in the order in which two shuffles leave them (0, 1, 4, 5, 2, 3, 6, 7): this brings the
-// table into that order, too, and unpacking undoes it.
+// Two shuffles leave float32 pairs in the order 0, 1, 4, 5, 2, 3, 6, 7. This brings the table into the same
+// order, and unpacking undoes it.
 template <typename Element>
 FLEXKV_AVX2 __m256 angles_of_neighbours(const float* from) {
   const __m256 angles = _mm256_loadu_ps(from);
@@ -165,8 +165,8 @@ FLEXKV_AVX2 void store_neighbours(Float16* to, const Pairs& pairs) {
   put<kWrite>(to + kPairs, _mm_unpackhi_epi16(x, y));
 }
 
-// Turns the pairs of a head from `first` on, as many as come in eights, in place or elsewhere; returns the
-// number of the next pair.
+// Turns the pairs of a head from `first` on, eight at a time while eight are left, in place or elsewhere.
+// Returns the number of the first pair not turned.
 template <typename Element, Pairing kPairing, Write kWrite>
 FLEXKV_AVX2 int32_t turn_eights(Element* dst, const Element* src, const float* cosines, const float* sines,
                                 int32_t first, int32_t half) {

@@ -1,6 +1,6 @@
 // Turns sixteen pairs of bfloat16 at a time, on processors with an instruction that rounds to bfloat16
-// (AVX512_BF16): that rounding is half of the work of the AVX2 turn. Gives the same bits as turn_pair() and
-// element.h; the instruction takes subnormal numbers for zeros, so that sixteen pairs with one among them are
+// (AVX512_BF16): rounding is half of the work of the AVX2 turn. Results are bit-identical to turn_pair() and
+// element.h. The instruction treats subnormal numbers as zero, so sixteen pairs that include a subnormal are
 // turned one by one.
 #pragma once
 #include <immintrin.h>
@@ -21,8 +21,8 @@ inline bool is_supported() {
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 
-// Turns all pairs of a head, or none if they do not come in sixteens, in place or elsewhere; returns how
-// many. With `streamed` it writes around the caches, to a `dst` aligned to 32 bytes.
+// Turns all pairs of a head, in place or elsewhere, or none if their number is not a multiple of sixteen;
+// returns how many it turned. With `streamed` it writes past the caches, to a `dst` aligned to 32 bytes.
 template <Pairing kPairing>
 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16"), noinline)) int32_t
 turn_sixteens(Bfloat16* dst, const Bfloat16* src, const float* cosines, const float* sines, int32_t half,
@@ -30,7 +30,7 @@ turn_sixteens(Bfloat16* dst, const Bfloat16* src, const float* cosines, const fl
   if (half % kPairs != 0) return 0;
   constexpr int kSubnormal = 0x20;
   const __m512i count = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-  // Words 0, 16, 1, 17, ...: the two of each pair next to each other.
+  // Words 0, 16, 1, 17, ...: puts the two elements of each pair next to each other.
   const __m512i in_turns =
       _mm512_or_si512(count, _mm512_slli_epi32(_mm512_add_epi32(count, _mm512_set1_epi32(kPairs)), 16));
   for (int32_t i = 0; i < half; i += kPairs) {

@@ -1,4 +1,4 @@
-// Selects the code compiled for the element type and pairing of a call.
+// Selects the code that is compiled for a call's element type and pairing.
 #pragma once
 #include "rope/rotate.h"
 

@@ -10,10 +10,10 @@
 namespace flexkv {
 namespace {
 
-// Unit: bytes. A batch below this is likely to be read again while it is in a cache.
+// Unit: bytes. A smaller batch will probably be read again while it is in a cache, so it is not streamed.
 constexpr int64_t kStreamMinBytes = 4 << 20;
-// Unit: bytes. How far ahead of the rotation to prefetch, in whole rows: the hardware's prefetcher starts
-// anew at each row that lies elsewhere, and at each 4 KiB page.
+// Unit: bytes. How far ahead of the rotation to prefetch, rounded to whole rows: the hardware prefetcher
+// restarts at each row that is not contiguous, and at each 4 KiB page.
 constexpr int64_t kPrefetchBytes = 8192;
 // Unit: bytes. The size of a cache line.
 constexpr int64_t kLineBytes = 64;
@@ -42,8 +42,8 @@ FLEXKV_AVX2 void turn_head(unsigned char* dst, const unsigned char* src, const f
   }
 }
 
-// Streams rows only if all pairs come in eights: cached stores into lines that are also streamed would cost
-// more than either.
+// Streams rows only if the number of pairs is a multiple of eight: mixing cached and streaming stores in one
+// line would cost more than either.
 template <typename Element, Pairing kPairing>
 __attribute__((target("avx2,fma,f16c"))) void turn_rows(const RotationRows& rows, bool streaming) {
   using avx2::Write;

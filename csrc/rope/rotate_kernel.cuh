@@ -6,8 +6,8 @@
 namespace flexkv {
 namespace {
 
-// Unit: threads. Small blocks, which find room beside others: the model's own work waits for a rotation, so
-// it is not held back.
+// Unit: threads. Small blocks fit in beside other work. A rotation may use the whole GPU, because the model's
+// own work waits for it.
 constexpr int kRotateThreads = 256;
 constexpr int kRotateBlocksPerMultiprocessor = 4;
 

@@ -1,7 +1,7 @@
-// The arithmetic of moving cached keys to other positions: each pair of elements of a key turns by the angle
-// between its old and its new position. Compiled by g++ and nvcc alike: rotate_kernel.cu launches it,
-// rotate_host.cpp vectorises the same pair function or, on processors without AVX2, runs the lanes' function
-// as one lane.
+// The arithmetic that moves cached keys to other positions: it turns each pair of a key's elements by the
+// angle between its old and its new position. It compiles with g++ and nvcc alike: rotate_kernel.cu launches
+// it; rotate_host.cpp vectorises the same pair function or, on processors without AVX2, calls the per-lane
+// function with one lane.
 //
 // Source of the pairings: RoFormer (arXiv:2104.09864) turns neighbours (as GPT-J does); GPT-NeoX turns
 // element i of the first half with element i of the second. Turning by (new - old) at once equals undoing the
@@ -21,7 +21,7 @@ enum class Pairing : int32_t {
   kGptj,  // (2 i, 2 i + 1)
 };
 
-// Values of turn_of_row for rows that do not turn: write zeros, or copy.
+// Values of turn_of_row for rows that do not turn: kZeroRow writes zeros, kCopyRow copies the row.
 inline constexpr int32_t kZeroRow = -1;
 inline constexpr int32_t kCopyRow = -2;
 
@@ -40,7 +40,7 @@ struct RotationRows {
   int64_t rows = 0;
   int32_t heads = 0;
   int32_t head_dim = 0;    // elements of a head
-  int32_t rotary_dim = 0;  // even; elements that turn, the first ones of a head
+  int32_t rotary_dim = 0;  // how many leading elements of a head turn; even
 };
 
 struct Pair {
@@ -54,13 +54,13 @@ FLEXKV_HD inline Pair turn_pair(Pair pair, float cosine, float sine) {
 
 namespace rotation_detail {
 
-// `kCount` elements that move in one access.
+// `kCount` elements, which one access moves.
 template <typename Element, int kCount>
 struct alignas(sizeof(Element) * kCount) Vector {
   Element at[kCount];
 };
 
-// Walks the units of a row that belong to a lane (unit number lane, lane + lanes, ...) without dividing.
+// Walks the units of a row that belong to a lane (numbers lane, lane + lanes, ...) without a division.
 struct UnitWalk {
   int32_t head = 0;
   int32_t unit;
@@ -121,7 +121,8 @@ FLEXKV_HD inline void turn_row_lane(const RotationRows& rows, unsigned char* dst
   const int32_t half = rows.rotary_dim / 2;
   const float* cosines = rows.turns + static_cast<int64_t>(turn) * rows.rotary_dim;
   const float* sines = cosines + half;
-  // The second vector of a unit lies half of the turning elements, or one vector, behind the first.
+  // The second vector of a unit lies behind the first by half of the turning elements (NeoX) or by one vector
+  // (GPT-J).
   const int64_t apart = static_cast<int64_t>(sizeof(Element)) * (kPairing == Pairing::kNeox ? half : kCount);
   constexpr int64_t kStep = sizeof(Unit) * (kPairing == Pairing::kNeox ? 1 : 2);
   for (detail::UnitWalk walk(lane, half / kCount); walk.head < rows.heads; walk.advance(lanes)) {
@@ -141,14 +142,14 @@ FLEXKV_HD inline void turn_row_lane(const RotationRows& rows, unsigned char* dst
     *reinterpret_cast<Unit*>(to) = held[0];
     *reinterpret_cast<Unit*>(to + apart) = held[1];
   }
-  // Copies the elements past the rotary ones. In place there is nothing to do.
+  // Copies the elements that do not turn. In place, they already are where they belong.
   if (dst != src || rows.src_head_stride != rows.dst_head_stride) {
     detail::copy_part<Element, kCount>(dst, src, rows, rows.rotary_dim, false, lane, lanes);
   }
 }
 
-// Does one lane's part of a row that `lanes` lanes share: 16 bytes at a time if everything is aligned to
-// that, else element by element.
+// Does one lane's part of a row that `lanes` lanes share: 16 bytes at a time if all addresses and strides are
+// aligned to 16, else element by element.
 template <typename Element, Pairing kPairing>
 FLEXKV_HD inline void rotate_row_lane(const RotationRows& rows, int64_t row, int lane, int lanes) {
   constexpr int kWide = 16 / static_cast<int>(sizeof(Element));

@@ -21,7 +21,7 @@ struct Region {
   int64_t bytes, row_bytes, element;
 };
 
-// Makes a message only to throw it: this runs for every row of every layer.
+// Builds the message only when it throws, because this runs for every row of every layer.
 void check_row(const Region& region, int64_t row) {
   const int64_t offset = region.offsets[row];
   if (offset < 0 || offset > region.bytes - region.row_bytes) {
@@ -35,8 +35,8 @@ void check_row(const Region& region, int64_t row) {
   }
 }
 
-// A NaN or an infinity would turn keys into NaNs or infinities, and not into the same ones on every
-// processor.
+// Rejects NaN and infinity: they would turn keys into NaN or infinity, with different bits on different
+// processors.
 void check_turns(const RotationRows& rows, int64_t turns) {
   const int64_t count = turns * rows.rotary_dim;
   bool finite = true;

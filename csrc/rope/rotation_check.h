@@ -9,10 +9,9 @@ namespace flexkv {
 // Checks heads, dimensions and strides. Throws GeometryError.
 void check_rotation_shape(const RotationRows& rows, ElementType type);
 
-// Checks that every row lies inside `src_bytes` and `dst_bytes`, is aligned to its elements and names a turn
-// that exists; that each row stays in its place if source and destination share memory; and that every cosine
-// and sine is finite. The tables are in host memory. Throws GeometryError or BlockRangeError, which names the
-// row.
+// Checks that every row lies inside `src_bytes` and `dst_bytes`, is aligned to its element type and names a
+// turn that exists; that no row moves if source and destination share memory; and that every cosine and sine
+// is finite. The tables are in host memory. Throws GeometryError or BlockRangeError, which names the row.
 void check_rotation_rows(const RotationRows& rows, ElementType type, int64_t src_bytes, int64_t dst_bytes,
                          int64_t turns);
 

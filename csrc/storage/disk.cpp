@@ -1,5 +1,5 @@
-// What other threads use of a disk: its queue, and taking it out. The I/O thread is in disk_io.cpp, its work
-// for one page in disk_job.cpp.
+// The part of a disk that other threads use: they queue pages, and take the disk out of service. The I/O
+// thread is in disk_io.cpp, and its work for one page in disk_job.cpp.
 #include "storage/disk.h"
 
 #include <algorithm>
@@ -9,11 +9,11 @@ namespace flexkv {
 
 namespace {
 
-// A disk that keeps up has at most this many pages queued per page that may be under way, so that a new load
-// does not wait behind many.
+// How many pages a disk may have queued per page that may be under way: few, so that a new load does not wait
+// behind many.
 constexpr size_t kQueuedPerDepth = 2;
-// Unit: bytes. Small pages may be queued up to this, 5 ms at 3 GB/s, so that they last until the dispatcher's
-// next turn.
+// Unit: bytes. Small pages may be queued up to this size (5 ms at 3 GB/s), so that they last until the
+// dispatcher runs again.
 constexpr int64_t kQueuedBytes = int64_t{16} << 20;
 
 size_t queue_pages(const std::vector<DiskGroup>& groups, int32_t depth) {

@@ -1,6 +1,6 @@
-// One disk of the tier: its queue of pages and the thread that owns its I/O. Reads go before writes. That
-// thread checks the pages it has read and seals those it writes while other I/Os are under way: it checks a
-// few arrived pages at a time, and fills up the queue in between.
+// One disk of the tier: its queue of pages and the thread that owns its I/O. Reads go before writes. The
+// thread checks the pages that it has read, and seals those that it writes, while other I/Os are under way:
+// it checks a few arrived pages at a time and refills the queue in between.
 #pragma once
 #include <array>
 #include <atomic>
@@ -35,10 +35,10 @@ struct DiskOptions {
   IoBackend io = IoBackend::kAuto;
   int32_t depth = 32;
   double stuck_s = 30.0;
-  // io_uring keeps the host pools' pages pinned, rather than pinning those of each I/O.
+  // Whether io_uring keeps the host pools' pages pinned, instead of pinning them for each I/O.
   bool register_buffers = false;
-  // The disk writes zeros to slots that have space and were never written, ahead of the pages and while it is
-  // idle.
+  // Whether an idle disk writes zeros to slots that have space but were never written, before pages need
+  // them.
   bool zero_fill = false;
 };
 
@@ -48,7 +48,7 @@ struct DiskCounts {
   std::array<std::atomic<int64_t>, kPageMisses> misses{};
 };
 
-// One page of a work item that a lane took.
+// One page of a work item that the lane took.
 struct PageTask {
   std::shared_ptr<WorkItem> item;
   size_t index = 0;
@@ -64,34 +64,36 @@ class Disk {
        std::shared_ptr<const std::vector<DiskGroup>> groups, const DiskOptions& options, WrapQueue wrap,
        std::function<void()> on_change);
 
-  // Queues tasks; on a lost disk they end at once.
+  // Queues tasks; if the disk is lost, they end at once.
   void push(std::vector<PageTask> tasks, WorkSource& source);
   size_t queued() const;
-  // A disk that has at least this many pages queued needs no more for now.
+  // A disk with at least this many queued pages needs no more for now.
   size_t room_below() const { return room_below_; }
   bool lost() const;
   std::string lost_reason() const;
   std::string backend() const;
   // How the backend falls short of what was asked for, and why; empty if it does not.
   std::string backend_note() const;
-  // Why writes fail to slots that have no space of their own yet (or to any slot, if even one with space of
-  // its own found none); empty while there is space. A write that finds space again clears it.
+  // Why the disk is full: writes to slots that have no space of their own yet fail (or writes to any slot, if
+  // even a slot with space of its own could not be written). Empty while there is space; the next write that
+  // finds space clears it.
   std::string full_reason() const;
-  // Begins no more I/O: queued pages end with LANE_DOWN, those under way when their I/O has ended.
+  // Begins no more I/O: queued pages end with LANE_DOWN at once, those under way when their I/O has ended.
   void take_out(const std::string& reason, WorkSource* source);
-  // The watchdog's look. True if the oldest job under way has not ended for `looks` looks in a row.
+  // The watchdog calls this regularly. Returns true if the same job has been the oldest one under way in
+  // `looks` consecutive calls.
   bool look(int32_t looks);
 
   // The body of the I/O thread; returns after stop(), when nothing is queued or under way.
   void run(const std::shared_ptr<WorkSource>& source);
   void stop();
-  // After stop(): whether run() has returned, or will as soon as the pages under way end. False if it hangs
-  // in a write of zeros, which no item waits for, and still does at `until`.
+  // Call after stop(). Whether run() has returned, or will return as soon as the pages under way end. False
+  // if it is still in a write of zeros at `until`, which no work item waits for.
   bool will_end(Clock::time_point until);
 
   const DiskCounts& counts() const { return counts_; }
   // Releases the files. Precondition: run() has returned, was never called, or hangs in a write of zeros,
-  // which holds files of its own.
+  // which holds its own references to the files.
   void close_files() { slabs_.clear(); }
 
  private:
@@ -156,7 +158,7 @@ class Disk {
   const size_t room_below_;
   DiskCounts counts_;
 
-  mutable std::mutex mutex_;  // guards what follows, to the blank line
+  mutable std::mutex mutex_;  // guards the members up to the blank line
   std::condition_variable work_;
   std::deque<PageTask> reads_;
   std::deque<PageTask> writes_;
@@ -171,13 +173,13 @@ class Disk {
   std::string lost_reason_;
   std::string full_reason_;
 
-  // The watchdog reads the first, and keeps the others.
+  // The watchdog reads the first of these; only it uses the others.
   std::atomic<uint64_t> oldest_{0};  // the sequence of the oldest job under way; 0 for none
   uint64_t seen_oldest_ = 0;
   int32_t quiet_looks_ = 0;
 
   // Only the I/O thread uses these.
-  std::vector<Job> jobs_;  // at most depth of them have I/Os, the others are in arrived_
+  std::vector<Job> jobs_;  // at most `depth` of them have I/Os; the others are in arrived_
   std::vector<size_t> free_jobs_;
   std::deque<size_t> arrived_;  // jobs whose I/Os have ended
   std::vector<Io> ios_;
@@ -189,15 +191,15 @@ class Disk {
   int32_t running_writes_ = 0;
   int64_t running_bytes_ = 0;
   std::optional<ZeroFill> zero_fill_;
-  int32_t reads_in_row_ = 0;  // reads that went before a waiting write
+  int32_t reads_in_row_ = 0;  // reads that have overtaken a waiting write
   int32_t read_errors_in_row_ = 0;
   int32_t write_errors_in_row_ = 0;
   bool full_ = false;  // whether full_reason_ is set; read without the lock
-  // A write to a slot with space of its own found the disk full, as on file systems that write each time to
-  // another place.
+  // Whether a write to a slot with space of its own found the disk full. This happens on file systems that
+  // write every update to a new place.
   bool full_with_space_ = false;
-  Clock::time_point full_until_{};  // no write that needs space is tried before
-  std::string pending_out_;         // why to take the disk out, found while ending a job
+  Clock::time_point full_until_{};  // no write that needs space is tried before this time
+  std::string pending_out_;         // why to take the disk out; set while a job ends
 };
 
 }  // namespace flexkv

@@ -11,21 +11,21 @@
 namespace flexkv {
 namespace {
 
-// Unit: I/Os. After this many reads in a row have gone before a waiting write, the write goes next.
+// Unit: I/Os. When this many reads in a row have overtaken a waiting write, the write goes next.
 constexpr int32_t kReadsBeforeWrite = 16;
-// Unit: bytes. The most under way on one disk. 16 pages of 2 MiB keep an NVMe drive at its full speed (the
-// same as 32 on the drive measured), and at 3 GB/s a read that comes behind that many bytes of writes waits
-// about 10 ms. Behind reads, a page gains nothing by waiting outside, and more of them bridge the times when
-// this thread does not run.
+// Unit: bytes. The most under way on one disk, in total and as writes. 16 pages of 2 MiB keep an NVMe drive
+// at its full speed (32 are no faster on the drive measured), and at 3 GB/s a read behind that many bytes of
+// writes waits about 10 ms. Reads may have twice as much: a page behind them gains nothing by waiting outside
+// the disk's queue, and more pages in it keep the disk busy while this thread does not run.
 constexpr int64_t kMostBytesUnderWay = int64_t{64} << 20;
 constexpr int64_t kMostWritesUnderWay = int64_t{32} << 20;
-// Unit: bytes. Sealed pages that the queue may hold back before take() is called: 0.1 ms of sealing, one call
-// per large page or per 16 pages of 64 KiB.
+// Unit: bytes. How many bytes of sealed pages the queue may hold back before take() is called: 0.1 ms of
+// sealing, so one call per large page or per 16 pages of 64 KiB.
 constexpr int64_t kSealedBytesHeldBack = int64_t{1} << 20;
-// Unit: bytes. Checked before the thread serves the queue again: 0.1 ms at 10 GB/s, a small part of the bytes
-// under way.
+// Unit: bytes. How much the thread checks before it serves the queue again: 0.1 ms at 10 GB/s, a small part
+// of the bytes under way.
 constexpr int64_t kCheckedBytesInRow = int64_t{1} << 20;
-// A disk without a task for this long is idle; loads come in bursts.
+// A disk counts as idle after this long without a task, because loads come in bursts.
 constexpr std::chrono::milliseconds kIdleBeforeZeroFill{50};
 
 }  // namespace
@@ -35,7 +35,7 @@ void Disk::note(const std::string& text) {
   backend_note_ += (backend_note_.empty() ? "" : "; ") + text;
 }
 
-// The extents of every group's host pool.
+// Returns the extents of every group's host pool.
 IoMemories Disk::host_memory() {
   IoMemories memories;
   if (!options_.register_buffers) return memories;
@@ -72,7 +72,7 @@ std::unique_ptr<IoQueue> Disk::make_queue() {
 }
 
 void Disk::run(const std::shared_ptr<WorkSource>& source) {
-  std::unique_ptr<IoQueue> queue;  // outlives the try, so that nobody wakes a queue that is gone
+  std::unique_ptr<IoQueue> queue;  // outlives the try block, so that nobody wakes a queue that is gone
   try {
     queue = make_queue();
     work(*queue, *source);
@@ -80,7 +80,7 @@ void Disk::run(const std::shared_ptr<WorkSource>& source) {
     const std::lock_guard lock(mutex_);
     queue_ = nullptr;
   } catch (const std::exception& error) {
-    // I/Os under way may still move bytes, and nobody will see them end: their slots stay pinned for good.
+    // I/Os under way may still move bytes, and nobody will see them end, so their slots stay pinned forever.
     {
       const std::lock_guard lock(mutex_);
       queue_ = nullptr;
@@ -116,12 +116,12 @@ void Disk::work(IoQueue& queue, WorkSource& source) {
     if (arrived_.empty()) {
       {
         const std::lock_guard lock(mutex_);
-        if (pushes != pushes_) continue;  // wait() would not be woken for them
+        if (pushes != pushes_) continue;  // their push would not wake wait()
         queue_ = &queue;
       }
       queue.wait(done);
     } else {
-      // While the thread checks these, the disk works on the I/Os just submitted, as many as it may have.
+      // While the thread checks these pages, the disk works on the I/Os just submitted.
       queue.take(done);
       ended.clear();
       end_arrived(ended);
@@ -140,7 +140,7 @@ void Disk::note_oldest() {
   oldest_.store(oldest, std::memory_order_relaxed);
 }
 
-// Waits for tasks while nothing is under way. Returns false if there will be none.
+// Waits for tasks while nothing is under way. Returns false if there will be no more.
 bool Disk::wait_for_tasks() {
   std::unique_lock lock(mutex_);
   queue_ = nullptr;
@@ -150,7 +150,8 @@ bool Disk::wait_for_tasks() {
     while (written > 0 && !called() && !lost_) {
       zero_filling_ = true;
       lock.unlock();
-      oldest_.store(next_sequence_++, std::memory_order_relaxed);  // it may hang like any other I/O
+      oldest_.store(next_sequence_++,
+                    std::memory_order_relaxed);  // a write of zeros may hang like any other I/O
       written = zero_fill_->step();
       oldest_.store(0, std::memory_order_relaxed);
       if (written > 0) counts_.zeroed_bytes += written;
@@ -158,7 +159,7 @@ bool Disk::wait_for_tasks() {
       zero_filling_ = false;
       zero_filled_.notify_all();
     }
-    // Pages can do without zeros, and will show what is wrong with the disk.
+    // Pages do not need the zeros, and their own I/O will show what is wrong with the disk.
     if (written < 0) zero_fill_.reset();
     if (written == 0) break;
   }
@@ -185,7 +186,7 @@ void Disk::begin_picked(IoQueue& queue, std::vector<Ended>& ended) {
       continue;
     }
     submit_ios(queue);
-    // Sealing takes time, in which the disk can already work.
+    // Sealing takes time, during which the disk can already work.
     held_back += write ? (*groups_)[static_cast<size_t>(task.move.group)].codec->image_bytes() : 0;
     if (held_back < kSealedBytesHeldBack) continue;
     held_back = 0;
@@ -196,11 +197,12 @@ void Disk::begin_picked(IoQueue& queue, std::vector<Ended>& ended) {
   if (picked) on_change_();
 }
 
-// Takes the next task that may begin now; false if there is none.
+// Takes the next task that may begin now. Returns false if there is none.
 bool Disk::pick(PageTask& task) {
   if (running_jobs_ == options_.depth || free_jobs_.empty()) return false;
   const std::lock_guard lock(mutex_);
-  // Writes alone have the whole depth; the limit on bytes under way still holds for a read that comes then.
+  // If there are only writes, they get the whole depth; the limit on bytes under way still bounds how long a
+  // read that arrives waits.
   const bool only_writes = reads_.empty() && running_writes_ == running_jobs_;
   const int32_t most_writes = only_writes ? options_.depth : (options_.depth + 1) / 2;
   const bool write_waits = !writes_.empty() && running_writes_ < most_writes;
@@ -244,7 +246,8 @@ void Disk::io_done(const IoDone& done) {
   arrived_.push_back(at);
 }
 
-// Ends the jobs that arrived first, as many as the thread can check while the disk works on the others.
+// Ends the jobs that arrived first, but only as many as the thread can check while the disk works on the
+// others.
 void Disk::end_arrived(std::vector<Ended>& ended) {
   const nvtx::Range range("flexkv disk verify");
   int64_t checked = 0;

@@ -1,4 +1,5 @@
-// One page's job on a disk: the I/Os that it begins, and what their results mean for the page and the disk.
+// A disk's job for one page: begins the page's I/Os, and decides what their results mean for the page and the
+// disk.
 #include <sys/statvfs.h>
 
 #include <algorithm>
@@ -17,15 +18,15 @@
 namespace flexkv {
 namespace {
 
-// Unit: I/Os that failed in a row. A bad sector fails alone; a bad disk fails all.
+// Unit: I/Os that failed in a row. With a bad sector one I/O fails; with a bad disk all do.
 constexpr int32_t kReadErrorsBeforeOut = 8;
 constexpr int32_t kWriteErrorsBeforeOut = 3;
 
-// How long a full disk is not asked for space again. Its pages, and slots that have space, are used
-// meanwhile.
+// How long to wait until a full disk is tried for space again. Its pages, and slots that have space, stay in
+// use meanwhile.
 constexpr std::chrono::seconds kFullPause{2};
 
-// Errors that every slot of the file system would meet, now and later.
+// Whether every slot of the file system would meet this error, now and later.
 bool is_final(int32_t error) {
   return error == EROFS || error == ENODEV || error == ENXIO || error == EBADF || error == EFBIG;
 }
@@ -44,14 +45,14 @@ const LayerReads& layers_of(const DiskGroup& group, const WorkItem& item) {
 
 void Disk::add_io(size_t job, bool write, std::byte* buffer, int64_t bytes, int64_t image_offset) {
   const SlabFile& slab = *slabs_[static_cast<size_t>(jobs_[job].task.move.group)];
-  // Whatever the geometry, no unaligned I/O may reach the kernel: ext4 accepts it, slowly and through its
-  // cache.
+  // No unaligned I/O may reach the kernel, whatever the geometry: ext4 would accept it, but slowly, through
+  // the page cache.
   if (reinterpret_cast<uintptr_t>(buffer) % kIoAlignBytes != 0 || bytes % kIoAlignBytes != 0 ||
       image_offset % kIoAlignBytes != 0) {
     throw ContractError("an I/O that is not on 4 KiB boundaries");
   }
   const int64_t offset = slab.offset(jobs_[job].task.slot) + image_offset;
-  if (free_ios_.empty()) {  // only a layer read has several I/Os, a few per rank
+  if (free_ios_.empty()) {  // only a layerwise read has several I/Os, a few per rank
     free_ios_.push_back(ios_.size());
     ios_.emplace_back();
   }
@@ -93,7 +94,7 @@ void Disk::begin(const PageTask& task) {
   running_bytes_ += job.bytes;
 }
 
-// Writes the trailer alone: others have written the stripes, and passed on their digests.
+// Writes the trailer alone: other lanes have written the stripes, and the op carries their digests.
 void Disk::begin_seal(size_t at) {
   Job& job = jobs_[at];
   const PageCodec& codec = *job.group->codec;
@@ -109,7 +110,7 @@ void Disk::begin_seal(size_t at) {
   add_io(at, true, trailer, codec.trailer_area_bytes(), codec.image().trailer_offset());
 }
 
-// Reads a range of layers; the first range brings the trailer, which the later ones then find in the slot.
+// Reads a range of layers. The first range includes the trailer, which the later ones then find in the slot.
 void Disk::begin_layers(size_t at) {
   Job& job = jobs_[at];
   const PageCodec& codec = *job.group->codec;
@@ -137,15 +138,15 @@ void Disk::begin_layers(size_t at) {
   }
 }
 
-// Whether every byte of the page's image is allocated on the disk already.
+// Whether the disk has already allocated every byte of the page's image.
 bool Disk::has_space(const PageTask& task) const {
   const auto group = static_cast<size_t>(task.move.group);
   const int64_t at = slabs_[group]->offset(task.slot);
   return slabs_[group]->next_unwritten(at).first >= at + (*groups_)[group].codec->image_bytes();
 }
 
-// Whether a write failed for lack of space. A file system that runs out of it in the middle of a write
-// reports so only for the next one.
+// Whether a write failed for lack of space. If a file system runs out of space in the middle of a write, it
+// reports that only for the next write.
 bool Disk::is_full(const Job& job) const {
   if (job.error != 0) return job.error == ENOSPC || job.error == EDQUOT;
   struct statvfs space{};

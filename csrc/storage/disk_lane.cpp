@@ -16,13 +16,13 @@
 namespace flexkv {
 namespace {
 
-// Unit: pages. The most that all disks together have queued while one hangs and has not been found out: a few
-// MiB.
+// Unit: pages. The most that all disks together queue while one hangs and the watchdog has not noticed yet: a
+// few MiB of memory.
 constexpr size_t kMostQueuedPages = 65536;
-// Unit: looks. See kLooksUntilStuck of the engine's watchdog: looks are counted, so that a process that was
-// stopped finds no disk hung when it continues.
+// Unit: checks. Like the constant of the same name of the engine's watchdog, this counts checks, not seconds,
+// so that a process that was stopped finds no disk hung when it resumes.
 constexpr int32_t kLooksUntilStuck = 4;
-// Unit: seconds. How long a close waits at least for a write of zeros, however small `stuck_s` is.
+// Unit: seconds. The least time that a close waits for a write of zeros, however small `stuck_s` is.
 constexpr double kLeastStuckS = 1.0;
 
 // The slot size of a group's slabs: the largest image of the groups that share them.
@@ -52,8 +52,9 @@ struct DiskLane::Shared {
   bool files_closed = false;
   std::atomic<bool> waits_for_room{false};
 
-  // A disk has begun pages, or was lost. The dispatcher sets `waits_for_room` before it looks, and a disk
-  // changes before this function looks: one of the two sees the other.
+  // Called when a disk has begun pages or was lost. The dispatcher sets `waits_for_room` before it checks for
+  // room, and a disk changes before this function reads the flag, so at least one of the two sees the other's
+  // change.
   void on_change() {
     if (!waits_for_room || !has_room()) return;
     {
@@ -62,7 +63,7 @@ struct DiskLane::Shared {
     }
     changed.notify_all();
   }
-  // Whether the dispatcher may take more: a live disk has room, or none is alive.
+  // Whether the dispatcher may take more work: a live disk has room, or no disk is alive.
   bool has_room() const {
     size_t total = 0;
     bool some = false;
@@ -233,14 +234,14 @@ void DiskLane::start(std::shared_ptr<WorkSource> source, int32_t lane) {
     bodies.emplace_back("flexkv-dwatch", [shared = shared_, source] { watch(shared, source); });
   }
   bodies.emplace_back("flexkv-dtake", [shared = shared_, source, lane] { dispatch(shared, source, lane); });
-  while (threads_.size() < bodies.size()) {  // continues a start that ran out of threads
+  while (threads_.size() < bodies.size()) {  // continues where an earlier start ran out of threads
     auto& [name, body] = bodies[threads_.size()];
     threads_.emplace_back(std::move(body));
     pthread_setname_np(threads_.back().native_handle(), name);
   }
 }
 
-// Loads of this process and of others may wait for the page.
+// Records the read's end in the slot: loads of this and other processes may wait for the page.
 void DiskLane::read_ended(const OpSpec& op, int32_t page, bool verified) {
   const HostPool& pool = *(*shared_->groups)[static_cast<size_t>(op.group)].pool;
   pool.slot_arrivals().settle(op.slots[static_cast<size_t>(page)], op.op_id, verified);
@@ -253,16 +254,16 @@ void DiskLane::read_advanced(const OpSpec& op, int32_t page, int32_t layers) {
 
 void DiskLane::join() {
   const size_t disks = std::min(threads_.size(), shared_->disks.size());
-  // The dispatcher first: it stops the others.
+  // Joins the dispatcher first, because it stops the others.
   for (size_t i = threads_.size(); i > disks; --i) threads_[i - 1].join();
-  // One deadline for all disks: those that hang do so at the same time.
+  // One deadline for all disks, because those that hang do so at the same time.
   const auto until = deadline_in(std::max(shared_->options.stuck_s, kLeastStuckS));
   bool all_ended = true;
   for (size_t d = 0; d < disks; ++d) {
     if (shared_->disks[d]->will_end(until)) {
       threads_[d].join();
     } else {
-      threads_[d].detach();  // it keeps its slabs, and with them the folder's lock
+      threads_[d].detach();  // it keeps its slabs open, and so the folder locked
       all_ended = false;
     }
   }

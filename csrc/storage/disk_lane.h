@@ -13,17 +13,17 @@ namespace flexkv {
 
 struct DiskState {
   bool lost = false;
-  std::string reason = {};   // why it was taken out
+  std::string reason = {};   // why the disk was taken out
   std::string backend = {};  // "io_uring" or "threads"; empty before first use
-  std::string note = {};     // how it falls short of what was asked for
+  std::string note = {};     // how the backend falls short of what was asked for
 };
 
 class DiskLane : public Lane {
  public:
   // `slabs[d][g]` holds the pages of group g on disk d: place p of a group is slot p / disks of disk p %
-  // disks. Groups that share slabs name the same one on each disk, and share its places. A disk without slabs
-  // is lost from the start. Throws GeometryError if the slots of a pool or slab differ in size from the
-  // largest image in them, and DiskError if io_uring is asked for and refused.
+  // disks. Groups that share slabs name the same slab on each disk and share its places. A disk without slabs
+  // counts as lost from the start. Throws GeometryError if the slot size of a pool or slab differs from the
+  // largest image stored in it, and DiskError if io_uring is asked for and refused.
   DiskLane(std::vector<DiskGroup> groups, std::vector<std::vector<std::shared_ptr<SlabFile>>> slabs,
            const DiskOptions& options, WrapQueue wrap = nullptr);
   ~DiskLane() override { abandon(); }
@@ -41,15 +41,15 @@ class DiskLane : public Lane {
   void join() override;
   void abandon() override;
 
-  // Takes a disk out: its places are misses from now on. Throws BlockRangeError for a disk that does not
-  // exist.
+  // Takes a disk out of service: its places are misses from now on. Throws BlockRangeError for a disk that
+  // does not exist.
   void take_out(int32_t disk, const std::string& reason);
   std::vector<DiskState> states() const;
-  // Disk::full_reason() of each disk.
+  // Returns Disk::full_reason() of each disk.
   std::vector<std::string> full_reasons() const;
   const DiskCounts& counts(int32_t disk) const;
   int32_t disks() const;
-  // Whether idle disks write zeros ahead.
+  // Whether idle disks write zeros ahead of pages.
   bool zero_fill() const;
   // Whether join() has closed all files.
   bool files_closed() const;

@@ -1,10 +1,10 @@
-// Plans a layerwise DISK_READ, which reads the layers of a page one range after another.
+// Plans a layerwise DISK_READ, which reads a page in one range of layers after another.
 //
 // The op names pages like any other DISK_READ and sets `layerwise`. Its pages then arrive in the ranges of
 // layers that layer_stages() returns: first one range of all pages, then the next. The transfer engine's
 // `wait_layer(ticket, layer)` returns when that layer of every page lies verified at its place in the host
-// slot. Each range is read by itself, the first one with the trailer, and only its own runs are verified: a
-// page that fails in a later range is reported then, and in the op's result.
+// slot. Each range is a separate read (the first one includes the trailer) after which only its own runs are
+// verified: if a later range fails, the page's failure is reported then, and in the op's result.
 #pragma once
 #include <cstdint>
 #include <vector>
@@ -24,13 +24,13 @@ struct LayerReads {
   int32_t hi = 0;
   std::vector<ImageSpan> spans;  // ascending, disjoint
   std::vector<size_t> runs;      // numbers of the layers' runs
-  // The spans hold only these layers, and may be read into their place. Otherwise they bring bytes of other
-  // layers, which may have been verified already and must not be written again.
+  // Whether the spans hold only these layers. If so, they may be read directly into place. If not, they
+  // include bytes of other layers, which may have been verified already and must not be overwritten.
   bool alone = true;
 };
 
-// The first layer of each range, ascending from 0. The first range is small, so that computing can begin;
-// each later one is twice as large, because small reads slow a disk down.
+// The first layer of each range, ascending from 0. The first range is small, so that the engine can begin to
+// compute; each later one is twice as large, because small reads slow a disk down.
 std::vector<int32_t> layer_stages(const PageCodec& codec);
 // One entry per stage.
 std::vector<LayerReads> plan_layer_reads(const PageCodec& codec);

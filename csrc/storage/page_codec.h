@@ -16,7 +16,7 @@ namespace flexkv {
 inline constexpr uint64_t kPageMagic = 0x3145474150564B46;  // "FKVPAGE1"
 inline constexpr uint32_t kPageVersion = 1;
 
-// Followed by one 64-bit digest per run, those of rank 0 first.
+// In the image, one 64-bit digest per run follows it, those of rank 0 first.
 struct PageTrailer {
   uint64_t magic = kPageMagic;
   uint32_t version = kPageVersion;
@@ -33,7 +33,7 @@ inline constexpr int64_t kTrailerHeadBytes = 96;
 static_assert(sizeof(PageTrailer) == kTrailerHeadBytes);
 
 struct PageRun {
-  int64_t offset = 0;  // in the stripe; in PageCodec::runs() in the image
+  int64_t offset = 0;  // counted in the stripe, but in PageCodec::runs() in the image
   int64_t bytes = 0;
   int32_t layer = 0;
 };
@@ -47,9 +47,9 @@ struct PagePlace {
 // Immutable.
 class PageCodec {
  public:
-  // `stripe_bytes`, `runs`: each rank's stripe size and its runs, ascending by offset. `host_digests`: device
-  // lanes write the run digests into the slot. `group`: the number of the KV group, which its trailers name.
-  // Throws GeometryError unless the runs fill the stripes and every layer has one.
+  // `stripe_bytes`, `runs`: each rank's stripe size and its runs, ascending by offset. `host_digests`:
+  // whether device lanes write the run digests into the slot. `group`: the KV group's number, which its
+  // trailers record. Throws GeometryError unless the runs fill the stripes and every layer has a run.
   PageCodec(std::vector<int64_t> stripe_bytes, const std::vector<std::vector<PageRun>>& runs,
             bool host_digests, uint32_t group = 0);
 
@@ -62,33 +62,33 @@ class PageCodec {
   // The offset in the image of a rank's first run digest.
   int64_t digest_offset(int32_t rank) const;
 
-  // Bytes from the trailer on: whole sectors, which hold nothing else.
+  // The bytes from the trailer to the image's end: whole sectors, which hold nothing else.
   int64_t trailer_area_bytes() const { return image_.total_bytes() - image_.trailer_offset(); }
   size_t num_runs() const { return runs_.size(); }
 
-  // Writes the trailer into `image`, which has image_bytes(): all of it, or with host_digests() all but the
-  // run digests.
+  // Writes the trailer into `image`, which has image_bytes() bytes. With host_digests() it leaves the run
+  // digests as they are.
   void seal(std::byte* image, const PagePlace& place, const PageTag& tag, uint64_t written) const;
-  // The same for a trailer that lies alone and has its run digests already.
+  // The same for a trailer in a buffer of its own that already has its run digests.
   void seal_trailer(std::byte* trailer, const PagePlace& place, const PageTag& tag, uint64_t written) const;
-  // The same for a trailer of image().trailer_bytes() that lies apart from the stripes in `image`: makes its
-  // run digests from them or, with host_digests(), takes those in the image.
+  // The same for a trailer of image().trailer_bytes() in a buffer of its own, apart from the stripes in
+  // `image`: computes the run digests from the stripes or, with host_digests(), copies those in the image.
   void seal_apart(const std::byte* image, std::byte* trailer, const PagePlace& place, const PageTag& tag,
                   uint64_t written) const;
-  // Whether the trailer is whole, not expired, and of this place, this group and the tag `wanted`, whose
-  // expiry does not count. Without `wanted` any tag will do. `now`: Unix seconds.
+  // Whether the trailer is undamaged, not expired, and names this place, this group and the tag `wanted`
+  // (whose expiry is not compared). Without `wanted` any tag will do. `now`: Unix seconds.
   PageCheck check_trailer(const std::byte* image, const PagePlace& place,
                           const std::optional<PageTag>& wanted, uint64_t now) const;
   PageCheck check_trailer_alone(const std::byte* trailer, const PagePlace& place,
                                 const std::optional<PageTag>& wanted, uint64_t now) const;
-  // Whether `bytes`, those of run `run`, have the digest that the trailer in `image` names.
+  // Whether `bytes`, the content of run `run`, match the digest in the trailer in `image`.
   PageCheck check_run(const std::byte* image, size_t run, const std::byte* bytes) const {
     return check_digest(image + image_.trailer_offset(), run, bytes);
   }
   PageCheck check_runs(const std::byte* image) const;
 
-  // Whether check_trailer_alone() accepts a trailer of seal_apart(), and the stripes in `image` match its run
-  // digests; with host_digests() these are then copied into the image.
+  // Whether check_trailer_alone() accepts a trailer that seal_apart() wrote, and the stripes in `image` match
+  // its run digests. With host_digests() it then copies these digests into the image.
   PageCheck check_apart(std::byte* image, const std::byte* trailer, const PagePlace& place,
                         const std::optional<PageTag>& wanted, uint64_t now) const;
 

@@ -1,4 +1,4 @@
-// Why a page that was asked for is not served.
+// Why a requested page is not served.
 #pragma once
 #include <array>
 #include <cstdint>
@@ -13,10 +13,10 @@ enum class PageMiss : int32_t {
   kTrailer,     // the trailer is damaged, or was never written
   kVersion,     // written by another version of the format
   kElsewhere,   // another slot's or slab's image
-  kGroup,       // of another KV group that shares the slab
+  kGroup,       // a page of another KV group that shares the slab
   kKey,         // another block
   kGeneration,  // the same block, but from another write than the index names
-  kEpoch,       // of other weights
+  kEpoch,       // written under other weights
   kTokens,      // another number of valid tokens
   kExpired,     // past its time to live
   kData,        // the trailer is good, but the bytes of a run are not

@@ -1,5 +1,5 @@
-// Identifies the page that a slot holds or must hold; the twin of flexkv/storage/tags.py. Little-endian, as
-// in the trailer.
+// Identifies the page that a slot holds or must hold. flexkv/storage/tags.py has the Python form.
+// Little-endian, as in the trailer.
 #pragma once
 #include <array>
 #include <bit>

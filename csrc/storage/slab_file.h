@@ -1,4 +1,4 @@
-// One open slab: a header, then slot images, numbered from 0.
+// One open slab file: a header, then slot images, numbered from 0.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -13,12 +13,12 @@ struct SlabShape {
   uint64_t id = 0;
 };
 
-// Stays open for as long as anyone holds it: an I/O that hangs keeps the file, and its folder's lock.
+// Stays open while anyone holds a reference: an I/O that hangs keeps the file open, and its folder locked.
 class SlabFile {
  public:
-  // Opens for reading and writing, past the page cache if the file system allows it and 4 KiB boundaries are
-  // enough for the disk. `lock_fd`: the folder's lock, which is duplicated, or -1. Throws DiskError, and
-  // GeometryError for an impossible shape.
+  // Opens the file for reading and writing, with direct I/O if the file system allows it and 4 KiB alignment
+  // is enough for the disk. `lock_fd`: the folder's lock, which the file duplicates, or -1. Throws DiskError,
+  // and GeometryError for an impossible shape.
   SlabFile(std::string path, const SlabShape& shape, int lock_fd);
   ~SlabFile();
   SlabFile(const SlabFile&) = delete;
@@ -32,12 +32,13 @@ class SlabFile {
   // Why I/O goes through the page cache; empty if it does not.
   const std::string& buffered_because() const { return buffered_because_; }
   int64_t offset(int64_t slot) const { return shape_.header_bytes + slot * shape_.slot_bytes; }
-  // Returns 0 when all earlier writes are on the disk, else -errno.
+  // Waits until all earlier writes are on the disk. Returns 0, or -errno.
   int sync() const;
-  // The first part [begin, end) from `from` on that has no bytes of its own yet: it was never written, or is
-  // a hole. Empty, at the end of the file, if there is none or the file system does not report it.
+  // Returns the first range [begin, end) from `from` on that has no data yet: it was never written, or is a
+  // hole. Returns an empty range at the end of the file if there is none, or if the file system does not
+  // report it.
   std::pair<int64_t, int64_t> next_unwritten(int64_t from) const;
-  // Whether the name still leads to this file.
+  // Whether the path still names this file.
   bool in_place() const;
 
  private:

@@ -1,6 +1,6 @@
-// Maps a place of the disk tier to a disk and a slot on it: places go round the disks, one each.
+// Maps a place of the disk tier to a disk and a slot on it: consecutive places go to consecutive disks.
 //
-// The rule of raw files (gds/raw/raw_file.h) with one block per turn; a test compares the two.
+// This is the rule of raw files (gds/raw/raw_file.h) with one block per turn; a test compares the two.
 #pragma once
 #include <cstdint>
 

@@ -36,7 +36,7 @@ int64_t ZeroFill::step() {
         slab.at = slab.allowed;
         break;
       }
-      // Only whole sectors that were never written: the bytes beside them stay as they are.
+      // Writes only whole sectors that were never written, so that the bytes beside them stay as they are.
       const int64_t from = round_up(begin, kIoAlignBytes);
       const int64_t to = std::min({end, slab.allowed, from + kZeroFillBytes}) / kIoAlignBytes * kIoAlignBytes;
       if (to <= from) {

@@ -52,7 +52,7 @@ IoOutcome FaultyFileIo::transfer(const IoCall& call) {
   return outcome;
 }
 
-// If no rule matches any of the calls, they go on together.
+// If no rule matches any of the calls, passes them all to the inner I/O at once.
 void FaultyFileIo::transfer_all(std::span<const IoCall> calls, std::span<IoOutcome> outcomes) {
   std::vector<std::optional<FileFaultRule>> rules;
   bool any = false;

@@ -50,7 +50,7 @@ class FaultyFileIo : public FileIo {
 
   // Lets stalled calls go on, and later ones pass without stalling.
   void release() { stalls_.release(); }
-  // Whether `count` calls were stalled at once within the deadline.
+  // Waits until `count` calls are stalled at once; false if the deadline passes first.
   bool wait_stalled(int64_t count, double deadline_s) const { return stalls_.wait_held(count, deadline_s); }
   int64_t in_flight() const;
   int64_t acted() const;

@@ -43,9 +43,9 @@ class FaultyMover : public PageMover {
   // Lets stalled calls go on, and later ones pass without stalling.
   void release() { stalls_.release(); }
   int64_t calls() const;                              // of move(), all kinds
-  int64_t stalled() const { return stalls_.held(); }  // calls that wait in a stall now
+  int64_t stalled() const { return stalls_.held(); }  // calls that are stalled now
   int64_t acted() const;                              // calls in which a rule acted
-  // Whether at least `count` calls were stalled at once within the deadline.
+  // Waits until at least `count` calls are stalled at once; false if the deadline passes first.
   bool wait_stalled(int64_t count, double deadline_s) const { return stalls_.wait_held(count, deadline_s); }
 
  private:

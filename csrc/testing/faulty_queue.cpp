@@ -107,7 +107,7 @@ void FaultyQueue::submit(const IoRequest& request) {
     }
     case IoFaultAction::kCorrupt:
       marked_.push_back({request, *rule});
-      // A write is damaged in its buffer while it moves: there is no other place to do so.
+      // Damages a write in its buffer while it moves, because there is no other place to do so.
       if (request.write) request.buffer[rule->bytes] ^= std::byte{1};
       inner_->submit(request);
   }
@@ -130,13 +130,14 @@ void FaultyQueue::spoil(IoDone& done) {
   const auto found = std::find_if(marked_.begin(), marked_.end(),
                                   [&](const Marked& m) { return m.request.cookie == done.cookie; });
   if (found == marked_.end()) return;
-  found->request.buffer[found->rule.bytes] ^= std::byte{1};  // damages what was read, mends what was written
+  found->request.buffer[found->rule.bytes] ^=
+      std::byte{1};  // damages bytes that were read; repairs the buffer of a write
   marked_.erase(found);
 }
 
 void FaultyQueue::wait(std::vector<IoDone>& done) {
   if (!ready_.empty()) {
-    inner_->wake();  // so that the wait below takes what has ended, if any, and returns
+    inner_->wake();  // so that the wait below takes the I/Os that have ended, if any, and returns
   }
   let_go();
   const size_t before = done.size();
@@ -151,7 +152,7 @@ void FaultyQueue::take(std::vector<IoDone>& done) {
   hand_over(done, before);
 }
 
-// Spoils the I/Os that the queue below appended to `done` from `before` on, and appends those that never
+// Damages the I/Os that the inner queue appended to `done` from `before` on, and appends those that never
 // reached it.
 void FaultyQueue::hand_over(std::vector<IoDone>& done, size_t before) {
   for (size_t i = before; i < done.size(); ++i) spoil(done[i]);

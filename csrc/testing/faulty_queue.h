@@ -1,4 +1,4 @@
-// Injects faults into a queue: errors, short I/Os, damage, and I/Os that hang.
+// Injects faults into a queue: errors, short I/Os, damaged bytes, and I/Os that hang.
 #pragma once
 #include <condition_variable>
 #include <memory>
@@ -44,7 +44,7 @@ class IoFaults : public QueueWrapper, public std::enable_shared_from_this<IoFaul
   int64_t acted() const;
   void count_stalled(int64_t change);
   bool wait_stalled(int64_t count, double deadline_s);
-  // Each release() wakes this queue from now on, whichever thread calls it.
+  // From now on each release() wakes this queue, whichever thread calls it.
   void on_release(IoQueue* queue);
   void forget(IoQueue* queue);
 

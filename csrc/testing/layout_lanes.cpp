@@ -8,7 +8,8 @@
 namespace flexkv {
 namespace {
 
-// The reduction that a warp does with shuffles: halving distances until one sum per digest lane is left.
+// Does the reduction that a warp does with shuffles: halves the distance until one sum per digest lane is
+// left.
 uint64_t reduce_and_fold(std::array<LaneSums, kWarpLanes>& sums) {
   for (int distance = kWarpLanes / 2; distance >= kDigestLanes; distance /= 2) {
     for (int lane = 0; lane < distance; ++lane) {

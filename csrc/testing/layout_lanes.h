@@ -1,5 +1,5 @@
-// Runs the per-thread work of a warp on the CPU, lane by lane in any order: the proof that the GPU's
-// arithmetic moves and digests the same bytes as the host's, and the reference for its kernels.
+// Runs the per-thread work of a warp on the CPU, lane by lane in any order. This proves that the GPU's
+// arithmetic moves and digests the same bytes as the host's, and is the reference for its kernels.
 #pragma once
 #include <cstdint>
 #include <span>
@@ -14,7 +14,7 @@ inline constexpr int kWarpLanes = 32;
 void gather_lane_by_lane(std::span<const Segment> segments, int64_t block, unsigned char* stripe);
 // Stripe -> pool.
 void scatter_lane_by_lane(std::span<const Segment> segments, int64_t block, const unsigned char* stripe);
-// run_digest() as warps would compute it: one warp per leaf, leaves from last to first, lanes from last to
+// Computes run_digest() as warps would: one warp per leaf, leaves from last to first, lanes from last to
 // first.
 uint64_t run_digest_lane_by_lane(const unsigned char* data, int64_t bytes);
 

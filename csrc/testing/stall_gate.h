@@ -1,4 +1,4 @@
-// Where injected faults hold calls back, as a device that hangs would, until a test lets them go.
+// Blocks calls on behalf of injected faults, as a device that hangs would, until a test releases them.
 #pragma once
 #include <condition_variable>
 #include <cstdint>
@@ -10,7 +10,7 @@ namespace flexkv {
 
 class StallGate {
  public:
-  // Returns after release(): the one wait without a deadline.
+  // Blocks until release(). This is the only wait without a deadline.
   void hold() {
     std::unique_lock lock(mutex_);
     ++held_;
@@ -18,7 +18,7 @@ class StallGate {
     changed_.wait(lock, [this] { return released_; });
     --held_;
   }
-  // Lets all held calls go, and all later ones pass.
+  // Releases all held calls, and lets all later ones pass.
   void release() {
     const std::lock_guard lock(mutex_);
     released_ = true;
@@ -33,7 +33,7 @@ class StallGate {
     const std::lock_guard lock(mutex_);
     return held_;
   }
-  // Whether at least `count` calls were held at once within the deadline.
+  // Waits until at least `count` calls are held at once; false if the deadline passes first.
   bool wait_held(int64_t count, double deadline_s) const {
     std::unique_lock lock(mutex_);
     return changed_.wait_until(lock, deadline_in(deadline_s), [&] { return held_ >= count; });

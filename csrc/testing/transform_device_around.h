@@ -1,4 +1,4 @@
-// A transform device around another one, which does everything that a decorator does not override.
+// The base of decorators around a transform device: forwards every call that a decorator does not override.
 #pragma once
 #include <memory>
 #include <string>

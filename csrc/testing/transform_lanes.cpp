@@ -25,7 +25,7 @@ struct OneThread {
 
 using WarpSums = std::array<LaneLeafSums, kTransformLanes>;
 
-// What the kernel does with shuffles: halving distances down to the number of groups, then one fold per
+// Does what the kernel does with shuffles: halves the distance down to the number of groups, then folds each
 // group.
 uint64_t reduce_and_fold_leaf(WarpSums& sums) {
   for (int distance = kTransformLanes / 2; distance >= kSumGroups; distance /= 2) {

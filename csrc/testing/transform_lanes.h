@@ -1,5 +1,5 @@
-// Runs the transform's own functions on the CPU as a GPU would: proves the kernel's arithmetic right, as far
-// as a CPU can.
+// Runs the transform's own functions on the CPU as a GPU would, to verify the kernel's arithmetic as far as a
+// CPU can.
 #pragma once
 #include <functional>
 #include <memory>
@@ -10,10 +10,11 @@
 
 namespace flexkv {
 
-// One warp per leaf, leaves from last to first, lanes from last to first.
+// Runs one warp per leaf, leaves from last to first, and lanes from last to first.
 void transform_lane_by_lane(const TransformBatch& batch);
 
-// Plain memory, as in host_transform_device(); launch() calls `run` for each batch and returns when it has.
+// A device on plain memory, like host_transform_device(); launch() calls `run` for each batch and returns
+// when `run` has returned.
 std::shared_ptr<TransformDevice> transform_device_of(std::string name,
                                                      std::function<void(const TransformBatch&)> run);
 

@@ -1,5 +1,5 @@
-// A KV group as the transfer engine moves it: the rank's view of the engine's pool, and its stripe in the
-// host pool's slots.
+// What the transfer engine moves for one KV group: the rank's view of the engine's pool, and the rank's
+// stripe in the host pool's slots.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -13,10 +13,10 @@
 
 namespace flexkv {
 
-// The offset where slots have no room for this rank's run digests: its pages are not verified.
+// The digest offset for slots without room for this rank's run digests: its pages are then not verified.
 inline constexpr int64_t kNoDigests = -1;
 
-// Immutable. An op holds it, and with it the host pool's memory, while it may touch a byte.
+// Immutable. An op keeps a reference to it, and so to the host pool's memory, while the op may touch a byte.
 class AttachedView {
  public:
   // `digest_offset`: where in a slot this rank's run digests lie, 8 bytes for each of view.runs(), or
@@ -30,20 +30,20 @@ class AttachedView {
   const HostPool& pool() const { return *pool_; }
   // Unit: bytes. The size of one page's layers [lo, hi).
   int64_t layer_bytes(int32_t lo, int32_t hi) const;
-  // The first layers, from 0, of the ranges that a page is moved in. A range has at most kSubBatchBytes, or
-  // one layer.
+  // The first layer of each range of layers in which a page moves, from 0. A range has at most
+  // kSubBatchBytes, or a single layer.
   const std::vector<int32_t>& ranges() const { return ranges_; }
 
   std::byte* stripe(int32_t slot) const { return pool_->slot_address(slot) + stripe_offset_; }
   bool has_digests() const { return digest_offset_ != kNoDigests; }
-  // The digest of run i of view().runs() is entry i. Precondition: has_digests().
+  // The array of run digests: entry i is for run i of view().runs(). Precondition: has_digests().
   uint64_t* digests(int32_t slot) const {
     return reinterpret_cast<uint64_t*>(pool_->slot_address(slot) + digest_offset_);
   }
-  // Numbers of the runs of one layer.
+  // The numbers of one layer's runs.
   const std::vector<size_t>& runs_of(int32_t layer) const { return layer_runs_[static_cast<size_t>(layer)]; }
-  // What a copy of layers [lo, hi) loops over: coalesced for all layers, for each of ranges() and for each
-  // single layer, else the layers' own segments one after the other.
+  // The segments that a copy of layers [lo, hi) loops over. They are coalesced if [lo, hi) is all layers, one
+  // of ranges() or a single layer; else they are each layer's own segments, one layer after another.
   std::span<const Segment> segments(int32_t lo, int32_t hi) const;
 
  private:

@@ -1,4 +1,4 @@
-// Deadlines as callers state them: seconds from now.
+// Converts deadlines that callers state as seconds from now.
 #pragma once
 #include <algorithm>
 #include <chrono>
@@ -11,7 +11,7 @@ using Clock = std::chrono::steady_clock;
 inline constexpr double kLongestWaitS = 1e7;
 
 inline std::chrono::nanoseconds to_duration(double seconds) {
-  // The comparison is this way round so that NaN becomes 0.
+  // Written as `seconds > 0` so that NaN becomes 0.
   const double bounded = seconds > 0 ? std::min(seconds, kLongestWaitS) : 0.0;
   return std::chrono::nanoseconds(static_cast<int64_t>(bounded * 1e9));
 }

@@ -19,11 +19,11 @@
 namespace flexkv {
 namespace {
 
-// The work that one caller shares out. A thread of the crew looks at it between two shares only.
+// The job of one caller. A thread of the crew looks at it only between two shares.
 struct Post {
   DigestJob job;
-  bool taken = false;  // a caller has it
-  size_t next = 0;     // share
+  bool taken = false;  // a caller uses it
+  size_t next = 0;     // next share to take
   size_t shares = 0;
   int helping = 0;  // threads of the crew that have a share
   std::condition_variable helped;
@@ -45,13 +45,13 @@ struct DigestCrew::Shared {
 
   std::mutex mutex;  // never held while bytes are digested
   std::condition_variable open;
-  std::array<Post, 2> posts;  // by DigestWork: one each, so that nothing queues
+  std::array<Post, 2> posts;  // one per DigestWork, so that no job queues
   std::vector<std::thread> threads;
   bool ending = false;
 };
 
-// Call under the lock. Checks come first: a load waits for them, and so does the thread that enqueues
-// everything.
+// Call under the lock. Checks come first, because a load waits for them, and so does the thread that enqueues
+// all copies.
 Post* DigestCrew::Shared::open_post() {
   const auto found =
       std::find_if(posts.begin(), posts.end(), [](const Post& post) { return post.next < post.shares; });
@@ -79,8 +79,8 @@ void DigestCrew::Shared::help() {
   }
 }
 
-// Call under the lock. If the machine refuses a thread, the next piece asks again: at most one failing call
-// per piece.
+// Call under the lock. If the system refuses a thread, the next job asks again, so there is at most one
+// failing call per job.
 void DigestCrew::Shared::start_missing(const std::shared_ptr<Shared>& shared) {
   try {
     while (!shared->ending && shared->threads.size() < shared->most) {
@@ -88,11 +88,11 @@ void DigestCrew::Shared::start_missing(const std::shared_ptr<Shared>& shared) {
       pthread_setname_np(shared->threads.back().native_handle(), "flexkv-digest");
     }
   } catch (const std::exception&) {
-    // The threads that run do the work, or the caller alone.
+    // The threads that did start help, or the caller works alone.
   }
 }
 
-// False: the caller has to work alone, and nothing was done.
+// Returns false if the caller has to work alone; then nothing was done.
 bool DigestCrew::Shared::run(const std::shared_ptr<Shared>& shared, DigestWork work, const AttachedView& view,
                              std::span<const int32_t> slots, int32_t lo, int32_t hi,
                              std::span<MoveResult> results) {

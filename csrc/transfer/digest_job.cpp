@@ -92,8 +92,8 @@ void DigestJob::finish(std::span<MoveResult> results) const {
   }
 }
 
-// Puts the parts of long runs together, in the order of the runs, so that the result names the first bad run
-// whichever thread found one first.
+// Combines the parts of long runs, in the order of the runs, so that the result names the first bad run no
+// matter which thread found one first.
 MoveResult DigestJob::finish_page(int32_t slot, const uint64_t* found) const {
   for (size_t i = 0; i < portions_.size();) {
     const size_t first = portions_[i].first;

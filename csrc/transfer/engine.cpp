@@ -14,7 +14,7 @@
 namespace flexkv {
 namespace {
 
-// Unit: seconds. How long a destructor waits for items under way; one of 8 MiB takes about a millisecond.
+// Unit: seconds. How long a destructor waits for items under way; an item of 8 MiB takes about a millisecond.
 constexpr double kDestructorWaitS = 2.0;
 // Unit: threads. More would only contend for memory bandwidth.
 constexpr int32_t kMostCopyThreads = 64;
@@ -32,7 +32,7 @@ EngineOptions checked(const EngineOptions& options) {
   return options;
 }
 
-// Throws ContractError, and claims none, if one of them serves an engine already.
+// Throws ContractError, and claims none, if one of the lanes already serves an engine.
 void claim_all(const std::vector<std::shared_ptr<Lane>>& lanes) {
   for (size_t i = 0; i < lanes.size(); ++i) {
     if (lanes[i]->claim()) continue;
@@ -42,7 +42,7 @@ void claim_all(const std::vector<std::shared_ptr<Lane>>& lanes) {
   }
 }
 
-// Throws ContractError unless a stream is given exactly if the lane has streams.
+// Throws ContractError if a stream is missing for a lane with streams, or given to a lane without.
 void check_stream(const std::string& who, const Lane& lane, const std::optional<StreamId>& stream) {
   if (lane.needs_stream() == stream.has_value()) return;
   throw ContractError(who + ": lane " + lane.name() +
@@ -72,7 +72,8 @@ TransferEngine::TransferEngine(std::shared_ptr<PageMover> mover, const EngineOpt
 
 TransferEngine::~TransferEngine() {
   if (forked()) {
-    // Joining threads that this process does not have, or destroying what they slept on, would wait for ever.
+    // Leaks these objects: joining threads that this process does not have, or destroying what they sleep on,
+    // would wait forever.
     new std::shared_ptr<Scheduler>(scheduler_);
     new std::vector<std::shared_ptr<Lane>>(lanes_);
     new std::thread(std::move(watchdog_));
@@ -81,7 +82,7 @@ TransferEngine::~TransferEngine() {
   }
   if (close(kDestructorWaitS)) return;
   for (const auto& lane : lanes_) lane->abandon();
-  if (watchdog_.joinable()) watchdog_.join();  // these never wait for a lane
+  if (watchdog_.joinable()) watchdog_.join();  // these threads never wait for a lane
   if (slot_watch_.joinable()) slot_watch_.join();
 }
 
@@ -229,7 +230,7 @@ void TransferEngine::start_lanes(const GraphSpec& graph) {
 
 bool TransferEngine::forked() const { return getpid() != home_; }
 
-// In a forked child, threads that it does not have may hold the locks for ever.
+// In a forked child, threads that do not exist there may hold the locks forever.
 void TransferEngine::require_home(const char* what) const {
   if (forked())
     throw ClosedError(std::string(what) + ": the engine stayed in process " + std::to_string(home_));
@@ -249,7 +250,8 @@ void TransferEngine::make_fence(GraphSpec& graph, std::optional<StreamId> stream
     Lane* lane = lane_of(graph.ops[i].kind);
     if (lane == nullptr || !has_device_side(graph.ops[i].kind)) continue;
     check_stream(name_of(graph.ops[i], i), *lane, stream);
-    // The work that writes a gated graph's layers is not even enqueued: open_layers() brings the fences.
+    // A gated graph's fences come from open_layers(), because the work that writes its layers is not even
+    // enqueued yet.
     if (stream && graph.fence == nullptr && !graph.gated) graph.fence = lane->record(*stream);
   }
 }

@@ -1,4 +1,4 @@
-// The data plane: takes transfer graphs, checks them, has its lanes move the pages, and reports how each op
+// The data plane: takes transfer graphs, checks them, lets its lanes move the pages, and reports how each op
 // ended.
 #pragma once
 #include <sys/types.h>
@@ -21,7 +21,7 @@
 namespace flexkv {
 
 struct EngineOptions {
-  int32_t queue_ops = 1024;  // queue entries for each (kind, priority); held until an op's result is polled
+  int32_t queue_ops = 1024;  // entries per (kind, priority); an op holds one until its result is polled
   int32_t copy_threads = 1;  // shared by both directions of host copies
   double op_stuck_s = 30.0;  // a work item that makes no progress for longer takes its lane down; <= 0: never
 };
@@ -36,67 +36,67 @@ class TransferEngine {
   // engine.
   TransferEngine(std::shared_ptr<PageMover> mover, const EngineOptions& options,
                  std::vector<std::shared_ptr<Lane>> lanes = {});
-  // Closes. Threads whose bytes still move after that go on alone, and the memory that they use stays.
+  // Closes. Threads whose bytes still move after that run on, and keep the memory that they use.
   ~TransferEngine();
   TransferEngine(const TransferEngine&) = delete;
   TransferEngine& operator=(const TransferEngine&) = delete;
 
-  // From now on `view` moves the stripe of `group`, which lies at `stripe_offset` in the slots of `pool`; its
-  // run digests lie at `digest_offset`. Throws GeometryError when one of them does not fit, or when the view
-  // shares bytes with another group's view other than block by block (block i of one with block i of the
-  // other, as hybrid models alias them), ContractError when the group has a view already, ClosedError for a
-  // closed pool.
+  // Attaches `view` to `group`: ops then move the stripe at `stripe_offset` in the slots of `pool`, whose run
+  // digests lie at `digest_offset`. Throws GeometryError if one of them does not fit, or if the view shares
+  // bytes with another group's view other than block i with block i (as hybrid models alias them),
+  // ContractError if the group already has a view, ClosedError for a closed pool.
   void attach_view(int32_t group, std::shared_ptr<const KvView> view, std::shared_ptr<HostPool> pool,
                    int64_t stripe_offset, int64_t digest_offset = kNoDigests);
-  // Ops in flight keep using the view. Returns its number among those detached, for released_views(). Throws
-  // ContractError for an unknown group.
+  // Ops in flight keep using the view. Returns a number for the detached view, which released_views() will
+  // report. Throws ContractError for an unknown group.
   int64_t detach_view(int32_t group);
-  // Numbers of detached views that no op uses any more: their memory may be freed. Returns each number once.
+  // Returns the numbers of detached views that no op uses any more, so that their memory may be freed.
+  // Returns each number once.
   std::vector<int64_t> released_views();
 
-  // Queues all of the graph and returns its ticket, or queues none of it and returns nothing when a queue is
-  // full (BUSY). Never blocks. Throws before anything is queued: BlockRangeError (block or slot),
+  // Queues the whole graph and returns its ticket or, if a queue is full (BUSY), queues none of it and
+  // returns nothing. Never blocks. Throws before anything is queued: BlockRangeError (block or slot),
   // ContractError (group, kind, edges, lengths, a target that is named twice in one op), ClosedError.
   // `stream` is the engine's, for lanes that need one (ContractError if it is missing, or given to a lane
-  // without streams). Copies start after the work that it has been given so far; those of a gated graph after
-  // the work that it had been given when open_layers() named the layer.
+  // without streams). Copies start after the work enqueued on it so far; those of a gated graph start after
+  // the work enqueued on it when open_layers() named the layer.
   std::optional<int64_t> submit(GraphSpec graph, std::optional<StreamId> stream = std::nullopt);
   std::vector<OpResult> poll(size_t max_results);
   int event_fd() const { return scheduler_->event_fd(); }
   bool wait(int64_t ticket, double deadline_s);
   LayerWait wait_layer(int64_t ticket, int32_t layer, double deadline_s);
-  // Returns when the layer's copies are enqueued, not when they have ended, and makes `stream` wait for them;
-  // if pages failed, it names them and adds no wait. Throws ContractError for a lane without streams, and for
-  // a stream that is captured into a graph.
+  // Makes `stream` wait for the layer's copies, and returns when these are enqueued, not when they have
+  // ended. If pages failed, it names them and adds no wait. Throws ContractError for a lane without streams,
+  // and for a stream that is captured into a graph.
   LayerWait wait_layer_on(int64_t ticket, int32_t layer, double deadline_s, StreamId stream);
   struct Ordered {
     bool in_time = false;
-    // Asking again does not help before the engine's stream has made progress. Always false with a deadline
-    // of 0; may be true even if in time.
+    // Whether calling again is pointless until the engine's stream has made progress. Always false with a
+    // deadline of 0; may be true even if in time.
     bool behind_forward = false;
     explicit operator bool() const { return in_time; }
   };
-  // Makes the work that `stream` is given from now on start after the graph's stores have read the engine's
+  // Makes work that is enqueued on `stream` from now on start after the graph's stores have read the engine's
   // blocks. Returns when those reads are enqueued, not when they have ended; without a stream (for a lane
-  // that has none), when they have ended. Not in time: the deadline passed, and no wait was added. That
-  // answer comes at once where a store to disk, which must end, waits behind a forward pass that still runs.
-  // Throws ContractError for a ticket that was never given and for a stream that is captured into a graph,
-  // and as submit does for the stream.
+  // that has none), returns when they have ended. Not in time: the deadline passed, and no wait was added. It
+  // returns this at once if a store to disk, which cannot be enqueued, waits behind a forward pass that still
+  // runs. Throws ContractError for a ticket that was never returned and for a stream that is being captured
+  // into a graph, and as submit does for the stream.
   Ordered order_after(int64_t ticket, double deadline_s, std::optional<StreamId> stream = std::nullopt);
-  // A point after all work that `stream` has been given so far, for the fence of a graph that is submitted
+  // Records a point after all work enqueued on `stream` so far, for the fence of a graph that is submitted
   // later. Throws ContractError for an engine whose lanes have no streams.
   std::shared_ptr<StreamEvent> record(StreamId stream);
-  // Allows layers [0, layers) of these gated graphs to be copied, after the work that `stream` (for lanes
-  // that need one) has been given so far, which writes them. Idempotent. Throws ContractError for a ticket
-  // that was never given, BlockRangeError for more layers than a graph has, and as submit does for the
-  // stream.
+  // Lets these gated graphs copy layers [0, layers), after the work enqueued so far on `stream` (for lanes
+  // that need one), which writes them. Idempotent. Throws ContractError for a ticket that was never returned,
+  // BlockRangeError for more layers than a graph has, and as submit does for the stream.
   void open_layers(const std::vector<int64_t>& tickets, int32_t layers,
                    std::optional<StreamId> stream = std::nullopt);
   int64_t cancel(int64_t ticket);
   std::vector<LaneState> lanes() const;
 
-  // Cancels queued pages and waits for those that move. True: nothing moves, and the threads have ended.
-  // False: something still moves, and its memory must stay; call again. Results can be polled afterwards.
+  // Cancels queued pages and waits for those that are moving. True: nothing moves any more, and the threads
+  // have ended. False: some bytes still move, and their memory must stay; call again. Results can be polled
+  // afterwards.
   bool close(double deadline_s);
 
  private:

@@ -20,8 +20,8 @@ void check_range(const std::vector<int32_t>& ids, int64_t low, int64_t high, con
                         ": allowed are [" + std::to_string(low) + ", " + std::to_string(high) + ")" + note);
 }
 
-// The ids that the pages of an op overwrite, each of which may therefore be named only once: two copies into
-// the same bytes could run on two threads. Null for a number that is no kind.
+// Returns the ids that the pages of an op overwrite. Each may be named only once, because two copies into the
+// same bytes could run on two threads. Null for a number that is not a kind.
 std::pair<const std::vector<int32_t>*, const char*> targets(const OpSpec& op) {
   if (op.kind == OpKind::kH2D || op.kind == OpKind::kGdsRead) return {&op.blocks, "block"};
   if (op.kind == OpKind::kD2H || op.kind == OpKind::kDiskRead) return {&op.slots, "slot"};
@@ -31,7 +31,7 @@ std::pair<const std::vector<int32_t>*, const char*> targets(const OpSpec& op) {
   return {nullptr, ""};
 }
 
-// Throws ContractError if an id, none of them negative, occurs twice.
+// Throws ContractError if an id occurs twice. Precondition: no id is negative.
 void check_distinct(const std::vector<int32_t>& ids, const char* what, const OpSpec& op, size_t position) {
   // Most ops name ascending ids and need no table.
   if (std::adjacent_find(ids.begin(), ids.end(), std::greater_equal<>()) == ids.end()) return;

@@ -1,4 +1,4 @@
-// What must hold for a graph before any of it is queued. Each check throws and changes nothing.
+// Checks a graph before any of it is queued. A check that fails throws and changes nothing.
 #pragma once
 #include <cstddef>
 #include <string>
@@ -9,13 +9,14 @@
 
 namespace flexkv {
 
-// How errors name an op: by its id and its place in the graph.
+// Names an op in an error, by its id and its position in the graph.
 std::string name_of(const OpSpec& op, size_t position);
 
-// Checks an op, and returns what one page of it is if it has no view. `view`: its group's, null if none is
-// attached or the kind has no device side. `lane`: the one for its kind, null if the engine has none; its
-// lanes serve `kinds`. Throws ContractError (kind, priority, group, lengths, a target that is named twice),
-// BlockRangeError (block or slot), ClosedError (the host pool), and what the lane's check() throws.
+// Checks an op, and returns the sizes of its pages if it has no view. `view`: its group's; null if none is
+// attached or the kind has no device side. `lane`: the one that serves its kind; null if the engine has none.
+// `kinds`: those that the engine's lanes serve. Throws ContractError (kind, priority, group, lengths, a
+// target that is named twice), BlockRangeError (block or slot), ClosedError (the host pool), and what the
+// lane's check() throws.
 PageSizes check_op(const OpSpec& op, size_t position, const AttachedView* view, const Lane* lane,
                    KindSet kinds);
 
@@ -23,7 +24,7 @@ PageSizes check_op(const OpSpec& op, size_t position, const AttachedView* view, 
 // with different numbers of pages.
 void check_edges(const GraphSpec& graph);
 
-// Throws ContractError for a gated graph with anything but layerwise D2H.
+// Throws ContractError if a gated graph has an op other than a layerwise D2H.
 void check_gate(const GraphSpec& graph);
 
 }  // namespace flexkv

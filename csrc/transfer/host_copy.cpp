@@ -9,18 +9,19 @@
 namespace flexkv {
 namespace {
 
-// Unit: bytes. Below this a run is too short to repay aligning and fencing; memcpy is as fast.
+// Unit: bytes. A shorter run does not repay aligning and fencing: memcpy is as fast.
 constexpr size_t kStreamMinBytes = 512;
 // Unit: bytes. Streaming stores fill whole cache lines only if they start on one.
 constexpr size_t kLineBytes = 64;
-// Unit: bytes. Copied from one run before turning to the other of a pair: one load of eight vector registers.
+// Unit: bytes. How much is copied from one run of a pair before turning to the other: one load of eight
+// vector registers.
 constexpr size_t kStepBytes = 256;
 // Unit: bytes. How far ahead of the copy to prefetch. Best of 256..4096 on a Zen 3 core with
 // benchmarks/gather.py's buffers; the gain is at the start of runs and of 4 KiB pages, where the hardware
 // prefetcher starts blind.
 constexpr size_t kPrefetchBytes = 512;
 
-// A run on its way. `next` is the run that will be read after it, or null.
+// A run that is being copied. `next` is the run that will be read after it, or null.
 struct Stream {
   std::byte* dst;
   const std::byte* src;
@@ -42,11 +43,11 @@ void align(Stream& s) {
   advance(s, head);
 }
 
-// Copies one step with streaming stores: no read of the destination's lines, no eviction of what the caches
-// hold.
+// Copies one step with streaming stores, which neither read the destination's lines nor evict lines from the
+// caches.
 __attribute__((target("avx2"), always_inline)) inline void step(Stream& s) {
   constexpr size_t kRegisters = kStepBytes / sizeof(__m256i);
-  // A prefetch may pass the end of a run: it never faults.
+  // A prefetch past the end of a run is harmless: it never faults.
   const std::byte* ahead = s.src + kPrefetchBytes;
   if (s.bytes <= kPrefetchBytes && s.next) ahead = s.next + (kPrefetchBytes - s.bytes);
   for (size_t at = 0; at < kStepBytes; at += kLineBytes) {
@@ -64,8 +65,8 @@ __attribute__((target("avx2"))) void finish(Stream& s) {
   std::memcpy(s.dst, s.src, s.bytes);
 }
 
-// Copies two runs in turns: two source streams hide twice the latency of one (4 KiB runs: 13 against 10 GB/s;
-// four streams are slower than one, as their stores no longer combine). Returns without a fence.
+// Copies two runs in alternation: two source streams hide twice the latency of one (4 KiB runs: 13 against 10
+// GB/s; four streams are slower than one, as their stores no longer combine). Returns without a fence.
 __attribute__((target("avx2"))) void stream_pair(Stream a, Stream b) {
   align(a);
   align(b);
@@ -77,7 +78,7 @@ __attribute__((target("avx2"))) void stream_pair(Stream a, Stream b) {
   finish(b);
 }
 
-// A run without a partner is split in two.
+// Splits a run that has no partner in two.
 void stream_alone(const Stream& s) {
   const size_t half = s.bytes / 2 / kLineBytes * kLineBytes;
   stream_pair({s.dst, s.src, half, nullptr}, {s.dst + half, s.src + half, s.bytes - half, s.next});

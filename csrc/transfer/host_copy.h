@@ -1,8 +1,7 @@
 // Copies between an engine pool that is plain memory (a host device) and stripes, at memory speed.
 //
-// Every function returns after its bytes are visible to other threads that synchronise with this one in the
-// usual way: the non-temporal stores are fenced. Block numbers are checked; the caller answers for the
-// memory.
+// When a function returns, its bytes are visible to threads that synchronise with this one as usual: it
+// fences its non-temporal stores. Block numbers are checked; the caller guarantees that the memory is valid.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -15,19 +14,19 @@ namespace flexkv {
 // Copies one contiguous run; the ranges must not overlap. No alignment is needed.
 void copy_run(void* dst, const void* src, size_t bytes);
 
-// Pool -> stripe. `dst_stripe` has view.stripe_bytes() bytes. Throws BlockRangeError.
+// Copies pool -> stripe. `dst_stripe` has view.stripe_bytes() bytes. Throws BlockRangeError.
 void gather(const KvView& view, int64_t block, std::byte* dst_stripe);
-// Stripe -> pool. Throws BlockRangeError.
+// Copies stripe -> pool. Throws BlockRangeError.
 void scatter(const KvView& view, int64_t block, const std::byte* src_stripe);
 
-// The same for some segments of a view, as view.segments_of_layers(lo, hi) gives them (keep them: making them
-// allocates). Page offsets are still those of the whole stripe. Throws BlockRangeError for the block.
+// The same for some segments of a view, such as view.segments_of_layers(lo, hi) (which allocates, so keep its
+// result). Page offsets are still those of the whole stripe. Throws BlockRangeError.
 void gather_layers(const KvView& view, std::span<const Segment> segments, int64_t block,
                    std::byte* dst_stripe);
 void scatter_layers(const KvView& view, std::span<const Segment> segments, int64_t block,
                     const std::byte* src_stripe);
 
-// The same for segments that need not be a view's. Nothing is checked.
+// The same for any segments. Checks nothing.
 void gather_segments(std::span<const Segment> segments, int64_t block, std::byte* dst);
 void scatter_segments(std::span<const Segment> segments, int64_t block, const std::byte* src);
 

@@ -33,7 +33,8 @@ void run(const std::shared_ptr<WorkSource>& source, const std::shared_ptr<PageMo
 }  // namespace
 
 void HostLane::start(std::shared_ptr<WorkSource> source, int32_t lane) {
-  while (running_.size() < static_cast<size_t>(threads_)) {  // also after a start that ran out of threads
+  while (running_.size() <
+         static_cast<size_t>(threads_)) {  // also continues where an earlier start ran out of threads
     running_.emplace_back([source, mover = mover_, lane] { run(source, mover, lane); });
     pthread_setname_np(running_.back().native_handle(), "flexkv-copy");
   }

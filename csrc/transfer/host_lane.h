@@ -10,8 +10,8 @@ namespace flexkv {
 
 class HostLane : public Lane {
  public:
-  // Both directions share `threads`, loads first: with few cores a second thread would only take a core from
-  // the engine.
+  // Both directions share `threads`, and loads go first: on few cores, threads per direction would only take
+  // cores from the engine.
   HostLane(std::shared_ptr<PageMover> mover, int32_t threads) : mover_(std::move(mover)), threads_(threads) {}
   ~HostLane() override { abandon(); }
 

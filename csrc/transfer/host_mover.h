@@ -4,9 +4,8 @@
 
 namespace flexkv {
 
-// Where the view keeps digests, D2H writes one for each run that it stores, made from the engine's own bytes,
-// and H2D checks them before the first byte reaches the engine: a page that changed in between fails with
-// "digest mismatch".
+// If the view has digests, D2H computes one for each run from the engine's own bytes, and H2D checks them
+// before the first byte reaches the engine: a page that changed in between fails with "digest mismatch".
 class HostMover : public PageMover {
  public:
   MoveResult move(const PageMove& page, int32_t layer_lo, int32_t layer_hi) override;

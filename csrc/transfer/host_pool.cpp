@@ -31,7 +31,7 @@ void require_memory(const PoolOptions& options, int64_t bytes, const std::string
                       " that are kept free");
 }
 
-// Unit: bytes. What the memfd has before its first slot: the header and the arrivals of the slots.
+// Unit: bytes. The part of the memfd before the first slot: the header and the slots' arrivals.
 int64_t head_bytes(const PoolGeometry& geometry) {
   return kIoAlignBytes + SlotArrivals::bytes_for(geometry.slots);
 }
@@ -95,12 +95,13 @@ std::shared_ptr<HostPool> HostPool::attach(const PoolAddress& address) {
       if (auto pool = found->second.lock(); pool && !pool->closed()) return pool;
     }
   }
-  // Opened before the token is compared, so that it watches the pool's creator and no later process of that
-  // number.
+  // Opened before the token is compared, so that it watches the pool's creator and not a later process with
+  // the same pid.
   ProcessWatch creator(address.pid);
   const std::string path = "/proc/" + std::to_string(address.pid) + "/fd/" + std::to_string(address.fd);
   const std::string what = "shared pool at " + path;
-  // Look before opening: opening a recycled number could block on a FIFO or wake a device.
+  // Checks what the fd is before opening it: opening a recycled fd number could block on a FIFO or wake a
+  // device.
   char target[64] = {};
   if (readlink(path.c_str(), target, sizeof(target) - 1) < 0) {
     throw ClosedError(what + ": " + std::strerror(errno));
@@ -172,7 +173,7 @@ HostPool::HostPool(const PoolGeometry& geometry, PoolMapping mapping, bool attac
 HostPool::~HostPool() {
   close();
   if (forked()) {
-    // This process does not have the threads, so they cannot be joined.
+    // These threads do not exist in this process, so they cannot be joined.
     new std::thread(std::move(bring_up_thread_));
     new std::thread(std::move(pin_thread_));
     return;

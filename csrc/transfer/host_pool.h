@@ -1,5 +1,5 @@
-// Host memory for slot images, in extents that are mapped in the background. Private, or shared with the
-// worker processes of the unit.
+// Host memory for slot images, in extents that a thread brings up in the background. It is private, or shared
+// with the unit's worker processes.
 #pragma once
 #include <sys/types.h>
 
@@ -25,27 +25,27 @@
 
 namespace flexkv {
 
-// Unit: bytes. What a pool leaves of the available memory, at creation and all through bring-up: the engine
-// that starts meanwhile (page tables, CUDA contexts, file cache) must not meet the OOM killer because of a
-// cache.
+// Unit: bytes. How much of the available memory a pool leaves free, at creation and throughout bring-up: a
+// cache must not make the OOM killer end the engine that starts meanwhile (page tables, CUDA contexts, file
+// cache).
 inline constexpr int64_t kHeadroomBytes = int64_t{256} << 20;
 
 struct PoolOptions {
   bool shared = false;
   bool huge_pages = true;
-  int32_t numa_node = kAnyNode;                                // preferred, not bound: see numa_node.h
-  std::function<MemoryLimit()> memory = machine_memory_limit;  // asked before memory is taken
+  int32_t numa_node = kAnyNode;                                // preferred, not binding: see numa_node.h
+  std::function<MemoryLimit()> memory = machine_memory_limit;  // called before memory is taken
 };
 
 struct ExtentReport {
   int64_t index = 0;
   int64_t bytes = 0;
-  std::string pages_kind;  // "huge", "mixed", "4k" or "hugetlb"; "pending" until it is up; "attached": the
-                           // creator knows
+  std::string pages_kind;  // "huge", "mixed", "4k" or "hugetlb"; "pending" until it is up; "attached": only
+                           // the creator knows
   int64_t huge_bytes = 0;
   double bring_up_s = 0;
-  bool registered = false;       // all of it
-  int32_t numa_node = kAnyNode;  // of its first page
+  bool registered = false;       // whether all of it is
+  int32_t numa_node = kAnyNode;  // its first page's
 };
 
 // Everything another process needs to map a shared pool.
@@ -59,12 +59,12 @@ struct PoolAddress {
 
 class HostPool {
  public:
-  // Throws GeometryError, ConfigError for an impossible node, or CapacityError when the pool and
-  // kHeadroomBytes would not fit the memory that is available now.
+  // Throws GeometryError, ConfigError for an impossible node, or CapacityError if the pool and kHeadroomBytes
+  // do not fit into the memory that is available now.
   static std::shared_ptr<HostPool> create(const PoolGeometry& geometry, const PoolOptions& options);
-  // The pool itself in the process that made it; else a mapping of it. Throws ClosedError when it is gone or
-  // the numbers now name something else, GeometryError when its header disagrees, CapacityError when it
-  // cannot be mapped.
+  // Returns the pool itself in the process that made it, else a mapping of it. Throws ClosedError if the pool
+  // is gone or the address now names something else, GeometryError if its header disagrees, CapacityError if
+  // it cannot be mapped.
   static std::shared_ptr<HostPool> attach(const PoolAddress& address);
   ~HostPool();
   HostPool(const HostPool&) = delete;
@@ -78,48 +78,49 @@ class HostPool {
 
   // Slots [0, ready_slots()) have their memory.
   int64_t ready_slots() const;
-  // Whether `slots` slots came up within the deadline; false at once when bring-up ended short of that.
+  // Waits until `slots` slots are up, and returns whether they came up within the deadline. Returns false at
+  // once if bring-up has ended with fewer.
   bool wait_ready(int64_t slots, double deadline_s) const;
-  // Why no more slots will come up: bring-up ended short, or the process that ran it is gone. Empty while
-  // more may come up, or when all have.
+  // Why no more slots will come up: bring-up ended early, or the process that ran it is gone. Empty while
+  // more may come up, and once all are up.
   std::string stopped_reason() const;
-  // Whether bring-up is over, for better or worse.
+  // Whether bring-up has ended, complete or not.
   bool settled() const;
-  // Whether the process that made an attached pool has ended or closed it. The memory stays.
+  // Whether the process that made an attached pool has ended or closed it. The memory stays valid.
   bool creator_gone() const;
 
   // Registers the memory through `registrar`, in the background, in pieces of at most kPinPieceBytes (or of
-  // one slot) as their slots come up. Only processes whose devices copy need it. It works once per pool;
-  // later calls change nothing.
+  // one slot) as their slots come up. Only a process whose device copies needs this. Only the first call per
+  // pool has an effect.
   void pin(std::shared_ptr<Registrar> registrar, const PinRetries& retries = {});
-  // The registration of slots [0, pinned_slots()) was tried; 0 without pin().
+  // Registration has been tried for slots [0, pinned_slots()); 0 before pin().
   int64_t pinned_slots() const { return pinned_slots_.load(std::memory_order_acquire); }
   // Whether the device knows this slot's memory. Only then may a kernel touch it.
   bool registered(int64_t slot) const { return piece_registered(pieces_.piece_of(slot)); }
-  // Which slots are registered together: no copy may have bytes of two such pieces.
+  // Which slots are registered together, as one piece. No copy may span two pieces.
   const PinPieces& pieces() const { return pieces_; }
-  // The first slots that could not be registered with the device in any try, and why: only the copy engine
-  // can use them. Empty while there are none.
+  // Names the first slots that could not be registered with the device in any try, and why: only the copy
+  // engine can use them. Empty if there are none.
   std::string registration_error() const;
 
   // Throws BlockRangeError unless 0 <= slot < ready_slots(), ClosedError when closed or in a forked child.
   std::byte* slot(int64_t slot) const;
-  // The same unchecked, for movers: the engine checked the number at submit.
+  // The same without checks, for movers: the engine checked the slot at submit.
   std::byte* slot_address(int64_t slot) const {
     const int64_t extent = table_.extent_of(slot);
     return slots_base_ + table_.offset_of(extent) +
            (slot - extent * table_.slots_per_extent) * table_.geometry.slot_bytes;
   }
 
-  // What reads have brought to the slots; shared by all processes that map the pool.
+  // What reads have filled the slots with; shared by all processes that map the pool.
   SlotArrivals slot_arrivals() const { return SlotArrivals(arrivals_); }
 
   std::vector<ExtentReport> report() const;
   // Throws ContractError for a private pool, which no other process can map.
   PoolAddress address() const;
 
-  // Ends bring-up and refuses new use. The memory is freed with the last holder of the pool. In a forked
-  // child only the child's own pool object is closed: what it shares with its parent stays as it is.
+  // Ends bring-up and refuses new use. The memory is freed with the last reference to the pool. In a forked
+  // child this closes only the child's own pool object, and leaves what it shares with its parent unchanged.
   void close();
 
  private:
@@ -143,7 +144,7 @@ class HostPool {
   }
 
   bool forked() const;
-  // Throws ClosedError in a forked child, where the locks may stay held for ever.
+  // Throws ClosedError in a forked child, where locks may stay held forever.
   void require_home(const char* what) const;
   std::byte* extent_base(int64_t index) const { return slots_base_ + table_.offset_of(index); }
 

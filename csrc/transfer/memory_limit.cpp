@@ -10,7 +10,7 @@
 namespace flexkv {
 namespace {
 
-// "Name:   123 kB" or "name 123": the number after `name`, as it stands.
+// Returns the number after `name`, unconverted, in a line such as "Name: 123 kB" or "name 123".
 std::optional<int64_t> field(const std::string& path, const std::string& name) {
   std::ifstream file(path);
   std::string line;
@@ -42,7 +42,7 @@ bool names(const std::string& list, const std::string& wanted) {
   return false;
 }
 
-// Lowers `limit` by what each group from `path` up to the root of its hierarchy has left.
+// Lowers `limit` to the least that any group from `path` up to the root of its hierarchy has left.
 void apply_groups(MemoryLimit& limit, const std::string& hierarchy, std::string path, const char* max_name,
                   const char* usage_name, const char* reclaimable_name) {
   for (;;) {
@@ -76,7 +76,7 @@ MemoryLimit available_memory(const std::string& proc_root, const std::string& cg
     const std::string path = line.substr(second + 1);
     if (controllers.empty()) {
       apply_groups(limit, cgroup_root, path, "memory.max", "memory.current", "inactive_file");
-      // Above this limit the kernel slows every allocation of the group down to a crawl.
+      // Above memory.high, the kernel slows every allocation of the group down to a crawl.
       apply_groups(limit, cgroup_root, path, "memory.high", "memory.current", "inactive_file");
     } else if (names(controllers, "memory")) {
       apply_groups(limit, cgroup_root + "/memory", path, "memory.limit_in_bytes", "memory.usage_in_bytes",

@@ -1,5 +1,5 @@
-// How much memory this process may still take, to be asked before it takes any: the OOM killer ends a process
-// with an overcommitted pool, and the engine with it.
+// How much memory this process may still take. To be asked before taking memory: the OOM killer would end a
+// process that overcommits, and the engine with it.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -11,17 +11,17 @@ struct MemoryLimit {
   std::string source;  // which limit binds, for the error message: "MemAvailable" or the control group's file
 };
 
-// The least of MemAvailable and what every control group above this process (v1 or v2) has left, counting its
-// inactive page cache as free. The roots are parameters so that tests can lay out their own.
-// Throws ContractError when `proc_root`/meminfo cannot be read.
+// Returns the minimum of MemAvailable and what each control group above this process (v1 or v2) has left,
+// counting its inactive page cache as free. The roots are parameters for tests. Throws ContractError when
+// `proc_root`/meminfo cannot be read.
 MemoryLimit available_memory(const std::string& proc_root = "/proc",
                              const std::string& cgroup_root = "/sys/fs/cgroup");
 
 // available_memory() of this machine.
 MemoryLimit machine_memory_limit();
 
-// Free pages of the default huge page size (HugePages_Free less HugePages_Rsvd) in bytes; 0 when it is not 2
-// MiB.
+// The free pages of the default huge page size (HugePages_Free less HugePages_Rsvd), in bytes; 0 if that size
+// is not 2 MiB.
 int64_t free_hugetlb_bytes(const std::string& proc_root = "/proc");
 
 }  // namespace flexkv

@@ -1,4 +1,4 @@
-// The graphs that callers submit and the results that they poll: native twins of flexkv/transfer/graph.py,
+// The graphs that callers submit and the results that they poll. flexkv/transfer/graph.py has the same types,
 // with the same numbers.
 #pragma once
 #include <cstddef>
@@ -26,7 +26,7 @@ const char* to_string(OpKind kind);
 
 // A set of kinds, one bit each.
 using KindSet = uint32_t;
-// The empty set for a number that is no kind.
+// Returns the empty set for a number that is not a kind.
 constexpr KindSet kind_bit(OpKind kind) {
   const auto bit = static_cast<uint32_t>(kind);
   return bit < kOpKinds ? KindSet{1} << bit : 0;
@@ -48,15 +48,15 @@ constexpr bool has_places(OpKind kind) {
   return (disk & kind_bit(kind)) != 0;
 }
 
-// Whether ops of this kind read or write slots of the host pool. An op of another kind has as many pages as
-// places.
+// Whether ops of this kind read or write slots of the host pool. An op of any other kind has one page per
+// place.
 constexpr bool has_host_side(OpKind kind) {
   constexpr KindSet none =
       kind_bit(OpKind::kGdsRead) | kind_bit(OpKind::kGdsWrite) | kind_bit(OpKind::kDiskSeal);
   return (none & kind_bit(kind)) == 0;
 }
 
-// Unit: bytes. The size of a page's tag, which says what its place holds or is to hold. Opaque to the
+// Unit: bytes. The size of a page's tag, which says which page its place holds or will hold. Opaque to the
 // scheduler.
 inline constexpr size_t kTagBytes = 40;
 
@@ -80,9 +80,9 @@ struct OpSpec {
   std::vector<int32_t> places = {};    // one per page if has_places(kind), else none
   std::vector<uint8_t> tags = {};      // kTagBytes for each place
   std::vector<uint64_t> digests = {};  // kDiskSeal: for every run of all ranks, page by page
-  // kH2D: for each page the number of the kDiskRead that brings it to its slot, perhaps on another transfer
-  // engine, or kNoRead for a page that is there already. Empty: all are there. A layerwise op moves a layer
-  // of a page once that layer is verified.
+  // kH2D: for each page the number of the kDiskRead that fills its slot, perhaps on another transfer engine,
+  // or kNoRead if the slot is filled already. Empty: all slots are filled. A layerwise op moves a layer of a
+  // page once that layer is verified.
   std::vector<int64_t> reads = {};
   size_t pages() const { return has_host_side(kind) ? slots.size() : places.size(); }
 };
@@ -96,10 +96,11 @@ struct EdgeSpec {
 struct GraphSpec {
   std::vector<OpSpec> ops;
   std::vector<EdgeSpec> edges;
-  // A point after the work that the engine's stream had been given at submit: a device lane starts after it.
+  // A point after the work that had been enqueued on the engine's stream at submit: a device lane starts
+  // after it.
   std::shared_ptr<StreamEvent> fence = nullptr;
-  // Stores whose layers the engine has yet to write: no byte of a layer is read before open_layers() names
-  // it.
+  // For stores of layers that the engine has yet to write: no byte of a layer is read before open_layers()
+  // names it.
   bool gated = false;
 };
 

@@ -1,4 +1,4 @@
-// The pieces in which a host pool is registered with a device. Arithmetic only.
+// Computes the pieces in which a host pool is registered with a device.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -8,11 +8,12 @@
 namespace flexkv {
 
 // Unit: bytes. Registration holds locks of the driver that the engine's calls need, for about 0.1 s per GiB:
-// a whole extent at once stalls the engine (vllm-project/vllm#51081), a piece for 12 ms only.
+// registering a whole extent at once stalls the engine (vllm-project/vllm#51081), a piece stalls it for only
+// 12 ms.
 inline constexpr int64_t kPinPieceBytes = int64_t{128} << 20;
 
-// A piece is some consecutive slots of one extent, so that no slot lies in two pieces: a copy across the end
-// of a piece fails (LMCache/LMCache#2413).
+// A piece is a number of consecutive slots of one extent, so that no slot lies in two pieces: a copy across
+// the end of a piece fails (LMCache/LMCache#2413).
 struct PinPieces {
   explicit PinPieces(const ExtentTable& extents)
       : table(extents),

@@ -1,4 +1,4 @@
-// How a host pool gets its memory: the work of its first thread.
+// The work of a host pool's first thread, which gives the pool its memory.
 #include <sys/resource.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -13,13 +13,13 @@
 namespace flexkv {
 namespace {
 
-// Unit: nice levels. Touching memory competes with the engine's own start; it may take its time.
+// Unit: nice levels. Touching memory competes with the engine's start, and is not urgent.
 constexpr int kBringUpNice = 10;
 // Unit: bytes. Populating holds the process's mmap lock, which every page fault of the engine needs, so the
 // steps are small.
 constexpr int64_t kPopulateStepBytes = kHugePageBytes;
-// Unit: bytes. How much is touched between two checks of the memory left: 20 us of reading /proc for 10-300
-// ms of touching, and far less than kHeadroomBytes.
+// Unit: bytes. How much is touched between two checks of the available memory: a check takes 20 us of reading
+// /proc, the touching 10-300 ms, and the amount is far less than kHeadroomBytes.
 constexpr int64_t kMemoryLookBytes = int64_t{64} << 20;
 
 }  // namespace
@@ -76,8 +76,8 @@ void HostPool::bring_up_extent(int64_t index, int64_t& huge_so_far) {
     const int64_t step = std::min(kPopulateStepBytes, bytes - done);
     mapping_.populate(offset + done, step);
     if (huge_pages_ && mapping_.source() == PageSource::kMemfd && step == kHugePageBytes) {
-      // A kernel that cannot do it (EINVAL) will not learn to; one out of whole huge pages may find some
-      // later.
+      // EINVAL: this kernel cannot do it at all. Any other error may be temporary, such as a lack of free
+      // huge pages.
       if (mapping_.collapse(offset + done) == EINVAL) huge_pages_ = false;
     }
     done += step;

@@ -23,7 +23,7 @@ struct PoolGeometry {
   int64_t alignment() const;
 };
 
-// The extents of a geometry that was checked. Sizes in bytes.
+// The extents of a geometry that check() accepts. Sizes are in bytes.
 struct ExtentTable {
   explicit ExtentTable(const PoolGeometry& geometry);
 
@@ -31,7 +31,7 @@ struct ExtentTable {
   int64_t stride;       // from one extent to the next
   int64_t count;        // of extents
   int64_t total_bytes;  // of all
-  int64_t unit;         // what sizes are rounded up to
+  int64_t unit;         // sizes are rounded up to multiples of this
   PoolGeometry geometry;
 
   int64_t slots_of(int64_t extent) const;

@@ -31,7 +31,7 @@ std::string errno_text(int error) { return std::strerror(error); }
 
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 
-// A sealed memfd of `bytes`, or -1 with errno.
+// Makes a sealed memfd of `bytes`. Returns -1, with errno set, on failure.
 int sealed_memfd(int64_t bytes, unsigned flags) {
   const int fd = memfd_create("flexkv-pool", MFD_CLOEXEC | MFD_ALLOW_SEALING | flags);
   if (fd < 0) return -1;
@@ -45,8 +45,9 @@ int sealed_memfd(int64_t bytes, unsigned flags) {
 }  // namespace
 
 PoolMapping PoolMapping::map(int64_t bytes, int fd, PageSource source) {
-  // Reserve with room to spare, place the mapping on a 2 MiB boundary inside, return the rest: mmap itself
-  // promises 4 KiB only, and a huge page needs memory and file offset aligned alike.
+  // Reserves more than needed, places the mapping on a 2 MiB boundary inside, and unmaps the rest: mmap
+  // itself guarantees only 4 KiB, and for a huge page the address and the file offset must have the same
+  // alignment.
   const size_t reserved = static_cast<size_t>(bytes + kHugePageBytes);
   void* space = mmap(nullptr, reserved, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (space == MAP_FAILED) {
@@ -75,12 +76,13 @@ PoolMapping PoolMapping::map(int64_t bytes, int fd, PageSource source) {
 
 PoolMapping PoolMapping::anonymous(int64_t bytes, bool huge_pages) {
   PoolMapping mapping = map(bytes, -1, PageSource::kAnonymous);
-  // An old kernel or one built without huge pages refuses the advice; the outcome is read back later anyway.
+  // An old kernel, or one built without huge pages, refuses the advice. What was achieved is read back later
+  // anyway.
   if (madvise(mapping.base_, static_cast<size_t>(mapping.bytes_),
               huge_pages ? MADV_HUGEPAGE : MADV_NOHUGEPAGE) != 0)
     errno = 0;
-  // A forked child has no use for the pool; if it mapped it, fork() would copy what a device has pinned, and
-  // every later write here would copy a huge page first. Best effort.
+  // A forked child does not need the pool. If it mapped the pool, fork() would copy pages that a device has
+  // pinned, and every later write here would first copy a huge page. Best effort.
   madvise(mapping.base_, static_cast<size_t>(mapping.bytes_), MADV_DONTFORK);
   return mapping;
 }
@@ -92,7 +94,7 @@ PoolMapping PoolMapping::memfd(int64_t bytes, bool huge_pages) {
       try {
         return map(round_up(bytes, kHugePageBytes), fd, PageSource::kHugetlb);
       } catch (const CapacityError&) {
-        // Another process has taken the huge pages meanwhile: use shared memory instead.
+        // Another process has taken the huge pages meanwhile, so use shared memory instead.
       }
     }
   }
@@ -132,7 +134,7 @@ PoolMapping::~PoolMapping() {
 void PoolMapping::populate(int64_t offset, int64_t bytes) {
   if (madvise(base_ + offset, static_cast<size_t>(bytes), MADV_POPULATE_WRITE) == 0) return;
   int error = errno;
-  // Before Linux 5.14: a file needs its blocks first, or the write below could be SIGBUS.
+  // Before Linux 5.14, a file must be given its blocks first, or the write below could raise SIGBUS.
   if (error == EINVAL) {
     error = fd_ >= 0 && fallocate(fd_, 0, offset, bytes) != 0 ? errno : 0;
     if (error == 0) {
@@ -168,7 +170,7 @@ int64_t PoolMapping::huge_bytes() const {
     char name[32] = {};
     long kib = 0;
     if (std::sscanf(line.c_str(), "%lx-%lx ", &start, &end) == 2) {
-      if (start >= high) break;  // ascending: what follows lies above the pool
+      if (start >= high) break;  // the list ascends, so all further mappings lie above the pool
       ours = start < high && end > low;
     } else if (ours && std::sscanf(line.c_str(), "%31[^:]: %ld kB", name, &kib) == 2) {
       const std::string field(name);

@@ -20,11 +20,11 @@ class PoolMapping {
   // `bytes` of anonymous memory on a 2 MiB boundary, not mapped in forked children. Throws CapacityError.
   static PoolMapping anonymous(int64_t bytes, bool huge_pages);
   // A new memfd of `bytes`, sealed against resizing (so that no process can turn a mapping into SIGBUS). It
-  // takes reserved huge pages if `huge_pages` and all of it fits them, else shared memory. Throws
+  // uses reserved huge pages if `huge_pages` is set and enough of them are free, else shared memory. Throws
   // CapacityError.
   static PoolMapping memfd(int64_t bytes, bool huge_pages);
-  // Maps `fd`, which must be such a memfd of exactly `bytes`; takes over the fd, even when it throws. Throws
-  // ClosedError when it is another file, CapacityError when it cannot be mapped.
+  // Maps `fd`, which must be such a memfd of exactly `bytes`; takes ownership of the fd, even if it throws.
+  // Throws ClosedError when it is another file, CapacityError when it cannot be mapped.
   static PoolMapping of_fd(int fd, int64_t bytes, const std::string& what);
 
   PoolMapping(PoolMapping&& other) noexcept;
@@ -36,12 +36,13 @@ class PoolMapping {
   int fd() const { return fd_; }
   PageSource source() const { return source_; }
 
-  // Gives [offset, offset + bytes) its memory now. Throws CapacityError instead of leaving a SIGBUS for
-  // later.
+  // Allocates the memory of [offset, offset + bytes) now. If there is none, throws CapacityError instead of
+  // letting a later access raise SIGBUS.
   void populate(int64_t offset, int64_t bytes);
-  // Makes the touched 2 MiB at `offset` one huge page, if the kernel can. Returns 0 or an errno.
+  // Asks the kernel to turn the 2 MiB at `offset`, which have been touched, into one huge page. Returns 0 or
+  // an errno.
   int collapse(int64_t offset);
-  // Bytes of the mapping that this process maps by huge pages, as the kernel reports it.
+  // How many bytes of the mapping are on huge pages in this process, as the kernel reports it.
   int64_t huge_bytes() const;
 
  private:

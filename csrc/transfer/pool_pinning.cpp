@@ -1,4 +1,4 @@
-// How a host pool's memory is registered with a device: the work of its second thread.
+// The work of a host pool's second thread, which registers the pool's memory with a device.
 #include <pthread.h>
 
 #include <algorithm>
@@ -13,8 +13,8 @@ namespace {
 
 // Unit: seconds. How often a thread that waits for extents checks whether their creator still lives.
 constexpr double kFollowerWaitS = 0.25;
-// Unit: seconds. The thread rests after each piece for as long as that took, so that the engine's calls get
-// the driver's locks half of the time; a registration that hung is no reason to rest for longer than this.
+// Unit: seconds. After each piece the thread rests for as long as the registration took, so that the engine's
+// calls get the driver's locks half of the time. After a registration that hung, it rests for only this long.
 constexpr double kMostRestS = 0.1;
 
 }  // namespace
@@ -39,11 +39,11 @@ void HostPool::rest(double seconds) const {
   }
 }
 
-// Waits for slots [0, end). False if they will not come up, or the pool is closing.
+// Waits for slots [0, end). Returns false if they will not come up, or the pool is closing.
 bool HostPool::await_slots(int64_t end) const {
   for (;;) {
     const uint32_t seen = header_->generation.load(std::memory_order_acquire);
-    // Read first: bring-up may end, with these slots, between the two reads.
+    // Read before the slots are: bring-up may end, with these slots up, between the two reads.
     const bool over = settled();
     if (stopping_) return false;
     if (header_->ready_slots.load(std::memory_order_acquire) >= end) return true;
@@ -101,7 +101,7 @@ void HostPool::try_to_register_all(const PinRetries& retries) {
                         " tries): " + why;
 }
 
-// Empty, or why the device refused it.
+// Returns why the device refused the piece; empty on success.
 std::string HostPool::register_piece(int64_t piece) {
   std::string reason = registrar_->add(slot_address(pieces_.first_slot(piece)), pieces_.bytes_of(piece));
   registered_[static_cast<size_t>(piece)].store(reason.empty(), std::memory_order_release);
@@ -116,7 +116,7 @@ std::string HostPool::register_piece(int64_t piece) {
   return {};
 }
 
-// One piece after the other again, so that the driver's locks are held as briefly at the end.
+// Goes piece by piece, too, so that the driver's locks are held only briefly each time.
 void HostPool::unregister_all() {
   for (int64_t piece = 0; piece < pieces_.count; ++piece) {
     if (piece_registered(piece)) registrar_->remove(slot_address(pieces_.first_slot(piece)));

@@ -1,4 +1,4 @@
-// Knows when another process has ended, even if its number has been reused since.
+// Detects that another process has ended, even if its pid has been reused since.
 #pragma once
 #include <sys/types.h>
 
@@ -13,8 +13,8 @@ class ProcessWatch {
   ProcessWatch& operator=(ProcessWatch&& other) noexcept;
   ~ProcessWatch();
 
-  // Whether it has ended, reaped or not. Where the kernel has no pidfd (before Linux 5.3): whether no process
-  // has that number any more.
+  // Whether the process has ended, reaped or not. On kernels without pidfd (before Linux 5.3): whether no
+  // process has that pid any more.
   bool ended() const;
 
  private:

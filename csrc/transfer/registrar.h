@@ -9,14 +9,14 @@ namespace flexkv {
 class Registrar {
  public:
   virtual ~Registrar() = default;
-  // Empty on success, else why not: the piece then works without registration, only slower.
+  // Returns an error; empty on success. A piece without registration still works, but slower.
   virtual std::string add(void* base, int64_t bytes) = 0;
   virtual void remove(void* base) = 0;
 };
 
 // How often refused pieces are tried again, and the pause before the first retry, which doubles each time.
-// The default lasts a minute: causes that pass (locked memory of a process that ends, a driver that starts)
-// pass in that time.
+// The default retries for a minute: temporary causes (locked memory of a process that is ending, a driver
+// that is starting) are over by then.
 struct PinRetries {
   int32_t tries = 6;
   double first_pause_s = 1;

@@ -1,4 +1,4 @@
-// The callers' side of the scheduler: graphs in, results out, waits.
+// The callers' side of the scheduler: submitting graphs, polling results, waiting.
 #include "transfer/scheduler.h"
 
 #include <sys/eventfd.h>
@@ -105,8 +105,8 @@ std::optional<int64_t> Scheduler::submit(GraphSpec spec,
     }
     if (!coming.pages.empty()) coming_.push_back(std::move(coming));
   }
-  // An op that a load waits for is as urgent as the load. Edges point forward, so going backwards, each op's
-  // successors are settled before it.
+  // An op that a load waits for is as urgent as the load. Edges point forward, so a backward pass visits each
+  // op after its successors.
   for (auto op = graph.ops.rbegin(); op != graph.ops.rend(); ++op) {
     for (const auto& [after, kind] : (*op)->successors) {
       (*op)->effective_priority = std::min((*op)->effective_priority, after->effective_priority);
@@ -148,8 +148,8 @@ std::vector<OpResult> Scheduler::poll(size_t max_results) {
   }
   if (!taken.empty() && results_.empty()) {
     uint64_t count = 0;
-    // This fails only if someone else has read it, against the contract. It is 0 then, as it should be: no
-    // reason to lose `taken`.
+    // This fails only if somebody else has read the fd, against the contract. The counter is then 0, as it
+    // should be, so the failure is no reason to lose `taken`.
     [[maybe_unused]] const auto bytes = read(event_fd_, &count, sizeof(count));
   }
   return taken;
@@ -178,7 +178,7 @@ bool Scheduler::wait(int64_t ticket, double deadline_s) {
 }
 
 LayerWait Scheduler::wait_layer(int64_t ticket, int32_t layer, double deadline_s, bool issued) {
-  std::vector<std::shared_ptr<OpState>> loads;  // held: the graph may be forgotten while this waits
+  std::vector<std::shared_ptr<OpState>> loads;  // kept alive: the graph may be forgotten while this waits
   std::unique_lock lock(mutex_);
   require_given(ticket, "wait_layer");
   const auto found = graphs_.find(ticket);
@@ -192,7 +192,7 @@ LayerWait Scheduler::wait_layer(int64_t ticket, int32_t layer, double deadline_s
     }
   };
   find_loads(kind_bit(OpKind::kH2D) | kind_bit(OpKind::kGdsRead));
-  // A graph that ends in host memory: its layers are ready there.
+  // If the graph ends in host memory, a layer is ready when it has arrived there.
   if (loads.empty()) find_loads(kind_bit(OpKind::kDiskRead));
   int32_t layers = loads.empty() ? INT32_MAX : 0;
   for (const auto& op : loads) layers = std::max(layers, op->layers());
@@ -219,8 +219,8 @@ LayerWait Scheduler::wait_layer(int64_t ticket, int32_t layer, double deadline_s
   return answer;
 }
 
-// The op's own fence and those of the items that its lane has taken, which may have to end before the op
-// does. Fences of older ops that are still queued are left out.
+// Returns the op's own fence and those of the items that its lane has taken, which may have to end before the
+// op does. Leaves out fences of older ops that are still queued.
 std::vector<std::shared_ptr<StreamEvent>> Scheduler::fences_before(const OpState& op) const {
   std::vector<std::shared_ptr<StreamEvent>> fences;
   if (op.fence) fences.push_back(op.fence);
@@ -233,7 +233,7 @@ std::vector<std::shared_ptr<StreamEvent>> Scheduler::fences_before(const OpState
 }
 
 Scheduler::Enqueued Scheduler::enqueue_all(int64_t ticket, double deadline_s, bool on_streams) {
-  std::vector<std::shared_ptr<OpState>> stores;  // held: the graph may be forgotten while this waits
+  std::vector<std::shared_ptr<OpState>> stores;  // kept alive: the graph may be forgotten while this waits
   std::vector<std::shared_ptr<StreamEvent>> fences;
   std::unique_lock lock(mutex_);
   require_given(ticket, "order_after");
@@ -260,7 +260,7 @@ Scheduler::Enqueued Scheduler::enqueue_all(int64_t ticket, double deadline_s, bo
     lock.lock();
     if (answer.behind_forward) deadline_s = 0;
   }
-  // On a lane without streams nothing of an op is issued before it has ended.
+  // On a lane without streams, no page of an op counts as issued before the op has ended.
   answer.in_time = progress_.wait_until(lock, deadline_in(deadline_s), [&] {
     return std::all_of(stores.begin(), stores.end(),
                        [](const auto& op) { return op->ended || op->all_issued(); });

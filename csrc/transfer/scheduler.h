@@ -1,5 +1,5 @@
-// Decides which page may move next, and records how each op ended. One lock guards everything here; no byte
-// moves under it.
+// Decides which page may move next, and records how each op ended. One lock guards all of this state; no byte
+// moves while it is held.
 #pragma once
 #include <array>
 #include <condition_variable>
@@ -19,28 +19,28 @@
 
 namespace flexkv {
 
-// Unit: items. After a waiting store has let this many items of loads pass in a row, one item of it runs:
-// under endless loads stores keep 1/17 of the lane, which costs a load at most 6 %.
+// Unit: items. When this many items of loads in a row have overtaken a waiting store, one item of the store
+// runs: under endless loads, stores still get 1/17 of the lane, which costs a load at most 6 %.
 inline constexpr int32_t kPiecesBeforeAged = 16;
-// Unit: graphs. Ended and polled graphs that wait_layer() still knows.
+// Unit: graphs. How many ended and polled graphs wait_layer() still knows.
 inline constexpr size_t kRememberedGraphs = 256;
 
-// Unit: looks. The watchdog looks this many times in `op_stuck_s`; a work item that it never saw move in them
-// is stuck. It counts looks instead of seconds because a process that was stopped (SIGSTOP, a frozen
-// container, a suspended machine) wakes up with all its copies late and none of them hung.
+// Unit: checks. The watchdog checks this many times per `op_stuck_s`; a work item that made no progress in
+// that many checks is stuck. It counts checks, not seconds, because a process that was stopped (SIGSTOP, a
+// frozen container, a suspended machine) resumes with all its copies late but none of them hung.
 inline constexpr int32_t kLooksUntilStuck = 4;
 
-// Unit: seconds. The pause between two checks whether another transfer engine's reads have filled slots that
-// loads wait for. A check costs one memory access per page, 10 us for 10,000 pages; during the pause a disk
-// reads 1.5 MB, a fraction of what a lane takes at once. Notifications instead would cost each disk one
-// system call per page.
+// Unit: seconds. The pause between two checks of whether another transfer engine's reads have filled the
+// slots that loads wait for. A check costs one memory access per page, 10 us for 10,000 pages; during the
+// pause a disk reads 1.5 MB, a fraction of what a lane takes at once. Notifications would instead cost each
+// disk one system call per page.
 inline constexpr double kSlotLookS = 0.0005;
 
 struct LayerWait {
   bool in_time = false;  // false: the deadline passed, and the ops go on
   // (op id, positions) of each op with failed pages.
   std::vector<std::pair<int64_t, std::vector<int32_t>>> failed;
-  // With `issued`: after all of these the layer is in place. Each has the kind of its op.
+  // With `issued`: the layer is in place after all of these events. Each has the kind of its op.
   std::vector<std::pair<OpKind, std::shared_ptr<StreamEvent>>> events = {};
 };
 
@@ -49,10 +49,10 @@ struct LaneState {
   std::string lane;
   bool up = true;
   std::string reason;          // why it is down
-  int64_t open_ops = 0;        // not ended
-  int64_t held_places = 0;     // not ended, or ended and not polled
-  std::vector<int64_t> stuck;  // op ids whose bytes may still move though the lane is down
-  int64_t times_down = 0;      // since the engine was made; it is up again once nothing of it is stuck
+  int64_t open_ops = 0;        // ops that have not ended
+  int64_t held_places = 0;     // queue entries of ops that have not ended, or have ended but were not polled
+  std::vector<int64_t> stuck;  // ids of ops whose bytes may still move although the lane is down
+  int64_t times_down = 0;      // since the engine was made; a lane comes up again once no item is stuck
 };
 
 class Scheduler : public WorkSource {
@@ -61,58 +61,60 @@ class Scheduler : public WorkSource {
   Scheduler(int32_t queue_ops, double op_stuck_s);
   ~Scheduler() override;
 
-  // Lanes are numbered in the order in which they are added. Call before the first submit.
+  // Adds a lane; its number is the count of lanes added before. Call before the first submit.
   void add_lane(std::shared_ptr<Lane> lane);
   KindSet kinds() const;
 
-  // Takes a graph that the engine has checked: `views[i]` is the view of op i; where it is null, `sizes[i]`
-  // counts. Returns a ticket, or nothing when the queue entries that the graph needs are not free. Throws
-  // ClosedError, or ContractError when an op id is in flight already.
+  // Takes a graph that the engine has checked. `views[i]` is the view of op i; if it is null, `sizes[i]` says
+  // what a page of the op is. Returns a ticket, or nothing if too few queue entries are free. Throws
+  // ClosedError, or ContractError if an op id is in flight already.
   std::optional<int64_t> submit(GraphSpec graph,
                                 const std::vector<std::shared_ptr<const AttachedView>>& views,
                                 const std::vector<PageSizes>& sizes);
   std::vector<OpResult> poll(size_t max_results);
-  // Both throw ContractError for a ticket that was never given, wait_layer() also for one that was forgotten.
+  // Both throw ContractError for a ticket that was never returned; wait_layer() also for one that was
+  // forgotten.
   bool wait(int64_t ticket, double deadline_s);
-  // `issued`: the layer need not be in place, only on its way with an event behind it.
+  // `issued`: the layer need not be in place; it is enough that its copies are enqueued, with an event behind
+  // them.
   LayerWait wait_layer(int64_t ticket, int32_t layer, double deadline_s, bool issued = false);
   struct Enqueued {
     bool in_time = false;  // false: the deadline passed, and the ops go on
-    // A store to disk, which must end, waits behind work that the engine still runs. Always false with a
-    // deadline of 0; may be true even if in time.
+    // Whether a store to disk, which cannot be enqueued, waits behind work that the engine still runs. Always
+    // false with a deadline of 0; may be true even if in time.
     bool behind_forward = false;
-    // After all of these no byte of the engine's blocks is read any more. Each has the kind of its op.
+    // After all of these events no byte of the engine's blocks is read any more. Each has the kind of its op.
     std::vector<std::pair<OpKind, std::shared_ptr<StreamEvent>>> events = {};
   };
-  // Waits until the graph's stores have read the engine's blocks; with `on_streams` until those reads are
-  // enqueued, which then happens at once. A store to disk cannot be enqueued like that; if one waits behind a
-  // forward pass that still runs, this does not wait for it. Throws ContractError for a ticket that was never
-  // given.
+  // Waits until the graph's stores have read the engine's blocks or, with `on_streams`, until those reads are
+  // enqueued, which then happens at once. A store to disk cannot be enqueued; if one waits behind a forward
+  // pass that still runs, this returns without waiting for it. Throws ContractError for a ticket that was
+  // never returned.
   Enqueued enqueue_all(int64_t ticket, double deadline_s, bool on_streams);
-  // Allows layers [0, layers) of these gated graphs to be copied, after `fence` if there is one. Does nothing
-  // for graphs that have ended, and for layers that are open already. Opens none and throws BlockRangeError
-  // if a graph has fewer layers, ContractError for a ticket that was never given.
+  // Lets these gated graphs copy layers [0, layers), after `fence` if there is one. Ignores graphs that have
+  // ended and layers that are open already. Opens nothing, and throws, if a graph has fewer layers
+  // (BlockRangeError) or a ticket was never returned (ContractError).
   void open_layers(const std::vector<int64_t>& tickets, int32_t layers,
                    const std::shared_ptr<StreamEvent>& fence);
-  // Drops the pages that no lane has taken. Returns how many there were.
+  // Cancels the pages that no lane has taken. Returns how many there were.
   int64_t cancel(int64_t ticket);
 
-  // Readable exactly while results wait to be polled.
+  // Readable if and only if results wait to be polled.
   int event_fd() const { return event_fd_; }
   std::vector<LaneState> lanes() const;
 
   // Refuses submits, cancels queued pages, makes the lanes' take() return null. Idempotent.
   void begin_close();
-  // Whether no item is under way any more, within the deadline.
+  // Waits until no item is under way; returns false if the deadline passes first.
   bool wait_quiet(double deadline_s);
   bool closing() const;
 
-  // Takes down lanes whose items have not moved for `op_stuck_s`, until close. The watchdog thread runs this;
-  // it sleeps while nothing moves.
+  // Runs until close, on the watchdog thread: takes down lanes whose items have made no progress for
+  // `op_stuck_s`. Sleeps while nothing moves.
   void watch();
 
-  // Starts pages whose slots were filled by reads of another transfer engine, and ends those whose read
-  // failed, until close. A thread of its own runs this; it sleeps while no load waits for slots.
+  // Runs until close, on a thread of its own: starts pages whose slots another transfer engine's reads have
+  // filled, and ends those whose read failed. Sleeps while no load waits for slots.
   void watch_slots();
 
   std::shared_ptr<WorkItem> take(int32_t lane) override;
@@ -134,22 +136,22 @@ class Scheduler : public WorkSource {
   };
   struct KindQueue {
     int32_t lane = -1;
-    std::array<std::map<uint64_t, OpState*>, kPriorities> runnable;  // by age: ops with a ready page
+    std::array<std::map<uint64_t, OpState*>, kPriorities> runnable;  // ops with a ready page, by age
     std::array<int32_t, kPriorities> places{};
     std::map<uint64_t, OpState*> open;  // not ended
     bool up = true;
     std::string down_reason;
     int64_t times_down = 0;
   };
-  // What the end of one op or page means for those that wait for it. Kept in a list and not on the stack: a
-  // chain of ops may be as long as the queues.
+  // What must happen to the ops or pages that wait for one that has ended. Kept in a list rather than on the
+  // stack, because a chain of ops may be as long as the queues.
   struct Consequence {
     enum class Kind { kStart, kEndOp, kEndPage } kind;
     OpState* op;
     int32_t page = -1;
     std::string reason = {};
   };
-  // Pages whose slots another transfer engine's reads have not filled yet, or only in part.
+  // Pages whose slots another transfer engine's reads have not filled completely.
   struct Coming {
     std::shared_ptr<OpState> op;
     std::vector<int32_t> pages;
@@ -158,14 +160,14 @@ class Scheduler : public WorkSource {
     std::shared_ptr<Lane> lane;
     std::condition_variable work;
     int32_t idle = 0;   // threads asleep in take()
-    int32_t woken = 0;  // of these, how many have been notified and not run yet
-    // One per kind where the kinds are apart, else only the first.
+    int32_t woken = 0;  // how many of these have been notified but have not run yet
+    // One per kind if the lane's kinds are apart, else only the first is used.
     std::array<int32_t, kOpKinds> urgent_streaks{};
   };
 
   KindQueue& queue_of(const OpState& op) { return queues_[static_cast<size_t>(op.spec().kind)]; }
   Lane& lane_of(const OpState& op) { return *lanes_[static_cast<size_t>(queue_of(op).lane)]->lane; }
-  // For the op's items under way: they have no ready page that would wake their lane.
+  // Wakes the lane on behalf of the op's items under way, which have no ready page that would wake it.
   void wake_lane_of_moving(OpState& op) {
     if (op.moving_pages() > 0) lane_of(op).wake(op.spec().kind);
   }

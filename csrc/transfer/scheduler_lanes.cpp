@@ -1,4 +1,4 @@
-// The lanes' side of the scheduler: handing out items and taking their results.
+// The lanes' side of the scheduler: hands out items and takes their results.
 #include <algorithm>
 #include <bit>
 #include <numeric>
@@ -47,9 +47,9 @@ KindSet Scheduler::kinds() const {
   return all;
 }
 
-// The op that a lane runs next: the oldest of the most urgent, unless a less urgent one has waited its turn
-// out. Also null while all of the most urgent ops are of kinds that are not `allowed`, unless the lane's
-// kinds are apart.
+// Returns the op that a lane runs next: the oldest of the most urgent ones, unless it is a less urgent one's
+// turn. Null if there is none, or while all of the most urgent ops are of kinds that are not `allowed`,
+// unless the lane's kinds are apart.
 OpState* Scheduler::pick(LaneEntry& entry, KindSet allowed) {
   OpState* urgent = nullptr;
   OpState* patient = nullptr;  // the oldest that is less urgent
@@ -156,7 +156,8 @@ bool Scheduler::extend(const std::shared_ptr<WorkItem>& item) {
 
 void Scheduler::issued(const std::shared_ptr<WorkItem>& item, int32_t stage,
                        std::span<const std::shared_ptr<StreamEvent>> events) {
-  // The events that these replace. They end after the lock: dropping the last reference calls the driver.
+  // The events that these replace. They are destroyed after the lock is released, because dropping the last
+  // reference calls the driver.
   std::vector<std::shared_ptr<StreamEvent>> replaced;
   const std::lock_guard lock(mutex_);
   OpState& op = *item->op_;
@@ -200,7 +201,7 @@ void Scheduler::finish_pages(const std::shared_ptr<WorkItem>& item, const std::v
   OpState& op = *item->op_;
   if (item->unfinished_ == 0) {
     moving_.erase(item);
-    // Before the result can be seen: whoever then detaches the view may free its memory.
+    // Must come before the result is visible: whoever sees it may detach the view and free its memory.
     item->view_.reset();
     if (item->stuck_) revive();
   }

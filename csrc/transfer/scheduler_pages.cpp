@@ -1,4 +1,4 @@
-// What follows from the end of a page: which others may start, which are skipped, which ops end.
+// Decides what follows from the end of a page: which pages may start, which are skipped, and which ops end.
 #include <unistd.h>
 
 #include <utility>
@@ -26,7 +26,7 @@ bool Scheduler::make_ready(OpState& op, int32_t page) {
   return true;
 }
 
-// Keeps exactly the ops with ready pages in `runnable`, and wakes the lane.
+// Adds the op to `runnable` if it has ready pages, else removes it; wakes the lane.
 void Scheduler::update_runnable(OpState& op) {
   KindQueue& queue = queue_of(op);
   auto& runnable = queue.runnable[static_cast<size_t>(op.effective_priority)];
@@ -50,7 +50,7 @@ void Scheduler::end_page(OpState& op, int32_t page, PageState end, const std::st
   progress_.notify_all();  // this may complete a layer
   for (const auto& [after, kind] : op.successors) {
     if (kind != EdgeKind::kStream || after->state(page) != PageState::kWaiting) continue;
-    // Along a chain the first cause stays the reason, which would otherwise grow with every link.
+    // Along a chain, every skipped page keeps the first reason, which would otherwise grow with every link.
     const std::string why = end == PageState::kSkipped
                                 ? reason
                                 : "page " + std::to_string(page) + " of op " +
@@ -59,14 +59,14 @@ void Scheduler::end_page(OpState& op, int32_t page, PageState end, const std::st
   }
 }
 
-// Tells the lane that a read of a page has ended: loads of other transfer engines may wait for it.
+// Tells the lane that the read of a page has ended, because loads of other transfer engines may wait for it.
 void Scheduler::tell_read_ended(OpState& op, int32_t page, bool verified) {
   if (op.spec().kind != OpKind::kDiskRead) return;
   lanes_[static_cast<size_t>(queue_of(op).lane)]->lane->read_ended(op.spec(), page, verified);
 }
 
-// Tells the lane which layers of a page have been read: layerwise loads of other transfer engines may wait
-// for them.
+// Tells the lane which layers of a page have been read, because layerwise loads of other transfer engines may
+// wait for them.
 void Scheduler::tell_layers_read(OpState& op, int32_t page) {
   if (op.spec().kind != OpKind::kDiskRead) return;
   const int32_t layers = op.layers_done(page);
@@ -109,7 +109,7 @@ void Scheduler::end_all_pages(OpState& op, PageState end, const std::string& rea
   settle(op);
 }
 
-// After a page ended OK: the pages of other ops that waited for it may start.
+// Called when a page has ended OK: pages of other ops that waited for it may start.
 void Scheduler::page_arrived(OpState& op, int32_t page) {
   tell_read_ended(op, page, true);
   for (const auto& [after, kind] : op.successors) {
@@ -119,7 +119,7 @@ void Scheduler::page_arrived(OpState& op, int32_t page) {
   }
 }
 
-// Ends an op whose pages have all ended, and queues what follows for the ops behind its barriers.
+// Ends an op whose pages have all ended, and queues the consequences for the ops behind its barriers.
 void Scheduler::settle(OpState& op) {
   if (op.ended || !op.all_settled() || op.waiting_barriers > 0) return;
   op.ended = true;

@@ -19,7 +19,7 @@ void Scheduler::take_down(OpKind kind, const std::string& reason) {
   }
 }
 
-// Takes down the kinds of stuck items, and all kinds of a lane that has no room left beside them.
+// Takes down the kinds of stuck items, and all kinds of a lane if stuck items use up its concurrency.
 void Scheduler::look_for_stuck() {
   std::map<int32_t, int32_t> stuck_of_lane;
   bool moved_again = false;
@@ -51,7 +51,7 @@ void Scheduler::look_for_stuck() {
   if (moved_again) revive();
 }
 
-// Brings up the kinds that no stuck item keeps down any more. Items that have ended are not in `moving_`.
+// Brings up the kinds of which no item is stuck any more. Items that have ended are not in `moving_`.
 void Scheduler::revive() {
   for (int kind = 0; kind < kOpKinds; ++kind) {
     KindQueue& queue = queues_[static_cast<size_t>(kind)];
@@ -87,7 +87,7 @@ bool Scheduler::look_for_arrivals(Coming& coming) {
       make_ready(op, page);
       if (arrival.layers < op.layers()) waiting.push_back(page);
     } else if (op.state(page) == PageState::kMoving) {
-      waiting.push_back(page);  // a verified layer of it is being copied: it ends after that
+      waiting.push_back(page);  // one of its verified layers is being copied, so it ends after that
     } else {
       end_page(
           op, page, PageState::kSkipped,

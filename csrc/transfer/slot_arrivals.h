@@ -1,5 +1,5 @@
-// Which read from disk filled a slot last, and how much of the page is verified. A load in another process,
-// or on another transfer engine of this one, waits by it for pages that are still being read.
+// Which read from disk last filled a slot, and how much of the page is verified. A load in another process,
+// or on another transfer engine of this process, uses it to wait for pages that are still being read.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -8,20 +8,20 @@ namespace flexkv {
 
 // The number of a read that nobody waits for.
 inline constexpr int64_t kNoRead = 0;
-// The bits of a word below the number of the read.
+// How many bits of a word lie below the read's number.
 inline constexpr int kArrivalBits = 16;
 inline constexpr int64_t kMostReads = int64_t{1} << (64 - kArrivalBits - 1);
-// The layers of a page that is verified as a whole.
+// The value of `layers` for a page that is verified as a whole.
 inline constexpr int32_t kAllLayers = (1 << kArrivalBits) - 1;
 
 // What a read has brought to a slot so far.
 struct SlotArrival {
-  bool failed = false;  // it was not read, or the slot has been filled by a later read
-  int32_t layers = 0;   // [0, layers) are verified: whoever sees this sees their bytes
+  bool failed = false;  // the page could not be read, or a later read has filled the slot
+  int32_t layers = 0;   // [0, layers) are verified, and their bytes visible to whoever sees this number
 };
 
-// One word per slot, in memory that every process of the unit maps; all zero at first. Reads are numbered
-// upwards over the pool's life, and a slot is given to one read at a time.
+// One word per slot, in memory that every process of the unit maps; all zero at first. Read numbers increase
+// over the pool's life, and at most one read at a time fills a slot.
 class SlotArrivals {
  public:
   using Word = std::atomic<uint64_t>;
@@ -31,13 +31,13 @@ class SlotArrivals {
 
   explicit SlotArrivals(Word* words) : words_(words) {}
 
-  // Records that the page that `read` was to bring to `slot` has ended. Call after its last byte, and before
-  // anybody else may be given the slot.
+  // Records that `read` has ended its page for `slot`. Call after the page's last byte, and before anybody
+  // else may get the slot.
   void settle(int64_t slot, int64_t read, bool verified) const {
     put(slot, read, verified ? kAllLayers : kFailed);
   }
-  // Records that layers [0, layers) of the page are verified and will not be touched any more; more are to
-  // come. `layers` is in [1, kAllLayers).
+  // Records that layers [0, layers) of the page are verified and will not be written any more, and that
+  // further layers follow. `layers` is in [1, kAllLayers).
   void advance(int64_t slot, int64_t read, int32_t layers) const { put(slot, read, layers); }
 
   SlotArrival look(int64_t slot, int64_t read) const {

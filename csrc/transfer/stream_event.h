@@ -1,4 +1,4 @@
-// A point in a device stream's work that other streams can wait for.
+// A point in a device stream's work, for which other streams can wait.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -9,14 +9,15 @@ namespace flexkv {
 // default), which is a stream like any other here.
 using StreamId = uintptr_t;
 
-// Recorded before anyone sees it: waiting for an event that was never recorded waits for nothing.
+// An event is recorded before anybody else sees it, because a wait for an event that was never recorded
+// returns at once.
 class StreamEvent {
  public:
   virtual ~StreamEvent() = default;
-  // Makes work that is enqueued on `stream` from now on start after this point is reached. Empty, or why that
-  // failed.
+  // Makes work that is enqueued on `stream` from now on start after this point is reached. Returns an error;
+  // empty on success.
   virtual std::string make_wait(StreamId stream) = 0;
-  // Whether this point has been reached, without waiting. Also true if that cannot be determined.
+  // Whether this point has been reached; does not wait. Also true if that cannot be determined.
   virtual bool reached() = 0;
 };
 

@@ -13,13 +13,13 @@ struct BlockPlace {
 
 class RawFileRule {
  public:
-  // `round_robin` blocks in a row lie on one device before the next device's turn. Throws GeometryError
-  // unless all three are positive.
+  // `round_robin` consecutive blocks lie on one device, the next ones on the next device. Throws
+  // GeometryError unless all three are positive.
   RawFileRule(int32_t devices, int64_t round_robin, int64_t blocks_per_file);
 
   // Throws BlockRangeError for a negative block.
   BlockPlace place(int64_t block) const;
-  // The inverse: the block that lies there.
+  // The inverse of place(): the block that lies there.
   int64_t block_at(const BlockPlace& place) const;
 
  private:

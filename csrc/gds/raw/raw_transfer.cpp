@@ -16,10 +16,10 @@ namespace {
 constexpr size_t kNamedFailures = 8;
 // How many blocks of a copy between pool and memory go into one batch.
 constexpr size_t kCopyBatch = 64;
-// Unit: bytes. The end of the blocks allowed in a pool, a file or other memory; sums stay far from overflow.
+// Unit: bytes. The highest end of a block in a pool, a file or other memory; sums stay far from overflow.
 constexpr int64_t kMostBytes = int64_t{1} << 56;
 
-// Throws BlockRangeError for a block whose place no memory or file can have.
+// Throws BlockRangeError for a block that would lie past the end of any memory or file.
 void check_reach(int64_t block, int64_t stride, const char* what) {
   if (block < 0) {
     throw BlockRangeError("block " + std::to_string(block) + " of " + what + ": must not be negative");
@@ -43,7 +43,7 @@ void check_blocks(const PageMap& map, std::span<const int64_t> pool_blocks,
   check_no_overlap(map.segments(), *highest + 1);
 }
 
-// Throws GeometryError if a run of the highest pool block lies in memory that is not there: callers give
+// Throws GeometryError if a run of the highest pool block lies in memory that does not exist: callers give
 // addresses and strides, but no sizes.
 void check_pool(const TransformDevice& device, const PageMap& map, std::span<const int64_t> pool_blocks) {
   if (pool_blocks.empty()) return;

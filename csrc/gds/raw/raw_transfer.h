@@ -1,4 +1,4 @@
-// Transfers described by plain pointers and numbers. The Python functions and the templates over tensors call
+// Transfers described by plain pointers and numbers. The Python functions and the tensor templates call
 // these.
 #pragma once
 #include <cstdint>
@@ -24,21 +24,22 @@ struct RawTransfer {
   bool staged = true;       // false: one call for each piece of a page, straight to the pool
   void* staging = nullptr;  // null: the manager's own
   int64_t staging_bytes = 0;
-  bool verbose = false;  // prints to stderr what was moved, and how
+  bool verbose = false;  // prints to stderr what moved, and which way
 };
 
 // Throws TransferError naming the blocks that failed, and what PageMap::raw() and GDSManager::transfer()
 // throw.
 FLEXKV_EXPORT void transfer_raw(GDSManager& manager, const RawTransfer& transfer);
 
-// Allocates the manager's own staging that such transfers will use. The blocks given stand for all; none is
-// moved. Throws CapacityError, which says what to set, and what PageMap::raw() throws.
+// Allocates the part of the manager's own staging that such transfers will use. The given blocks serve as
+// examples; none is moved. Throws CapacityError, which says which setting to change, and what PageMap::raw()
+// throws.
 FLEXKV_EXPORT void reserve_raw_staging(GDSManager& manager, const RawTransfer& transfer);
 
 // Unit: bytes. The size of one block's slot in a staging buffer.
 FLEXKV_EXPORT int64_t raw_slot_bytes(const RawTransfer& transfer);
 
-// A copy between a pool and other memory that the pool's device reaches. Block b starts at memory + b *
+// A copy between a pool and other memory that the pool's device can access. Block b starts at memory + b *
 // block_stride and is laid out as `layout` says.
 struct RawCopy {
   GTensorHandler pool = {};

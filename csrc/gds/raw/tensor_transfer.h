@@ -1,5 +1,5 @@
-// Transfers over tensors, for C++ callers that have libtorch. These templates are compiled in the caller and
-// forward pointers. Include this after torch's own header, or pass any type with the same few members.
+// Transfers that take tensors, for C++ callers that have libtorch. These templates are compiled in the caller
+// and forward pointers. Include this after torch's own header, or pass any type with the same few members.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -66,8 +66,8 @@ RawTransfer describe(const Tensor& gpu_layer_id_list, GTensorHandler gpu_tensor_
 
 // Moves blocks between raw files and a pool through staging slots (docs/gds.md), and returns when every byte
 // has moved. `gpu_layer_id_list` is int32, the ids are int64, all in host memory. `staging_buffer` is memory
-// where the pool is, on a 4 KiB boundary, with room for as many blocks as are moved, at most the manager's
-// max_staging_blocks (raw_slot_bytes() each); null: the manager's own. Throws as transfer_raw() does.
+// on the pool's device, on a 4 KiB boundary, with raw_slot_bytes() for each block moved, or for
+// max_staging_blocks of the manager if that is fewer; null: the manager's own. Throws as transfer_raw() does.
 template <BackendType Type, HostTensor Tensor>
 void transfer_kv_blocks_gds_staged(GDSManager& gds_manager, const Tensor& gpu_layer_id_list,
                                    GTensorHandler gpu_tensor_handler, const Tensor& ssd_block_ids,

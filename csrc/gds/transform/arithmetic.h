@@ -1,6 +1,6 @@
-// The arithmetic of the layout transform: moving pages between staging slots and the engine's pool, and
-// making or checking the digests of their runs in the same pass. A group of 32 lanes (a warp) does one leaf
-// of one run of one page. Compiled by g++ and nvcc alike: kernel.cuh is the kernel over it,
+// The arithmetic of the layout transform, which moves pages between staging slots and the engine's pool and,
+// in the same pass, makes or checks the digests of their runs. A group of 32 lanes (a warp) handles one leaf
+// of one run of one page at a time. Compiled by g++ and nvcc alike: kernel.cuh is the kernel over it,
 // testing/transform_lanes.h runs the same functions on the CPU, lane by lane.
 #pragma once
 #include <cstdint>
@@ -21,7 +21,7 @@ struct TransformRun {
   int64_t leaves = 0;
 };
 
-// Looked up rather than computed, so that no lane divides.
+// A table entry, so that no lane needs a division to find its leaf.
 struct TransformLeaf {
   int32_t run = 0;
   int32_t bytes = 0;
@@ -33,7 +33,7 @@ struct TransformPage {
   int64_t block = 0;
 };
 
-// The state of one run of one page while its leaves are under way.
+// The progress of one run of one page while warps handle its leaves.
 struct RunProgress {
   uint64_t terms = 0;
   uint64_t leaves = 0;
@@ -44,8 +44,8 @@ enum class TransformMode : int32_t {
   kToSlot,          // pool -> slot
   kToPoolVerified,  // and compare every run's digest with the one in the slot
   kToSlotDigested,  // and write every run's digest into the slot
-  kVerifyInPool,    // nothing moves: compare the digests of the runs in the pool with those in the slot
-  kDigestInPool,    // nothing moves: write the digests of the runs in the pool into the slot
+  kVerifyInPool,    // nothing moves: compare the digests of the pool's runs with those in the slot
+  kDigestInPool,    // nothing moves: write the digests of the pool's runs into the slot
 };
 
 FLEXKV_HD constexpr bool to_pool(TransformMode mode) {
@@ -61,25 +61,25 @@ FLEXKV_HD constexpr bool has_digests(TransformMode mode) {
   return mode != TransformMode::kToPool && mode != TransformMode::kToSlot;
 }
 
-// Marks a page whose runs were all good.
+// The value of bad_run for a page whose runs are all good.
 inline constexpr int32_t kNoBadRun = INT32_MAX;
 
-// One launch. All arrays are in memory that the executing processor reaches.
+// The arguments of one launch. All arrays are in memory that the executing processor can access.
 struct TransformBatch {
   const TransformRun* runs = nullptr;
   const TransformLeaf* leaves = nullptr;
   const TransformPage* pages = nullptr;
   RunProgress* progress = nullptr;  // [page][run], all zero; only used with digests
-  int32_t* bad_run = nullptr;       // [page], kNoBadRun; the lowest run whose digest does not match
-  int64_t digest_offset = 0;        // in the slot
+  int32_t* bad_run = nullptr;  // [page], kNoBadRun at first; then the lowest run whose digest does not match
+  int64_t digest_offset = 0;   // in the slot
   int32_t num_runs = 0;
   int32_t num_leaves = 0;
   int32_t num_pages = 0;
   TransformMode mode = TransformMode::kToPool;
 };
 
-// Walks the leaves of all pages that belong to one of `warps` warps: every `warps`-th. Divides once, not per
-// leaf.
+// Walks the leaves that belong to one of `warps` warps, which are every `warps`-th leaf over all pages.
+// Divides once, not once per leaf.
 class LeafWalk {
  public:
   FLEXKV_HD LeafWalk(const TransformBatch& batch, int32_t warp, int32_t warps)
@@ -93,7 +93,7 @@ class LeafWalk {
   FLEXKV_HD bool ended() const { return page_ >= pages_; }
   FLEXKV_HD int32_t page() const { return static_cast<int32_t>(page_); }
   FLEXKV_HD int32_t leaf() const { return static_cast<int32_t>(leaf_); }
-  // Precondition: !ended(). Nothing overflows: each sum is of two numbers below 2^31.
+  // Precondition: !ended(). No sum overflows, because each adds two numbers below 2^31.
   FLEXKV_HD void advance() {
     page_ += step_pages_;
     leaf_ += step_leaves_;
@@ -136,7 +136,7 @@ FLEXKV_HD inline void add_vector(LaneLeafSums& sums, uint64_t low, uint64_t high
   sums.odd.add(high, digest_constant(static_cast<uint64_t>(2 * vector + 1)));
 }
 
-// Adds the words of a vector that may reach past the leaf's end. A word that starts past the end is not part
+// Adds the words of a vector that may extend past the leaf's end. A word that starts past the end is not part
 // of the leaf.
 FLEXKV_HD inline void add_partial_vector(LaneLeafSums& sums, const unsigned char* leaf, int bytes,
                                          int vector) {
@@ -168,9 +168,10 @@ FLEXKV_HD inline void copy_rest(unsigned char* dst, const unsigned char* src, in
 
 }  // namespace transform_detail
 
-// Copies (if kCopy) and sums (if kDigest) the part of `lane` of one leaf of 1 to 4096 bytes. Between
-// 16-byte-aligned addresses it moves 16-byte vectors, with all of a lane's loads before its first store, so
-// that eight are in flight; otherwise it moves 8-, 4- or 1-byte units. It refuses no size and drops no tail.
+// Copies (if kCopy) and sums (if kDigest) `lane`'s part of one leaf of 1 to 4096 bytes. Between
+// 16-byte-aligned addresses it moves 16-byte vectors and issues all of a lane's loads before its first store,
+// so that eight are in flight; otherwise it moves units of 8, 4 or 1 bytes. It handles every size, with its
+// tail.
 template <bool kDigest, bool kCopy = true>
 FLEXKV_HD inline LaneLeafSums move_leaf_lane(const LeafEnds& ends, int bytes, int lane) {
   namespace detail = transform_detail;
@@ -180,7 +181,7 @@ FLEXKV_HD inline LaneLeafSums move_leaf_lane(const LeafEnds& ends, int bytes, in
   const unsigned char* src = ends.src;
   if (((reinterpret_cast<uintptr_t>(dst) | reinterpret_cast<uintptr_t>(src)) & 15u) == 0) {
     const int vectors = bytes / 16;
-    // Zeros if there is nothing to load: a register that only some leaves write would have to survive from
+    // Vectors past the end are set to zero: a register that only some leaves write would have to survive from
     // leaf to leaf, and eight such vectors would leave too few of a thread's 64 registers for the rest.
     Vector16 held[kHeld];
     for (int k = 0; k < kHeld; ++k) {
@@ -191,7 +192,7 @@ FLEXKV_HD inline LaneLeafSums move_leaf_lane(const LeafEnds& ends, int bytes, in
       const int i = lane + k * kTransformLanes;
       if (kCopy && i < vectors) reinterpret_cast<Vector16*>(dst)[i] = held[k];
     }
-    // After all stores, when the store addresses take no registers any more.
+    // Sums come after all stores, when the store addresses no longer occupy registers.
     for (int k = 0; k < kHeld; ++k) {
       const int i = lane + k * kTransformLanes;
       if (kDigest && i < vectors) detail::add_vector(sums, held[k].low, held[k].high, i);
@@ -213,11 +214,11 @@ FLEXKV_HD inline LaneLeafSums move_leaf_lane(const LeafEnds& ends, int bytes, in
   return sums;
 }
 
-// Lanes whose numbers are congruent modulo this hold sums of the same digest lanes.
+// Lanes whose numbers are congruent modulo kSumGroups hold sums of the same digest lanes.
 inline constexpr int kSumGroups = kDigestLanes / 2;
 
-// What lane `lane` < kSumGroups adds to the leaf's folded value after the sums of all lanes congruent to it
-// have been added to its own.
+// What lane `lane` < kSumGroups adds to the leaf's folded value. Precondition: the sums of all lanes
+// congruent to it have been added to its own.
 FLEXKV_HD inline uint64_t fold_sums(const LaneLeafSums& sums, int lane) {
   return sums.even.folded(2 * lane) + sums.odd.folded(2 * lane + 1);
 }

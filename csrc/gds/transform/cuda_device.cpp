@@ -61,11 +61,11 @@ class CudaTransformDevice : public TransformDevice {
     return here.error().empty() ? work() : here.error();
   }
 
-  // Half of the slots, so that the disks fill the other half while a batch is transformed.
+  // Half of the slots, so that the disks can fill the other half while a batch is transformed.
   int32_t batch_pages(int32_t slots) const override { return std::max(1, slots / 2); }
 
-  // Uses a stream of its own: the legacy stream would wait for the engine's work, and the engine's work for
-  // the copy.
+  // Uses a stream of its own: on the legacy stream, the copy would wait for the engine's work, and the
+  // engine's work for the copy.
   std::string copy(void* dst, const void* src, int64_t bytes) override {
     return on_workspace([&](const CudaWorkspace& space) {
       const cuda::Code code =
@@ -111,7 +111,7 @@ class CudaTransformDevice : public TransformDevice {
     try {
       return cuda::Event(device_, stream).wait();
     } catch (const CapacityError& error) {
-      // Without an event, wait for the stream itself, because copies use the caller's memory. If the context
+      // Without an event, waits for the stream itself, because copies use the caller's memory. If the context
       // is broken, nothing moves any more.
       driver().stream_synchronize(stream);
       return error.what();

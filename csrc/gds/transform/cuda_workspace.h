@@ -1,4 +1,5 @@
-// The stream, events and small buffers of one transfer's transforms on a GPU, kept for the next transfer.
+// The stream, events and small buffers that one transfer's transforms need on a GPU; kept for the next
+// transfer.
 #pragma once
 #include <array>
 #include <memory>

@@ -1,4 +1,4 @@
-// Memory that only ever grows, and frees nothing while it is used.
+// A buffer that only grows, and frees no memory while it is in use.
 #pragma once
 #include <algorithm>
 #include <cstddef>
@@ -7,9 +7,9 @@
 
 namespace flexkv {
 
-// Outgrown memory is freed only with the buffer, because freeing device memory waits for the whole device,
-// other transfers and the engine's work included. `Memory` has allocate(void**, size_t), which returns an
-// error or an empty string, and release(void*).
+// Memory that it has outgrown is freed only with the buffer, because freeing device memory waits for all work
+// on the device, including other transfers and the engine's. `Memory` has allocate(void**, size_t), which
+// returns an error or an empty string, and release(void*).
 template <typename Memory>
 class GrowingBuffer {
  public:
@@ -19,10 +19,11 @@ class GrowingBuffer {
   }
   GrowingBuffer(const GrowingBuffer&) = delete;
   GrowingBuffer& operator=(const GrowingBuffer&) = delete;
-  // Returns why there is no memory, and then changes nothing; empty on success. Growing loses the content.
+  // Returns an error if there is no memory, and then changes nothing; empty on success. Growing loses the
+  // content.
   std::string reserve(size_t bytes) {
     if (bytes <= bytes_) return {};
-    // Twice as much each time: all outgrown memory together is less than the memory in use.
+    // Doubling keeps the sum of all outgrown memory below the memory in use.
     const size_t grown = std::max(bytes, 2 * bytes_);
     void* memory = nullptr;
     std::string error = source_.allocate(&memory, grown);

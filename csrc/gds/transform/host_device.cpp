@@ -18,10 +18,10 @@
 namespace flexkv {
 namespace {
 
-// Unit: bytes, whole leaves. How much is digested before it is copied: enough to amortise a copy's fence,
-// little enough to stay in the second-level cache.
+// Unit: bytes, in whole leaves. How much is digested before it is copied: enough to amortise a copy's fence,
+// and little enough to stay in the L2 cache.
 constexpr int64_t kDigestStepBytes = 64 << 10;
-// Unit: bytes. Huge pages under the I/O buffers double the disk's speed, and need this alignment.
+// Unit: bytes. Huge pages need this alignment. I/O buffers on huge pages double the disk's speed.
 constexpr int64_t kHugePageBytes = 2 << 20;
 
 class HostTransformer : public Transformer {
@@ -86,8 +86,7 @@ class HostTransformer : public Transformer {
   std::deque<BatchResult> done_;  // every batch has ended when launch() returns
 };
 
-// Asks the system whether a byte can be read. Only EFAULT means no; any other error says nothing about the
-// byte.
+// Asks the kernel whether a byte can be read. Only EFAULT means no; other errors tell nothing about the byte.
 bool readable(const char* byte) {
   char copy = 0;
   const iovec here{&copy, 1}, there{const_cast<char*>(byte), 1};
@@ -100,7 +99,7 @@ class HostTransformDevice : public TransformDevice {
   int32_t number() const override { return kHostDevice; }
 
   void* allocate(int64_t bytes) override {
-    // If memory is overcommitted, the first touch would bring the OOM killer.
+    // If memory is overcommitted, the first touch could invoke the OOM killer.
     const MemoryLimit limit = machine_memory_limit();
     if (bytes > limit.available_bytes) {
       throw CapacityError("no memory for " + std::to_string(bytes) + " bytes of staging: " +
@@ -112,16 +111,16 @@ class HostTransformDevice : public TransformDevice {
     void* memory = std::aligned_alloc(static_cast<size_t>(unit), size);
     if (memory == nullptr)
       throw CapacityError("no memory for " + std::to_string(bytes) + " bytes of staging");
-    // Only advice: if it is refused, the buffer works but is slower.
+    // This is only advice: if the kernel refuses it, the buffer works, but is slower.
     if (huge) static_cast<void>(madvise(memory, size, MADV_HUGEPAGE));
-    std::memset(memory, 0, size);  // the first touch of a page must not fall into a transfer
+    std::memset(memory, 0, size);  // so that no page is first touched during a transfer
     return memory;
   }
   void release(void* memory) override { std::free(memory); }
 
   std::string bind_thread() override { return {}; }
   std::string while_current(const std::function<std::string()>& work) override { return work(); }
-  // Transforms run in the caller's thread, so small batches let the disks start and end early.
+  // Transforms run in the caller's thread, so with small batches the disks start sooner and end sooner.
   int32_t batch_pages(int32_t) const override { return 1; }
   std::string copy(void* dst, const void* src, int64_t bytes) override {
     copy_run(dst, src, static_cast<size_t>(bytes));
@@ -132,8 +131,8 @@ class HostTransformDevice : public TransformDevice {
     const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
     const uintptr_t begin = reinterpret_cast<uintptr_t>(memory) & ~(page - 1);
     const uintptr_t end = reinterpret_cast<uintptr_t>(memory) + static_cast<uintptr_t>(bytes);
-    // Asks only whether all of the memory is mapped: MS_ASYNC writes nothing. Memory reserved without access
-    // is mapped, too, hence the two reads.
+    // msync with MS_ASYNC writes nothing and only tells whether all of the memory is mapped. Memory reserved
+    // without access counts as mapped, too, hence the two reads.
     const bool mapped = end > begin && msync(reinterpret_cast<void*>(begin), end - begin, MS_ASYNC) == 0;
     const auto* first = static_cast<const char*>(memory);
     if (mapped && readable(first) && readable(first + bytes - 1)) return {};

@@ -6,7 +6,7 @@
 namespace flexkv {
 namespace {
 
-// nvcc compiles these for the host, too, because it does so with end_leaf(); the host versions are never
+// nvcc compiles end_leaf() for the host, too, and these functions with it; the host versions are never
 // called.
 struct GpuAtomics {
   __host__ __device__ static uint64_t add(uint64_t* value, uint64_t amount) {

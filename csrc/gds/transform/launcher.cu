@@ -9,7 +9,7 @@ namespace flexkv {
 namespace {
 
 constexpr int kTransformThreads = kFullBlockThreads;
-// How many of these blocks a multiprocessor holds: at up to 64 registers per thread, one block fills its
+// How many of these blocks fit on a multiprocessor: with 64 registers per thread, one block uses all of its
 // registers.
 constexpr int kTransformBlocksPerMultiprocessor = 1;
 

@@ -1,5 +1,5 @@
-// Starts layout transforms on a GPU. Only the launch needs a CUDA toolkit: the code that plans and fences it
-// is in every build.
+// Starts layout transforms on a GPU. Only the launch needs a CUDA toolkit at build time: the code that plans
+// and fences it is in every build.
 #pragma once
 #include <string>
 

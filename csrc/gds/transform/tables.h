@@ -1,4 +1,4 @@
-// The parts of a transform that do not change from batch to batch: made once per transfer.
+// The parts of a transform that stay the same from batch to batch, made once per transfer.
 #pragma once
 #include <vector>
 

@@ -12,7 +12,7 @@
 namespace flexkv {
 namespace {
 
-// Memory of a device, owned.
+// Owns memory of a device.
 class Allocation {
  public:
   Allocation(TransformDevice& device, int64_t bytes) : device_(device), memory_(device.allocate(bytes)) {}
@@ -86,7 +86,7 @@ std::vector<TransformTime> time_transform(TransformDevice& device, const TimedTr
     const auto start = Clock::now();
     require(device.copy(slots.at(0), pool.at(0), total));
     time.copy_s = seconds_since(start);
-    // The copy has overwritten the digests: make them again if the next round checks them.
+    // The copy has overwritten the digests, so make them again if the next round checks them.
     if (what.into_pool) run(*device.transformer(map, false, count));
     if (i > 0) times.push_back(time);
   }

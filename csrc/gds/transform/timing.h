@@ -8,7 +8,7 @@
 
 namespace flexkv {
 
-// A layer-first pool of its own, [layer][block][run], and a slot for each block.
+// What to time: a layer-first pool of its own, [layer][block][run], and one slot per block.
 struct TimedTransform {
   int32_t layers = 1;
   int64_t run_bytes = 0;
@@ -18,12 +18,11 @@ struct TimedTransform {
 
 struct TransformTime {
   double transform_s = 0;
-  double copy_s = 0;  // of as many bytes, by the device's own copy
+  double copy_s = 0;  // the device's own copy of as many bytes
 };
 
-// One entry per repeat. Transform and copy are measured in turn, after a first pair that does not count.
-// Throws ConfigError for numbers out of range, CapacityError without the memory, and TransferError if a
-// transform fails.
+// One entry per repeat. Transform and copy alternate, after one unmeasured pair. Throws ConfigError for
+// numbers out of range, CapacityError without the memory, and TransferError if a transform fails.
 FLEXKV_EXPORT std::vector<TransformTime> time_transform(TransformDevice& device, const TimedTransform& what,
                                                         int32_t repeats);
 

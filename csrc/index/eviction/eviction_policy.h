@@ -1,7 +1,8 @@
-// Which block leaves when a slot is needed: the contract between the block index and its policies. This
-// folder has one file per policy. One policy object serves one size class of one tier: a group, or groups
-// that share slots. Lookups never call it: the index calls it when a block's last lease ends, and when a slot
-// is needed. It gets a spare block only when that is hit, or offered as one that is not spare.
+// The contract between the block index and its eviction policies, which choose the block to evict when a slot
+// is needed. This folder has one file per policy. One policy object serves one size class of one tier: a
+// group, or groups that share slots. Lookups never call it: the index calls it when a block's last lease
+// ends, and when a slot is needed. The policy does not see a spare block until a request hits it or offers it
+// as an ordinary one.
 //
 // To add a policy: docs/contributing/add-an-eviction-policy.md.
 #pragma once
@@ -18,30 +19,30 @@
 
 namespace flexkv {
 
-// What a policy notes about one block, in a form of its own. It is 0 for a block that was never admitted: the
-// index resets it when an entry gets a new block.
+// What a policy notes about one block; only the policy knows its meaning. It is 0 for a block that was never
+// admitted: the index resets it when an entry gets a new block.
 using PolicyNote = uint64_t;
 
 // The parts of the index that a policy uses for as long as it lives.
 struct PolicyRoom {
   EntryTable& table;
-  EntryId first_head;  // of the policy's lists, whose heads are consecutive
-  // Indexed by entry, and beside the entries rather than in them, so that lookups do not load the notes. Null
-  // unless the policy's kind asks for it. All groups of an index share it.
+  EntryId first_head;  // head of the policy's first list; the heads are consecutive
+  // Indexed by entry. Kept apart from the entries, so that lookups do not load the notes. Null unless the
+  // policy's kind asks for notes. All groups of an index share the array.
   HugeArray<PolicyNote>* notes;
-  const SlotPool& pool;  // of the size class: how many blocks there can be
+  const SlotPool& pool;  // the size class's, which tells how many blocks there can be
 };
 
 // Why an entry is admitted.
 struct Use {
-  // A request found these blocks. False if they have just been stored, if a lease ends that was no request's,
-  // or if the blocks of one request are only put in order.
+  // Whether a request hit these blocks. False if they have just been stored, if the lease that ended was not
+  // a request's, or if the blocks of one request are only put in order.
   bool hit = false;
 };
 
 // Why a block left the index.
 enum class Leaving : uint8_t {
-  kEvicted,  // for its slot: its content was right, and may be asked for again
+  kEvicted,  // to free its slot; its content was right, and a request may ask for it again
   kRemoved,  // it was never published, it was wrong, or its owner took it back
 };
 
@@ -49,8 +50,9 @@ class EvictionPolicy {
  public:
   virtual ~EvictionPolicy() = default;
 
-  // Makes an unlinked chain first..last, in the order of its request, evictable: it was just used. The policy
-  // links it into its lists. The more of a chain stays together and in order, the faster lookups find it.
+  // Makes an unlinked chain first..last evictable. It was just used, and is in the order of its request. The
+  // policy links it into its lists. The more of a chain stays together and in order, the faster lookups find
+  // it.
   //
   // The index itself unlinks entries when they are used again, removed or freed. A block that is leased while
   // it is in a list stays there.
@@ -76,8 +78,7 @@ class EvictionPolicy {
   // All blocks leave, and none of them will come back under the same key.
   virtual void clear() {}
 
-  // Checks the policy's own invariants; the index checks those of the lists. Throws ContractError.
-  // O(entries).
+  // Checks the policy's own invariants; the index checks the lists. Throws ContractError. O(entries).
   virtual void check_integrity() const {}
 };
 
@@ -85,7 +86,7 @@ class EvictionPolicy {
 struct PolicyKind {
   std::string name;
   size_t lists = 1;      // of the entry table; 1 to kMaxLists
-  bool notes = false;    // a PolicyNote for each entry
+  bool notes = false;    // it keeps a PolicyNote for each entry
   bool follows = false;  // the index calls `missed` and `gone`
   std::unique_ptr<EvictionPolicy> (*make)(const PolicyRoom& room) = nullptr;
 

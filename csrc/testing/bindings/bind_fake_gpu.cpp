@@ -1,5 +1,5 @@
-// A lane of a GPU over the fake driver, and the engine's stream beside it, for Python: host memory stands in
-// for the GPU's, and a thread for each stream.
+// Binds a GPU's lane over the fake driver, and the engine's stream: host memory stands in for the GPU's
+// memory, and a thread for each stream.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -15,7 +15,7 @@ namespace py = pybind11;
 
 namespace flexkv {
 
-// Make one at a time: the process has a single fake driver.
+// Only one may exist at a time, because the process has a single fake driver.
 class FakeGpu {
  public:
   FakeGpu() {
@@ -34,7 +34,7 @@ class FakeGpu {
 
   const std::shared_ptr<cuda::CudaLane>& lane() const { return lane_; }
   uintptr_t stream() const { return stream_; }
-  // Holds or releases every stream but the engine's.
+  // Holds or releases every stream except the engine's.
   void hold_copies(bool held) {
     fake_cuda::hold_all(held);
     fake_cuda::release_stream(stream_);

@@ -1,4 +1,4 @@
-// Movers and I/O queues with faults, for Python.
+// Binds movers and I/O queues with faults.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

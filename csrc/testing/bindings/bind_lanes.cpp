@@ -1,4 +1,4 @@
-// What a GPU's threads do, run on the CPU one after the other, for Python.
+// Binds functions that run a GPU's threads on the CPU, one after another.
 #include <pybind11/pybind11.h>
 
 #include "bindings/rotation_arguments.h"

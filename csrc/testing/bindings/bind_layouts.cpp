@@ -1,5 +1,5 @@
-// The offsets of fields in the structures for the CUDA driver and cuFile, for a comparison with NVIDIA's own
-// bindings.
+// Reports the offsets of fields in our structures for the CUDA driver and cuFile, to compare them with
+// NVIDIA's own bindings.
 #include <pybind11/pybind11.h>
 
 #include <cstddef>
@@ -69,7 +69,7 @@ py::dict cuda_layouts() {
   return all;
 }
 
-// Under the names of cuda.h.
+// The constants, under their names in cuda.h.
 py::dict cuda_constants() {
   py::dict all;
   all["CU_STREAM_NON_BLOCKING"] = cuda::kStreamNonBlocking;

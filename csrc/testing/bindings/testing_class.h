@@ -1,4 +1,5 @@
-// The classes of this module. Include it before any is bound or taken (bindings/native_class.h).
+// Names this module's classes for bindings/native_class.h. Include it before code that binds one or takes one
+// as an argument.
 #pragma once
 #include "bindings/native_class.h"
 
