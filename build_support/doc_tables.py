@@ -10,6 +10,7 @@ from flexkv.adapters.sglang.identity_fields import ARGUMENTS as SGLANG_ARGUMENTS
 from flexkv.adapters.tensorrt_llm.identity_fields import ARGUMENTS as TENSORRT_ARGUMENTS
 from flexkv.adapters.vllm.identity_fields import markdown as vllm_fields
 from flexkv.cli.config_command import markdown_reference
+from flexkv.facts.request_settings import markdown_table as request_settings
 from flexkv.observe.metrics import markdown_table
 from flexkv.observe.miss_reasons import markdown_table as misses_table
 from flexkv.observe.page_losses import markdown_table as losses_table
@@ -37,6 +38,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "configuration.md": markdown_reference,
     "identity.md": markdown_identity,
     "metrics.md": markdown_metrics,
+    "requests.md": request_settings,
     "vllm.md": vllm_names,
 }
 

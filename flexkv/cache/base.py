@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexkv.facts.keys import Keys, Rule
+from flexkv.facts.request_settings import NO_SETTINGS, RequestSettings
 from flexkv.observe import MissReason, PageLoss
 from flexkv.transfer.graph import BlockIds, OpId, OpResult, SlotIds, TransferGraph
 
@@ -290,6 +291,7 @@ class CacheManager(ABC):
         keys: Sequence[Keys],
         start_tokens: int,
         tail: Sequence[TailCandidates | None] | None = None,
+        settings: RequestSettings = NO_SETTINGS,
     ) -> MatchResult:
         """Looks up the longest restorable prefix after `start_tokens`, leases it for `request_id`, and begins to fetch
         what other tiers have beyond it.
@@ -310,6 +312,7 @@ class CacheManager(ABC):
             start_tokens: tokens that the engine has itself: whole blocks of every group.
             tail: per group, partial-tail candidates; only those count whose `base_block` equals the end of the match.
                 None if groups have other rules than FULL or blocks of different sizes.
+            settings: what the caller of the request asks for: they bound the promise and the tiers that are read.
 
         Raises:
             ContractError: not one element per group, a start within a block, or a tail where there may be none.
@@ -317,7 +320,13 @@ class CacheManager(ABC):
         """
 
     @abstractmethod
-    def prefetch(self, request_id: str, keys: Sequence[Keys], start_tokens: int = 0) -> int:
+    def prefetch(
+        self,
+        request_id: str,
+        keys: Sequence[Keys],
+        start_tokens: int = 0,
+        settings: RequestSettings = NO_SETTINGS,
+    ) -> int:
         """Begins to fetch what other tiers have for a request that has not been looked up yet. Promises nothing.
 
         For requests that wait in the engine's queue. The pages are kept for the request's first `match`, which waits

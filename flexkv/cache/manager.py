@@ -50,6 +50,7 @@ from flexkv.cache.tiers.routes import StoreOffer, StoreRoute
 from flexkv.cache.tiers.tables import TierContext, TierFactory, new_tables
 from flexkv.errors import BlockRangeError, ContractError
 from flexkv.facts.keys import Keys
+from flexkv.facts.request_settings import NO_SETTINGS, RequestSettings
 from flexkv.observe import unix_now_s
 from flexkv.transfer.graph import BlockIds, OpResult, TransferGraph
 
@@ -186,15 +187,22 @@ class LocalCacheManager(CacheManager):
         keys: Sequence[Keys],
         start_tokens: int,
         tail: Sequence[TailCandidates | None] | None = None,
+        settings: RequestSettings = NO_SETTINGS,
     ) -> MatchResult:
         check_lookup(self.tables.specs, keys, start_tokens, tail)
         with self._broken_plans:
-            return self.promises.match(request_id, keys, start_tokens, tail)
+            return self.promises.match(request_id, keys, start_tokens, tail, settings)
 
-    def prefetch(self, request_id: str, keys: Sequence[Keys], start_tokens: int = 0) -> int:
+    def prefetch(
+        self,
+        request_id: str,
+        keys: Sequence[Keys],
+        start_tokens: int = 0,
+        settings: RequestSettings = NO_SETTINGS,
+    ) -> int:
         check_lookup(self.tables.specs, keys, start_tokens, None)
         with self._broken_plans:
-            return self.promises.prefetch(request_id, keys, start_tokens)
+            return self.promises.prefetch(request_id, keys, start_tokens, settings)
 
     def waits(self, request_id: str) -> bool:
         return request_id in self.tables.requests.waits and self.tables.requests.is_waiting(

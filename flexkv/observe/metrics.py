@@ -137,7 +137,7 @@ _TABLE = (
         MetricKind.COUNTER,
         "fields",
         "Fields of requests that flexkv could not read: a name that it does not know, a value or a type that is not "
-        "allowed. The request is served; where `skip_save` has such a value, it is not stored.",
+        "allowed. The request is served; docs/requests.md says what holds instead.",
         (("reason", ("name", "value", "type")),),
     ),
     Metric(

@@ -15,6 +15,7 @@ class MissReason(Enum):
 
     ABSENT = "absent", "no tier in use has the next block, or a store is filling it"
     OFF = "off", "the cache is disabled, or a reset has not ended"
+    ASKED = "asked", "the request's own settings ask for no more"
     FAILED_LOAD = "failed_load", "a load of the request, or lately any load, did not bring its pages"
     QUEUE_FULL = "queue_full", "as many pages are promised or being loaded as `load.inflight_pages` allows"
     NO_ROOM = "no_room", "fetches of what follows found no room in host memory while their request waited"

@@ -18,6 +18,7 @@ from flexkv.cache.base import (
 )
 from flexkv.errors import ContractError
 from flexkv.facts.keys import Keys
+from flexkv.facts.request_settings import NO_SETTINGS, RequestSettings
 from flexkv.observe import Counters, MissReason
 from flexkv.transfer.graph import BlockIds, OpResult, TransferGraph
 from flexkv.unit.base import EngineUnit, UnitState
@@ -35,11 +36,18 @@ class NullManager(CacheManager):
         keys: Sequence[Keys],
         start_tokens: int,
         tail: Sequence[TailCandidates | None] | None = None,
+        settings: RequestSettings = NO_SETTINGS,
     ) -> MatchResult:
         none = tuple(GroupMatch(0, np.empty(0, np.int32)) for _ in keys)
         return MatchResult(request_id, start_tokens, none, 0, 0, Outcome.MISS, MissReason.OFF)
 
-    def prefetch(self, request_id: str, keys: Sequence[Keys], start_tokens: int = 0) -> int:
+    def prefetch(
+        self,
+        request_id: str,
+        keys: Sequence[Keys],
+        start_tokens: int = 0,
+        settings: RequestSettings = NO_SETTINGS,
+    ) -> int:
         return 0
 
     def begin_load(

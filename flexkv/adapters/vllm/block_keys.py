@@ -22,10 +22,13 @@ if TYPE_CHECKING:
 GROUP = 0
 """The group number in all keys. Groups are told apart by their namespaces instead."""
 
+REMEMBERED = 1024
+"""Most namespaces of groups that are remembered: callers may name any number of namespaces."""
+
 
 class RequestNamespaces:
     """Namespaces of requests: the engine's or, for requests with an adapter, one per content of the adapter, because
-    vLLM's hashes have an adapter's name and not its content.
+    vLLM's hashes have an adapter's name and not its content. A namespace that the caller names is a further part.
 
     Args:
         engine: 32 bytes; see `engine_namespace`.
@@ -39,8 +42,16 @@ class RequestNamespaces:
         self._made: dict[str, bytes] = {}
         self._of_groups: dict[bytes, tuple[bytes, ...]] = {}
 
-    def of(self, request: Request) -> bytes:
-        """The request's namespace, 32 bytes. Reads the adapter's files if they are new or have changed."""
+    def of(self, request: Request, named: str = "") -> bytes:
+        """The request's namespace, 32 bytes. Reads the adapter's files if they are new or have changed.
+
+        Args:
+            named: `RequestSettings.namespace`.
+        """
+        own = self._of_adapter(request)
+        return namespace_digest({"request": own, "named": named}) if named else own
+
+    def _of_adapter(self, request: Request) -> bytes:
         adapter = request.lora_request
         if adapter is None:
             return self._engine
@@ -55,6 +66,8 @@ class RequestNamespaces:
         """The namespaces of a request's blocks by KV group, 32 bytes each. A group without a signature has the
         request's namespace."""
         if (made := self._of_groups.get(namespace)) is None:
+            if len(self._of_groups) >= REMEMBERED:
+                self._of_groups.clear()
             made = self._of_groups[namespace] = tuple(
                 namespace_digest({"request": namespace, "group": signature}) if signature else namespace
                 for signature in signatures

@@ -315,7 +315,7 @@ class EagerStores(RequestStores):
                 yield boundary, NO_STATES
             return
         for boundary, states in self._with_states(tracker, certain_tokens, output):
-            if self._prompt_only and boundary > prompt:
+            if (self._prompt_only and boundary > prompt) or tracker.storable(boundary) < boundary:
                 return
             if self._boundaries.wants_states(boundary, tracker.reached_tokens, prompt, shared):
                 tracker.reached_tokens = boundary

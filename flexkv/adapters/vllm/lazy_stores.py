@@ -134,10 +134,10 @@ class LazyStores(RequestStores, CacheListener):
         if tracker.namespace != self._namespace or tracker.block_keys.first_of_run() is not None:
             self._note_key_parts(tracker)
         # Blocks that the caller or `store.tokens` keeps out must not be stored. No lookup reaches blocks behind one
-        # that the caller keeps out, except through the engine's own cache.
-        first = good
+        # that the caller keeps out, except through the engine's own cache. Blocks from there are other requests' too.
+        first = good if tracker.settings.max_store_tokens is None else max(good, tracker.own_from)
         if kept := tracker.kept_out.within(0, len(tracker.block_ids) * self._block_tokens):
-            first = min(good, max(tracker.own_from, kept[0] // self._block_tokens))
+            first = min(first, max(tracker.own_from, kept[0] // self._block_tokens))
         self._suspect(tracker.block_ids[first:])
 
     def _note_key_parts(self, tracker: RequestTracker) -> None:

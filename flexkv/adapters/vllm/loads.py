@@ -88,6 +88,7 @@ class Loads:
         tracker.promise = None
         if (
             request.skip_reading_prefix_cache
+            or tracker.settings.skip_load
             or tracker.unloadable
             or computed_tokens % self._alignment_tokens
             or computed_tokens >= wanted_end
@@ -98,14 +99,16 @@ class Loads:
         if self._is_hybrid:
             # Cut before the match, because a shorter hit needs other pages.
             keys = self._cut(keys, wanted_end)
-        match = manager.match(request_id, keys, computed_tokens)
+        settings = tracker.settings
+        match = manager.match(request_id, keys, computed_tokens, None, settings)
         tracker.shared_tokens = match.shared_tokens
         if not match.is_final:
             return None
         end_block = (computed_tokens + match.tokens) // self._block_tokens
         tail = self._tail_candidates(tracker, end_block) if self._with_tails else None
         if tail is not None:
-            match = manager.match(request_id, [keys[0][: tail.base_block]], computed_tokens, [tail])
+            keys = [keys[0][: tail.base_block]]
+            match = manager.match(request_id, keys, computed_tokens, [tail], settings)
             if not match.is_final:
                 return None
         tokens = min(match.tokens + match.tail_tokens, wanted_end - computed_tokens)
@@ -137,8 +140,8 @@ class Loads:
         request = tracker.request
         if request.skip_reading_prefix_cache or request.num_computed_tokens or self._is_hybrid:
             return 0
-        start = self._own_blocks(request.block_hashes, has_cached)
-        return self._manager.prefetch(tracker.request_id, tracker.keys(), start * self._block_tokens)
+        start = self._own_blocks(request.block_hashes, has_cached) * self._block_tokens
+        return self._manager.prefetch(tracker.request_id, tracker.keys(), start, tracker.settings)
 
     def _own_blocks(self, hashes: Sequence[bytes], has_cached: Callable[[bytes], bool]) -> int:
         """Number of leading blocks that the engine has, by binary search: it evicts a request's last blocks first."""
@@ -227,7 +230,10 @@ class Loads:
         if external_tokens != promise.tokens:
             end = match.start_tokens + external_tokens
             match = self._manager.match(
-                tracker.request_id, self._cut(tracker.keys(), end), match.start_tokens
+                tracker.request_id,
+                self._cut(tracker.keys(), end),
+                match.start_tokens,
+                settings=tracker.settings,
             )
             if match.tokens != external_tokens:
                 logger.error(

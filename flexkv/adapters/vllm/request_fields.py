@@ -1,31 +1,20 @@
-"""Fields for flexkv that a caller sets in one request: reads them, and keeps the tokens that they exclude out of the
-cache.
-
-vLLM checks no field of a connector while a request can still be refused, and an exception in its scheduler ends the
-engine and every request. So a field that cannot be read never fails its request: a warning names the field, and a
-counter counts it. A value of `skip_save` that cannot be read keeps the request out of the cache, because its caller has
-asked for something other than a plain no, and a store cannot be undone.
-"""
+"""Where vLLM's requests carry the settings of their callers, and the tokens that callers keep out of the cache."""
 
 from __future__ import annotations
 
-import logging
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from flexkv.adapters.common.settings_reader import Given, SettingsReader
 from flexkv.config.names import shown
-from flexkv.observe import Counters
+from flexkv.facts.request_settings import NAMES, PREFIX
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 PARAMS, EXTRA = "kv_transfer_params", "extra_args"
-SKIP_SAVE = "skip_save"
-PREFIX = "flexkv."
-"""Prefix of flexkv's fields in the sampling parameters' `extra_args` (`vllm_xargs` over HTTP)."""
 
 OF_OTHER_CONNECTORS = frozenset(
     (
@@ -43,10 +32,7 @@ STEMS_OF_OTHERS = ("do_remote_", "remote_")
 """Fields of `kv_transfer_params` that connectors of vLLM 0.32 and 0.33 read, or their prefixes. In a MultiConnector, or
 behind a proxy, such fields are no mistake."""
 
-WORDS = {"true": True, "false": False}
-ALLOWED = "true, false, 1 or 0"
 NO_END = sys.maxsize
-WARN_EVERY_S = 60.0
 
 
 @dataclass(slots=True)
@@ -86,82 +72,49 @@ class KeptOut:
 
 
 class RequestFields:
-    """Reads flexkv's fields of requests.
+    """Reads the settings that callers give in vLLM's requests: in `kv_transfer_params`, and in the sampling parameters'
+    extra_args (`vllm_xargs` over HTTP)."""
 
-    Args:
-        clock: returns monotonic seconds.
-    """
+    def __init__(self, reader: SettingsReader) -> None:
+        self._reader = reader
 
-    def __init__(
-        self, counters: Counters, logger: logging.Logger, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._counters = counters
-        self._logger = logger
-        self._clock = clock
-        self._warned_s: float | None = None
-        self._left_out = 0
-
-    def skip_save(self, request: Request) -> bool | None:
-        """Whether the caller asks that nothing of this request, or of this piece of a session, be stored; None if the
-        caller does not say. Counts and logs fields that cannot be read.
-
-        `kv_transfer_params={"skip_save": true}`, or `flexkv.skip_save` in the sampling parameters' extra_args.
-        """
+    def given(self, request: Request) -> Given:
+        """The settings that the request, or the last piece of a session, gives. Counts and logs what cannot be read."""
         sampling = request.sampling_params
-        extra = (sampling.extra_args if sampling is not None else None) or {}
-        # When a session goes on, `request.kv_transfer_params` still has the parameters of its first piece.
-        params = extra.get(PARAMS) if sampling is not None else request.kv_transfer_params
-        asked = [*self._of_params(params, request), *self._of_extra(extra, request)]
-        return any(asked) if asked else None
+        given: Given = {}
+        if sampling is None:
+            self._of_params(request.kv_transfer_params, request, given)
+        elif extra := sampling.extra_args:
+            # When a session goes on, `request.kv_transfer_params` still has the parameters of its first piece.
+            self._of_params(extra.get(PARAMS), request, given)
+            self._of_extra(extra, request, given)
+        return given
 
-    def _of_params(self, params: object, request: Request) -> Iterator[bool]:
+    def name_foreign(self, request: Request, namespace: str) -> None:
+        """Names a piece of a session that asks for another namespace than the first one."""
+        allowed = f"{shown(namespace)}, the session's first; the piece is neither stored nor loaded"
+        self._reader.warn(str(request.request_id), f"{PREFIX}namespace", "another", "value", allowed)
+
+    def _of_params(self, params: object, request: Request, given: Given) -> None:
         if params is None:
             return
         if not isinstance(params, Mapping):
-            self._warn(request, PARAMS, params, "type", "a mapping")
+            self._reader.warn(str(request.request_id), PARAMS, params, "type", "a mapping")
             return
         for name, value in params.items():
-            if name == SKIP_SAVE:
-                yield self._flag(request, f"{PARAMS}.{name}", value)
+            if name in NAMES:
+                self._reader.take(str(request.request_id), PARAMS, name, value, given)
             elif not is_of_others(name):
-                self._warn(request, f"{PARAMS}.{shown(name)}", value, "name", SKIP_SAVE)
+                self._reader.name_unknown(str(request.request_id), PARAMS, name, value)
 
-    def _of_extra(self, extra: Mapping[str, Any], request: Request) -> Iterator[bool]:
+    def _of_extra(self, extra: Mapping[str, Any], request: Request, given: Given) -> None:
         for name, value in extra.items():
-            if not str(name).startswith(PREFIX):
+            if not (isinstance(name, str) and "." in name):
                 continue
-            if name == PREFIX + SKIP_SAVE:
-                yield self._flag(request, f"{EXTRA}.{name}", value)
-            else:
-                self._warn(request, f"{EXTRA}.{shown(name)}", value, "name", PREFIX + SKIP_SAVE)
-
-    def _flag(self, request: Request, place: str, value: object) -> bool:
-        if value is None:
-            return False
-        if isinstance(value, str) and value.lower() in WORDS:
-            return WORDS[value.lower()]
-        if isinstance(value, (bool, int, float)) and value in (0, 1):
-            return bool(value)
-        self._warn(request, place, value, "value", f"{ALLOWED}; the request is not stored")
-        return True
-
-    def _warn(self, request: Request, place: str, value: object, what: str, allowed: str) -> None:
-        self._counters.add("flexkv_unread_request_fields_total", 1, reason=what)
-        now_s = self._clock()
-        if self._warned_s is not None and now_s - self._warned_s < WARN_EVERY_S:
-            self._left_out += 1
-            return
-        more = f"; {self._left_out} more since the last warning" if self._left_out else ""
-        self._warned_s, self._left_out = now_s, 0
-        self._logger.warning(
-            "request %s: %s is %s: flexkv does not know this %s; allowed: %s%s",
-            request.request_id,
-            place,
-            shown(value),
-            what,
-            allowed,
-            more,
-        )
+            if name in NAMES:
+                self._reader.take(str(request.request_id), EXTRA, name, value, given)
+            elif name.startswith(PREFIX):
+                self._reader.name_unknown(str(request.request_id), EXTRA, name, value)
 
 
 def is_of_others(name: object) -> bool:

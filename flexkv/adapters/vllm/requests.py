@@ -4,7 +4,7 @@ which follow the engine's schedule of each step."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from flexkv.adapters.vllm.pool_geometry import PoolGeometry
 from flexkv.adapters.vllm.request_fields import KeptOut, RequestFields
 from flexkv.cache.base import MatchResult
 from flexkv.facts.keys import Keys
+from flexkv.facts.request_settings import NO_SETTINGS, RequestSettings
 from flexkv.transfer.graph import BlockIds, OpId
 
 if TYPE_CHECKING:
@@ -66,8 +67,12 @@ class RequestTracker:
         namespace: namespace of the request's keys, 32 bytes.
         tables: one block table per KV group, in the order of `PoolGeometry.groups`.
         kept_out: tokens that the caller keeps out of the cache.
-        sampling: sampling parameters of the last piece of a streaming session that was passed to `kept_out`; vLLM
-            replaces the object with each piece.
+        asked: the settings that the caller asks for; in a streaming session those of its last piece.
+        settings: the settings that hold.
+        first_namespace: the caller's namespace when the request began, which is in its keys.
+        read_from: sampling parameters that `asked` was read from; vLLM replaces the object with each piece of a
+            streaming session.
+        sampling: sampling parameters of the last piece that was passed to `kept_out`.
         reached: tokens that the request's steps have computed so far, including those that are not accepted.
         promise: the last promise that the engine has not taken up.
         loading: op of the async load in flight, if any.
@@ -92,7 +97,11 @@ class RequestTracker:
     namespace: bytes
     tables: tuple[BlockTable, ...]
     kept_out: KeptOut
+    read_from: SamplingParams | None
     sampling: SamplingParams | None
+    asked: RequestSettings = NO_SETTINGS
+    settings: RequestSettings = NO_SETTINGS
+    first_namespace: str = ""
     reached: int = 0
     promise: Promise | None = None
     loading: OpId | None = None
@@ -108,6 +117,11 @@ class RequestTracker:
     supplied: tuple[int, ...] = ()
     made_way: bool = False
     unloadable: bool = False
+
+    def storable(self, tokens: int) -> int:
+        """How many of the request's first `tokens` tokens may be stored, as far as its settings say."""
+        most = self.settings.max_store_tokens
+        return tokens if most is None else min(tokens, most)
 
     def keys(self) -> list[Keys]:
         """The keys of all whole blocks whose tokens are known, per group."""
@@ -176,7 +190,9 @@ class RequestTable:
         """The request's tracker; made if there is none."""
         tracker = self.live.get(request.request_id)
         if tracker is None:
-            namespace = self._namespaces.of(request)
+            given = self._fields.given(request)
+            settings = replace(NO_SETTINGS, **given) if given else NO_SETTINGS
+            namespace = self._namespaces.of(request, settings.namespace)
             tables = tuple(
                 BlockTable(
                     self._keys(request, of_group, group.block_tokens, group.hashes_per_block, self._names)
@@ -185,10 +201,20 @@ class RequestTable:
                     self._groups, self._namespaces.of_groups(namespace, self._signatures), strict=True
                 )
             )
+            sampling = request.sampling_params
             tracker = RequestTracker(
-                str(request.request_id), request, namespace, tables, KeptOut(), request.sampling_params
+                str(request.request_id),
+                request,
+                namespace,
+                tables,
+                KeptOut(),
+                sampling,
+                sampling,
+                asked=settings,
+                settings=settings,
+                first_namespace=settings.namespace,
             )
-            tracker.kept_out.ask(bool(self._fields.skip_save(request)), 0, 0)
+            tracker.kept_out.ask(settings.skip_save, 0, 0)
             self.live[request.request_id] = tracker
         return tracker
 
@@ -203,6 +229,7 @@ class RequestTable:
         if tracker.block_ids:
             _lose(tracker, preempted)
         tracker.preemptions = tracker.request.num_preemptions
+        self._read_piece(tracker)
 
     def follow(
         self,
@@ -244,10 +271,29 @@ class RequestTable:
         computed = request.num_computed_tokens
         if request.sampling_params is not tracker.sampling:
             tracker.sampling = request.sampling_params
-            asked = self._fields.skip_save(request)
-            if asked is not None:
-                tracker.kept_out.ask(asked, computed, max(computed, tracker.reached))
+            self._read_piece(tracker)
+            tracker.kept_out.ask(tracker.settings.skip_save, computed, max(computed, tracker.reached))
         tracker.reached = max(tracker.reached, computed + scheduled_tokens)
+
+    def _read_piece(self, tracker: RequestTracker) -> None:
+        """Takes the settings of a session's new piece, if there is one. What the piece does not give stays as it was.
+
+        The keys of a session have the namespace of its first piece, so nothing is stored or loaded for a piece that
+        asks for another.
+        """
+        request = tracker.request
+        if request.sampling_params is tracker.read_from:
+            return
+        tracker.read_from = request.sampling_params
+        given = self._fields.given(request)
+        if not given:
+            return
+        first = tracker.first_namespace
+        tracker.asked = tracker.settings = replace(tracker.asked, **given)
+        if tracker.asked.namespace != first:
+            tracker.settings = replace(tracker.asked, skip_save=True, skip_load=True)
+            if "namespace" in given:
+                self._fields.name_foreign(request, first)
 
     def _start(self, tracker: RequestTracker, blocks: Sequence[Sequence[int]], started: OnRequest) -> None:
         """Called when the request starts, or starts again, with these blocks."""

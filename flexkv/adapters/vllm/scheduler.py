@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+from flexkv.adapters.common.settings_reader import SettingsReader
 from flexkv.adapters.vllm import local_engines
 from flexkv.adapters.vllm.completions import CompletionHandler
 from flexkv.adapters.vllm.eager_stores import EagerStores
@@ -63,7 +64,7 @@ class SchedulerSide:
     def __init__(self, spec: EngineSpec, with_events: bool = False) -> None:
         self._spec = spec
         self.counters = Counters()
-        fields = RequestFields(self.counters, logger)
+        fields = RequestFields(SettingsReader(self.counters, logger))
         scheme = spec.config.keys.scheme
         self.requests = RequestTable(spec.namespace, spec.geometry, scheme, spec.names, spec.adapters, fields)
         self.orders = ConnectorMetadata()

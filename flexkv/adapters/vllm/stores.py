@@ -150,7 +150,8 @@ class RequestStores(StoreMode):
         return self._queue_ops - len(self._watch.ops)
 
     def _certain_after_step(self, tracker: RequestTracker, scheduled_tokens: int) -> int:
-        """Number of tokens whose KV is computed and accepted once this step's forward has run.
+        """Number of tokens whose KV is computed and accepted once this step's forward has run, and which the request's
+        settings allow to be stored.
 
         Prompt tokens of this step count, because they are known. Tokens that the step generates do not count, nor do
         drafts of earlier steps that are not accepted yet.
@@ -158,17 +159,20 @@ class RequestStores(StoreMode):
         request = tracker.request
         computed, prompt = request.num_computed_tokens, request.num_prompt_tokens
         if computed < prompt:
-            return int(min(computed + scheduled_tokens, prompt))
+            return tracker.storable(int(min(computed + scheduled_tokens, prompt)))
         if self._prompt_only:
-            return int(prompt)
-        return int(min(computed - request.num_output_placeholders, request.num_tokens))
+            return tracker.storable(int(prompt))
+        return tracker.storable(int(min(computed - request.num_output_placeholders, request.num_tokens)))
 
     def _certain_at_end(self, tracker: RequestTracker) -> int:
-        """Number of tokens whose KV is computed and accepted when the request ends, without steps still under way."""
+        """Number of tokens whose KV is computed and accepted when the request ends, without steps still under way, and
+        which the request's settings allow to be stored."""
         request = tracker.request
         # A preemption or a failed load takes computed tokens back while their steps are still under way.
         certain = min(max(0, request.num_computed_tokens - request.num_in_flight_tokens), request.num_tokens)
-        return int(min(certain, request.num_prompt_tokens) if self._prompt_only else certain)
+        return tracker.storable(
+            int(min(certain, request.num_prompt_tokens) if self._prompt_only else certain)
+        )
 
     def load_kept(self, tracker: RequestTracker, first_block: int) -> None:
         tracker.stale = True

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from flexkv.cache.base import HUB, NO_ENTRIES, Completion, EntryIds, OpRole, TierId
 from flexkv.errors import ContractError
 from flexkv.facts.keys import Keys
+from flexkv.facts.request_settings import RequestSettings
 from flexkv.observe import PageLoss
 from flexkv.transfer.graph import (
     NO_BLOCKS,
@@ -121,10 +122,12 @@ class ProbeOp(AwaitedOp):
     Attributes:
         keys: per group, the keys of the whole request.
         start_tokens: tokens that the engine had itself.
+        settings: what the caller of the request asks for.
     """
 
     keys: Sequence[Keys]
     start_tokens: int
+    settings: RequestSettings
 
 
 @dataclass(slots=True, kw_only=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from flexkv.cache.base import TierId
 from flexkv.facts.keys import Keys
+from flexkv.facts.request_settings import RequestSettings
 
 
 def _nothing(*_: object) -> None:
@@ -22,12 +23,12 @@ class Reactions:
         evicted: (group, keys) these blocks left host memory to make room.
         forgotten: (tier, group, keys) the tier forgot these pages, because it did not have them.
         reused: (tier, group, keys) these pages of host memory were used again, and the tier writes reused pages.
-        answered: (request, keys, start in tokens) a tier has answered a question that the request waited for.
+        answered: (request, keys, start in tokens, settings) a tier has answered a question that the request waited for.
         undone: () a plan that broke off was undone; those who keep counts of their own must recount.
     """
 
     evicted: Callable[[int, Keys], object] = _nothing
     forgotten: Callable[[TierId, int, Keys], object] = _nothing
     reused: Callable[[TierId, int, Keys], object] = _nothing
-    answered: Callable[[str, Sequence[Keys], int], object] = _nothing
+    answered: Callable[[str, Sequence[Keys], int, RequestSettings], object] = _nothing
     undone: Callable[[], object] = _nothing

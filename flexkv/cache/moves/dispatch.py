@@ -111,7 +111,7 @@ class TierWork:
             for request_id in op.waiters:
                 self._tables.requests.probe_ended(request_id, op_id)
             for request_id in op.waiters:
-                self._tables.reactions.answered(request_id, op.keys, op.start_tokens)
+                self._tables.reactions.answered(request_id, op.keys, op.start_tokens, op.settings)
 
     def take_down(self, tier: TierId, reason: str) -> None:
         """Takes the tier out of use: its pages are misses, and nothing is written there."""

@@ -10,6 +10,7 @@ from flexkv.cache.base import TailCandidates, TierId
 from flexkv.cache.ledger.leases import Lease
 from flexkv.cache.moves.fetches import WantedPages
 from flexkv.facts.keys import Keys
+from flexkv.facts.request_settings import NO_SETTINGS, RequestSettings
 from flexkv.observe import MissReason
 
 
@@ -23,6 +24,7 @@ class Ask(NamedTuple):
         tiers: the tiers behind host memory that may serve the request.
         room_pages: most pages that may be promised.
         straight: pages may be promised for straight loads from their tier.
+        settings: what the caller of the request asks for; the other attributes heed it already.
         bound: why no more than `keys` may be promised; None if `keys` are all that the engine asked for.
     """
 
@@ -33,6 +35,7 @@ class Ask(NamedTuple):
     tiers: Sequence[TierId]
     room_pages: int
     straight: bool = True
+    settings: RequestSettings = NO_SETTINGS
     bound: MissReason | None = None
 
     @property

@@ -30,6 +30,7 @@ from flexkv.cache.promise.waits import FetchWaits
 from flexkv.cache.tiers.tables import CacheTables
 from flexkv.errors import ContractError
 from flexkv.facts.keys import Keys
+from flexkv.facts.request_settings import NO_SETTINGS, RequestSettings
 from flexkv.observe import MissReason
 from flexkv.transfer.graph import BlockIds, TransferGraph
 
@@ -93,6 +94,7 @@ class Promises:
         keys: Sequence[Keys],
         start_tokens: int,
         tail: Sequence[TailCandidates | None] | None,
+        settings: RequestSettings,
     ) -> MatchResult:
         """Implements `CacheManager.match`; the arguments are already validated.
 
@@ -101,11 +103,13 @@ class Promises:
         tables, requests, size = self._tables, self._tables.requests, self._block_tokens
         asked_tokens = self.lookup.asked_tokens(keys, start_tokens)
         is_known = requests.knows(request_id)
-        lease = self._lease_again(request_id, keys, start_tokens) if is_known and tail is None else None
+        lease = None
+        if is_known and tail is None and settings is NO_SETTINGS:
+            lease = self._lease_again(request_id, keys, start_tokens)
         if lease is not None:
             looked, bound = Looked(lease), None
         else:
-            ask = self._ask(request_id, keys, start_tokens, tail, is_known)
+            ask = self._ask(request_id, keys, start_tokens, tail, is_known, settings)
             looked, bound = self._look(ask, is_known), ask.bound
             lease = looked.lease
         requests.add_lease(request_id, lease)
@@ -129,6 +133,7 @@ class Promises:
         start_tokens: int,
         tail: Sequence[TailCandidates | None] | None,
         is_known: bool,
+        settings: RequestSettings,
     ) -> Ask:
         """Ends the request's former lease, its prefetch and a wait that took too long, and returns what it may be
         promised now."""
@@ -150,7 +155,26 @@ class Promises:
         elif self.failed_loads.rests and not was_promised:
             bound, keys, tail = MissReason.FAILED_LOAD, self.lookup.cut(keys, start_tokens), None
         tiers = self._tiers_for(request_id) if self.lookup.behind else ()
-        return Ask(request_id, keys, start_tokens, tail, tiers, self.room_for_loads(), straight, bound)
+        ask = Ask(
+            request_id, keys, start_tokens, tail, tiers, self.room_for_loads(), straight, settings, bound
+        )
+        return ask if settings is NO_SETTINGS else self._heed(ask)
+
+    def _heed(self, ask: Ask) -> Ask:
+        """What the request may be promised with its settings."""
+        settings, tiers = ask.settings, ask.tiers
+        if settings.tiers is not None:
+            tiers = [t for t in tiers if self._tables.tiers[t].facts.label in settings.tiers]
+            ask = ask._replace(tiers=tiers)
+        most = 0 if settings.skip_load else settings.max_load_tokens
+        if most is None:
+            return ask
+        more = most - self.lookup.asked_tokens(ask.keys, ask.start_tokens)
+        if more >= 0:
+            # A tail is shorter than a block.
+            return ask if more >= self._block_tokens else ask._replace(tail=None)
+        keys = self.lookup.cut(ask.keys, ask.start_tokens + most)
+        return ask._replace(keys=keys, tail=None, bound=ask.bound or MissReason.ASKED)
 
     def _tiers_for(self, request_id: str) -> list[TierId]:
         """The tiers besides host memory that may serve the request."""
@@ -355,7 +379,9 @@ class Promises:
 
     # --- prefetches ---
 
-    def prefetch(self, request_id: str, keys: Sequence[Keys], start_tokens: int) -> int:
+    def prefetch(
+        self, request_id: str, keys: Sequence[Keys], start_tokens: int, settings: RequestSettings
+    ) -> int:
         """Implements `CacheManager.prefetch`; the arguments are already validated."""
         requests = self._tables.requests
         if self._silent or self.failed_loads.rests:
@@ -366,21 +392,27 @@ class Promises:
             return 0
         if len(requests.prefetched) >= self._limits.prefetch_requests or len(self.line):
             return 0
-        return self._begin_prefetch(request_id, keys, start_tokens)
+        return self._begin_prefetch(request_id, keys, start_tokens, settings)
 
-    def resume_prefetch(self, request_id: str, keys: Sequence[Keys], start_tokens: int) -> None:
+    def resume_prefetch(
+        self, request_id: str, keys: Sequence[Keys], start_tokens: int, settings: RequestSettings
+    ) -> None:
         """Begins to fetch what a tier has just answered that it has for a request, unless a lookup has asked
         already."""
         if request_id not in self._tables.requests.prefetched or self._silent or self.failed_loads.rests:
             return
         if len(self.line):
             return
-        self._begin_prefetch(request_id, keys, start_tokens)
+        self._begin_prefetch(request_id, keys, start_tokens, settings)
 
-    def _begin_prefetch(self, request_id: str, keys: Sequence[Keys], start_tokens: int) -> int:
+    def _begin_prefetch(
+        self, request_id: str, keys: Sequence[Keys], start_tokens: int, settings: RequestSettings
+    ) -> int:
         """Begins to fetch as much for the request as may be prefetched now; returns the number of fetches under way."""
         tiers = [tier for tier in self.lookup.behind if self._tables.tiers[tier].in_use]
-        ask = Ask(request_id, keys, start_tokens, None, tiers, self.room_for_loads())
+        ask = Ask(request_id, keys, start_tokens, None, tiers, self.room_for_loads(), settings=settings)
+        if settings is not NO_SETTINGS:
+            ask = self._heed(ask)
         return self.lookup.prefetch(ask, self._room_for_prefetch(len(keys)))
 
     def _room_for_prefetch(self, groups: int) -> int:

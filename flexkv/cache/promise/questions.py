@@ -123,6 +123,7 @@ class Questions:
             epoch=self._tables.epoch,
             keys=ask.keys,
             start_tokens=ask.start_tokens,
+            settings=ask.settings,
         )
         self._tables.ops.add(probe)
         return probe

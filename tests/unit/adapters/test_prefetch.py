@@ -10,6 +10,7 @@ import pytest
 from flexkv.adapters.vllm.connector import FlexKVConnector
 from flexkv.adapters.vllm.engine_spec import EngineRole
 from flexkv.facts.keys import Keys
+from flexkv.facts.request_settings import NO_SETTINGS, RequestSettings
 from flexkv.simulation.world import DISK
 from tests.unit.adapters.disk_engines import PROMPT, Make, in_turn
 from tests.unit.adapters.mini_engine import MiniEngine
@@ -69,9 +70,14 @@ class Prefetched:
         manager = engine.unit.manager
         prefetch = manager.prefetch
 
-        def noted(request_id: str, keys: Sequence[Keys], start_tokens: int = 0) -> int:
+        def noted(
+            request_id: str,
+            keys: Sequence[Keys],
+            start_tokens: int = 0,
+            settings: RequestSettings = NO_SETTINGS,
+        ) -> int:
             self.calls.append((request_id, [group.tobytes() for group in keys], start_tokens))
-            return prefetch(request_id, keys, start_tokens)
+            return prefetch(request_id, keys, start_tokens, settings)
 
         manager.prefetch = noted  # type: ignore[method-assign]
 

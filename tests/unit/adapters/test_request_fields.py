@@ -11,6 +11,7 @@ import pytest
 from vllm import SamplingParams
 from vllm.v1.request import Request
 
+from flexkv.adapters.common.settings_reader import SettingsReader
 from flexkv.adapters.vllm.request_fields import NO_END, KeptOut, RequestFields
 from flexkv.observe import Counters
 from tests.unit.adapters.mini_engine import MiniEngine
@@ -27,10 +28,11 @@ class Read:
 
     def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
         self.now_s, self.counters, self._caplog = 0.0, Counters(), caplog
-        self._fields = RequestFields(self.counters, logging.getLogger("tests.fields"), lambda: self.now_s)
+        logger = logging.getLogger("tests.fields")
+        self._fields = RequestFields(SettingsReader(self.counters, logger, lambda: self.now_s))
 
-    def __call__(self, **extra: Any) -> bool | None:
-        return self._fields.skip_save(make_request(PROMPT, "one", extra_args=extra))
+    def __call__(self, **extra: Any) -> dict[str, Any]:
+        return self._fields.given(make_request(PROMPT, "one", extra_args=extra))
 
     def counted(self) -> dict[str, float]:
         return dict(self.counters.data.get("flexkv_unread_request_fields_total", {}))
@@ -54,14 +56,14 @@ def read(caplog: pytest.LogCaptureFixture) -> Read:
     ],
 )
 def test_a_flag_that_can_be_read_means_what_it_says(read: Read, value: object, skip: bool) -> None:
-    assert read(**{"flexkv.skip_save": value}) is skip
-    assert read(kv_transfer_params={"skip_save": value}) is skip
+    assert read(**{"flexkv.skip_save": value}) == {"skip_save": skip}
+    assert read(kv_transfer_params={"skip_save": value}) == {"skip_save": skip}
     assert read.said() == []
 
 
 @pytest.mark.parametrize("value", ["no", "", [], [1], {}, 2, -1, "0", float("nan"), 2**63])
 def test_a_flag_that_cannot_be_read_is_named_and_nothing_is_stored(read: Read, value: object) -> None:
-    assert read(kv_transfer_params={"skip_save": value}) is True
+    assert read(kv_transfer_params={"skip_save": value}) == {"skip_save": True}
     (said,) = read.said()
     assert "kv_transfer_params.skip_save" in said
     assert "true, false, 1 or 0" in said
@@ -81,7 +83,7 @@ def test_a_flag_that_cannot_be_read_is_named_and_nothing_is_stored(read: Read, v
 def test_a_name_that_flexkv_does_not_know_is_named(
     read: Read, extra: dict[str, Any], place: str, reason: str
 ) -> None:
-    assert read(**extra) is None
+    assert read(**extra) == {}
     (said,) = read.said()
     assert place in said
     assert read.counted() == {reason: 1}
@@ -89,7 +91,7 @@ def test_a_name_that_flexkv_does_not_know_is_named(
 
 def test_control_fields_of_other_connectors_are_left_to_them(read: Read) -> None:
     others = {"do_remote_prefill": True, "remote_engine_id": "x", "tp_size": 2, "transfer_id": "y"}
-    assert read(kv_transfer_params=others, unrelated=3) is None
+    assert read(kv_transfer_params=others, unrelated=3) == {}
     assert read.said() == []
     assert read.counted() == {}
 

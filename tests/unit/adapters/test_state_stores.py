@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from vllm.v1.core.sched.output import KVConnectorBlockState
 
+from flexkv.adapters.common.settings_reader import SettingsReader
 from flexkv.adapters.vllm.eager_stores import EagerStores
 from flexkv.adapters.vllm.engine_spec import EngineSpec
 from flexkv.adapters.vllm.metadata import ConnectorMetadata
@@ -68,7 +69,7 @@ class Steps:
         self.request = make_request(range(prompt))
         if output:
             self.request.append_output_token_ids(list(range(1000, 1000 + output)))
-        fields = RequestFields(Counters(), logging.getLogger())
+        fields = RequestFields(SettingsReader(Counters(), logging.getLogger()))
         requests = RequestTable(bytes(32), geometry, "engine", spec.names, {}, fields)
         self.tracker = requests.of(self.request)
         self.offers = Offers()

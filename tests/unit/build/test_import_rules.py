@@ -16,7 +16,8 @@ ROOT = Path(__file__).resolve().parents[3]
 # Package -> packages of flexkv it may import beside itself. `transfer.graph` is the border between cache and transfer,
 # `storage.base`, `storage.tags` and `storage.striping` (arithmetic alone) that between cache and storage, `remote.base`
 # and what its `plane` counts (plain types) that between the simulation and the store. `facts` has what all of them
-# name: keys of blocks and their rules (`facts.keys`), and what ranks and their unit know of each other (`facts.ranks`).
+# name: keys of blocks and their rules (`facts.keys`), what callers ask (`facts.request_settings`), and what ranks and
+# their unit know of each other (`facts.ranks`).
 BASE = frozenset({"errors", "observe", "config", "layout", "c_ext"})
 ALLOWED: dict[str, frozenset[str]] = {
     "errors": frozenset(),
@@ -24,7 +25,15 @@ ALLOWED: dict[str, frozenset[str]] = {
     "config": frozenset({"errors", "observe", "c_ext"}),
     "layout": frozenset({"errors", "observe", "config", "c_ext"}),
     "facts": frozenset({"transfer.slab_map", "weights.files"}),
-    "cache": BASE | {"facts.keys", "transfer.graph", "storage.base", "storage.tags", "storage.striping"},
+    "cache": BASE
+    | {
+        "facts.keys",
+        "facts.request_settings",
+        "transfer.graph",
+        "storage.base",
+        "storage.tags",
+        "storage.striping",
+    },
     "cache.tiers": BASE | {"cache", "facts", "transfer", "storage", "remote"},
     "transfer": BASE,
     "remote": BASE

@@ -25,11 +25,12 @@ def make(
     slots: int = 16,
     groups: tuple[GroupSpec, ...] = (),
     listener: CacheListener | None = None,
+    manager_class: type[LocalCacheManager] = LocalCacheManager,
     **limits: float,
 ) -> LocalCacheManager:
     specs = groups or (GroupSpec(4, slots),)
     bounds = ManagerLimits(**limits)  # type: ignore[arg-type]
-    manager = LocalCacheManager(specs, bounds, tiers=unit_tiers(), clock=lambda: 0.0, listener=listener)
+    manager = manager_class(specs, bounds, tiers=unit_tiers(), clock=lambda: 0.0, listener=listener)
     for group, spec in enumerate(specs):
         manager.grow(group, spec.slots)
     return manager

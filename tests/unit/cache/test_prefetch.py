@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -11,6 +13,7 @@ from flexkv.cache.tiers.disk.load_route import GdsUse
 from flexkv.cache.tiers.disk.tier import DiskTraffic
 from flexkv.errors import ConfigError
 from flexkv.facts.keys import Keys, Rule
+from flexkv.facts.request_settings import NO_SETTINGS
 from flexkv.simulation.run import Simulation
 from flexkv.transfer.graph import OpKind
 from tests.unit.cache.broken_managers import caught_by
@@ -260,8 +263,8 @@ def test_a_request_that_has_been_looked_up_is_not_prefetched() -> None:
 class PrefetchPromises(LocalCacheManager):
     """A prefetch is a lookup that nobody ends."""
 
-    def prefetch(self, request_id: str, keys: object, start_tokens: int = 0) -> int:
-        return super().match(request_id, keys, start_tokens).reads  # type: ignore[arg-type]
+    def prefetch(self, request_id: str, keys: Any, start_tokens: int = 0, settings: Any = None) -> int:
+        return super().match(request_id, keys, start_tokens).reads
 
 
 class PrefetchesWithoutBound(LocalCacheManager):
@@ -273,8 +276,8 @@ class PrefetchesWithoutBound(LocalCacheManager):
 class PrefetchDropsPins(LocalCacheManager):
     """Lets prefetched pages be evicted while the read still writes them."""
 
-    def prefetch(self, request_id: str, keys: object, start_tokens: int = 0) -> int:
-        fetches = super().prefetch(request_id, keys, start_tokens)  # type: ignore[arg-type]
+    def prefetch(self, request_id: str, keys: Any, start_tokens: int = 0, settings: Any = NO_SETTINGS) -> int:
+        fetches = super().prefetch(request_id, keys, start_tokens, settings)
         if fetches:
             for pages in self.tables.requests.waits[request_id].held:
                 self.hub.index.unpin(np.repeat(pages.entries, 2))

@@ -1,0 +1,92 @@
+"""Reads the settings that callers give in requests (`RequestSettings`), strictly and without ever failing a request.
+
+No engine checks the fields of its connector while a request can still be refused, and an exception in vLLM's scheduler
+ends the engine and every request. So what cannot be read is named in a warning and counted. If it asked that less be
+stored or shared, the request is kept out of the cache, because a store cannot be undone.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from flexkv.config.names import shown
+from flexkv.facts.request_settings import NAMES, OWN_NAMES, UnreadableError
+from flexkv.observe import Counters
+
+WARN_EVERY_S = 60.0
+
+KEPT_OUT: dict[str, tuple[dict[str, Any], str]] = {
+    "skip_save": ({"skip_save": True}, "; the request is not stored"),
+    "namespace": ({"skip_save": True, "skip_load": True}, "; nothing is stored or loaded for the request"),
+}
+"""What holds instead of a value that cannot be read, and the words for it. Other settings count as not given."""
+
+Given = dict[str, Any]
+"""The fields of `RequestSettings` that a request gives, with their values."""
+
+
+class SettingsReader:
+    """Reads the settings of requests.
+
+    Args:
+        clock: returns monotonic seconds.
+    """
+
+    def __init__(
+        self, counters: Counters, logger: logging.Logger, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._counters = counters
+        self._logger = logger
+        self._clock = clock
+        self._warned_s: float | None = None
+        self._left_out = 0
+
+    def take(self, request_id: str, place: str, name: str, value: object, given: Given) -> None:
+        """Adds a known setting to `given`. Of two values for one field, the one that allows less holds.
+
+        Args:
+            place: where in the request the name is.
+            name: one of NAMES.
+        """
+        setting = NAMES[name]
+        before = given.get(setting.field, setting.default)
+        if value is None:
+            given[setting.field] = before
+            return
+        try:
+            read = setting.read(value)
+            given[setting.field] = read if before == setting.default else setting.join(before, read)
+        except UnreadableError as error:
+            instead, words = KEPT_OUT.get(setting.field, ({}, ""))
+            given.update(instead)
+            self.warn(request_id, f"{place}.{name}", value, "value", f"{error}{words}")
+
+    def name_unknown(self, request_id: str, place: str, name: object, value: object) -> None:
+        """Names a field that is meant for flexkv and that it does not know."""
+        self.warn(request_id, f"{place}.{shown(name)}", value, "name", ", ".join(OWN_NAMES))
+
+    def warn(self, request_id: str, place: str, value: object, what: str, allowed: str) -> None:
+        """Counts a field that cannot be read, and names it in the log, once a minute at most.
+
+        Args:
+            what: what about it is not known: its name, value or type.
+        """
+        self._counters.add("flexkv_unread_request_fields_total", 1, reason=what)
+        now_s = self._clock()
+        if self._warned_s is not None and now_s - self._warned_s < WARN_EVERY_S:
+            self._left_out += 1
+            return
+        more = f"; {self._left_out} more since the last warning" if self._left_out else ""
+        self._warned_s, self._left_out = now_s, 0
+        self._logger.warning(
+            "request %s: %s is %s: flexkv does not know this %s; allowed: %s%s",
+            request_id,
+            place,
+            shown(value),
+            what,
+            allowed,
+            more,
+        )

@@ -1,0 +1,216 @@
+"""What a caller asks of the cache for one request, and the names under which engines' requests carry it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
+
+PREFIX = "flexkv."
+"""Prefix of a setting's own name in a request."""
+
+TIER_NAMES = ("host", "disk", "peers", "remote")
+"""What `RequestSettings.tiers` may name: the labels of tiers (`TierFacts.label`)."""
+
+MOST_TOKENS = 2**62
+"""More than any request has."""
+
+MOST_TTL_S = 2**31
+"""Longest time to live, in seconds: 68 years."""
+
+MOST_NAMESPACE_BYTES = 256
+
+WORDS = {"true": True, "false": False}
+MEDIA = {"CPU": frozenset({"host"}), "STORAGE": frozenset({"disk", "peers", "remote"})}
+LOCALITIES = {"LOCAL": frozenset({"host", "disk", "peers"}), "REMOTE": frozenset({"remote"})}
+"""What vLLM's words for the place of a tier stand for."""
+
+
+class UnreadableError(ValueError):
+    """A value that a setting cannot have; the text says what is allowed."""
+
+
+class Kind(NamedTuple):
+    """How one setting is read.
+
+    Attributes:
+        read: makes the setting of a caller's value; raises UnreadableError.
+        join: what holds if a request has two values: the one that allows less.
+    """
+
+    read: Callable[[object], Any]
+    join: Callable[[Any, Any], Any]
+
+
+def _flag(value: object) -> bool:
+    if isinstance(value, str) and value.lower() in WORDS:
+        return WORDS[value.lower()]
+    if isinstance(value, (bool, int, float)) and value in (0, 1):
+        return bool(value)
+    raise UnreadableError("true, false, 1 or 0")
+
+
+def _whole(value: object, least: int, most: int) -> int:
+    if isinstance(value, int) and not isinstance(value, bool) and least <= value <= most:
+        return value
+    raise UnreadableError(f"a whole number from {least} to {most}")
+
+
+def _tiers(value: object) -> frozenset[str]:
+    if isinstance(value, (list, tuple)) and all(
+        isinstance(name, str) and name in TIER_NAMES for name in value
+    ):
+        return frozenset(value)
+    raise UnreadableError(f"a list of {', '.join(TIER_NAMES)}")
+
+
+def _vllm_tiers(value: object) -> frozenset[str]:
+    """vLLM's `kv_load_tiers`: a tier may serve if one entry's medium and locality, where given, are its own."""
+    named: set[str] = set()
+    for entry in value if isinstance(value, (list, tuple)) else [None]:
+        if not isinstance(entry, Mapping) or entry.keys() - {"medium", "locality"}:
+            raise UnreadableError("a list of mappings with `medium` and `locality`")
+        tiers = frozenset(TIER_NAMES)
+        for name, known in (("medium", MEDIA), ("locality", LOCALITIES)):
+            if (word := entry.get(name)) is None:
+                continue
+            if not isinstance(word, str) or word.upper() not in known:
+                raise UnreadableError(f"as `{name}` {' or '.join(known)}")
+            tiers &= known[word.upper()]
+        named |= tiers
+    return frozenset(named)
+
+
+def _namespace(value: object) -> str:
+    allowed = f"text of 1 to {MOST_NAMESPACE_BYTES} bytes"
+    try:
+        if isinstance(value, str) and 0 < len(value.encode()) <= MOST_NAMESPACE_BYTES:
+            return value
+    except UnicodeEncodeError:
+        allowed += " in UTF-8"
+    raise UnreadableError(allowed)
+
+
+def _one_namespace(one: str, other: str) -> str:
+    if one != other:
+        raise UnreadableError("one namespace per request")
+    return one
+
+
+FLAG = Kind(_flag, lambda one, other: one or other)
+TOKENS = Kind(lambda value: _whole(value, 0, MOST_TOKENS), min)
+TIERS = Kind(_tiers, frozenset.intersection)
+SECONDS = Kind(lambda value: _whole(value, 1, MOST_TTL_S), min)
+NAMESPACE = Kind(_namespace, _one_namespace)
+
+
+def _setting(
+    default: Any,
+    kind: Kind,
+    does: str,
+    values: str,
+    aliases: Mapping[str, Callable[[object], Any]] | None = None,
+) -> Any:
+    """A field that a request may set.
+
+    Args:
+        does, values: for people: what it does, and its values.
+        aliases: other names, with what reads their values.
+    """
+    about = {"kind": kind, "does": does, "values": values, "aliases": aliases or {}}
+    return field(default=default, metadata=about)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSettings:
+    """The settings of one request, or of a streaming session from one piece on.
+
+    Attributes:
+        skip_save: nothing more of the request is stored.
+        skip_load: nothing is loaded for the request.
+        max_store_tokens: most leading tokens of the request that are stored; None for all.
+        max_load_tokens: most tokens that one load brings; None for no limit.
+        tiers: names of the tiers that may serve the request, besides host memory, which always does; None for all.
+        namespace: a further part of the namespace of the request's keys; empty for none.
+    """
+
+    skip_save: bool = _setting(
+        False,
+        FLAG,
+        "nothing more of the request is stored",
+        "true, false, 1, 0",
+        {"skip_save": _flag, "lmcache.skip_save": _flag},
+    )
+    skip_load: bool = _setting(False, FLAG, "nothing is loaded for the request", "true, false, 1, 0")
+    max_store_tokens: int | None = _setting(
+        None,
+        TOKENS,
+        "no page beyond so many leading tokens of the request is stored",
+        "a whole number",
+        {"max_offload_tokens": TOKENS.read, "lmcache.max_offload_tokens": TOKENS.read},
+    )
+    max_load_tokens: int | None = _setting(
+        None,
+        TOKENS,
+        "no load brings more tokens, in whole blocks",
+        "a whole number",
+        {"max_load_tokens": TOKENS.read, "lmcache.max_tokens_per_load": TOKENS.read},
+    )
+    tiers: frozenset[str] | None = _setting(
+        None,
+        TIERS,
+        "only these tiers are read for the request; host memory always is, because the others are read into it",
+        "a list of `host`, `disk`, `peers`, `remote`; of the alias, entries `{medium, locality}` as vLLM has them",
+        {"kv_load_tiers": _vllm_tiers},
+    )
+    namespace: str = _setting(
+        "",
+        NAMESPACE,
+        "a further part of the namespace of its keys: requests with different ones share nothing, in any tier",
+        f"text of 1 to {MOST_NAMESPACE_BYTES} bytes",
+    )
+
+
+NO_SETTINGS = RequestSettings()
+"""The settings of a request whose caller sets none. Compared by identity, so such a request costs nothing."""
+
+
+class Setting(NamedTuple):
+    """One name by which a request may give a setting.
+
+    Attributes:
+        field: the field of `RequestSettings`.
+        read: makes the field's value of the caller's; raises UnreadableError.
+        join: see `Kind`.
+        default: what a value of None stands for.
+    """
+
+    field: str
+    read: Callable[[object], Any]
+    join: Callable[[Any, Any], Any]
+    default: Any
+
+
+def _names() -> dict[str, Setting]:
+    names: dict[str, Setting] = {}
+    for each in fields(RequestSettings):
+        kind: Kind = each.metadata["kind"]
+        readers = {PREFIX + each.name: kind.read, **each.metadata["aliases"]}
+        names |= {name: Setting(each.name, read, kind.join, each.default) for name, read in readers.items()}
+    return names
+
+
+NAMES: dict[str, Setting] = _names()
+"""Every name of every setting, its own first."""
+
+OWN_NAMES = tuple(PREFIX + each.name for each in fields(RequestSettings))
+
+
+def markdown_table() -> str:
+    """The table of settings for the documentation."""
+    rows = ["| name | other names | values | what it does |", "|---|---|---|---|"]
+    for each in fields(RequestSettings):
+        about = each.metadata
+        others = ", ".join(f"`{name}`" for name in about["aliases"]) or "-"
+        rows.append(f"| `{PREFIX}{each.name}` | {others} | {about['values']} | {about['does']} |")
+    return "\n".join(rows)
