@@ -1,4 +1,6 @@
-"""A module of the other package named flexkv, where SGLang's --enable-flexkv looks first: importing it is an error."""
+"""Raises when imported: SGLang's --enable-flexkv first imports a module of this name from the other package named
+flexkv.
+"""
 
 from flexkv.integration.other_flexkv import SGLANG_INSTEAD, TENSORRT_LLM_INSTEAD, refuse_other_flexkv
 

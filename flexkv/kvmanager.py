@@ -1,4 +1,4 @@
-"""A module of the other package named flexkv, with its cache manager: importing it is an error."""
+"""Raises when imported: in the other package named flexkv, a module of this name has the cache manager."""
 
 from flexkv.integration.other_flexkv import SGLANG_INSTEAD, TENSORRT_LLM_INSTEAD, refuse_other_flexkv
 

@@ -16,7 +16,7 @@ UNKNOWN = "unknown (older than this check)"
 def check_native_core() -> None:
     """Compares the interface that the native core was built from, a digest of the stub, with this package's.
 
-    A missing core, or one that cannot be loaded, is no error here, because settings are read without one.
+    Does not raise if the core is missing or cannot be loaded, because reading settings needs none.
 
     Raises:
         NativeCoreError: it was built from another version of the source.

@@ -1,4 +1,4 @@
-"""A circuit breaker: a store that does not answer is left alone, and asked once in a while whether it is back."""
+"""A circuit breaker: stops calls to a store that does not answer, and from time to time probes whether it is back."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from enum import Enum
 
 FIRST_REST_S = 1.0
 LONGEST_REST_S = 30.0
-"""Each rest is twice as long as the one before, so a store that restarts is found soon, and one that is gone costs
-little. Only after a store has served for LONGEST_REST_S is the next rest the first again, so a store that answers and
-then dies with the next call, over and over, rests as long as one that does not answer."""
+"""Rests double up to this length, so a store that restarts is found soon, and one that is gone costs little. The next
+rest is short again only after the store has served for LONGEST_REST_S: a store that answers and then fails the next
+call, over and over, rests as long as one that does not answer.
+"""
 
 JITTER = 0.25
-"""Share of a rest by which it is longer or shorter, so that units of one store do not all come back at once."""
+"""By which fraction a rest is randomly longer or shorter, so that a store's units do not all return at once."""
 
 WATCHED = 20
-"""How many of the last reads count. If more than half of these failed, the store answers but serves nothing."""
+"""How many of the last reads count. If more than half of these failed, the store answers but serves no values."""
 
 
 class BreakerState(Enum):
@@ -33,7 +34,7 @@ class Breaker:
     """The breaker of one store. The caller reports what it sees, and asks the breaker before it calls the store.
 
     Args:
-        spread: share of the jitter that each rest gets, in [-1, 1]; None for random shares.
+        spread: fraction of the jitter that each rest gets, in [-1, 1]; None for random fractions.
     """
 
     def __init__(self, now_s: float, reason: str, spread: float | None = None) -> None:
@@ -54,7 +55,7 @@ class Breaker:
         """Notes that the store could not be reached, or took too long to answer; returns whether it was in use."""
         was_closed = self.closed
         if self.state is BreakerState.OPEN and now_s < self._until_s:
-            return False  # other calls that were under way report the same loss: it makes one rest
+            return False  # other calls that were under way report the same loss, which counts once
         if was_closed and now_s - self._closed_s >= LONGEST_REST_S:
             self._rest_s = FIRST_REST_S
         spread = random.uniform(-1, 1) if self._spread is None else self._spread
@@ -65,8 +66,10 @@ class Breaker:
         return was_closed
 
     def judge(self, good: int, failed: int) -> str:
-        """Notes that `good` values were read and `failed` were not, of a store that is there; returns why it is lost
-        all the same, or an empty string. Their order is unknown, so more than WATCHED of them count by their share."""
+        """Records that a store that answers delivered `good` values and failed to deliver `failed`; returns why it
+        counts as lost nevertheless, or an empty string. Their order is unknown, so if there are more than WATCHED, both
+        numbers are scaled down.
+        """
         read = good + failed
         watched = min(read, WATCHED)
         bad_now = math.ceil(failed * watched / read) if read else 0
@@ -75,7 +78,7 @@ class Breaker:
         return f"of the last {WATCHED} values {bad} could not be read" if 2 * bad > WATCHED else ""
 
     def due(self, now_s: float) -> bool:
-        """Whether it is time to ask the store if it is there."""
+        """Whether it is time to probe whether the store is alive."""
         return self.state is BreakerState.OPEN and now_s >= self._until_s
 
     def asked(self) -> None:

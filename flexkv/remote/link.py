@@ -1,4 +1,6 @@
-"""Links a unit to the process with its store's clients: restarts it, watches it, and calls no store that is lost."""
+"""Links a unit to the process with its store's clients: watches and restarts the process, and makes no calls to a lost
+store.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ from flexkv.remote.process import HelperProcess
 logger = get_logger(__name__)
 
 ALIVE_S = 5.0
-"""A process hangs that has not answered after so many seconds whether the store is there."""
+"""A process counts as hanging if it has not answered after this many seconds whether the store is alive."""
 
 START_S = 30.0
 """How long a process may take to load its libraries."""
@@ -39,18 +41,18 @@ LOOK_S = 0.005
 
 
 class LinkUser(Protocol):
-    """The owner of what is under way, as the link sees it."""
+    """The owner of the ops under way, as the link sees it."""
 
     def take(self, message: Done | Answer | Progress) -> None: ...
 
     def lost(self) -> None:
-        """The store is not called any more; what waits ends when the process reports it."""
+        """Called when the store is no longer called; ops that wait end when the process reports them."""
 
     def reaped(self, how: str) -> None:
-        """The process has ended, and everything that it was doing has stopped."""
+        """Called when the process has ended, so that everything it was doing has stopped."""
 
     def silent_since(self) -> float | None:
-        """Since when something under way has shown no sign of life, on the clock; None if nothing is under way."""
+        """Since when an op under way has shown no sign of life, on the clock; None if none is under way."""
 
 
 class HelperLink:
@@ -59,8 +61,8 @@ class HelperLink:
     Args:
         setup: the first message to each process.
         launch: starts a process.
-        stuck_s: a process that is silent for so long while it has something to do is killed.
-        clock: seconds, never running backwards.
+        stuck_s: a process that is silent for this long while it has work is killed.
+        clock: monotonic, in seconds.
 
     Attributes:
         breaker: whether the store is used.
@@ -84,7 +86,7 @@ class HelperLink:
         self._refused = ""
         self._began_s = 0.0
         self._alive = 0
-        """Number of the question whether the store is there; 0 for none."""
+        """Number of the message that asks whether the store is alive; 0 for none."""
         self._alive_s = 0.0
         self._outgoing: deque[ToHelper] = deque()
         self._user: LinkUser | None = None
@@ -99,7 +101,7 @@ class HelperLink:
 
     @property
     def usable(self) -> bool:
-        """Whether it is of use to send messages now."""
+        """Whether it is useful to send messages now."""
         return self.breaker.closed and self._process is not None and not self.closed
 
     # --- messages ---
@@ -133,7 +135,7 @@ class HelperLink:
         self._flush()
 
     def _received(self) -> FromHelper | None:
-        """The next message. A process that sends anything else is killed, and nothing that it sends counts any more."""
+        """The next message. Kills a process that sends anything but a message, and ignores the rest of its output."""
         if self._process is None or self._garbled:
             return None
         try:
@@ -162,7 +164,8 @@ class HelperLink:
     # --- the process ---
 
     def start(self, wait_s: float) -> None:
-        """Starts the first process, and waits up to `wait_s` seconds until the store has answered, or is not there.
+        """Starts the first process, and waits up to `wait_s` seconds until the store has answered or is known to be
+        away.
 
         Raises:
             StoreError: with these settings there can be no client of the store.
@@ -176,7 +179,7 @@ class HelperLink:
                 raise StoreError(self._refused)
             if self._process is None:
                 if was_ready:
-                    break  # the settings are right, and what the store did to the process may pass
+                    break  # the settings are right, and the store's fault may be temporary
                 raise StoreError(f"the remote tier's process does not come up: {self.breaker.reason}")
             if (
                 self._ready
@@ -186,7 +189,7 @@ class HelperLink:
             ):
                 if self.breaker.due(self._clock()):
                     continue
-                break  # the store was asked, and is not there
+                break  # the store was asked, and is away
             time.sleep(LOOK_S)
 
     def _begin(self) -> None:
@@ -199,8 +202,9 @@ class HelperLink:
         self.post(self._setup)
 
     def watch(self) -> None:
-        """Kills a process that hangs, restarts one that has ended, and asks a lost store whether it is back. Called a
-        few times per second."""
+        """Kills a process that hangs, restarts one that has ended, and probes whether a lost store is back. Call it a
+        few times per second.
+        """
         if self.closed:
             return
         self.poll()
@@ -259,12 +263,14 @@ class HelperLink:
         if self.breaker.lost(reason, self._clock()):
             logger.warning("remote tier: not used for now: %s", reason)
         if self._process is not None and self._ready and not self._killed:
-            # A call under way has a deadline of its own; messages that wait behind it end at once.
+            # A call under way has its own deadline; messages that wait behind it end at once.
             self.post(Cancel(self.last_number))
         self.user.lost()
 
     def close(self, deadline_s: float) -> bool:
-        """Lets messages under way end, then ends the process. Idempotent. Returns False if it is not reaped in time."""
+        """Lets messages under way end, then ends the process. Idempotent. Returns False if the process was not reaped
+        in time.
+        """
         process, ends_s = self._process, time.monotonic() + deadline_s
         if process is None:
             self.closed = True

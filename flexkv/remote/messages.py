@@ -43,7 +43,7 @@ class Setup:
         pool: the unit's pool, which is shared.
         batch_pages: values per call of the store.
         get_s, probe_s: deadlines of one call of gets or puts, and of one question.
-        put_bytes_per_s: most bytes to put per second; None for as many as go.
+        put_bytes_per_s: most bytes to put per second; None for no limit.
         ttl_s: seconds after its write from which on a value is a miss; None for never.
     """
 
@@ -60,7 +60,7 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The answer to `Setup`: the store's client is there. Calls show whether its servers are."""
+    """The answer to `Setup`: the store's client is ready. Only calls show whether its servers are alive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +71,9 @@ class Refused:
 
 
 class Packed:
-    """A message that is pickled as its fields and nothing more, because what a dataclass does by itself takes longer
-    than the kernel takes to send the message."""
+    """A message that is pickled as just its fields, because the pickling of a dataclass takes longer than the kernel
+    takes to send the message.
+    """
 
     __slots__: tuple[str, ...] = ()
 
@@ -110,7 +111,7 @@ class Probe(Packed):
 
     Attributes:
         keys: per group, in order, as bytes: 16 per key.
-        whole: per group, whether the pages after a missing one are of no use.
+        whole: per group, whether pages after a missing one are useless.
     """
 
     number: int
@@ -138,7 +139,7 @@ class Rename:
 
 @dataclass(frozen=True, slots=True)
 class Alive:
-    """Asks whether the store is there; the reply is an `Answer` without pages."""
+    """Asks whether the store is alive; the reply is an `Answer` without pages."""
 
     number: int
 

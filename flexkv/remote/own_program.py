@@ -1,4 +1,4 @@
-"""Makes the command for a process of this very package, whatever folder and environment its parent has."""
+"""Makes the command for a process that runs this same package, whatever its parent's folder and environment are."""
 
 from __future__ import annotations
 

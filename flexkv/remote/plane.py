@@ -1,6 +1,6 @@
 """Moves a unit's pages between its host pool and a store, through a process of its own that may hang, lie or die.
 
-Every op ends once, after its last byte has stopped moving. After a kill that is when the process has been reaped.
+Every op ends exactly once, after its last byte has stopped moving; after a kill, once the process has been reaped.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from flexkv.transfer.graph import FailureCause, OpId, OpKind, OpResult, OpStatus
 logger = get_logger(__name__)
 
 MOST_REMOVALS = 256
-"""Most messages that wait for a store that is away. If there are more, the oldest are dropped: whoever reads such a
-page next finds it missing, or as damaged as it was."""
+"""How many removals wait, at most, for a store that is away. Beyond that the oldest are dropped: the next reader of
+such a page finds it missing, or as damaged as it was.
+"""
 
 LOST = "lost"
 
 Presences = Sequence[NDArray[np.uint8]]
-"""Per group `Presence` of the leading keys that were asked for; empty where no answer came."""
+"""Per group the `Presence` of the leading keys that were asked for; empty if no answer came."""
 
 
 @dataclass(slots=True)
@@ -38,8 +39,8 @@ class RemoteTotals:
     """Running totals.
 
     Attributes:
-        gets, puts: pages by outcome: "ok", "known" (the store had it before the put), or why not. LOST: the outcome is
-            unknown, or the page was not tried, because the store or the process was lost.
+        gets, puts: pages by outcome: "ok", "known" (the store had it before the put), or why not. LOST: the store or
+            the process was lost, so the outcome is unknown or the page was not tried.
         lookups: questions by outcome: "hit", "miss", "unknown" (not answered in time).
         bytes_got, bytes_put: bytes of pages that arrived.
         restarts: how often the process was restarted.
@@ -55,12 +56,9 @@ class RemoteTotals:
 
 @dataclass(frozen=True, slots=True)
 class PlaneLimits:
-    """
-    Attributes:
-        queue_ops: most ops under way.
-        questions: most questions that the process has still to answer, late ones among them.
-        probe_s: a question that has no answer after so many seconds ends without one.
-        keeps_slots: slots of a killed process stay out of use, because a network card may still write to them.
+    """Attributes: queue_ops: most ops under way. questions: most questions that the process has yet to answer,
+    including late ones. probe_s: a question without an answer after this many seconds ends without one. keeps_slots:
+    slots of a killed process stay out of use, because a network card may still write to them.
     """
 
     queue_ops: int
@@ -74,7 +72,7 @@ class Moving:
     """An op under way.
 
     Attributes:
-        waiting: numbers of its messages that have not ended, with the position of their first page.
+        waiting: numbers of its messages that have not ended, each with the position of its first page.
         failed, causes: pages that failed so far.
     """
 
@@ -109,9 +107,9 @@ class RemotePlane:
         self._ended: list[OpResult] = []
         self._questions: dict[int, tuple[OpId, float]] = {}
         self._unanswered: set[int] = set()
-        """Questions that the process has not answered, even those for whose answer nobody waits any more."""
+        """Questions that the process has not answered, including those whose answers nobody waits for any more."""
         self._answered_s = 0.0
-        """When the process last answered a question, or got one after it had none."""
+        """When the process last answered a question, or got a question while it had none."""
         self._answers: list[tuple[OpId, Presences]] = []
         self._removals: deque[Remove] = deque(maxlen=MOST_REMOVALS)
         """Removals that wait until the store can be reached and its values' names are known."""
@@ -124,8 +122,9 @@ class RemotePlane:
         return self.link.breaker.reason
 
     def watch(self) -> None:
-        """Watches the process, posts removals, and ends questions that were not answered in time. Called a few times
-        per second."""
+        """Watches the process, posts removals, and ends questions that were not answered in time. Call it a few times
+        per second.
+        """
         self.link.watch()
         self.totals.restarts = max(0, self.link.restarts)
         self._post_removals()
@@ -134,7 +133,7 @@ class RemotePlane:
     # --- ops ---
 
     def submit(self, graph: TransferGraph) -> int | None:
-        """Takes the ops of `graph`; returns None and takes none when there is no room. If the store is lost, they end
+        """Takes the ops of `graph`. Returns None and takes none if there is no room. If the store is lost, the ops end
         at once.
 
         Raises:
@@ -180,7 +179,7 @@ class RemotePlane:
         self._post_removals()
 
     def hold(self) -> None:
-        """Keeps removals back until `open_for`, because values have no names before."""
+        """Holds removals back until `open_for`, because values have no names before that."""
         self._held = True
 
     def open_for(self, weights: bytes) -> None:
@@ -208,7 +207,9 @@ class RemotePlane:
             self._ended.append(OpResult(op.op_id, OpStatus.FAILED, failed, moving.reason, causes=causes))
 
     def _end_cancelled(self, moving: Moving, reason: str) -> None:
-        """Ends an op whose pages count as not moved, because their outcome is unknown. Nothing of it moves any more."""
+        """Ends an op whose outcome is unknown, so its pages count as not moved. Precondition: none of its bytes moves
+        any more.
+        """
         del self._moving[moving.op.op_id]
         ended = moving.op.pages
         if moving.waiting:
@@ -292,8 +293,8 @@ class RemotePlane:
             self.totals.bytes_put += done.bytes
         if not moving.waiting:
             self._end(moving)
-        # A value that was evicted, has expired, or is not the page that was asked for is a miss of its key, and says
-        # nothing about the store; the process that read a wrong value removes it.
+        # A value that was evicted, has expired, or is not the page that was asked for is a miss of its key
+        # and says nothing about the store. The process that reads a wrong value removes it.
         good, failed = done.outcomes["ok"], done.outcomes["failed"]
         if done.lost:
             self.link.lost(done.lost)
@@ -326,5 +327,5 @@ class RemotePlane:
         return min(seen_s, default=None)
 
     def close(self, deadline_s: float) -> bool:
-        """Ends the process. Idempotent. Returns False if it was not reaped, and its ops have not ended."""
+        """Ends the process. Idempotent. Returns False if it was not reaped; its ops then have not ended."""
         return self.link.close(deadline_s)

@@ -1,4 +1,4 @@
-"""The helper's process, for its unit, which starts it, exchanges messages with it, kills it and reaps it."""
+"""The unit's handle on the helper's process: starts it, exchanges messages with it, kills and reaps it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from flexkv.remote.messages import FromHelper, ToHelper, receive, send
 from flexkv.remote.own_program import own_program
 
 SOCKET_BYTES = 4 << 20
-"""Size of the socket's buffer, where the kernel allows it: room for packets that come while the other end is busy."""
+"""Size of the socket's buffer, if the kernel allows it: room for packets that come while the other end is busy."""
 
 
 class HelperProcess:
-    """One process. Linux ends it with the thread that started it, which counts as its parent; so that thread must live
-    as long as the unit.
+    """One process. Linux ends it together with the thread that started it, which counts as its parent, so that thread
+    must live as long as the unit.
 
     Args:
-        environment: variables that the client's library reads when it is loaded; those that are set already stay.
+        environment: variables that the client's library reads when it is loaded; variables that are already set keep
+            their values.
 
     Raises:
         StoreError: it cannot be started.
@@ -66,7 +67,7 @@ class HelperProcess:
         return True
 
     def receive(self) -> FromHelper | None:
-        """The next message; None where there is none now.
+        """The next message; None if there is none now.
 
         Raises:
             StoreError: the packet is no message of a helper.
@@ -85,14 +86,14 @@ class HelperProcess:
 
     @property
     def ended(self) -> str:
-        """How the process ended, for people; empty until it has ended and was reaped."""
+        """How the process ended, for a message; empty until it has ended and was reaped."""
         code = self._process.poll()
         if code is None:
             return ""
         return f"its process ended by signal {-code}" if code < 0 else f"its process ended with {code}"
 
     def kill(self) -> None:
-        """Kills the process. It may touch memory until `ended` says that it has ended, and not after."""
+        """Kills the process. It may touch memory until `ended` reports its end."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
 

@@ -15,17 +15,15 @@ from flexkv.errors import ConfigError
 from flexkv.remote.base import ALIVE_S, StoreOptions, masked_url
 
 ENCRYPTED = frozenset({"rediss"})
-"""Schemes whose servers prove who they are, and whose bytes nobody else can read or change."""
+"""Schemes whose servers are authenticated, and whose traffic nobody else can read or change."""
 
 MOST_SECRET_BYTES = 4096
 USUAL_STUCK_S = 5.0
 
 
 def store_options(remote: RemoteConfig) -> StoreOptions:
-    """
-    Raises:
-        ConfigError: a file cannot be used, `remote.stuck_s` is too short, or the network would have to be trusted; the
-            message says what to do.
+    """Raises: ConfigError: a file cannot be used, `remote.stuck_s` is too short, or the settings would require
+    trusting the network; the message says what to do.
     """
     _check_network(remote)
     if remote.stuck_s is not None and remote.stuck_s < _longest_s(remote):
@@ -52,7 +50,9 @@ def stuck_s(remote: RemoteConfig) -> float:
 
 
 def _longest_s(remote: RemoteConfig) -> float:
-    """How long a healthy process may be silent: one call, and then the question whether the store is there."""
+    """How long a healthy process may be silent: the time of one call and of the following check whether the store is
+    alive.
+    """
     return max(remote.get_s, remote.probe_s) + ALIVE_S
 
 

@@ -17,11 +17,11 @@ SCHEMES: dict[str, tuple[str, str]] = {
 
 
 def open_store(options: StoreOptions) -> Store:
-    """A client of the store that `options.urls` name. Does not ask whether the store is there: `alive` does.
+    """Returns a client of the store that `options.urls` name. Does not check whether the store is alive: `alive` does.
 
     Raises:
-        StoreError: the scheme is unknown, there are several, the options do not suit the store, or its library is
-            missing.
+        StoreError: the scheme is unknown, the URLs have several schemes, the options do not suit the store, or its
+            library is missing.
     """
     schemes = sorted({url.partition("://")[0].lower() for url in options.urls})
     if len(schemes) != 1 or schemes[0] not in SCHEMES:

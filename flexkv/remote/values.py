@@ -1,4 +1,4 @@
-"""How a store holds a page: under a name, in a value of all ranks' stripes with a trailer that proves them."""
+"""How a store holds a page: under a name, as a value with the stripes of all ranks and a trailer that verifies them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from flexkv.storage.group_tables import codec_of, format_text
 from flexkv.storage.tags import make_tags
 
 VALUE_VERSION = 1
-"""Version of names and values together. Another version has other names, so no engine reads what it does not know."""
+"""Version of names and values together. Other versions have other names, so no engine reads a value that it does not
+know.
+"""
 
 NO_GENERATIONS = np.zeros(1, np.uint64)
 
@@ -27,7 +29,7 @@ class ValueOwner:
     Attributes:
         fingerprint: 32 bytes; everything that must be equal before two blocks' KV may be exchanged.
         weights: 32 bytes that name all content of the weights; empty where the fingerprint does so.
-        tenant: keeps users of one store apart; values of another tenant are never found.
+        tenant: separates users of one store; values of other tenants are never found.
     """
 
     fingerprint: bytes
@@ -51,13 +53,13 @@ class ValueOwner:
 class ValueFormat:
     """The values of one KV group's pages. Specified in docs/remote.md.
 
-    A value is the stripes of all ranks, one after the other and without gaps, then the trailer of a page on disk
-    (docs/disk-format.md), whose place is bytes of the owner's digest. One value holds all ranks' stripes, so that no
-    rank's share can be missing alone.
+    A value consists of the stripes of all ranks, without gaps, and the trailer of a page on disk (docs/disk-format.md),
+    whose place is filled with bytes of the owner's digest. One value holds all ranks' stripes, so that one rank's share
+    cannot be missing alone.
 
     Args:
-        group: the pages' geometry and encoding; with `host_digests` a slot has run digests of its own, which go into
-            the trailer.
+        group: the pages' geometry and encoding; with `host_digests` a slot has its own run digests, which go into the
+            trailer.
         number: number of the KV group.
 
     Attributes:
@@ -88,7 +90,7 @@ class ValueFormat:
         return [self._prefix + digits[at : at + size] for at in range(0, len(digits), size)]
 
     def parts(self, slot: Part, trailer: Part) -> list[Part]:
-        """A value in memory: the stripes in a slot of the host pool, and its trailer elsewhere."""
+        """A value in memory: its stripes in a slot of the host pool, and its trailer elsewhere."""
         return [*(slot[stripe] for stripe in self._stripes), trailer]
 
     def seal(

@@ -1,14 +1,15 @@
-"""The disk tier's contracts: what the control plane may ask of one ownership unit's disks, and what it gets.
+"""The disk tier's contracts: the calls that the control plane makes on one ownership unit's disks, and their results.
 
 Bytes move as DISK_READ, DISK_WRITE and DISK_SEAL ops of transfer graphs, on the lane that the tier gives to the
 manager's transfer engine. Everything else goes through these interfaces, of which only opening, `reset`,
 `finish_reset` and `close` wait for a disk.
 
-A page's way down: `next_generations`, a DISK_WRITE (or the ranks' GDS_WRITEs and a DISK_SEAL) whose tags name key,
-epoch and generation, then, after its op ended OK, `record_publish`. The page can be read from the op's end on; it
-survives a crash once `poll` has named it.
-A page's way up: a DISK_READ whose tags say what the slot must hold. A page with another key, epoch, generation or token
-count, or with damaged bytes, fails, whatever the index said: a stale index costs a miss and never a wrong byte.
+To store a page: call `next_generations`; submit a DISK_WRITE (or the ranks' GDS_WRITEs and a DISK_SEAL) whose tags name
+key, epoch and generation; when its op has ended OK, call `record_publish`. The page can be read once the op has ended;
+it survives a crash once `poll` has named it.
+
+To load a page: submit a DISK_READ whose tags say what the slot must hold. A page with another key, epoch, generation or
+token count, or with damaged bytes, fails, whatever the index said: a stale index costs a miss and never a wrong byte.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ Places = NDArray[np.int32]
 the same places."""
 
 Generations = NDArray[np.uint64]
-"""uint64 [pages]: durable open count (24 bits) and a counter (40 bits). Never given twice, not even after a crash."""
+"""uint64 [pages]: durable open count (24 bits) and a counter (40 bits). Never repeated, not even after a crash."""
 
 RunTable = NDArray[np.int64]
 """The runs of one rank's stripe, int64 [runs, 3]: offset in the stripe, bytes, layer; ascending by offset."""
@@ -45,7 +46,7 @@ class DiskIdentity:
     """The owner of pages. Equal identities use the same folder after a restart; different ones lie side by side.
 
     Attributes:
-        model: the model's name for people, which `flexkv disk ls` shows.
+        model: the model's readable name, which `flexkv disk ls` shows.
         fingerprint: 32 bytes; everything that must be equal before two blocks' KV may be exchanged.
         unit: the ownership unit on this node, such as `dp0`: letters, digits, `-`, `_`, `.`.
     """
@@ -64,14 +65,15 @@ class DiskGroup:
         stripe_bytes: bytes of each rank's stripe.
         runs: each rank's RunTable, whose rows fill the stripe exactly.
         block_tokens: tokens of a whole block.
-        dtype: dtype of the KV, for people.
-        host_digests: device lanes write the run digests into the slot's trailer (`host.verify`). They go to the disk as
-            they are, so a load checks pages by digests of the engine's own bytes.
+        dtype: dtype of the KV, for display.
+        host_digests: whether device lanes write the run digests into the slot's trailer (`host.verify`). The disk
+            stores these unchanged, so a load checks pages by digests of the engine's own bytes.
         rule: which pages a hit needs: "full", "window", "chunk" or "state".
         reach: reach of a window in pages, or of a chunk in tokens, else 0.
-        signature: what the group's keys are hashed with; empty for nothing. A group with another one is another group.
-        shares: number of an earlier group whose slabs its pages lie in; None for slabs of its own. Slots are as large
-            as the largest image of the groups that share them.
+        signature: extra input to the hash of the group's keys; may be empty. Groups with different signatures share
+            nothing.
+        shares: number of the earlier group in whose slabs the pages lie; None if the group has its own slabs. Slots are
+            as large as the largest image of the groups that share them.
     """
 
     format_id: str
@@ -91,7 +93,7 @@ class DiskGroup:
 
     @property
     def rule_text(self) -> str:
-        """The rule, for people."""
+        """The rule, for display."""
         unit = {"window": " pages", "chunk": " tokens"}.get(self.rule)
         return f"{self.rule} of {self.reach}{unit}" if unit else self.rule
 
@@ -101,17 +103,18 @@ class DiskOptions:
     """How a unit uses its disks.
 
     Attributes:
-        bytes_per_disk: bytes of slabs in each folder; the index takes at most one byte per 64 of these besides.
-        io: `auto` takes io_uring where the kernel lets it, else threads.
+        bytes_per_disk: bytes of slabs in each folder; the index takes at most 1/64 as much in addition.
+        io: `auto` uses io_uring if the kernel allows it, else threads.
         depth: I/Os under way at once on one disk.
-        stuck_s: a disk with an I/O that takes longer is taken out.
-        journal_rows: rows that may wait in a journal; publishes and evictions beyond it come later, uses are dropped.
-        preallocate: give the slabs their space at open, so that no write can find the disk full, and clear it ahead of
-            the pages while the disk is idle.
-        register_buffers: io_uring keeps the host pool's pages pinned. If the system refuses that, as with a low
-            `memlock` limit, I/O goes on without.
-        sealed_apart: ranks write stripes by themselves (`DISK_SEAL`). Then the tier clears no space: its zeros could
-            overwrite stripes, because it does not know when ranks write.
+        stuck_s: a disk is taken out of service if an I/O takes longer than this.
+        journal_rows: rows that may wait in a journal; further publishes and evictions are put off, further uses are
+            dropped.
+        preallocate: whether to allocate the slabs' space at open, so that no write can find the disk full, and to clear
+            it ahead of the pages while the disk is idle.
+        register_buffers: whether io_uring keeps the host pool's pages pinned. If the system refuses that (for example
+            because of a low `memlock` limit), I/O works without.
+        sealed_apart: whether ranks write their stripes themselves (`DISK_SEAL`). If so, the tier clears no space: it
+            does not know when ranks write, so its zeros could overwrite stripes.
     """
 
     bytes_per_disk: int
@@ -126,10 +129,10 @@ class DiskOptions:
 
 @dataclass(frozen=True, slots=True)
 class IndexRows:
-    """The pages that a group's slabs hold, as the index says; the one used longest ago comes first.
+    """The pages that a group's slabs hold according to the index, least recently used first.
 
     Attributes:
-        keys: uint8 [n, 16], no two of one group alike.
+        keys: uint8 [n, 16], unique within a group.
         places: int32 [n].
         generations: uint64 [n].
         tokens: valid tokens, int32 [n].
@@ -150,7 +153,7 @@ class IndexRows:
 
 @dataclass(frozen=True, slots=True)
 class DurablePages:
-    """Publishes that survive a crash from now on."""
+    """Published pages that survive a crash from now on."""
 
     group: int
     places: Places
@@ -159,7 +162,9 @@ class DurablePages:
 
 @dataclass(frozen=True, slots=True)
 class LostDisk:
-    """A disk that was taken out. Its places are misses and must not be written again; the other disks go on."""
+    """A disk that was taken out of service. Its places are misses and must not be written again; the other disks stay
+    in use.
+    """
 
     disk: int
     folder: Path
@@ -171,7 +176,7 @@ class DiskEvents:
     """What happened since the last `poll`.
 
     Attributes:
-        lost: each disk once.
+        lost: newly lost disks; each disk is reported once.
     """
 
     durable: tuple[DurablePages, ...] = ()
@@ -185,7 +190,7 @@ class DiskStats:
     Attributes:
         misses: reads that failed, by reason (see docs/disk-storage.md).
         journal_lag_s: age of the oldest publish in a journal that is not durable yet, seconds; 0 when there is none.
-        pending_pages: pages that can be read now and wait to be published, because their journal was full.
+        pending_pages: pages that can be read but are not published yet, because their journal was full.
     """
 
     read_pages: int = 0
@@ -199,7 +204,7 @@ class DiskStats:
 
 
 class StoredPages(ABC):
-    """A unit's pages on disks, to be looked up and read. Only `reset` waits for a disk."""
+    """A unit's pages on its disks, for lookups and reads. Only `reset` waits for a disk."""
 
     @property
     @abstractmethod
@@ -213,17 +218,17 @@ class StoredPages(ABC):
 
     @abstractmethod
     def slots(self, group: int) -> int:
-        """How many places the group has: [0, slots). Places of lost disks are among them and must not be used.
+        """How many places the group has: [0, slots). This includes places of lost disks, which must not be used.
 
         Groups that share slabs have the same places.
         """
 
     @abstractmethod
     def rows(self, group: int) -> IndexRows:
-        """The pages that were durable at the opening and have not expired. Only the first call gets them.
+        """The pages that were durable when the tier was opened and have not expired. Only the first call returns them.
 
-        For groups that share slabs it returns the pages of all of them, whichever is named, so one call for the first
-        of them suffices. After a `reset` there are none.
+        If groups share slabs, this returns the pages of all of them, no matter which one is named, so one call per slab
+        is enough. After a `reset` there are none.
         """
 
     @property
@@ -233,7 +238,7 @@ class StoredPages(ABC):
 
     @abstractmethod
     def strange_disks(self, weights: bytes) -> tuple[int, ...]:
-        """The disks with pages that were computed with other weights than these, or with unknown ones.
+        """The disks that hold pages computed with other weights than these, or with unknown weights.
 
         Args:
             weights: 32 bytes that name all content of the engine's weights.
@@ -241,20 +246,22 @@ class StoredPages(ABC):
 
     @abstractmethod
     def record_evict(self, group: int, places: Places, generations: Generations) -> None:
-        """Forgets these pages, whichever of the groups that share the group's slabs they are of. Never blocks.
+        """Forgets these pages, of any of the groups that share the group's slabs. Never blocks.
 
-        Call it before their places are written again.
+        Call it before their places are reused.
         """
 
     @abstractmethod
     def record_use(self, group: int, places: Places) -> None:
-        """Notes that these pages were used now. A restart keeps the order roughly. Never blocks; may drop the note."""
+        """Records that these pages were used now. A restart preserves the order approximately. Never blocks; may drop
+        the record.
+        """
 
     @abstractmethod
     def reset(self, epoch: int, deadline_s: float = 30.0) -> None:
-        """Forgets every page and starts `epoch`, durably: nothing older is served any more, not even after a crash.
+        """Forgets every page and durably starts `epoch`: no older page is served any more, not even after a crash.
 
-        Disks on which this does not end within the deadline are taken out.
+        Takes out disks on which this does not end within the deadline.
 
         Raises:
             ContractError: `epoch` is not above the current one.
@@ -262,11 +269,11 @@ class StoredPages(ABC):
 
 
 class Volumes(StoredPages):
-    """The disk tier of one ownership unit, which writes pages, too. One thread, the manager's, drives it."""
+    """The disk tier of one ownership unit, with writes. Only the manager's thread calls it."""
 
     @abstractmethod
     def begin_reset(self, epoch: int) -> None:
-        """The part of `reset` that does not wait; `finish_reset` follows.
+        """Does the part of `reset` that does not wait; call `finish_reset` afterwards.
 
         Raises:
             ContractError: `epoch` is not above the current one.
@@ -279,16 +286,17 @@ class Volumes(StoredPages):
 
     @abstractmethod
     def finish_reset(self, deadline_s: float) -> None:
-        """Waits until the reset that began is durable. Disks on which it is not in time are taken out."""
+        """Waits until the reset that has begun is durable. Takes out disks on which it is not durable in time."""
 
     @abstractmethod
     def name_weights(self, weights: bytes) -> None:
-        """Notes that this epoch's pages, earlier and later ones, are computed with these weights. Never waits; until
-        the note is durable, another opening takes the pages for those of other weights."""
+        """Records that all pages of this epoch, earlier and later ones, are computed with these weights. Never waits.
+        Until the record is durable, another opening treats the pages as those of other weights.
+        """
 
     @abstractmethod
     def next_generations(self, count: int) -> Generations:
-        """`count` numbers for writes, ascending, higher than any before."""
+        """Returns `count` numbers for writes, ascending and higher than any returned before."""
 
     @abstractmethod
     def record_publish(
@@ -300,16 +308,17 @@ class Volumes(StoredPages):
         tokens: NDArray[np.int32],
         expiries: NDArray[np.uint64] | None = None,
     ) -> bool:
-        """Makes pages of the group durable that were written and whose ops ended OK. Never blocks.
+        """Makes pages of the group durable. Their writes must have ended OK. Never blocks.
 
-        Returns False when a journal is full: the pages can be read, and a later `poll` publishes them when there is
-        room; until then a crash loses them. Returns False for a lost disk, too.
+        Returns False if a journal is full: the pages can be read, and a later `poll` publishes them when there is room;
+        a crash before that loses them. Also returns False for a lost disk.
         """
 
     @abstractmethod
     def image_bytes(self, group: int) -> int:
-        """Bytes of a slot of the group's slabs: the slot image with its trailer, for groups that share slabs the
-        largest. Slots of the group's host pool must have as many."""
+        """The slot size of the group's slabs: a slot image with its trailer; if groups share slabs, the largest of
+        their images. The slots of the group's host pool must have the same size.
+        """
 
     @abstractmethod
     def digest_offsets(self, group: int) -> tuple[int, ...]:
@@ -320,25 +329,25 @@ class Volumes(StoredPages):
         """The lane for DISK_READ, DISK_WRITE and DISK_SEAL between the groups' host pools, one per group (those that
         share slabs may share one), and the disks.
 
-        Give it to the TransferEngine of this process; it can be had once.
+        Give it to this process's TransferEngine. It can be obtained only once.
 
         Raises:
             GeometryError: a pool's slots have another size than the group's images.
-            ContractError: asked for twice, or another number of pools than groups.
+            ContractError: this is the second call, or the number of pools differs from that of the groups.
         """
 
     @abstractmethod
     def slab_map(self) -> SlabMap:
-        """What ranks need to move pages by `flexkv.transfer.gds_lane`, without disks that are lost by now."""
+        """What ranks need to move pages with `flexkv.transfer.gds_lane`; disks that are lost by now are left out."""
 
     @property
     @abstractmethod
     def unflushed(self) -> bool:
-        """Whether records wait for a `poll`, because a journal had no room for them. Costs next to nothing."""
+        """Whether records wait for the next `poll` because a journal had no room for them. Cheap."""
 
     @abstractmethod
     def poll(self) -> DiskEvents:
-        """Returns what happened since the last call, and gives waiting records to the journals. Never blocks."""
+        """Returns what has happened since the last call, and passes waiting records to the journals. Never blocks."""
 
     @abstractmethod
     def stats(self) -> DiskStats:
@@ -346,9 +355,9 @@ class Volumes(StoredPages):
 
     @abstractmethod
     def close(self, deadline_s: float) -> bool:
-        """Makes everything recorded durable and unlocks the folders. Call it after the transfer engine with the lane
-        was closed and its results were recorded. Idempotent.
+        """Makes everything recorded durable and unlocks the folders. Call it after closing the transfer engine that has
+        the lane and recording its results. Idempotent.
 
-        Returns False if after `deadline_s` seconds something was not durable yet, or an I/O still hung; the folder of
-        such a disk stays locked until the process ends.
+        Returns False if after `deadline_s` seconds some record is not durable yet or an I/O still hangs; such a disk's
+        folder stays locked until the process ends.
         """

@@ -1,4 +1,4 @@
-"""What became of each disk of a unit: lost, full, or without the backend that was asked for. Each is logged once."""
+"""The state of each disk of a unit: lost, full, or without the backend that was asked for. Logs each change once."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class DiskStates:
         return lost
 
     def lose(self, disk: int, reason: str) -> bool:
-        """Notes that a disk is taken out; False if it was before."""
+        """Records that a disk is taken out; returns False if it already was."""
         if disk in self.lost:
             return False
         self.lost[disk] = reason
@@ -60,7 +60,7 @@ class DiskStates:
             logger.warning("disk %d (%s) goes by %s: %s", disk, self._folders[disk], backend, note)
 
     def note_full(self, disk: int, reason: str) -> None:
-        """Notes why a disk takes no new page now; an empty `reason` means that it takes them."""
+        """Records why a disk accepts no new pages now; an empty `reason` means that it accepts them."""
         if disk in self.lost or bool(reason) == (disk in self._full):
             return
         if reason:

@@ -33,14 +33,15 @@ from flexkv.storage.spare import free_spare, take_spare
 logger = logging.getLogger(__name__)
 
 COPIES_OF_ROWS = 2
-"""Copies of each slot's index row in memory when a disk is opened: the journal's, and the one that the tier gets."""
+"""How many copies of each slot's index row are in memory while a disk is opened: one for the journal, one for the tier.
+"""
 
 
 def slots_of(groups: Sequence[DiskGroup], bytes_per_disk: int) -> int:
-    """Slots that each slab gets on one disk.
+    """How many slots each slab gets on one disk.
 
     Raises:
-        CapacityError: the bytes hold no slot, or the memory does not hold the index.
+        CapacityError: the bytes are too few for a slot, or the memory is too small for the index.
     """
     slabs = set(slab_numbers(groups))
     image = sum(slot_bytes(groups_of_slab(groups, slab)) for slab in slabs)
@@ -67,8 +68,8 @@ def require_memory(slots: int, slabs: int, bytes_per_disk: int) -> None:
 
 
 def _name_others(folder: Path) -> None:
-    """If `folder` is new, logs which others have pages of the same model and unit in another format or of other KV
-    groups: the new folder has none of these.
+    """If `folder` is new, logs which other folders hold pages of the same model and unit in another format or of other
+    KV groups: these pages are not found in the new folder.
 
     Raises:
         OSError: the folders cannot be listed.
@@ -131,7 +132,7 @@ class DiskVolume:
             raise
 
     def _prepare_folder(self) -> None:
-        """Removes files that an earlier process was still making under another name, and frees room for the index."""
+        """Removes unfinished files that an earlier process left under temporary names, and frees room for the index."""
         try:
             for path in self.folder.glob("*.new"):
                 path.unlink()
@@ -180,8 +181,9 @@ class DiskVolume:
     def _open_each_slab(
         self, identity: DiskIdentity, groups: Sequence[DiskGroup], options: DiskOptions, epoch: int
     ) -> tuple[list[int], bool]:
-        """Opens the slabs; returns each group's slab id, 0 where the slab is an earlier group's, and whether one of the
-        slabs was there before."""
+        """Opens the slabs. Returns each group's slab id (0 if the slab is an earlier group's) and whether any of the
+        slabs existed before.
+        """
         self.slabs: list[c_ext.SlabFile] = []
         slab_ids, some_kept = [], False
         for number, slab_number in enumerate(self._numbers):
@@ -222,7 +224,7 @@ class DiskVolume:
         epoch = max([self.index.epoch, written or 0, *epochs])
         # If a crash ended an opening before it wrote the epoch, there is no page.
         if written is None and any(rows["generation"].any() for rows, _ in found.values()):
-            epoch = after_all(epoch)  # nothing tells any more whether the pages are of today's weights
+            epoch = after_all(epoch)  # it is no longer known whether the pages are of the current weights
         if self.index.epoch < epoch:
             self.index.clear()
             self.index.epoch = epoch
@@ -236,7 +238,7 @@ class DiskVolume:
                 logger.warning("%s: %d pages of group %d found again", self.folder, count, number)
 
     def begin_use(self, opens: int, epoch: int) -> None:
-        """Begins to use the index (`SlotIndex.begin_use`), and takes the room for its next opening."""
+        """Begins to use the index (`SlotIndex.begin_use`), and reserves room for its next opening."""
         self.index.begin_use(opens, epoch)
         take_spare(self.folder)
 

@@ -1,4 +1,4 @@
-"""A line of text in a file of its own, with its digest: durable before anything relies on it."""
+"""Keeps a line of text with its digest in a file of its own, durable before anything relies on it."""
 
 from __future__ import annotations
 
@@ -28,5 +28,5 @@ def write_line(path: Path, text: str) -> None:
 
 
 def line_digest(text: str) -> str:
-    """The digest that stands behind the text, 16 hex digits."""
+    """The digest that follows the text, 16 hex digits."""
     return f"{c_ext.run_digest(text.encode()):016x}"

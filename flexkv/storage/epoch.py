@@ -19,12 +19,12 @@ def write_epoch(folder: Path, epoch: int) -> None:
 def read_epoch(folder: Path) -> int | None:
     """The last epoch written, None if there is none; raises as `read_number`.
 
-    An opening that finds no epoch writes one, even if it is 0, before it writes a page. So a folder with pages and no
-    epoch has lost it, and only the index knows of which epoch the pages are.
+    An opening that finds no epoch writes one, even 0, before it writes a page. So a folder with pages but no epoch has
+    lost the file, and only the index knows the pages' epoch.
     """
     return read_number(folder / EPOCH_NAME, MOST_EPOCH)
 
 
 def after_all(epochs: int) -> int:
-    """An epoch above `epochs`, the highest so far: an even one, because a restart keeps the pages of even epochs."""
+    """Returns an even epoch higher than all of `epochs`: even, because a restart keeps the pages of even epochs."""
     return epochs + 2 - epochs % 2

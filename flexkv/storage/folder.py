@@ -27,7 +27,7 @@ DIGEST_DIGITS = 16
 """Hex digits of a digest in a folder's name; the header holds all of it."""
 
 LOCK_WAIT_S = 2.0
-"""How long a unit that starts waits for its folder: another unit may hold it for a moment, to read its index."""
+"""How long a starting unit waits for its folder, which another unit may lock briefly to read its index."""
 LOCK_RETRY_S = 0.02
 IN_USE = (errno.EWOULDBLOCK, errno.EACCES)
 """Errors of flock when another process has the lock."""
@@ -44,7 +44,7 @@ def slab_name(group: int) -> str:
 
 
 def native_path(path: Path) -> str:
-    """The path for the native core, which takes UTF-8 alone.
+    """The path as the native core needs it, in UTF-8.
 
     Raises:
         DiskError: the path is not UTF-8.
@@ -84,15 +84,17 @@ def unit_folders(root: Path) -> list[Path]:
 
 
 def closed_folders(root: Path) -> dict[Path, str]:
-    """Which of `root`, the folders in it, and the folders in these cannot be looked into, and why: units may lie there
-    that `unit_folders` does not find."""
+    """Returns which of `root`, the folders in it and the folders in those cannot be listed, and why: they may hold
+    units that `unit_folders` does not find.
+    """
     closed: dict[Path, str] = {}
     level = [root]
     for _ in range(3):
         below: list[Path] = []
         for folder in level:
             try:
-                # The kind of what lies in a folder can be read without the right to enter it; `stat` needs the right.
+                # An entry's type can be read without permission to enter the folder; `stat` needs that
+                # permission.
                 with os.scandir(folder) as there:
                     below += [Path(one.path) for one in there if one.is_dir(follow_symlinks=False)]
                 os.stat(folder / LOCK_NAME)
@@ -105,10 +107,10 @@ def closed_folders(root: Path) -> dict[Path, str]:
 
 
 def held_bytes(folder: Path, names: str = "*") -> int:
-    """Bytes that the files of these names under `folder` take on the disk."""
+    """How many bytes the files of these names under `folder` take on the disk."""
     held = 0
     for file in folder.rglob(names):
-        with suppress(FileNotFoundError):  # an index's side files come and go
+        with suppress(FileNotFoundError):  # SQLite creates and deletes an index's side files
             said = file.lstat()
             held += said.st_blocks * 512 if stat.S_ISREG(said.st_mode) else 0
     return held
@@ -122,10 +124,10 @@ class FolderLock:
     """An exclusive flock on a unit's folder, for as long as any copy of the descriptor is open.
 
     Args:
-        advice: what the error tells people to do if the folder is in use.
+        advice: what the error tells the user to do if the folder is in use.
 
     Raises:
-        FolderLockedError: somebody has had it for LOCK_WAIT_S; the message names the process.
+        FolderLockedError: another process has held the lock for LOCK_WAIT_S; the message names it.
         DiskError: the folder cannot be made or written.
     """
 
@@ -153,7 +155,8 @@ class FolderLock:
                 if error.errno in IN_USE:
                     raise FolderLockedError(f"{folder} is in use by process {holder}: {advice}") from error
                 raise DiskError(f"{path}: {error.strerror}") from error
-            # The file was deleted while this waited: a lock on it keeps nobody from the folder that has the name now.
+            # The file was deleted while this waited, so a lock on it does not protect the folder that now has
+            # the name.
             os.close(self.fd)
             if time.monotonic() >= ends_s:
                 raise FolderLockedError(f"{folder} is deleted again and again by another process: {advice}")
@@ -201,8 +204,8 @@ def remove_folder(folder: Path) -> int:
     lock = FolderLock(folder, LOOKED_AFTER_IN_USE)
     freed = 0
     try:
-        # The slabs come late, so that `ls` still shows a unit of which something cannot be deleted. The lock file comes
-        # last: until it is gone, nobody else can start to use the folder.
+        # Deletes the slabs late, so that `ls` still shows a unit if something cannot be deleted. Deletes the
+        # lock file last: while it exists, nobody else can start to use the folder.
         files = sorted(folder.iterdir(), key=lambda path: (path.name == LOCK_NAME, path.suffix == ".slab"))
         for path in files:
             if path.is_dir() and not path.is_symlink():
@@ -225,7 +228,7 @@ def remove_folder(folder: Path) -> int:
 
 
 def _has_name(fd: int, path: Path) -> bool:
-    """Whether the open file is the one that lies at `path`."""
+    """Whether `path` still names the open file."""
     try:
         return os.path.samestat(os.fstat(fd), os.stat(path))
     except FileNotFoundError:
@@ -233,7 +236,7 @@ def _has_name(fd: int, path: Path) -> bool:
 
 
 def _write_holder(fd: int) -> None:
-    """Writes down who has the lock, for people. A full disk does without it.
+    """Writes who has the lock into the lock file, for users. If the disk is full, does nothing.
 
     Raises:
         OSError: it could not be written, though the disk is not full.
@@ -268,7 +271,7 @@ def _lock_until(fd: int, ends_s: float) -> None:
 
 @contextmanager
 def folder_at_rest(folder: Path) -> Iterator[None]:
-    """Keeps the folder's unit from starting, for a moment. Several readers may do so at once. Changes nothing.
+    """Briefly keeps the folder's unit from starting. Several readers may do so at once. Changes nothing.
 
     Raises:
         FolderLockedError: its unit uses the folder.

@@ -19,24 +19,27 @@ from flexkv.storage.private_files import make_folders
 logger = get_logger(__name__)
 
 EVEN_ROOM = 0.9
-"""If the smallest room is at least this share of the largest, the folders are of one kind of disk: the others lose
-little by the smallest."""
+"""Every folder gets the smallest share. If that is less than this part of the largest, the log says so.
+"""
 
 BESIDE_PART = 64
-"""An index takes at most one byte per so many bytes of its slabs: for a slot of 8 KiB, 51 in database and log each."""
+"""An index takes at most one byte per this many bytes of its slabs: for a slot of 8 KiB, 51 bytes each in database and
+log.
+"""
 
 BESIDE_BYTES = 16 << 20
 """Headers and their copies, the log of an index while it is small, and the spare room beside it."""
 
 SMALL_PART = 2
-"""On a small file system (a test's), at most one byte in so many is kept for those."""
+"""On a small file system (such as a test's), at most 1/SMALL_PART of the bytes is reserved for headers and index."""
 
 OwnBytes = Callable[[Path], int]
-"""How many bytes under a folder of `disk.folders` a unit may write over: those that it holds itself."""
+"""Returns how many bytes under a folder of `disk.folders` a unit may overwrite, which are those that it holds itself.
+"""
 
 
 def own_bytes(identity: DiskIdentity, *groups: DiskGroup) -> OwnBytes:
-    """Counts the slabs of the unit with these KV groups. Files beside them stay there."""
+    """Counts the slabs of the unit with these KV groups, but not the files beside them, which stay."""
     return lambda root: held_bytes(unit_folder(root, identity, groups), "*.slab")
 
 
@@ -45,9 +48,9 @@ def bytes_per_folder(disk: DiskConfig, units: int, own: OwnBytes) -> int:
     striped over them. This is `disk.bytes_per_folder`, or else a share of the free space, divided among the folders of
     one file system.
 
-    Bytes that flexkv holds in a folder already count as free, so that the size does not shrink with every start; but
-    the unit cannot have those of other units. Makes missing folders. A folder that cannot be used does not count: the
-    opening names it and does without.
+    Bytes that flexkv already holds in a folder count as free, so that the size does not shrink with every start; but
+    the unit cannot have those of other units. Creates missing folders. Ignores a folder that cannot be used: the
+    opening names it and works without it.
 
     Raises:
         DiskError: no folder can be used.
@@ -97,18 +100,19 @@ def share_bytes(free: int, own: int, others: int, share: float, units: int) -> i
 
 
 def room_for_slabs(free: int, own: int) -> int:
-    """How many bytes slabs that hold `own` bytes can have of a file system with `free` bytes left, so that headers and
-    index have their room too; at least what the slabs have already."""
+    """How many bytes slabs that hold `own` bytes may have on a file system with `free` bytes left, if headers and index
+    are to have their room, too; at least what the slabs already have.
+    """
     return max(own, free + own - room_beside(free + own))
 
 
 def room_beside(total: int) -> int:
-    """The most bytes that headers and index need of `total` bytes whose rest is slabs."""
+    """The most bytes that headers and index need if they share `total` bytes with slabs."""
     return total // BESIDE_PART + min(BESIDE_BYTES, total // SMALL_PART)
 
 
 def device_of(root: Path) -> int:
-    """Number of the file system that a folder lies on, or will.
+    """The number of the file system on which a folder lies or will lie.
 
     Raises:
         OSError: the file system cannot be asked.
@@ -129,9 +133,9 @@ def by_file_system(devices: Mapping[Path, int]) -> list[list[Path]]:
 
 
 def folder_faults(config: FlexKVConfig, own: OwnBytes) -> dict[str, str]:
-    """Which of `disk.folders` cannot be used with the settings, and why. Makes nothing.
+    """Returns which of `disk.folders` cannot be used with the settings, and why. Creates nothing.
 
-    The engine does without such a disk, as without one that fails later; it does not start if none is left.
+    The engine works without such a disk, as it does without one that fails later; it does not start if none is left.
     """
     faults: dict[str, str] = {}
     devices: dict[Path, int] = {}
@@ -168,8 +172,8 @@ def folder_faults(config: FlexKVConfig, own: OwnBytes) -> dict[str, str]:
 
 
 def _access_fault(root: Path, there: Path) -> str:
-    """Why no folder of this name can be made below `there`, the nearest folder that exists, or written to; empty if
-    there is no reason.
+    """Why no folder of this name can be created below `there`, the nearest existing folder, or written to; empty if it
+    can.
 
     Raises:
         OSError: the file system cannot be asked.
@@ -186,7 +190,7 @@ def _access_fault(root: Path, there: Path) -> str:
 
 
 def same_folders(disk: DiskConfig) -> list[tuple[str, str]]:
-    """Pairs of `disk.folders` that are one folder, written in two ways or reached by a link."""
+    """Pairs of `disk.folders` that are the same folder, written in two ways or reached by a link."""
     first: dict[str, str] = {}
     pairs = []
     for folder in disk.folders:
@@ -199,8 +203,9 @@ def same_folders(disk: DiskConfig) -> list[tuple[str, str]]:
 
 
 def shared_file_systems(disk: DiskConfig) -> list[list[Path]]:
-    """Folders of `disk.folders` that share a file system: striping over them gains nothing. Leaves out a folder whose
-    file system cannot be asked; its opening names it."""
+    """Folders of `disk.folders` that share a file system: striping over them gains nothing. Ignores a folder whose file
+    system cannot be determined; its opening names it.
+    """
     devices: dict[Path, int] = {}
     for root in map(Path, disk.folders):
         with suppress(OSError):
@@ -214,7 +219,7 @@ def nearest_there(path: Path) -> Path:
 
 
 def name_fault(path: Path, there: Path) -> str:
-    """Why no folder of this name can be made below `there`, the nearest folder that exists; empty if it can."""
+    """Why no folder of this name can be created below `there`, the nearest existing folder; empty if it can."""
     missing = path.relative_to(there).parts
     if missing and os.path.lexists(there / missing[0]):
         return f"{there / missing[0]} is a symbolic link that leads nowhere"

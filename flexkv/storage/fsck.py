@@ -1,4 +1,4 @@
-"""Checks a unit's folder slot by slot, and can make its index anew from what is there."""
+"""Checks a unit's folder slot by slot, and can rebuild its index from the pages found."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from flexkv.storage.slot_rows import Rows
 WRITTEN_BACK = "the next start, or --repair, writes it anew"
 
 MOST_NAMED = 20
-"""How many problems of one kind a report names; the rest is counted."""
+"""How many problems of one kind a report names; it only counts the rest."""
 
 
 @dataclass(slots=True)
@@ -37,7 +37,7 @@ class GroupReport:
     """A KV group whose pages a slab holds.
 
     Attributes:
-        rule: which of them a hit needs, and how far a window or a chunk reaches.
+        rule: which of its pages a hit needs, and the reach of a window or a chunk.
         good: pages that are whole and that the index names.
     """
 
@@ -54,10 +54,10 @@ class SlabReport:
     Attributes:
         good: pages that are whole and that the index names.
         empty: slots never written.
-        stale: whole pages that nobody asks for: of an older epoch, or older than what the index names there.
-        orphans: whole pages of the current epoch that the index does not name: evicted ones, and those that a crash
-            left written and not yet durable. Nothing tells the two apart.
-        damaged: slots that hold something else than a whole page, and why.
+        stale: whole pages that no lookup finds: of an older epoch, or older than the page that the index names there.
+        orphans: whole pages of the current epoch that the index does not name. They were evicted, or a crash came
+            before they were published; the two look alike.
+        damaged: slots that hold anything but a whole page, and why.
         missing: slots for which the index names a page that is not there; such pages are misses.
         groups: groups that the slab is for.
     """
@@ -80,7 +80,7 @@ class FsckReport:
 
     Attributes:
         problems: problems that no slab's counts show.
-        index_faults: those of them that are about an index that can be read all the same.
+        index_faults: those of the problems that concern an index which can still be read.
     """
 
     folder: Path
@@ -91,7 +91,9 @@ class FsckReport:
 
     @property
     def clean(self) -> bool:
-        """Whether nothing is damaged and the index is right. Orphans, stale and empty slots are what crashes leave."""
+        """Whether nothing is damaged and the index is right. Orphans, stale slots and empty slots are normal after a
+        crash.
+        """
         return not self.problems and not any(slab.damaged or slab.missing for slab in self.slabs)
 
 
@@ -99,9 +101,9 @@ def check_folder(folder: Path, repair: bool = False) -> FsckReport:
     """Reads and verifies every slot of every slab in `folder`, and compares the index.
 
     Args:
-        repair: make the index right. A whole index only loses the rows of pages that are not there, so evicted pages
-            stay evicted. An index that is missing or damaged is made anew from all whole pages; of several pages with
-            one key the newest stays. Slots that hold no whole page become empty.
+        repair: whether to correct the index. An undamaged index only loses the rows of pages that are missing, so
+            evicted pages stay evicted. A missing or damaged index is rebuilt from all whole pages; of several pages
+            with one key, the newest wins. Slots that hold no whole page become empty.
 
     Raises:
         FolderLockedError: the folder is in use.
@@ -189,7 +191,7 @@ def _check(folder: Path, repair: bool) -> FsckReport:
 
 
 def _open_index(folder: Path, slots: list[int], report: FsckReport, repair: bool) -> SlotIndex | None:
-    """Opens the index; None if there is none that can be used, and with `repair` no file has its name then."""
+    """Opens the index. Returns None if it cannot be used; with `repair`, its files are then set aside."""
     path = folder / INDEX_NAME
     if not path.exists():
         report.problems.append(f"{path} is missing")
@@ -212,8 +214,9 @@ def _numbers(
     found: dict[int, tuple[SlabHeader, list[SlotReport]]],
     report: FsckReport,
 ) -> tuple[int, int | None]:
-    """The current epoch, and the count of opens that was written down, None where there is none. The epoch is the
-    highest that its file or the index says, and without an index any page; if file and index are gone, one after it."""
+    """Returns the current epoch, and the recorded count of opens (None if there is none). The epoch is the highest in
+    its file, in the index or, without an index, in any page; if both file and index are gone, the next one after that.
+    """
     no_index = index is None or index.is_new
     pages = [int(r.tag["epoch"]) for _, reports in found.values() for r in reports if r.tag is not None]
     written_epoch = number_if_whole(read_epoch, folder, report.problems.append)
@@ -275,7 +278,7 @@ def _forget_missing(index: SlotIndex, report: FsckReport, groups: Sequence[int],
 
 
 def _empty_damaged(report: SlabReport, header: SlabHeader, groups: Mapping[int, DiskGroup]) -> None:
-    """Empties slots that hold no whole page. Comes after the index is durable, which names none of them any more."""
+    """Empties slots that hold no whole page. Precondition: the index is durable and names none of them any more."""
     codecs = [codec_of(group) for group in groups.values()]
     with report.path.open("r+b") as slab:
         end = os.fstat(slab.fileno()).st_size

@@ -1,4 +1,4 @@
-"""Numbers writes by the durable count of opens and a counter. No number is ever given twice."""
+"""Numbers writes by the durable count of opens and a counter. No number is ever used twice."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ OPENS_NAME = "opens"
 """The file with the count of opens, beside the index, which has the count, too."""
 
 OPENS_WITHOUT_A_TRACE = 1024
-"""If the file is lost, the count goes on so far above the highest that index and trailers name. There is room for doing
-so 16,000 times."""
+"""If the file is lost, the count continues this far above the highest count found in index and trailers. The numbers
+allow that 16,000 times.
+"""
 
 
 def opens_of(generations: Generations) -> int:
@@ -30,7 +31,7 @@ def opens_of(generations: Generations) -> int:
 
 
 def write_opens(folder: Path, opens: int) -> None:
-    """Makes the count durable. This must come before a generation with this count is given.
+    """Makes the count durable. Call it before any generation with this count is handed out.
 
     Raises:
         OSError: it could not be written.
@@ -39,17 +40,17 @@ def write_opens(folder: Path, opens: int) -> None:
 
 
 def read_opens(folder: Path) -> int | None:
-    """The count written last, None if there is none; raises as `read_number`."""
+    """The count written last, or None; raises as `read_number`."""
     return read_number(folder / OPENS_NAME, MOST_OPENS)
 
 
 def opens_so_far(written: int | None, others: Iterable[int]) -> int:
-    """The most times that the tier may have been opened.
+    """The highest number of times that the tier may have been opened.
 
     Args:
         written: what `read_opens` found; None where there is nothing, or it is damaged.
-        others: counts of the index, or of the trailers of a group. All may be older: pages of the latest opens may
-            never have reached the disk, and an index that lost its log is one of an earlier commit.
+        others: counts in the index, or in the trailers of a group. All may be too low: pages of the latest opens may
+            never have reached the disk, and an index that lost its log is an earlier commit's.
     """
     highest = max(others, default=0)
     return highest + OPENS_WITHOUT_A_TRACE if written is None else max(written, highest)

@@ -1,5 +1,6 @@
-"""The part of a slab's header about one KV group: the tables of its pages, and in version 2 a record before them.
-Specified in docs/disk-format.md."""
+"""The part of a slab's header that describes one KV group: the tables of its pages and, in version 2, a record before
+them. Specified in docs/disk-format.md.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from flexkv import c_ext
 from flexkv.storage.base import DiskGroup
 
 TEXT_BYTES = 512
-"""Most bytes of a text at the end of a header; a longer one is cut."""
+"""The most bytes of a text at the end of a header; a longer text is cut."""
 
 WORD_BYTES = 16
 """Size of a field that holds a short text, padded with zeros."""
@@ -67,7 +68,7 @@ class TableReader:
     """Reads the tables and texts of a header, one after the other.
 
     Raises:
-        ValueError: from every method: the header ends too early, or the bytes that are asked for are no text.
+        ValueError: from every method: the header ends too early, or the bytes to read as text are not text.
     """
 
     def __init__(self, raw: bytes, at: int) -> None:
@@ -147,7 +148,7 @@ def pack_record(group: DiskGroup, number: int) -> bytes:
 
 
 def format_text(group: DiskGroup, version: str, more: Sequence[object] = ()) -> str:
-    """A text that is equal for groups whose slot images can be read as one another's.
+    """Returns a text that is equal for groups that can read each other's slot images.
 
     Args:
         more: what else must be equal.

@@ -1,4 +1,4 @@
-"""The header of a slab: whose pages it holds and where their parts lie. Specified in docs/disk-format.md."""
+"""The header of a slab: which pages it holds, and where their parts lie. Specified in docs/disk-format.md."""
 
 from __future__ import annotations
 
@@ -30,12 +30,13 @@ GROUPS_VERSION = 2
 VERSIONS = (PLAIN_VERSION, GROUPS_VERSION)
 SECTOR_BYTES = 4096
 MOST_HEADER_BYTES = 64 << 20
-"""No unit needs a longer header: a larger number in the file is damage, and nothing so long is read."""
+"""No unit needs a longer header: a larger number in the file is damage, so that many bytes are never read."""
 
 FIXED = struct.Struct("<8sIIQQQQ32s32sIIIIIIII16sHHHH")
 """magic, version, header_bytes, slab_id, slot_bytes, created, digest, fingerprint, format, group, ranks, layers, runs,
 block_tokens, page_version, epoch, groups, dtype, and the lengths of format_id, model, unit; reserved. In version 1
-groups is 0; in version 2 the fields that each group has for itself are 0 and stand in its record."""
+groups is 0; in version 2 the per-group fields are 0 here, and stand in each group's record.
+"""
 
 DIGEST_AT = 40
 
@@ -50,7 +51,7 @@ class SlabHeader:
 
     Attributes:
         created: unix seconds.
-        format: digest of what must be equal for its pages to be read, see `slab_format`.
+        format: digest of what readers of its pages must agree on, see `slab_format`.
         group: number of the KV group, or of the first of those that share the slab. `ranks`, `layers`, `block_tokens`,
             `dtype` and `format_id` are that group's.
         epoch: epoch of the weights when the slab was made.
@@ -75,7 +76,7 @@ class SlabHeader:
 
 
 def format_digests(groups: Sequence[DiskGroup]) -> list[bytes]:
-    """For each group, 32 bytes that are equal for groups whose slot images can be read as one another's.
+    """For each group, 32 bytes that are equal for groups that can read each other's slot images.
 
     Raises:
         GeometryError, ConfigError: see `slab_numbers`.
@@ -96,7 +97,7 @@ def format_digests(groups: Sequence[DiskGroup]) -> list[bytes]:
 
 
 def slab_format(groups: Sequence[DiskGroup], slab: int) -> bytes:
-    """32 bytes that are equal for slabs whose pages can be read as one another's: the header's `format`."""
+    """The header's `format`: 32 bytes that are equal for slabs whose pages have the same form."""
     digests = format_digests(groups)
     if is_plain(groups):
         return digests[0]
@@ -177,18 +178,18 @@ def read_header(path: str) -> SlabHeader:
 
     Raises:
         DamagedHeaderError: it is short or not a slab's, or its digest does not match.
-        DiskError: it has another version or says what cannot be, or the file cannot be read.
+        DiskError: it has another version or impossible content, or the file cannot be read.
     """
     return parse_header(raw_header(path), path)[0]
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """Opens without waiting: somebody may have put a pipe there, which would wait for a writer."""
+    """Opens a file without waiting: if somebody has put a pipe there, opening it would wait for a writer."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
 def raw_header(path: str) -> bytes:
-    """The bytes where a header is expected: as many as it names, or a sector. Nothing is verified.
+    """Returns the bytes where a header is expected, as many as it names or one sector, unverified.
 
     Raises:
         DiskError: the file cannot be read.
@@ -210,7 +211,7 @@ def parse_header(raw: bytes, path: str) -> tuple[SlabHeader, dict[int, DiskGroup
 
     Raises:
         DamagedHeaderError: it is short or not a slab's, or its digest does not match.
-        DiskError: it has another version, or its digest matches and it says what cannot be.
+        DiskError: it has another version, or impossible content although its digest matches.
     """
     if len(raw) < SECTOR_BYTES:
         raise DamagedHeaderError(f"{path}: no whole slab header ({len(raw)} bytes)")
@@ -237,10 +238,7 @@ def parse_header(raw: bytes, path: str) -> tuple[SlabHeader, dict[int, DiskGroup
 
 
 def _parse(raw: bytes) -> tuple[SlabHeader, dict[int, DiskGroup]]:
-    """
-    Raises:
-        ValueError, GeometryError, ConfigError: the header says what cannot be.
-    """
+    """Raises: ValueError, GeometryError, ConfigError: the header has impossible content."""
     fields = FIXED.unpack_from(raw)
     _, version, header_bytes, slab_id, bytes_of_slot, created, _, fingerprint, format_ = fields[:9]
     slab, ranks, layers, runs, block_tokens, _, epoch, count, dtype = fields[9:18]
@@ -280,14 +278,14 @@ def _groups(reader: TableReader, slab: int, count: int) -> dict[int, DiskGroup]:
     """The groups of a slab of version 2.
 
     Raises:
-        ValueError, ConfigError: their numbers do not ascend from the slab's, or there is no such rule.
+        ValueError, ConfigError: their numbers do not ascend from the slab's, or their rule is unknown.
     """
     groups: dict[int, DiskGroup] = {}
     for _ in range(count):
         number, group = reader.record()
         if number != slab if not groups else number <= max(groups):
             raise ValueError(f"group {number} after {list(groups)} in the slab of group {slab}")
-        c_ext.GroupRule(group.rule, group.block_tokens, group.reach)  # raises for a rule that means nothing
+        c_ext.GroupRule(group.rule, group.block_tokens, group.reach)  # raises for a meaningless rule
         groups[number] = group if number == slab else replace(group, shares=slab)
     if not groups:
         raise ValueError("no group")

@@ -1,4 +1,6 @@
-"""The second copy of a slab's header, in a file of its own beside it: a flipped bit in either costs no page."""
+"""A second copy of a slab's header, in a file of its own beside the slab, so that a flipped bit in either loses no
+page.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,14 @@ COPY_SUFFIX = ".header"
 
 @dataclass(frozen=True, slots=True)
 class FoundHeader:
-    """A slab's header, from the slab or the copy, whichever is whole.
+    """A slab's header, taken from the slab or from the copy, whichever is undamaged.
 
     Attributes:
         raw: its bytes.
         groups: the slab's groups, by their numbers.
         slab_fault: what is wrong with the slab's own header; empty if nothing is.
         copy_fault: what is wrong with the copy; empty if nothing is, or if there is none.
-        has_copy: a whole copy of the same header is there.
+        has_copy: whether an undamaged copy of the same header exists.
     """
 
     raw: bytes
@@ -48,7 +50,7 @@ def find_header(slab: Path) -> FoundHeader:
     """The header of the slab at `slab`, verified: its own, or the copy if its own is damaged.
 
     Raises:
-        DamagedHeaderError: neither is whole, or only the copy is and no slots follow the header.
+        DamagedHeaderError: both are damaged, or the slab's own is and no slots follow it.
         DiskError: another version, or the file cannot be read.
     """
     copy, copy_fault = None, ""
@@ -69,7 +71,8 @@ def find_header(slab: Path) -> FoundHeader:
 
 
 def mend_header(slab: Path, found: FoundHeader) -> None:
-    """Writes the header that was found to the slab and its copy, where they lack it. A full disk does without the copy.
+    """Writes the header that was found to the slab and to its copy if they lack it. If the disk is full, leaves out the
+    copy.
 
     Raises:
         OSError: the slab's own header cannot be written.

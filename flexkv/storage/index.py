@@ -1,8 +1,8 @@
 """The index of one disk: which slot holds which block, in an SQLite database beside the slabs.
 
-The rows of a group lie in chunks of fixed size, one to a database page, and whole in memory: an update is a few array
-writes and the chunks it touched, opening is one scan, and no Python object stands for a row. An opening checks to the
-last bit that it reads what was written: each chunk has a digest, and so have the meta values, which count the chunks.
+All rows of a group are in memory, and in the database in chunks of fixed size, one per database page: an update writes
+a few array elements and later the chunks that it touched, opening is one scan, and there is no Python object per row.
+An opening detects any damage, because each chunk has a digest, and so have the meta values, which count the chunks.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 SCHEMA_VERSION = 2
 
 CHUNK_ROOM_BYTES = 2 * 4096
-"""Bytes of disk that a chunk may take: a page in the log and one in the database."""
+"""How many bytes of disk a chunk may take: a page in the log and one in the database."""
 
 
 class SlotIndex:
@@ -61,7 +61,7 @@ class SlotIndex:
         rows: each slab's rows, by the number of its first group. `commit` writes them to the database.
         epoch: epoch of the weights.
         opens: how often the tier was opened on this disk.
-        is_new: there was no index before.
+        is_new: whether there was no index before.
 
     Args:
         slots: slots of each slab, by the number of its first group; 0 for a group whose pages lie in another's slab.
@@ -87,7 +87,7 @@ class SlotIndex:
         self._stored: list[set[int]] = [set() for _ in slots]
         """Chunks that the database has."""
         self._gone: list[set[int]] = [set() for _ in slots]
-        """Those of them that lie beyond the slab, which was larger before: the next commit deletes them."""
+        """Stored chunks beyond the slab's end, because it was larger before. The next commit deletes them."""
         self._remaking = False
         self._written: list[tuple[int, int]] = []
         try:
@@ -119,10 +119,8 @@ class SlotIndex:
             self._load_rows(group)
 
     def _take_meta(self, meta: dict[str, MetaValue]) -> None:
-        """
-        Raises:
-            DamagedIndexError: `meta` is not as it was written.
-            OtherVersionError: the format has another version, whose digests may differ, too.
+        """Raises: DamagedIndexError: `meta` is damaged. OtherVersionError: the format has another version, whose
+        digests may differ, too.
         """
         version = meta.get("version")
         if version is not None and version != SCHEMA_VERSION:
@@ -147,10 +145,7 @@ class SlotIndex:
         return value
 
     def _load_rows(self, group: int) -> None:
-        """
-        Raises:
-            DamagedIndexError: chunks are missing, or are not as they were written.
-        """
+        """Raises: DamagedIndexError: chunks are missing or damaged."""
         rows, stored = self.rows[group], self._stored[group]
         chunks = len(rows) // CHUNK_SLOTS
         for chunk, content in self._db.execute(f"SELECT chunk, content FROM rows{group}"):
@@ -173,7 +168,7 @@ class SlotIndex:
             self._dirty[group].add(self.slots[group] // CHUNK_SLOTS)
 
     def adopt(self, slab_ids: Sequence[int]) -> None:
-        """Forgets the rows of groups whose slab is not the one that they were written for."""
+        """Forgets the rows of groups whose slab has been replaced by another one."""
         for group, slab_id in enumerate(slab_ids):
             known = self._slab_ids[group]
             if known is not None and known != signed(slab_id):
@@ -184,7 +179,7 @@ class SlotIndex:
             self._slab_ids[group] = signed(slab_id)
 
     def begin_use(self, opens: int, epoch: int) -> None:
-        """Writes down, durably, that the tier was opened once more; rows of an older epoch are forgotten.
+        """Durably records that the tier was opened once more, and forgets rows of an older epoch.
 
         Raises:
             DiskError: it cannot be written.
@@ -213,7 +208,9 @@ class SlotIndex:
         used_ms: int,
         group: int = 0,
     ) -> None:
-        """Enters pages of a KV group, durable from the next `commit` on. A slot named twice holds the last of them."""
+        """Enters pages of a KV group; the next `commit` makes them durable. If a slot is named twice, the last page
+        wins.
+        """
         rows = self.rows[slab]
         rows["key"][slots] = keys
         rows["generation"][slots] = generations
@@ -224,7 +221,7 @@ class SlotIndex:
         self._dirty[slab].update(np.unique(slots // CHUNK_SLOTS).tolist())
 
     def restore(self, slab: int, slots: NDArray[np.int64], rows: Rows) -> None:
-        """Enters rows for slots, durable from the next `commit` on."""
+        """Enters rows for slots; the next `commit` makes them durable."""
         self.rows[slab][slots] = rows
         self._dirty[slab].update(np.unique(slots // CHUNK_SLOTS).tolist())
 
@@ -235,13 +232,14 @@ class SlotIndex:
         self._dirty[slab].update(np.unique(slots // CHUNK_SLOTS).tolist())
 
     def use(self, slab: int, slots: NDArray[np.int64], used_ms: int) -> None:
-        """Notes a use, which a later `flush_uses` writes."""
+        """Records a use, which a later `flush_uses` writes."""
         self.rows[slab]["used"][slots] = used_ms
         self._used[slab].update(np.unique(slots // CHUNK_SLOTS).tolist())
 
     def flush_uses(self, most_chunks: int) -> bool:
-        """Adds up to `most_chunks` chunks of each slab that only saw uses to the next `commit`; returns whether that
-        has any chunk to write."""
+        """Adds up to `most_chunks` chunks of each slab in which only uses changed to the next `commit`. Returns whether
+        that commit has any chunk to write.
+        """
         for slab, used in enumerate(self._used):
             for chunk in list(used)[:most_chunks]:
                 used.discard(chunk)
@@ -259,9 +257,9 @@ class SlotIndex:
         rows[:] = np.zeros((), ROW)
 
     def commit(self) -> None:
-        """Makes everything since the last one durable, all or nothing. On an error nothing is lost: call again.
+        """Makes all changes since the last commit durable, all or nothing. An error loses nothing: call it again.
 
-        A database that turns out to be damaged is set aside, and made anew from the rows in memory.
+        If the database turns out to be damaged, sets it aside and rebuilds it from the rows in memory.
 
         Raises:
             FullDiskError: the file system has no room.
@@ -282,13 +280,13 @@ class SlotIndex:
         Raises:
             FullDiskError, DiskError: see `commit`.
         """
-        # Closing may fail as the commit did: whatever it would still write is written anew.
+        # Closing may fail as the commit did, which does not matter: everything is written again.
         with contextlib.suppress(*SQLITE_ERRORS):
             self._db.close()
         if not self._remaking:
             set_aside_index(self.path, DamagedIndexError.aside_name)
         self._remaking = True
-        remove_index(self.path)  # an earlier attempt may have begun one
+        remove_index(self.path)  # an earlier attempt may have left one
         for group, rows in enumerate(self.rows):
             self._stored[group].clear()
             self._gone[group].clear()
@@ -333,7 +331,7 @@ class SlotIndex:
                 )
             self._db.execute("COMMIT")
         except SQLITE_ERRORS as error:
-            # The rollback may fail as the commit did; without it there is nothing to commit either.
+            # The rollback may fail as the commit did; even then, nothing was committed.
             with contextlib.suppress(*SQLITE_ERRORS):
                 if self._db.in_transaction:
                     self._db.execute("ROLLBACK")
@@ -348,17 +346,18 @@ class SlotIndex:
             dirty.clear()
 
     def faults(self) -> list[str]:
-        """What SQLite finds wrong with the database as a whole, a few of them; reads all of it and changes nothing."""
+        """The first few faults that SQLite finds in the database. Reads all of it and changes nothing."""
         return database_faults(self._db)
 
     @property
     def in_place(self) -> bool:
-        """Whether database and log are still the files that the first commit was written to. Rows that are written to
-        other files, or to deleted ones, cannot be found again."""
+        """Whether database and log are still the files to which the first commit was written. Rows that are written to
+        other or deleted files cannot be found again.
+        """
         return not self._written or self._named() == self._written
 
     def _named(self) -> list[tuple[int, int]]:
-        """Device and inode of database and log; empty if one of them is gone."""
+        """The device and inode of database and log; empty if one of them is gone."""
         try:
             found = [path.stat() for path in (self.path, self.path.with_name(f"{self.path.name}-wal"))]
         except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Reads the index of a folder whose unit is at rest, from a copy, because SQLite writes to a database that it opens."""
+"""Reads the index of a folder that no unit uses, through a copy, because SQLite writes to a database that it opens."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ logger = logging.getLogger(__name__)
 
 
 def copy_index(folder: Path, to: Path) -> int | None:
-    """Copies the index into the folder `to`, with the log, which may hold later commits. The unit's folder is kept at
-    rest only meanwhile.
+    """Copies the index and its log, which may hold later commits, into the folder `to`. Locks the unit's folder only
+    while copying.
 
     Returns:
-        The epoch that is written down beside it, None where there is none or it is damaged.
+        The epoch recorded beside the index; None if there is none or it is damaged.
 
     Raises:
         FolderLockedError: the folder is in use.
@@ -42,7 +42,7 @@ def copy_index(folder: Path, to: Path) -> int | None:
 
 
 def pages_by_group(folder: Path, slots: Mapping[int, int]) -> dict[int, int]:
-    """How many pages of each KV group the folder's index names; groups without one are left out.
+    """How many pages of each KV group the folder's index names; groups without pages are left out.
 
     Args:
         slots: slots of each slab, by its number.

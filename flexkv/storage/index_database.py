@@ -18,14 +18,17 @@ BUSY_S = 5.0
 
 
 def open_database(path: Path, groups: int) -> sqlite3.Connection:
-    """Opens, or makes, the database with a table of rows for each group. Only the holder of the folder's lock may.
+    """Opens or creates the database, with a table of rows for each group. Precondition: the caller holds the folder's
+    lock.
 
     Raises:
-        DamagedIndexError: it is no database, or not as it was written.
+        DamagedIndexError: the file is damaged, or not a database.
         DiskError: the file system refuses, or another process has a lock; nothing was changed.
     """
     try:
-        if not path.exists():  # SQLite would give it the umask's mode; the log gets the database's mode
+        if (
+            not path.exists()
+        ):  # SQLite would create it with the umask's mode; the log gets the database's mode
             os.close(open_private(path, os.O_RDWR | os.O_CREAT))
     except OSError as error:
         raise disk_error(path, error) from error
@@ -34,11 +37,12 @@ def open_database(path: Path, groups: int) -> sqlite3.Connection:
     except SQLITE_ERRORS as error:
         raise index_trouble(path, error) from error
     try:
-        # Exclusive: no shared-memory file, no lock at each commit; the folder's lock keeps others out.
+        # Exclusive mode needs no shared-memory file and no lock at each commit. The folder's lock keeps
+        # others out.
         database.execute("PRAGMA locking_mode=EXCLUSIVE")
         database.execute("PRAGMA journal_mode=WAL")
         database.execute("PRAGMA synchronous=FULL")
-        # This finds a database that cannot be written now, and not at the first commit.
+        # Detects a database that cannot be written at once instead of at the first commit.
         database.execute("BEGIN IMMEDIATE")
         database.execute(
             "CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value INTEGER) WITHOUT ROWID"
@@ -58,7 +62,7 @@ def database_faults(database: sqlite3.Connection) -> list[str]:
     """What SQLite finds wrong with the database as a whole, a few of them; reads all of it and changes nothing."""
     try:
         found = [line for (text,) in database.execute("PRAGMA quick_check(5)") for line in text.splitlines()]
-        # A database that takes no write passes this check all the same, so it is written to as well.
+        # A database that refuses writes would still pass this check, so write to it, too.
         database.execute("BEGIN IMMEDIATE")
         database.execute("UPDATE meta SET value = value")
         database.execute("ROLLBACK")
@@ -68,7 +72,7 @@ def database_faults(database: sqlite3.Connection) -> list[str]:
 
 
 def set_aside_index(path: Path, aside_name: str) -> None:
-    """Renames an index and its log, for a person to look at; no file has their names any more.
+    """Renames an index and its log, so that a person can inspect them and their names are free.
 
     Raises:
         DiskError: the file system refuses.

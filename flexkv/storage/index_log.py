@@ -1,12 +1,12 @@
 """Finds out whether the log of an index's database was damaged.
 
-SQLite reads its log (the write-ahead log beside the database) up to the first frame that is not whole, and goes on with
-what it has: a flipped bit there silently takes back what was committed after it. A log that merely ends in the middle
-of a write, as a crash leaves it, loses nothing that was committed.
+SQLite reads its log (the write-ahead log beside the database) up to the first damaged frame and ignores the rest, so a
+flipped bit silently undoes everything committed after it. A log that merely ends in the middle of a write, as a crash
+leaves it, loses nothing that was committed.
 
-A power cut inside a commit may leave the commit's later frames on the disk, and not an earlier one. A flipped bit in a
-commit that was synced looks the same. Both count as damage: an index that is made anew without need costs a read of the
-trailers, one that lacks a synced commit costs pages that were called durable.
+A power cut during a commit may leave the commit's later frames on the disk without an earlier one. A flipped bit in a
+synced commit looks the same. Both count as damage: rebuilding an index without need costs a read of the trailers, but
+an index without a synced commit would lose pages that were reported as durable.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WORDS = {0: "<u4", 1: ">u4"}
 
 
 def log_damage(path: Path) -> str:
-    """What is wrong with the log at `path`; empty if it is whole, ends in the middle of a write, or is not there.
+    """What is wrong with the log at `path`; empty if it is undamaged, ends in the middle of a write, or does not exist.
 
     Algorithm: https://www.sqlite.org/fileformat2.html#the_write_ahead_log
 
@@ -55,7 +55,7 @@ def log_damage(path: Path) -> str:
         sums = _checksum(summed, words, sums)
         if head[2:4] == salts and head[4:] == sums:
             continue
-        # Frames that an earlier log left behind have two other salts.
+        # Frames left over from an earlier log have other salts.
         left = [FRAME.unpack_from(raw, later) for later in starts[number:]]
         of_this = [found for found in left if _is_of(found[2:4], salts)]
         if not of_this:
@@ -68,15 +68,15 @@ def log_damage(path: Path) -> str:
 
 
 def _is_of(found: tuple[int, ...], salts: tuple[int, ...]) -> bool:
-    """Whether a frame belongs to the log with these salts; one of its own may be damaged."""
+    """Whether a frame belongs to the log with these salts, although one of the frame's salts may be damaged."""
     return any(one == other for one, other in zip(found, salts, strict=True))
 
 
 def _checksum(content: bytes, words: str, sums: tuple[int, ...]) -> tuple[int, ...]:
-    """SQLite's checksum of `content`, going on from `sums`: two 32-bit sums, each step of which takes in two words.
+    """Continues SQLite's checksum from `sums` over `content`: two 32-bit sums, updated with two words per step.
 
     A step maps (s0, s1) and words (a, b) to (s0 + a + s1, s1 + b + the new s0), which is linear. So over all steps
-    together each word has a factor, and so have the sums that the first step begins with.
+    together each word, and each of the initial sums, has a constant factor.
     """
     values = np.frombuffer(content, words).astype(np.uint64)
     of_words, of_sums = _factors(len(values) // 2)

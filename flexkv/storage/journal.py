@@ -1,4 +1,4 @@
-"""The journal thread of one disk: makes publishes durable, many at a time.
+"""The journal thread of one disk, which makes publishes durable, many at a time.
 
 A group commit: fdatasync of the slabs that were written, then one transaction of the index, then the pages count as
 durable. In this order, whatever happens in between, the index never names a page that is not on the disk.
@@ -31,18 +31,19 @@ from flexkv.storage.striping import Slots, striped_slots
 logger = logging.getLogger(__name__)
 
 USE_FLUSH_S = 5.0
-"""How often uses are written down, seconds; a crash may forget the order of those since."""
+"""How often uses are written, seconds; a crash may lose the order of more recent uses."""
 
 USE_FLUSH_CHUNKS = 512
 """At most this many chunks of a slab (2 MiB) at a time, so that uses cost the disk little."""
 
 RETRIES = 5
 RETRY_S = 0.2
-"""A commit that failed is tried again so often, after this pause and then after twice the one before: 6 s in all."""
+"""A failed commit is retried RETRIES times, after this pause and then each time after twice the last: 6 s in all."""
 
 FULL_PAUSE_S = 2.0
-"""A commit that found the disk full is tried again after this pause, for as long as the disk is full. Its pages are
-served meanwhile, but a crash would lose them."""
+"""A commit that found the disk full is retried after this pause for as long as the disk is full. Its pages are served
+meanwhile, but a crash would lose them.
+"""
 
 
 @dataclass(slots=True)
@@ -89,11 +90,11 @@ class Use:
 
     @property
     def rows(self) -> int:
-        """This disk's share: all disks get the same places, which go round the disks."""
+        """This disk's share of the places: every disk gets all of them, and they are striped over the disks."""
         return -(-len(self.places) // self.disks)
 
     def slots(self, most: int) -> Slots:
-        """Slots of this disk, below `most`. A use is a hint, so places that mean nothing are passed over."""
+        """The slots of this disk, below `most`. A use is a hint, so meaningless places are skipped."""
         on_disk, slots = striped_slots(self.places, self.disks)
         here: Slots = slots[(on_disk == self.disk) & (slots >= 0) & (slots < most)]
         return here
@@ -123,9 +124,9 @@ class Journal:
     """Owns `index` until `close`. Every method but `close` returns at once.
 
     Args:
-        slabs: one per group, the same one for groups that share it.
+        slabs: one per group; groups that share a slab name the same one.
         on_durable: called in the journal's thread.
-        most_rows: most rows that may wait.
+        most_rows: the most rows that may wait.
     """
 
     def __init__(
@@ -146,15 +147,15 @@ class Journal:
         self._thread = NamedThread("flexkv-journal", self._run)
         try:
             self._thread.start()
-        except RuntimeError as error:  # the system has no thread left
-            self._slabs.clear()  # they hold the folder's lock, and journal and thread keep each other alive
+        except RuntimeError as error:  # the system can start no more threads
+            self._slabs.clear()  # slabs hold the folder's lock, and journal and thread keep each other alive
             raise DiskError(f"{index.path}: no thread for its journal: {error}") from error
 
     def put(self, record: Record) -> bool:
         """Takes a record; returns False when too much waits, or after the journal has failed or was stopped."""
         with self._lock:
             is_use = isinstance(record, Use)
-            # Uses leave half of the room to records that must not be lost.
+            # Uses may take only half of the room, because the other records must not be lost.
             room = self._most_rows // 2 if is_use else self._most_rows
             full = self._waiting_rows + record.rows > room and not isinstance(record, Reset)
             if full:
@@ -165,14 +166,15 @@ class Journal:
             self._waiting_rows += record.rows
             self._records += 1
             self._reset_waits |= isinstance(record, Reset)
-            # A use waits for the next other record or the next turn: waking the thread costs the caller time.
+            # A use does not wake the thread, because that would cost the caller time; the next other record
+            # or turn takes it along.
             if not is_use:
                 self._lock.notify()
         return True
 
     @property
     def room(self) -> int:
-        """How many rows the journal would take now."""
+        """How many rows the journal would accept now."""
         with self._lock:
             return self._most_rows - self._waiting_rows
 
@@ -185,11 +187,11 @@ class Journal:
 
     @property
     def ended(self) -> bool:
-        """Whether the thread has ended, and with it every use of slabs and index."""
+        """Whether the thread has ended, so that nothing uses slabs and index any more."""
         return not self._thread.is_alive()
 
     def fail(self, reason: str) -> None:
-        """Ends the journal: from now on it takes nothing and writes nothing."""
+        """Ends the journal: from now on it accepts and writes nothing."""
         with self._lock:
             self.failure = self.failure or reason
             self._let_go_of_queue()
@@ -219,7 +221,7 @@ class Journal:
         try:
             while self._turn():
                 pass
-        except Exception as error:  # whatever it is: the disk must not be taken for durable any more
+        except Exception as error:  # any error: the disk must not count as durable any more
             if not isinstance(error, DiskError):
                 logger.exception("journal of %s", self._index.path)
             self.fail(str(error) or type(error).__name__)
@@ -237,7 +239,7 @@ class Journal:
             if self._queue and not self._in_a_hurry():
                 await_group(time.monotonic, self._wait_for_more)
             batch, self._queue = self._queue, deque()
-            # Set under the lock, so that `lag_s` sees every publish, in the queue or in the batch.
+            # Set under the lock, so that `lag_s` sees every publish, whether in the queue or in the batch.
             self._oldest = _oldest_publish(batch)
             self._reset_waits = False
             stopping, failed = self._stopping, bool(self.failure)
@@ -250,7 +252,9 @@ class Journal:
             return not (stopping and not self._queue)
 
     def _wait_for_more(self, timeout_s: float) -> bool:
-        """Waits for another record; returns whether one has come and there is no hurry. The caller holds the lock."""
+        """Waits for another record; returns whether one has come and the commit is not urgent. The caller holds the
+        lock.
+        """
         known = self._records
         self._lock.wait_for(lambda: self._in_a_hurry() or self._records > known, timeout_s)
         return self._records > known and not self._in_a_hurry()
@@ -279,7 +283,7 @@ class Journal:
                 if held.any():
                     self._on_durable(record.group, record.slots[held], record.generations[held])
         except BaseException as error:
-            # Set before those that wait for a reset go on, because it has not been carried out.
+            # Set before callers that wait for a reset resume, because the reset has not been carried out.
             self.failure = self.failure or str(error)
             raise
         finally:
@@ -287,7 +291,7 @@ class Journal:
                 reset.done.set()
 
     def _put_back(self, batch: Sequence[Record]) -> None:
-        """Puts a batch ahead of the records that wait. To apply it a second time changes nothing."""
+        """Puts a batch ahead of the waiting records. Applying it a second time changes nothing."""
         with self._lock:
             self._queue.extendleft(reversed(batch))
             self._waiting_rows += sum(record.rows for record in batch)
@@ -303,7 +307,7 @@ class Journal:
         for number in slabs:
             error = self._slabs[number].sync()
             if error:
-                # The kernel has forgotten what it could not write: it is no use to try again.
+                # The kernel has dropped the pages that it could not write, so a retry would not help.
                 raise DiskError(f"fdatasync of the slab of group {number}: {os.strerror(-error)}")
 
     def _apply(self, record: Record, now_ms: int) -> None:
@@ -335,10 +339,10 @@ class Journal:
             raise disk_error(folder / EPOCH_NAME, error) from error
 
     def _commit(self, resets: Sequence[Reset]) -> bool:
-        """Commits the index; returns False if the disk is full and a reset waits, which goes first."""
+        """Commits the index. Returns False if the disk is full and a reset waits, which then goes first."""
 
         def epoch_is_enough() -> bool:
-            # An opening forgets the rows of an index that is behind the epoch, so these resets need no commit.
+            # An opening forgets an index's rows if its epoch is behind, so these resets need no commit.
             for reset in resets:
                 reset.done.set()
             return self._reset_waits
@@ -353,7 +357,7 @@ class Journal:
         """Tries a step until it succeeds.
 
         Args:
-            give_way: called while the disk is full; if it returns True, the step is given up.
+            give_way: called while the disk is full; if it returns True, the step is abandoned.
 
         Returns:
             Whether the step succeeded.

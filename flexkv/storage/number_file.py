@@ -1,4 +1,4 @@
-"""One number in a file of its own, with its digest: durable before anything relies on it, and apart from the index."""
+"""Keeps a number with its digest in a file of its own, apart from the index, durable before anything relies on it."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ def write_number(path: Path, number: int) -> None:
 
 
 def read_number(path: Path, most: int) -> int | None:
-    """The number written last, None if there is no such file. One without a digest, on a line of its own, counts too.
+    """The number written last, or None if there is no such file. Also accepts a number alone on a line, without a
+    digest.
 
     Raises:
-        DamagedNumberError: the file holds no number up to `most`, or one that does not match its digest.
+        DamagedNumberError: the file holds no number up to `most`, or its digest does not match.
         DiskError: the file cannot be read.
     """
     try:
@@ -49,7 +50,7 @@ def read_number(path: Path, most: int) -> int | None:
 def number_if_whole(
     read: Callable[[Path], int | None], folder: Path, damaged: Callable[[str], object]
 ) -> int | None:
-    """The number that `read` finds in a folder; None if it is gone, or damaged, which is reported to `damaged`."""
+    """The number that `read` finds in a folder; None if it is missing or damaged. Reports damage to `damaged`."""
     try:
         return read(folder)
     except DamagedNumberError as error:

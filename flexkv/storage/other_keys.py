@@ -1,5 +1,6 @@
-"""Folders of a model whose pages have other keys: other weights or settings made them, or a version of flexkv that made
-keys in another way. No engine with today's keys finds anything there, and only a person deletes them."""
+"""Finds folders of the same model whose pages have other keys, because other weights or settings made them, or a
+version of flexkv with other keys. No engine with the current keys finds a page there, and only a user deletes them.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ def keyed_units(root: Path) -> list[KeyedUnit]:
 
 
 def units_of_other_keys(own: Path) -> list[KeyedUnit]:
-    """Units beside `own` that have its model and its unit's name, but other keys, and are not in use."""
+    """Units beside `own` with the same model and unit name but other keys, which are not in use."""
     mine = KeyedUnit.of(own)
     if mine is None:
         return []
@@ -67,7 +68,7 @@ def units_of_other_keys(own: Path) -> list[KeyedUnit]:
 
 
 def older_units(root: Path) -> list[KeyedUnit]:
-    """Units that are not in use and older than another unit of the same model and name under other keys."""
+    """Unused units that are older than another unit of the same model and name with other keys."""
     alike: dict[tuple[str, str], list[KeyedUnit]] = defaultdict(list)
     for unit in keyed_units(root):
         alike[unit.model, unit.folder.name].append(unit)
@@ -79,7 +80,7 @@ def older_units(root: Path) -> list[KeyedUnit]:
 
 
 def last_written(folder: Path) -> float:
-    """Unix seconds of the last write in `folder`; 0 if that is unknown."""
+    """When `folder` was last written, in Unix seconds; 0 if unknown."""
     last = 0.0
     with suppress(OSError):
         for path in folder.iterdir():
@@ -89,7 +90,7 @@ def last_written(folder: Path) -> float:
 
 
 def describe(root: Path, units: Iterable[KeyedUnit]) -> str:
-    """Names and MiB of units, and the command that deletes one."""
+    """Lists the units' names and sizes in MiB, and the command that deletes one."""
     named = list(units)
     texts = [f"{unit.name} ({held_bytes(unit.folder) >> 20} MiB)" for unit in named[:MOST_NAMED]]
     more = f" and {len(named) - MOST_NAMED} more" if len(named) > MOST_NAMED else ""
@@ -97,8 +98,8 @@ def describe(root: Path, units: Iterable[KeyedUnit]) -> str:
 
 
 def name_other_keys(own: Path) -> None:
-    """Logs which units lie beside a unit's folder under other keys; it is a warning if the unit's own folder is new and
-    has no pages.
+    """Logs which units beside a unit's folder have other keys. This is a warning if the unit's own folder is new and
+    empty.
 
     Raises:
         OSError: a folder cannot be looked into.

@@ -1,6 +1,7 @@
-"""Folders with pages of the same model that another unit wrote: another engine's, in another encoding or under another
-name. A start finds them, and they are only read: no page or row of theirs is changed. Keys mean the same in all of
-them, because they are keys of the fingerprint's namespace."""
+"""Folders with pages of the same model that another unit wrote, such as another engine's in another encoding. flexkv
+finds them at start and only reads them. Equal keys mean equal blocks in all of them, because the keys are in the
+fingerprint's namespace.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ from flexkv.storage.weights_name import read_weights
 logger = logging.getLogger(__name__)
 
 GROUP = 0
-"""Only units with one KV group share; the pages of several would have to come from one folder together."""
+"""Only units with one KV group share; with several groups, the pages of a hit would all have to come from one folder.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +50,9 @@ class PeerFolder:
         header: the slab's header.
         codec: codec of its slot images.
         stripes: offset in the image and bytes of each rank's stripe.
-        rewrites: for each rank, the conversion of a stripe of theirs to one of ours; None where they are the same
-            bytes.
+        rewrites: for each rank, the conversion of their stripe to ours; None if the bytes are the same.
         rows: rows of its index, as it was when it was last in use; [slots].
-        epoch: epoch of the pages that count.
+        epoch: epoch of the pages that are served.
         weights: 32 bytes that name the weights with which these were computed; empty if they are unknown.
     """
 
@@ -69,13 +70,13 @@ class PeerFolder:
 def open_peer_folders(
     roots: Sequence[Path], identity: DiskIdentity, group: DiskGroup, heads: int
 ) -> list[PeerFolder]:
-    """The other units' slabs under `roots`, of this fingerprint, whose pages can be converted exactly; logs which
-    cannot, and why. A folder is locked only while its index is read: pages that its unit writes later are not seen, and
-    pages that it overwrites are misses, because every page says itself what it is.
+    """Returns the other units' slabs under `roots` that have this fingerprint and whose pages can be converted exactly;
+    logs which cannot, and why. A folder is locked only while its index is read: pages that its unit writes later are
+    not seen, and pages that it overwrites are misses, because every page identifies itself.
 
     Args:
         group: the group of this unit's pages.
-        heads: heads of K and V on one rank; 0 where there are none.
+        heads: heads of K and V on one rank; 0 if there are none.
     """
     fingerprint = identity.fingerprint.hex()[:DIGEST_DIGITS]
     found = []
@@ -139,7 +140,7 @@ def _open(path: Path, identity: DiskIdentity, ours: DiskGroup, heads: int) -> Pe
     rows, epoch = _rows(path.parent, slab, header.slab_id, codec, slots)
     stripes = tuple((codec.stripe_offset(rank), size) for rank, size in enumerate(theirs.stripe_bytes))
     weights, of_epoch = read_weights(path.parent) or (b"", -1)
-    # If its unit has begun another epoch meanwhile, the name is for that one.
+    # If its unit has begun another epoch meanwhile, the weights' name belongs to that epoch.
     weights = weights if of_epoch == epoch else b""
     return PeerFolder(path.parent, slab, header, codec, stripes, rewrites, rows, epoch, weights)
 
@@ -147,8 +148,8 @@ def _open(path: Path, identity: DiskIdentity, ours: DiskGroup, heads: int) -> Pe
 def _rows(
     folder: Path, slab: c_ext.SlabFile, slab_id: int, codec: c_ext.PageCodec, slots: int
 ) -> tuple[Rows, int]:
-    """The rows of the folder's index, and their epoch. If the index is damaged or of another version, which its own
-    unit mends when it starts, the rows come from the slab's pages.
+    """Returns the rows of the folder's index, and their epoch. If the index is damaged or of another version (its own
+    unit repairs it at its next start), the rows come from the slab's pages.
 
     Raises:
         DiskError: the folder is in use or damaged, or there is no index.

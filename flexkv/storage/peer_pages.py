@@ -1,4 +1,4 @@
-"""The pages of all peer folders under one index: they are looked up and read, and never written."""
+"""The pages of all peer folders under one index, for lookups and reads only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flexkv.storage.rows import index_rows
 class PeerPages(StoredPages):
     """Folders take the place of a tier's disks: place p is slot `p // disks` of folder `p % disks`.
 
-    The epoch begins with 0, whatever the peer folders' own are: `PeerReader` asks for pages of those.
+    The epoch begins with 0, whatever the peer folders' own epochs are: `PeerReader` asks for pages of those.
 
     Args:
         folders: at least one.

@@ -1,4 +1,4 @@
-"""Brings pages of peer folders up: a thread reads, verifies and rewrites them in this unit's encoding, one by one."""
+"""Loads pages from peer folders: a thread reads, verifies and rewrites them in this unit's encoding, one by one."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class UnderWay:
 
     Attributes:
         since_s: when its `page` began, on the monotonic clock.
-        failed: pages before that one that failed.
+        failed: earlier pages of the op that failed.
     """
 
     op: TransferOp
@@ -58,7 +58,7 @@ class PeerReader:
         group: the group of this unit's pages.
         pool: host pool with slots for this unit's images.
         queue_ops: ops that may wait; beyond it `submit` returns None.
-        stuck_s: a page that is not read within so many seconds ends the reader: all ops that it has fail.
+        stuck_s: if reading a page takes more seconds than this, the reader ends, and all its ops fail.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class PeerReader:
         self._images = [mmap.mmap(-1, peer.codec.image_bytes) for peer in folders]
         self._lock = threading.Condition()
         self._writing = threading.Lock()
-        """Held while a host slot is written to. An op is given up only while this lock is free."""
+        """Held while a host slot is written. An op is abandoned only while this lock is free."""
         self._under_way: UnderWay | None = None
         self._down = ""
         self._waiting: deque[TransferOp] = deque()
@@ -114,7 +114,9 @@ class PeerReader:
 
     @property
     def down_reason(self) -> str:
-        """Why no more is read; empty while reading goes on. It finds a disk that hangs, so ask for it now and then."""
+        """Why the reader has stopped; empty while it reads. Call it regularly, because it also detects a disk that
+        hangs.
+        """
         with self._lock:
             moving = self._under_way
             if not self._down and moving is not None and time.monotonic() - moving.since_s >= self._stuck_s:
@@ -122,8 +124,9 @@ class PeerReader:
             return self._down
 
     def _give_up(self, moving: UnderWay, reason: str, wait_s: float = 0.0) -> None:
-        """Gives up the op under way and all that wait, for good, unless the page under way has been read and is still
-        being written after `wait_s` seconds. The caller holds the lock."""
+        """Permanently abandons the op under way and all that wait, unless the page under way has been read and is still
+        being written after `wait_s` seconds. The caller holds the lock.
+        """
         if not self._writing.acquire(timeout=wait_s):
             return
         self._down = reason
@@ -143,8 +146,8 @@ class PeerReader:
     def close(self, deadline_s: float) -> bool:
         """Drops what waits and ends the thread. Idempotent.
 
-        Returns False if a read has not ended within `deadline_s` seconds: it is given up, and its host slots are not
-        written to any more.
+        Returns False if a read has not ended within `deadline_s` seconds: the read is abandoned, and no host slot is
+        written any more.
         """
         with self._lock:
             self._closed = True
@@ -172,7 +175,7 @@ class PeerReader:
                 moving = self._under_way = UnderWay(op, time.monotonic())
             try:
                 result = self._read(moving)
-            except Exception as error:  # an op that never ends would keep its slots for good
+            except Exception as error:  # an op that never ends would keep its slots forever
                 logger.exception("reading pages of other units")
                 result = self._broken(moving, error)
             with self._lock:
@@ -206,7 +209,7 @@ class PeerReader:
         return OpResult(op.op_id, OpStatus.FAILED, every, f"{type(error).__name__}: {error}")
 
     def _settle(self, op: TransferOp, page: int, verified: bool) -> None:
-        """Lets loads that were promised the page while it was on its way go on, or fail."""
+        """Lets loads that were promised the page while it was being read continue, or fail."""
         self._pool.native.settle(np.ascontiguousarray(op.slots[page : page + 1]), op.op_id, verified)
 
     def _bring(self, place: int, slot: int, tag: PageTags) -> str:
@@ -226,7 +229,7 @@ class PeerReader:
             return f"{miss}: {reason}"
         with self._writing:
             if self._down:
-                return self._down  # the slot may be another's by now
+                return self._down  # the slot may belong to another page by now
             self._write(peer, np.frombuffer(image, np.uint8), self._pool.slot(slot))
         return ""
 
@@ -243,7 +246,7 @@ class PeerReader:
                 self._digest(rank, target, slot)
 
     def _digest(self, rank: int, stripe: np.ndarray, slot: np.ndarray) -> None:
-        """Writes the digests by which a load checks the page where host memory is verified."""
+        """Writes the digests with which a load checks the page if host memory is verified."""
         runs = self._group.runs[rank]
         digests = np.array(
             [c_ext.run_digest(stripe[at : at + size]) for at, size, _ in runs.tolist()], DIGEST

@@ -1,4 +1,4 @@
-"""Publishes and evictions that one disk's journal had no room for, kept until it has."""
+"""Keeps publishes and evictions for which one disk's journal has no room, until it has."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from flexkv.storage.striping import Slots
 
 
 class PendingRecords:
-    """Stands before a journal and keeps at most one publish and one eviction for each slot of the disk, so that they
-    need no bound of their own.
+    """Buffers records for a journal. Keeps at most one publish and one eviction per slot of the disk, which bounds its
+    size.
 
-    The arrays that keep them are made when the first one comes: a journal that keeps up costs nothing.
+    Allocates its arrays at the first such record, so that a journal that keeps up costs nothing.
 
     Args:
         slots: slots of each slab on this disk.
@@ -32,16 +32,18 @@ class PendingRecords:
         self._slots = list(slots)
         self._rows: dict[int, Rows] = {}
         self._held: dict[int, NDArray[np.uint64]] = {}
-        """The generation whose publish is pending, by slot, or 0. It is not in the rows, because a flush looks at every
-        slot."""
+        """The generation whose publish is pending, by slot, or 0. Kept apart from the rows, because a flush scans every
+        slot.
+        """
         self._evicted: dict[int, NDArray[np.uint64]] = {}
         """The generation whose eviction is pending, by slot, or 0."""
         self.pages = 0
         self.evictions = 0
 
     def publish(self, record: Publish) -> bool:
-        """Passes a publish on; returns whether the journal took it. If not, it stays pending, unless the journal has
-        failed."""
+        """Passes a publish to the journal; returns whether the journal accepted it. If not, it stays pending, unless
+        the journal has failed.
+        """
         self.settle(record.slab, record.slots)
         if self._journal.put(record):
             return True
@@ -50,7 +52,7 @@ class PendingRecords:
         return False
 
     def evict(self, record: Evict) -> None:
-        """Passes on that these pages are gone, now or when the journal has room."""
+        """Tells the journal that these pages are gone, now or when it has room."""
         entered = ~self.settle(record.slab, record.slots, record.generations)
         if self._journal.put(record) or self._journal.failure:
             return
@@ -78,8 +80,9 @@ class PendingRecords:
         return np.asarray(pending)
 
     def flush(self) -> None:
-        """Gives the journal as much as it has room for by now: evictions first, because publishes to their slots came
-        later."""
+        """Passes as many records to the journal as it has room for: evictions first, because publishes to the same
+        slots are later.
+        """
         room = self._journal.room if self.pages or self.evictions else 0
         for eviction in self._take_evictions(room):
             room -= eviction.rows
@@ -98,7 +101,7 @@ class PendingRecords:
 
     @property
     def waits(self) -> bool:
-        """Whether anything is pending that the journal can still take."""
+        """Whether any record is pending that the journal can still accept."""
         return (self.pages > 0 or self.evictions > 0) and not self._journal.ended
 
     def _add(self, record: Publish) -> None:
@@ -114,7 +117,7 @@ class PendingRecords:
         self.pages += record.rows
 
     def _take_evictions(self, most: int) -> Iterator[Evict]:
-        """Evictions of at most `most` rows in all, which are then no longer pending."""
+        """Removes and returns pending evictions of at most `most` rows in all."""
         for slab, evicted in self._evicted.items():
             slots = np.flatnonzero(evicted)[: max(0, most)]
             if not len(slots):
@@ -126,7 +129,7 @@ class PendingRecords:
             yield Evict(slab, slots, generations)
 
     def _take(self, most: int) -> Iterator[Publish]:
-        """Publishes of at most `most` rows in all, which are then no longer pending."""
+        """Removes and returns pending publishes of at most `most` rows in all."""
         for slab, held in self._held.items():
             slots = np.flatnonzero(held)[: max(0, most)]
             if not len(slots):

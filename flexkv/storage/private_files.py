@@ -1,4 +1,4 @@
-"""Files and folders that only their owner can read or enter, because KV gives away the text it was computed from."""
+"""Files and folders that only their owner can read or enter, because KV reveals the text from which it was computed."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ logger = logging.getLogger(__name__)
 FILE_MODE = 0o600
 FOLDER_MODE = 0o700
 OTHERS = 0o077
-"""The rights of a file's group and of everybody else."""
+"""The permission bits of a file's group and of everybody else."""
 
 
 def open_private(path: Path, flags: int) -> int:
-    """Opens a file, and makes it for this user alone if `flags` say that it may be made. A umask adds no rights to
-    these.
+    """Opens a file. If `flags` allow creating it, only this user may access the new file, whatever the umask.
 
     Raises:
         OSError: as `os.open`.
@@ -26,7 +25,7 @@ def open_private(path: Path, flags: int) -> int:
 
 
 def make_folders(folder: Path) -> None:
-    """Makes a folder and those above it that are missing, for this user alone. Existing ones stay as they are.
+    """Creates a folder and missing ones above it, accessible to this user alone. Existing folders stay as they are.
 
     Raises:
         OSError: as `os.mkdir`.
@@ -43,8 +42,8 @@ def make_folders(folder: Path) -> None:
 
 
 def keep_private(folder: Path) -> None:
-    """Takes all rights on a folder and its files from others, whoever gave them. Files of another user, who shares the
-    folder on purpose, stay as they are and are logged.
+    """Removes all other users' permissions on a folder and its files. Files of another user, who shares the folder on
+    purpose, stay as they are and are logged.
 
     Raises:
         OSError: the file system refuses.

@@ -12,18 +12,20 @@ from flexkv.storage.slot_rows import ROW, Rows
 from flexkv.storage.striping import places_of
 
 TOGETHER_MS = 1000
-"""Uses within so many milliseconds count as one, because each disk's journal stamps them when it gets to them."""
+"""Uses within this many milliseconds count as simultaneous, because each disk's journal stamps a use when it processes
+it.
+"""
 
 
 def index_rows(disks: Sequence[Rows | None], now: int, shared: bool = False) -> IndexRows:
-    """The rows of all disks by place, the one used longest ago first.
+    """The rows of all disks by place, least recently used first.
 
     A key of one group on several disks (they were not always used together) keeps its newest generation.
 
     Args:
-        disks: each disk's rows; None for a disk that has none.
+        disks: each disk's rows; None for a disk without rows.
         now: unix seconds; rows that expire until then are left out.
-        shared: several groups use the slabs.
+        shared: whether several groups use the slabs.
     """
     parts, places = [], []
     for disk, rows in enumerate(disks):
@@ -34,8 +36,8 @@ def index_rows(disks: Sequence[Rows | None], now: int, shared: bool = False) -> 
         places.append(places_of(slots, disk, len(disks)))
     found = np.concatenate(parts) if parts else np.empty(0, ROW)
     place = np.concatenate(places) if places else np.empty(0, np.int64)
-    # Blocks used together have about the same time, a little apart from disk to disk. The one of them that was written
-    # last is farthest from its prompt's start, so it is the first to go.
+    # Blocks used together have nearly the same time, which differs a little between disks. The block written
+    # last among these is farthest from its prompt's start, so it is evicted first.
     order = np.lexsort((~found["generation"], found["used"] // TOGETHER_MS))
     found, place = found[order], place[order]
     keep = _newest_of_each_key(found)
@@ -54,7 +56,7 @@ def index_rows(disks: Sequence[Rows | None], now: int, shared: bool = False) -> 
 def _newest_of_each_key(rows: Rows) -> NDArray[np.bool_]:
     keep = np.ones(len(rows), bool)
     halves = np.ascontiguousarray(rows["key"]).view("<u8").reshape(-1, 2)
-    # Half a key tells nearly all apart, and sorts as a number.
+    # Half a key distinguishes nearly all blocks, and sorts as a number.
     order = np.argsort(halves[:, 0], kind="stable")
     first = halves[order, 0]
     alike = np.flatnonzero(first[1:] == first[:-1])

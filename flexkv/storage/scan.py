@@ -1,4 +1,4 @@
-"""Reads slots one by one, past lane and index, for fsck and for an index that is made anew."""
+"""Reads slots one by one, without lane or index, for fsck and for rebuilding an index."""
 
 from __future__ import annotations
 
@@ -50,8 +50,9 @@ def _read(slab: c_ext.SlabFile, buffer: memoryview, offset: int) -> bool:
 
 
 def _age(report: SlotReport) -> int:
-    """Orders reports of one slot by the age of their page, the newest last; before good trailers come damaged ones, and
-    before these empty slots."""
+    """The sort key of reports of one slot: empty slots first, then damaged trailers, then good ones by the age of their
+    page, newest last.
+    """
     if report.tag is not None:
         return 1 + int(report.tag["generation"])
     return 0 if report.empty else 1
@@ -62,7 +63,7 @@ class SlotReader:
 
     Args:
         codecs: codecs of the groups that use the slab.
-        data: check the bytes of every run too, else the trailer alone.
+        data: whether to check the bytes of every run, too, instead of the trailer alone.
     """
 
     def __init__(
@@ -77,8 +78,8 @@ class SlotReader:
             self._parts = {(codec.trailer_offset, codec.image_bytes) for codec in codecs}
 
     def read(self, slot: int) -> SlotReport:
-        """The page that was written last to the slot, whichever group's. If its image is smaller than the one before
-        it, the trailer of that one may still be whole, too.
+        """The page last written to the slot, of any group. If its image is smaller than the previous one, the previous
+        trailer may be intact, too, so the newest counts.
 
         Raises:
             OSError: the disk cannot be read.
@@ -111,11 +112,11 @@ class SlotReader:
 def read_slots(
     slab: c_ext.SlabFile, slab_id: int, codecs: Sequence[c_ext.PageCodec], slots: int, data: bool
 ) -> Iterator[SlotReport]:
-    """A report of every slot, in order.
+    """Reports on every slot, in order.
 
     Args:
         codecs: codecs of the groups that use the slab.
-        data: check the bytes of every run too, else the trailer alone.
+        data: whether to check the bytes of every run, too, instead of the trailer alone.
 
     Raises:
         OSError: the disk cannot be read.
@@ -131,11 +132,11 @@ def read_slots(
 
 
 Scanned = tuple[Rows, NDArray[np.uint32]]
-"""The index rows that the good pages of a slab make, and the epoch of each."""
+"""Index rows made from the good pages of a slab, and the epoch of each."""
 
 
 def rows_of(reports: Iterator[SlotReport], slots: int) -> Scanned:
-    """The rows that the reports make; the newest generation of a key of one group wins."""
+    """Makes index rows from the reports; for each key of a group, the newest generation wins."""
     rows, epochs = np.zeros(slots, ROW), np.zeros(slots, np.uint32)
     newest: dict[bytes, int] = {}
     now_ms = unix_now_ms()

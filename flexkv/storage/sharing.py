@@ -9,7 +9,7 @@ from flexkv.errors import ConfigError, GeometryError
 from flexkv.storage.base import DiskGroup
 
 MOST_SIGNATURE_BYTES = 4096
-"""Most bytes of a group's signature: names of layers and shapes, or a digest of them, take less."""
+"""The most bytes of a group's signature: names of layers and shapes, or a digest of them, are shorter."""
 
 
 def slab_numbers(groups: Sequence[DiskGroup]) -> list[int]:
@@ -17,7 +17,7 @@ def slab_numbers(groups: Sequence[DiskGroup]) -> list[int]:
 
     Raises:
         GeometryError: a group shares with one that is not before it, or its signature is too long.
-        ConfigError: there is no such rule, or the rule has no such reach.
+        ConfigError: the rule is unknown, or does not allow this reach.
     """
     numbers: list[int] = []
     for number, group in enumerate(groups):
@@ -41,8 +41,9 @@ def slab_numbers(groups: Sequence[DiskGroup]) -> list[int]:
 
 
 def is_plain(groups: Sequence[DiskGroup]) -> bool:
-    """Whether there is a single group, with the full rule and without a signature. Version 1 of a slab's header can say
-    no more."""
+    """Whether there is a single group, with the full rule and without a signature, which is all that version 1 of a
+    slab's header can express.
+    """
     return len(groups) == 1 and groups[0].rule == "full" and not groups[0].signature
 
 

@@ -1,4 +1,4 @@
-"""Makes, checks and sizes the slabs of a unit's folder."""
+"""Creates, checks and sizes the slabs of a unit's folder."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def open_slab(
     lock_fd: int,
     preallocate: bool,
 ) -> tuple[c_ext.SlabFile, SlabHeader, bool]:
-    """Opens the slab of group `number`, the first that uses it, with `slots` slots; returns it, its header, and whether
-    it was made.
+    """Opens or creates the slab of group `number`, the first group that uses it, with `slots` slots. Returns the slab,
+    its header, and whether it was created.
 
-    A damaged header is written back from its copy. A slab without a whole header is replaced, because nothing tells any
-    more whose pages it holds.
+    Restores a damaged header from its copy. Replaces a slab if header and copy are damaged, because it is no longer
+    known whose pages it holds.
 
     Raises:
         DiskError: another model's, group's or version's slab lies there, the disk is full, or the system refuses.
@@ -94,7 +94,8 @@ def _make(
         identity.model,
         identity.unit,
     )
-    # It has another name until it is whole, so that a file with the slab's name always has a header.
+    # The file has a temporary name until it is complete, so that a file with the slab's name always has a
+    # header.
     new = path.with_suffix(".new")
     fd = open_private(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
     try:

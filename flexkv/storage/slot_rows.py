@@ -30,7 +30,7 @@ CHUNK_SLOTS = 80
 """Rows per chunk. With the digest they are 3,848 bytes, which fit a 4 KiB page together with SQLite's own."""
 
 PLACE = struct.Struct("<II")
-"""slab, chunk: a chunk's digest covers them, so that no chunk counts in another's place."""
+"""slab, chunk: a chunk's digest covers them, so that a chunk in the wrong place does not pass."""
 DIGEST = struct.Struct("<Q")
 CHUNK_BYTES = CHUNK_SLOTS * ROW.itemsize + DIGEST.size
 
@@ -47,9 +47,9 @@ def unpack_chunk(content: object, slab: int, chunk: object) -> Rows:
     """The rows of a chunk as the database kept it.
 
     Raises:
-        ValueError: the chunk is not as it was written.
+        ValueError: the chunk is damaged.
     """
-    # SQLite keeps any type in any column, and with a damaged schema even in that of the key.
+    # SQLite stores any type in any column, and with a damaged schema even in the key's.
     if not isinstance(chunk, int):
         raise ValueError(f"a chunk of slab {slab} has the number {chunk!r:.40}")
     if not isinstance(content, bytes) or len(content) != CHUNK_BYTES:
@@ -66,7 +66,7 @@ def _chunk_digest(content: bytes, slab: int, chunk: int) -> int:
 
 
 def meta_digest(meta: Mapping[str, MetaValue]) -> int:
-    """The digest of everything that the database keeps beside the rows; signed, as SQLite's integers are."""
+    """The digest of everything that the database holds beside the rows; signed, as SQLite's integers are."""
     lines = "".join(f"{name}={value}\n" for name, value in sorted(meta.items()))
     return signed(c_ext.run_digest(lines.encode()))
 
@@ -77,5 +77,5 @@ def signed(number: int) -> int:
 
 
 def padded(slots: int) -> int:
-    """How many rows the whole chunks for so many slots have."""
+    """How many rows the chunks for this many slots have, rounded up to whole chunks."""
     return -(-slots // CHUNK_SLOTS) * CHUNK_SLOTS

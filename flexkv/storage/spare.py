@@ -1,7 +1,9 @@
-"""Room that a folder keeps for its index, so that a disk that others have filled can be opened and serves its pages.
+"""Disk space that a folder reserves for its index, so that a disk that others have filled can still be opened and serve
+its pages.
 
 An opening writes little (the count of opens, a few pages of the index's log), and frees that when it closes. So the
-room is freed before an opening and taken again after it. A reset writes its epoch there if there is no other room.
+space is freed before an opening and reserved again after it. A reset uses it to write its epoch if there is no other
+space.
 """
 
 from __future__ import annotations
@@ -19,16 +21,16 @@ logger = logging.getLogger(__name__)
 SPARE_NAME = "spare"
 SPARE_BYTES = 2 * LEAST_ROOM_BYTES
 SPARE_STEP_BYTES = SPARE_BYTES // 8
-"""If a disk does not have all of the room any more, less is asked for in steps of this size."""
+"""If a disk no longer has all of the space, less is reserved, in steps of this size."""
 
 
 def free_spare(folder: Path) -> None:
-    """Frees the room. Raises OSError if the file system refuses."""
+    """Frees the space. Raises OSError if the file system refuses."""
     (folder / SPARE_NAME).unlink(missing_ok=True)
 
 
 def with_spare(folder: Path, write: Callable[[], None]) -> None:
-    """Calls `write`; if the disk is full, frees the room and calls it once more.
+    """Calls `write`; if the disk is full, frees the space and calls it once more.
 
     Raises:
         OSError: as `write`.
@@ -43,7 +45,7 @@ def with_spare(folder: Path, write: Callable[[], None]) -> None:
 
 
 def take_spare(folder: Path) -> None:
-    """Takes as much of the room as the disk has; a disk that has none now goes without until the next time."""
+    """Reserves as much of the space as the disk has; if it has none now, the folder has none until the next time."""
     path = folder / SPARE_NAME
     try:
         fd = open_private(path, os.O_WRONLY | os.O_CREAT)

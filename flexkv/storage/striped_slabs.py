@@ -50,11 +50,11 @@ logger = logging.getLogger(__name__)
 NO_EVENTS = DiskEvents()
 
 FLUSH_POLL_S = 0.005
-"""How often a close looks whether a journal has room again; a group commit takes about as long."""
+"""How often a close checks whether a journal has room again; a group commit takes about as long."""
 
 
 JOURNAL_END_S = 5.0
-"""How long an opening that fails waits for each journal that it has begun. None has anything to write yet."""
+"""How long a failed opening waits for each journal that it has started. None has anything to write yet."""
 
 
 class StripedSlabs(Volumes):
@@ -81,7 +81,7 @@ class StripedSlabs(Volumes):
         self._lane: c_ext.DiskLane | None = None
         self._weights = NamedDisks()
         self._resetting: list[tuple[int, Journal, threading.Event]] = []
-        """Disks that are still to make the last reset durable."""
+        """Disks on which the last reset is not durable yet."""
         self._closed = False
         self._start_use()
 
@@ -94,7 +94,7 @@ class StripedSlabs(Volumes):
         options: DiskOptions,
         wrapper: c_ext.QueueWrapper | None = None,
     ) -> StripedSlabs:
-        """Opens, or makes, the unit's slabs in each of `folders`, which are one per disk.
+        """Opens or creates the unit's slabs in each of `folders`, one per disk.
 
         A disk that cannot be opened is lost (`poll` says why); the others are used.
 
@@ -140,7 +140,7 @@ class StripedSlabs(Volumes):
         try:
             self._begin_journals(opens)
         except BaseException:
-            # The journals' threads hold their folders' locks, also when another disk is the one that failed.
+            # The journals' threads hold their folders' locks, even if another disk is the one that failed.
             for journal in filter(None, self._journals):
                 journal.close(JOURNAL_END_S)
             raise
@@ -298,7 +298,7 @@ class StripedSlabs(Volumes):
         return tell
 
     def _lose(self, disk: int, reason: str) -> None:
-        """Takes a disk out of everything, once."""
+        """Takes a disk out of service, once."""
         if not self._states.lose(disk, reason):
             return
         self._pending.pop(disk, None)
@@ -361,7 +361,7 @@ class StripedSlabs(Volumes):
             done = threading.Event()
             if journal is not None and journal.put(Reset(epoch, done)):
                 self._resetting.append((disk, journal, done))
-        # They name pages of the former epoch, which are gone, and so do the rows from the start.
+        # Drops these records and the rows found at start, because they name pages of the previous epoch.
         self._durable.clear()
         for records in self._pending.values():
             records.clear()
@@ -385,7 +385,7 @@ class StripedSlabs(Volumes):
         self.finish_reset(deadline_s)
 
     def _stop_flushed_journals(self) -> None:
-        """Stops each journal that takes no more records, so that a disk that hangs takes no time from the others."""
+        """Stops each journal that gets no more records, so that a disk that hangs does not delay the others."""
         for disk, journal in enumerate(self._journals):
             if journal is not None and not (disk in self._pending and self._pending[disk].waits):
                 journal.stop()

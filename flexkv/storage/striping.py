@@ -1,4 +1,4 @@
-"""Finds the disk and the slot of a place: places go round the disks, one each.
+"""Finds the disk and the slot of a place: consecutive places lie on consecutive disks.
 
 This is the rule of csrc/storage/striping.h, for code that does not move the bytes.
 """

@@ -11,11 +11,10 @@ from flexkv.transfer.graph import TAG_BYTES, PageTags
 TAG = np.dtype(
     [("key", "u1", 16), ("generation", "<u8"), ("expiry", "<u8"), ("epoch", "<u4"), ("tokens", "<u4")]
 )
-"""One tag, the twin of `csrc/storage/page_tag.h`.
+"""One tag, in the same form as in `csrc/storage/page_tag.h`.
 
-key: the block's key. generation: from `Volumes.next_generations`, another one for each write of a slot. expiry: unix
-seconds from which on the page is a miss, 0 for never. epoch: epoch of the model's weights. tokens: valid tokens in the
-block.
+key: the block's key. generation: from `Volumes.next_generations`, unique to each write of a slot. expiry: unix seconds
+from which on the page is a miss, 0 for never. epoch: epoch of the model's weights. tokens: valid tokens in the block.
 """
 
 assert TAG.itemsize == TAG_BYTES

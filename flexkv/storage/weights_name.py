@@ -1,5 +1,6 @@
-"""Writes down with which weights a folder's pages were computed, in a file beside the index: 32 bytes that name all of
-the weights' content, and the epoch of these pages."""
+"""Records with which weights a folder's pages were computed, in a file beside the index: 32 bytes that name all of the
+weights' content, and the epoch of these pages.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ MOST_BYTES = 128
 
 
 def write_weights(folder: Path, weights: bytes, epoch: int) -> None:
-    """Writes down, durably, that the pages of this epoch were computed with these weights.
+    """Durably records that the pages of this epoch were computed with these weights.
 
     Raises:
         OSError: it could not be written.
@@ -31,8 +32,9 @@ def write_weights(folder: Path, weights: bytes, epoch: int) -> None:
 
 
 def read_weights(folder: Path) -> tuple[bytes, int] | None:
-    """The weights written down last, and the epoch. None if there is no such file, or it is damaged or cannot be read;
-    then the weights are unknown, and the folder's pages count as those of others."""
+    """The weights recorded last, and the epoch. None if there is no such file, or it is damaged or unreadable: the
+    weights are then unknown, and the folder's pages count as those of other weights.
+    """
     try:
         with (folder / WEIGHTS_NAME).open("rb") as file:
             text = file.read(MOST_BYTES).decode("ascii", "replace")
@@ -45,18 +47,20 @@ def read_weights(folder: Path) -> tuple[bytes, int] | None:
 
 
 class NamedDisks:
-    """Keeps with which weights the pages on each disk of a unit were computed. The manager's thread drives it."""
+    """Keeps track of the weights with which the pages on each disk of a unit were computed. The manager's thread drives
+    it.
+    """
 
     def __init__(self) -> None:
         self._folders: dict[int, Path] = {}
         self._named: dict[int, tuple[bytes, int] | None] = {}
         self._with_pages: set[int] = set()
-        """Disks with pages from before, of the current epoch."""
+        """Disks that held pages of the current epoch at start."""
         self._thread: NamedThread | None = None
 
     def begin(self, disk: int, folder: Path, has_pages: bool) -> None:
-        """Begins to use a disk. If it has no pages, removes the former name first: it must not stand for pages that are
-        written before the next name is durable.
+        """Begins to use a disk. If it has no pages, first removes the old name, which must not apply to pages written
+        before the next name is durable.
 
         Raises:
             DiskError: the name could not be removed, so the disk must not be used.
@@ -69,16 +73,15 @@ class NamedDisks:
             self._with_pages.add(disk)
 
     def begin_epoch(self) -> None:
-        """Notes that no page from before counts any more."""
+        """Records that no page from before start counts any more."""
         self._with_pages.clear()
 
     def strange(self, weights: bytes, epoch: int) -> tuple[int, ...]:
-        """The disks with pages for which nothing says that they were computed with these weights."""
+        """The disks with pages that are not known to have been computed with these weights."""
         return tuple(sorted(disk for disk in self._with_pages if self._named[disk] != (weights, epoch)))
 
     def name(self, weights: bytes, epoch: int) -> None:
-        """Writes the name to disks that do not have it, on a thread of its own, so that a disk that hangs holds up
-        nobody."""
+        """Writes the name to disks that lack it, on a thread of its own, so that a disk that hangs delays nobody."""
         said = (weights, epoch)
         folders = [folder for disk, folder in self._folders.items() if self._named[disk] != said]
         self._named = dict.fromkeys(self._named, said)
@@ -87,7 +90,7 @@ class NamedDisks:
             self._thread.start()
 
     def finish(self, wait_s: float) -> None:
-        """Waits up to `wait_s` seconds until the name is written down."""
+        """Waits up to `wait_s` seconds until the name is written."""
         if self._thread is not None:
             self._thread.join(wait_s)
 

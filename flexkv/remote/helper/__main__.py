@@ -15,7 +15,7 @@ PR_SET_PDEATHSIG = 1
 """linux/prctl.h"""
 
 SWITCH_S = 0.0002
-"""Longest time for which a computing thread keeps the interpreter from the others, so that questions do not wait."""
+"""The longest time for which a computing thread holds the interpreter lock, so that questions do not wait."""
 
 
 def main() -> None:
@@ -30,7 +30,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # from a terminal; the unit decides when the process ends
     sys.setswitchinterval(SWITCH_S)
     Control(socket.socket(fileno=descriptor)).serve()
-    # The end does not wait for threads in calls of a library, which may hang.
+    # Exits without waiting for threads inside library calls, which may hang.
     os._exit(0)
 
 

@@ -1,4 +1,4 @@
-"""Takes the unit's messages, one after the other, and hands them to the threads that carry them out."""
+"""Receives the unit's messages one by one, and passes them to the threads that carry them out."""
 
 from __future__ import annotations
 
@@ -40,8 +40,9 @@ Message = TypeVar("Message")
 Taken = TypeVar("Taken", contravariant=True)
 
 MOVERS_NICE = 5
-"""Gets and puts give way to the engine's own threads. Questions do not: requests wait for them, and they take little
-time."""
+"""Gets and puts have lower priority than the engine's threads. Questions do not: requests wait for them, and they take
+little time.
+"""
 
 
 class Inbox(Generic[Message]):
@@ -94,7 +95,8 @@ class Control:
             self._send(Refused(str(error)))
             return
         except Exception as error:
-            # A library may fail to load in ways of its own; the unit must be able to say why it has no client.
+            # A library may fail to load with any exception; the unit must be able to say why it has no
+            # client.
             self._send(Refused(f"{type(error).__name__}: {error}"))
             return
         self._send(Ready())
@@ -106,7 +108,7 @@ class Control:
             elif isinstance(message, Probe | Alive):
                 probe_box.put(message)
             elif isinstance(message, Rename):
-                # No page is asked for, read or written before it.
+                # It comes before the first page is asked for, read or written.
                 work.formats = _formats(setup, message.owner)
             elif isinstance(message, Cancel):
                 work.cancelled = max(work.cancelled, message.number)
@@ -137,10 +139,11 @@ def _start(name: str, box: Inbox[Message], make: Callable[[], Worker[Message]], 
 
 
 def _run(box: Inbox[Message], make: Callable[[], Worker[Message]], nice: int, made: Future[None]) -> None:
-    """Runs on the thread. An error of our own ends the process; the unit then ends what was under way, and starts
-    another process."""
+    """Runs on the thread. A bug in our own code ends the process; the unit then ends the ops under way and starts
+    another process.
+    """
     try:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)  # of this thread alone
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)  # of this thread only
         worker = make()
     except BaseException as error:
         made.set_exception(error)

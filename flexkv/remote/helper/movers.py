@@ -20,14 +20,15 @@ from flexkv.transfer.graph import FailureCause
 from flexkv.transfer.host_pool import HostPool
 
 ASKED_AT_ONCE = 256
-"""Names per question before a put: such a question costs a master by the call as much as by the name."""
+"""Names per question before a put: a call costs the master as much as the names in it."""
 
 REMOVE_S = 1.0
-"""How long one removal may take. The process that finds a wrong value removes it; where that takes longer, the next
-one that finds it does."""
+"""How long one removal may take. The process that finds a wrong value removes it; if that takes longer, the next
+process that finds it does.
+"""
 
 PAUSE_S = 0.5
-"""Longest wait for a share of the bandwidth between two signs of life."""
+"""The longest wait for bandwidth between two signs of life."""
 
 
 @dataclass(slots=True)
@@ -49,7 +50,7 @@ class Work:
 
 
 def why_lost(store: Store) -> str:
-    """Asks, after a call that failed, why the store cannot be reached; empty where it can."""
+    """Checks, after a failed call, why the store cannot be reached; empty if it can."""
     return store.alive(ALIVE_S)
 
 
@@ -71,17 +72,16 @@ class Batch:
 
 
 Causes = Sequence[FailureCause | None]
-"""Why each page of a batch failed, or None. SOURCE stands for the store, or the way to it."""
+"""Why each page of a batch failed, or None. SOURCE stands for the store or the network."""
 
 Take = Callable[[Sequence[int], Causes], None]
 """Takes the outcomes of the pages at these positions of a message."""
 
 
 class Mover(ABC):
-    """Carries out messages of one kind, batch by batch, with a client and trailers of its own.
+    """Carries out messages of one kind, batch by batch, with its own client and trailers.
 
-    While a batch is under way a second thread works on the bytes of another: it verifies the one before, or seals the
-    next.
+    While a batch is under way, a second thread works on another one: it verifies the previous batch, or seals the next.
     """
 
     def __init__(self, work: Work) -> None:
@@ -138,7 +138,7 @@ class Mover(ABC):
             yield Batch(message, part, form.names(message.keys[part]), values, slots)
 
     def called(self, message: Pages, begun_s: float, failed: bool, done: Done) -> None:
-        """Reports progress after a call of the store; after one that failed, finds out whether the store is lost."""
+        """Reports progress after a call to the store; after a failed call, finds out whether the store is lost."""
         self.work.tell(Progress(message.number))
         if failed:
             took_s = time.monotonic() - begun_s
@@ -153,16 +153,16 @@ class Mover(ABC):
 
     @abstractmethod
     def carry(self, message: Pages, done: Done, take: Take) -> None:
-        """Moves the pages, and passes the outcome of each to `take`; a page without an outcome was not tried."""
+        """Moves the pages, and passes each page's outcome to `take`; a page without an outcome was not tried."""
 
 
 class Getter(Mover):
-    """Reads values into slots. A value that is not the page that was asked for never counts, and is removed."""
+    """Reads values into slots. A value that is not the requested page fails, and is removed from the store."""
 
     def __init__(self, work: Work) -> None:
         super().__init__(work)
         self._bad: list[str] = []
-        """Names of values that are not what they should be."""
+        """Names of wrong values."""
 
     def carry_out(self, message: Get) -> None:
         self.move(message)
@@ -206,12 +206,12 @@ class Getter(Mover):
 
 
 class Putter(Mover):
-    """Writes pages of slots, each with a trailer made here. A page that the store has is not sent again."""
+    """Writes pages from slots, each with a trailer made here. Does not send a page that the store already has."""
 
     def __init__(self, work: Work) -> None:
         super().__init__(work)
         self._allowance = 0.0
-        """Bytes that may be sent at once; below zero, bytes that were sent ahead of their time."""
+        """How many bytes may be sent at once; negative if more bytes were sent than allowed so far."""
         self._since_s = time.monotonic()
 
     def carry_out(self, message: Put | Remove) -> None:
@@ -290,7 +290,7 @@ class Putter(Mover):
             return
         while True:
             now_s = time.monotonic()
-            # After a quiet time at most a second's worth may be sent at once.
+            # After an idle time, at most one second's worth may be sent at once.
             self._allowance = min(float(rate), self._allowance + rate * (now_s - self._since_s))
             self._since_s = now_s
             if self._allowance >= 0 or batch.message.number <= self.work.cancelled:

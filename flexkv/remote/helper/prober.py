@@ -13,12 +13,14 @@ from flexkv.remote.helper.movers import Work, why_lost
 from flexkv.remote.messages import Alive, Answer, Probe
 
 CHUNK = 256
-"""Names per call: a store answers so many in a fifth of a millisecond. After a call that finds a name missing, the
-names that follow it in a prefix are not asked for."""
+"""Names per call: a store answers this many in 0.2 ms. After a call that finds a name missing, the names that follow it
+in a prefix are not asked for.
+"""
 
 ANSWER_SHARE = 0.8
-"""The prober asks for this share of the time that the unit waits, so that the answers of some servers arrive in time
-even if others do not answer."""
+"""The part of the unit's waiting time that the prober uses, so that some servers' answers arrive in time even if others
+do not answer.
+"""
 
 NO_KEYS: Keys = np.empty((0, KEY_BYTES), np.uint8)
 
@@ -42,7 +44,8 @@ class Prober:
         ends_s = time.monotonic() + ANSWER_SHARE * self._work.setup.probe_s
         presence: list[NDArray[np.uint8]] = []
         reached = True
-        # Groups that restore whole prefixes come first: if the store has nothing of them, nothing else is of use.
+        # Groups that restore whole prefixes come first: if the store has none of their pages, the other pages
+        # are useless.
         order = sorted(range(len(message.keys)), key=lambda group: not message.whole[group])
         answers: dict[int, NDArray[np.uint8]] = {}
         for group in order:

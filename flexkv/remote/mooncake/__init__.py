@@ -1,4 +1,4 @@
-"""Mooncake Store behind the contract: `store` moves values, `client` sets the library up and watches its master."""
+"""Mooncake Store as a `Store`: `store` moves values, `client` sets the library up and watches its master."""
 
 from flexkv.remote.mooncake.client import CLIENT_ENVIRONMENT
 from flexkv.remote.mooncake.store import MooncakeStore

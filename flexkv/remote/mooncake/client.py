@@ -1,9 +1,9 @@
-"""One client of Mooncake's library: set up when its master is there, and never called when the master is known not to
-be.
+"""One client of Mooncake's library, which is set up when its master is alive, and never called while the master is
+known to be away.
 
 The library cannot be interrupted and forgives little: a call on a client that is not set up, or was closed, ends the
 process with SIGSEGV, and with a dead master each call waits 4.3 s. So `Client` keeps a connection of its own to the
-master, on which it sends nothing: its end shows that the master has died, for the price of one system call.
+master, on which it sends nothing: the connection's end shows that the master has died, at the cost of one system call.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ from flexkv.errors import ClosedError, StoreError
 from flexkv.remote.base import Part
 
 CLIENT_ENVIRONMENT = {
-    "MC_STORE_CLIENT_SETUP_RETRIES": "1",  # a setup without a master takes 90 s otherwise
-    "MC_RPC_TIMEOUT_MS": "1000",  # a stopped master holds a call for 30 s otherwise
-    "MC_TCP_PROGRESS_TIMEOUT_SEC": "2",  # and a stopped owner for 30 s per value
+    "MC_STORE_CLIENT_SETUP_RETRIES": "1",  # otherwise a setup without a master takes 90 s
+    "MC_RPC_TIMEOUT_MS": "1000",  # otherwise a stopped master blocks a call for 30 s
+    "MC_TCP_PROGRESS_TIMEOUT_SEC": "2",  # otherwise a stopped owner blocks it for 30 s per value
     "MC_TCP_STATUS_TIMEOUT_SEC": "2",
-    "MC_TCP_LANES_PER_PEER": "8",  # fewer lanes than values in a call wait for a stopped owner one after the other
+    "MC_TCP_LANES_PER_PEER": "8",  # with fewer lanes than values, a call waits for a stopped owner repeatedly
 }
-"""Variables for a process that opens this store, given to it at its start, because the library reads them once. What an
-operator has set stays: `{**CLIENT_ENVIRONMENT, **environment}`."""
+"""Variables for a process that opens this store. They are set at its start, because the library reads them once. Values
+that an operator has set win: `{**CLIENT_ENVIRONMENT, **environment}`.
+"""
 
 AGAIN_S = 0.5
-"""After a failed attempt to reach the master, calls fail at once for so many seconds, without another attempt."""
+"""After a failed attempt to reach the master, calls fail at once for this many seconds, without another attempt."""
 
 ADVICE = "pip install mooncake-transfer-engine-non-cuda==0.3.13.post1; it needs the system's libibverbs1 too"
 
 UNREACHABLE = frozenset({-900, -901})
-"""The library's codes for a master that is not there, and one that does not answer."""
+"""The library's codes for a master that cannot be reached, and for one that does not answer."""
 
 
 def load_library(master: str) -> Any:
@@ -82,11 +83,11 @@ class Client:
         self.why = ""
 
     def ready(self, until_s: float, at_once: bool = False) -> Any:
-        """The library's client, which it sets up where that is needed, or None: `why` says what is wrong.
+        """Returns the library's client, setting it up if needed, or None; `why` then says what is wrong.
 
         Args:
             until_s: time on the monotonic clock at which to give up.
-            at_once: try even if an attempt has just failed.
+            at_once: whether to try even if an attempt has just failed.
         """
         if self._closed:
             raise ClosedError("the store was closed")
@@ -106,7 +107,8 @@ class Client:
         except OSError as error:
             return self._failed(f"the master {self._master} cannot be reached: {error.strerror or error}")
         if self._client is None:
-            # The address by which this machine reaches the master names the client; owners tell clients apart by it.
+            # The client's name is the address by which this machine reaches the master; owners distinguish
+            # clients by it.
             self._set_up(self._watch.getsockname()[0])
         return self._client
 
@@ -119,7 +121,7 @@ class Client:
             return
         self._client = client
         for memory in self._memory:
-            # If it is refused, `register` has said so before, or its transfers fail with a code.
+            # If this is refused, `register` has already reported it, or transfers fail with a code.
             self._register(memory)
 
     def _failed(self, why: str) -> None:
@@ -128,18 +130,18 @@ class Client:
         self.why = why
 
     def doubt(self) -> None:
-        """Notes that the master did not answer, so that the next call connects to it again."""
+        """Records that the master did not answer, so that the next call reconnects to it."""
         if self._watch is not None:
             self._watch.close()
             self._watch = None
 
     def register(self, memory: Part) -> str:
-        """Registers `memory` with the transport, now or once there is a client; returns why it cannot be used, or an
-        empty string.
+        """Registers `memory` with the transport, now or as soon as there is a client. Returns why it cannot be used, or
+        an empty string.
 
-        Only RDMA needs it. TCP is no faster for it (0.98 to 1.08 of the rate without, 2 MiB values, benchmarks/
-        remote_mooncake.py), and the library listens on all interfaces, where it cannot serve memory that it does not
-        know.
+        Only RDMA needs this. TCP is no faster with it (0.98 to 1.08 of the rate without, 2 MiB values,
+        benchmarks/remote_mooncake.py). And the library listens on all interfaces, where it can serve only memory that
+        it knows, so less registered memory is safer.
         """
         if not self._devices:
             return ""

@@ -1,4 +1,4 @@
-"""Mooncake Store as a store of the remote tier. Operators run its master, and the owners of its memory."""
+"""Mooncake Store as a store of the remote tier. Operators run its master and the processes that own its memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from flexkv.remote.base import (
 from flexkv.remote.mooncake.client import UNREACHABLE, Client
 
 BATCH_VALUES = 8
-"""Values per library call: more are no faster (2 MiB values over loopback), and a call cannot be interrupted."""
+"""Values per library call: larger calls are no faster (2 MiB values over loopback), and a call cannot be interrupted.
+"""
 BATCH_NAMES = 256
 """Names per library call of `exists` and `remove`: one round trip of 0.2 ms."""
 
@@ -42,7 +43,7 @@ CODES = {
     -900: "the master cannot be reached",
     -901: "the master did not answer",
 }
-"""What the library's codes mean, for people."""
+"""What the library's codes mean, for messages."""
 
 Batch = Callable[[Any, Sequence[str], list[list[int]], list[list[int]]], list[int]]
 
@@ -71,7 +72,7 @@ def parse_url(urls: Sequence[str]) -> tuple[str, int]:
 
 
 def check_options(options: StoreOptions) -> None:
-    """Refuses what Mooncake does not have.
+    """Refuses options that Mooncake does not have.
 
     Raises:
         StoreError: a user, a password or certificates are given, or an RDMA device that this machine does not have.
@@ -135,12 +136,12 @@ class MooncakeStore(Store):
         return [code if code >= 0 else NO_VALUE if code == ABSENT else NOT_SAID for code in codes]
 
     def _size(self, name: str, until_s: float) -> int:
-        """Bytes of the name's value, or the library's code; -900 where the library was not asked."""
+        """Bytes of the name's value, or the library's code; -900 if the library was not called."""
         client = self._client_until(until_s)
         return -900 if client is None else self._heard([int(client.get_size(name))])[0]
 
     def alive(self, deadline_s: float) -> str:
-        # A master whose machine has vanished does not end its connections, so this makes a new one.
+        # If a master's machine has vanished, its connections do not end, so make a new one.
         self._client.doubt()
         self._ask(lambda client, some: client.batch_is_exist(some), [PROBE], deadline_s, at_once=True)
         return self.last_error
@@ -158,7 +159,7 @@ class MooncakeStore(Store):
         deadline_s: float,
         at_once: bool = False,
     ) -> list[int]:
-        """The library's code for each name; -900 where the library was not asked."""
+        """The library's code for each name; -900 if the library was not called."""
         until_s = self._begin(deadline_s)
         codes: list[int] = []
         for start in range(0, len(names), BATCH_NAMES):
@@ -171,10 +172,11 @@ class MooncakeStore(Store):
     def _move(
         self, batch: Batch, names: Sequence[str], values: Sequence[Value], deadline_s: float, written: bool
     ) -> list[int]:
-        """The library's code for each value; -900 where the library was not asked.
+        """The library's code for each value; -900 if the library was not called.
 
         Raises:
-            ContractError: a part is not what the contract says. The library takes addresses, and checks nothing.
+            ContractError: a part violates the contract. This must be checked here, because the library takes addresses
+                and checks nothing.
         """
         if len(names) != len(values):
             raise ContractError(f"{len(names)} names with {len(values)} values")
@@ -213,7 +215,7 @@ class MooncakeStore(Store):
         return client
 
     def _heard(self, codes: list[int]) -> list[int]:
-        """Notes what `codes` say about the master, and the first error for people; returns `codes`."""
+        """Records what `codes` say about the master, and the first error in words; returns `codes`."""
         if min(codes) >= 0:
             return codes
         if not UNREACHABLE.isdisjoint(codes):
@@ -226,8 +228,9 @@ class MooncakeStore(Store):
     def _of_other_size(
         self, names: Sequence[str], sizes: Sequence[int], doubtful: Sequence[int], until_s: float
     ) -> list[int]:
-        """Which of `doubtful` the store has with another size: the library has the same codes for a value that does not
-        fit and for a transfer that failed."""
+        """Returns which of `doubtful` the store has with another size: the library returns the same code for a value
+        that does not fit as for a failed transfer.
+        """
         found = []
         for number in doubtful:
             stored = self._size(names[number], until_s)

@@ -1,4 +1,4 @@
-"""The address of a server, as a URL of `remote.urls` gives it."""
+"""The address of a server, from a URL in `remote.urls`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flexkv.remote.base import masked_url
 
 DEFAULT_PORT = 6379
 MOST_DATABASES = 1 << 16
-"""A server has 16 databases unless its settings say more; none has as many as this."""
+"""A server has 16 databases by default; no configuration has as many as this."""
 ALLOWED = "allowed are redis://HOST[:PORT][/DATABASE] and rediss://..., which is TLS"
 
 
@@ -25,8 +25,9 @@ class Address:
 
     @property
     def identity(self) -> str:
-        """Stands for the server when names are spread over servers: the same on every machine that knows the server by
-        the same name. Whether TLS is used makes no difference."""
+        """Identifies the server when names are spread over servers. It is the same on every machine that knows the
+        server by the same name, with and without TLS.
+        """
         return f"{self.host}:{self.port}/{self.database}"
 
     def __str__(self) -> str:
@@ -52,13 +53,14 @@ def parse_addresses(urls: Sequence[str]) -> list[Address]:
 
 def _parse(url: str) -> Address:
     if "@" in url:
-        # An @ anywhere counts: if a password has a slash, `urlsplit` takes what follows the slash for the path.
+        # Looks for an @ anywhere: if a password has a slash, `urlsplit` treats the rest of the URL as the
+        # path.
         _refuse(url, "a user or password in a URL; use remote.user and remote.password_file")
     try:
         parts = urlsplit(url)
         port = DEFAULT_PORT if parts.port is None else parts.port
     except ValueError:
-        # The error's own text quotes what was taken for the port or host, which may be a password.
+        # The error's own text quotes what was parsed as port or host, which may be a password.
         _refuse(url, "its host or port cannot be read; " + ALLOWED)
     if parts.scheme not in ("redis", "rediss"):
         _refuse(url, ALLOWED)

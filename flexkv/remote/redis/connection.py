@@ -1,4 +1,6 @@
-"""One server's connection: made when a call needs it, and given up when what comes next on it cannot be trusted."""
+"""A server's connection, which is made when a call needs it, and closed when the server's next bytes could not be
+trusted.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,13 @@ from flexkv.remote.redis.socket_stream import SocketStream
 from flexkv.remote.redis.turns import Steps
 
 UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f]")
-"""Control characters, which a terminal or a log might not take for text."""
+"""Control characters, which a terminal or a log might interpret."""
 CODE = re.compile(r"[A-Z]{2,16}")
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Login:
-    """How this client logs in: not at all without a password, as the server's default user without a user."""
+    """How this client logs in: not at all if there is no password; as the server's default user if there is no user."""
 
     user: str = ""
     password: str = ""
@@ -30,7 +32,7 @@ class Login:
         return [b"AUTH", *(text.encode() for text in said)] if self.password else []
 
     def mask(self, text: str) -> str:
-        """A server's text without the password, because some errors quote the command."""
+        """Removes the password from a server's text, because some errors quote the command."""
         return text.replace(self.password, "***") if self.password else text
 
 
@@ -55,13 +57,13 @@ class Connection:
         return self._stream is not None
 
     def is_kept(self) -> bool:
-        """Closes a connection from an earlier call that cannot be used; returns whether there is one that can."""
+        """Whether the connection of an earlier call can be used; closes it if not."""
         if self._stream is not None and not self._stream.is_idle():
             self.close()
         return self._stream is not None
 
     def open_steps(self, deadline_s: float) -> Steps:
-        """Connects where there is no connection.
+        """Connects if there is no connection.
 
         Args:
             deadline_s: the call's deadline on the monotonic clock.
@@ -77,13 +79,13 @@ class Connection:
         yield from self._resolver.steps(until_s)
         found = self._resolver.found
         for number, address in enumerate(found):
-            # An address that swallows all packets must leave time for the next.
+            # An address that drops all packets must leave time for the next one.
             now_s = time.monotonic()
             share_s = (until_s - now_s) / (len(found) - number)
             try:
                 stream = SocketStream(address, self._tls, self.address.host)
             except OSError as error:
-                # No such family here, or no descriptor left.
+                # This machine lacks the address family, or has no descriptor left.
                 if number == len(found) - 1:
                     raise ConnectionFailed(f"no connection: {error.strerror}") from None
                 continue
@@ -111,15 +113,15 @@ class Connection:
         for words in asked:
             reply = parse_line((yield from stream.line()))
             if isinstance(reply, Refusal):
-                # The code alone is shown: a server that does not know AUTH quotes its arguments, perhaps shortened, so
-                # that `mask` would not find the password.
+                # Shows only the code: a server that does not know AUTH quotes its arguments, perhaps
+                # truncated, so that `mask` would not find the password.
                 code = reply.code if CODE.fullmatch(reply.code) else "an error"
                 raise ConnectionFailed(f"{words[0].decode()} was refused: {self._login.mask(code)}")
             if reply != "OK":
                 raise OutOfStep(f"{words[0].decode()} was not answered with OK")
 
     def explain(self, text: str) -> str:
-        """`text` with the server that it is about, and without secrets."""
+        """`text` with the server's name added and secrets removed."""
         return f"{self.address}: {UNPRINTABLE.sub('?', self._login.mask(text))}"
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""One call's exchange with one server: commands in a row, answers in the same order."""
+"""One call's exchange with one server: sends commands back to back, and receives the answers in the same order."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ from flexkv.remote.redis.socket_stream import DeadlinePassed
 from flexkv.remote.redis.turns import Steps
 
 WINDOW_BYTES = 8 << 20
-"""Most bytes of commands and values that are asked for and not yet answered: four values of 2 MiB keep both sides busy,
-and a server holds no more than this for a client that is slow to read."""
+"""Most bytes of commands and values that are requested but not yet answered: four values of 2 MiB keep both sides busy,
+and a server buffers no more than this for a client that reads slowly.
+"""
 SKIP_BYTES = 4 << 20
 """A value of a wrong size is read and dropped if it is no larger: that takes a few ms, as a new connection with TLS
 does."""
 STALE_CODES = frozenset({"READONLY", "NOAUTH"})
-"""Errors that last as long as the connection: the server became a replica, or the user of the login is gone."""
+"""Errors that persist as long as the connection does: the server became a replica, or the login's user was removed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One command, or several without a value that are sent as one.
+    """One command, or several commands without values that are sent together.
 
     Attributes:
         buffers: the bytes to send.
-        weight_bytes: bytes to send or bytes to come, whichever are more.
+        weight_bytes: bytes to send or bytes to receive, whichever is more.
         good: lines of `COMMON` that answer it, besides errors and values.
         answers: how many answers come.
-        into: memory for a value; None for a command that no value answers.
+        into: memory for a value; None for a command whose answer is not a value.
     """
 
     buffers: Sequence[bytes | memoryview]
@@ -40,11 +41,9 @@ class Command:
 
 
 class Exchange:
-    """
-    Attributes:
-        replies: replies that came, in the order of `commands`, of which the last may be missing. The bytes of a `Bulk`
-            are in its memory if they are of the right size, and nowhere if not.
-        reason: why replies are missing, or the first error among them; empty for neither.
+    """Attributes: replies: replies that came, in the order of `commands`, of which the last may be missing. The bytes
+    of a `Bulk` are in its memory if their size is right; else they were dropped. reason: why replies are missing, or
+    the first error among them; empty for neither.
     """
 
     def __init__(self, connection: Connection, commands: Sequence[Command], deadline_s: float) -> None:
@@ -57,11 +56,11 @@ class Exchange:
 
     @property
     def complete(self) -> bool:
-        """Whether everything was answered, if only by errors."""
+        """Whether every command was answered, even if by an error."""
         return self._answered == len(self._commands)
 
     def steps(self) -> Steps:
-        """Sends the commands and takes the replies. Raises nothing for what the server does."""
+        """Sends the commands and receives the replies. Raises nothing because of what the server does."""
         connection = self._connection
         may_be_stale = connection.is_kept()
         while self._answered < len(self._commands):
@@ -69,8 +68,8 @@ class Exchange:
                 yield from connection.open_steps(self._deadline_s)
                 yield from self._converse()
             except ConnectionFailed as failure:
-                # The server may have closed a connection of an earlier call just now. It has answered nothing, and it
-                # does no harm to send the commands twice.
+                # The server may just have closed a connection of an earlier call. It has answered nothing,
+                # and sending the commands twice is harmless.
                 again = (
                     may_be_stale
                     and not isinstance(failure, DeadlinePassed)
@@ -84,7 +83,9 @@ class Exchange:
                     return
 
     def _converse(self) -> Steps:
-        """Goes on until all are answered, or a value is too long to be skipped; the rest needs a new connection."""
+        """Continues until all commands are answered, or a value is too long to be skipped; the rest then needs a new
+        connection.
+        """
         stream, commands, first = self._connection.stream, self._commands, len(self.replies)
         sent, in_flight = self._answered, 0
         for number in range(self._answered, len(commands)):

@@ -1,4 +1,4 @@
-"""Finds which of several servers has a name by rendezvous hashing: a server that comes or goes moves only its share.
+"""Assigns names to servers by rendezvous hashing: if a server comes or goes, only its share of the names moves.
 
 Every machine that names the same servers, in whatever order, asks the same one for a name. A name goes to the server
 whose seed, mixed with the name's digest, is largest (Thaler and Ravishankar, "Using name-based mappings to increase hit
@@ -24,7 +24,8 @@ def spread(names: Sequence[bytes], seeds: Hashes) -> NDArray[np.intp]:
     """
     if len(seeds) == 1:
         return np.zeros(len(names), np.intp)
-    # One digest per name, not one per server and name, because a probe asks for hundreds within a millisecond.
+    # Computes one digest per name, not one per server and name, because a probe asks for hundreds of names
+    # within a millisecond.
     return np.asarray(_mix(_digests(names)[:, None] ^ seeds[None, :]).argmax(axis=1), np.intp)
 
 

@@ -11,14 +11,14 @@ from flexkv.remote.redis.resp import ConnectionFailed
 from flexkv.remote.redis.turns import Steps, Wait
 
 LOOK_S = 0.002
-"""How often a call looks whether the thread has an answer."""
+"""How often a call checks whether the thread has an answer."""
 
 Found = tuple[socket.AddressFamily, Any]
 """What `socket.socket` and `connect` take."""
 
 
 class Resolver:
-    """Resolves one host and port. At most one thread asks at a time, however many calls gave up waiting for it.
+    """Resolves one host and port. At most one thread asks at a time, however many calls have given up waiting for it.
 
     Attributes:
         found: addresses that the last `steps` found, in the system's order of preference.

@@ -1,4 +1,4 @@
-"""The RESP2 protocol, as far as commands need it that one line or one value answers."""
+"""The part of the RESP2 protocol for commands that are answered by one line or one value."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 
 class ConnectionFailed(Exception):
-    """The connection is of no use any more: the text says why, and holds no secret."""
+    """The connection can no longer be used. The text says why, and contains no secret."""
 
 
 class OutOfStep(ConnectionFailed):
-    """The server sent something that is no answer, so nothing that follows on this connection can be trusted."""
+    """The server sent something that is not an answer, so nothing that follows on this connection can be trusted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Bulk:
-    """A value of `size` bytes, which follow the line that says so."""
+    """A value of `size` bytes, which follow the line that announces them."""
 
     size: int
 
@@ -36,7 +36,7 @@ Reply = int | str | Refusal | Bulk | None
 """The meaning of one line: a number, a word, an error, a value that follows, or no value."""
 
 MOST_DIGITS = 18
-"""A length of more digits is none. Python's integers would take any."""
+"""A longer number is not a length. (Python's integers would accept any.)"""
 SHOWN_BYTES = 40
 
 COMMON: dict[bytes, Reply] = {b":0": 0, b":1": 1, b"+OK": "OK", b"+PONG": "PONG", b"$-1": None}
@@ -48,7 +48,7 @@ def command(*words: bytes) -> bytes:
 
 
 def command_a_name(word: bytes, names: Sequence[bytes]) -> bytes:
-    """The command `word` for each of the names, in one piece."""
+    """Builds the command `word` for each of the names, as one buffer."""
     head = b"*2\r\n$%d\r\n%b\r\n" % (len(word), word)
     # Names have few lengths, and formatting takes most of the time of a probe of hundreds.
     heads = {size: b"%b$%d\r\n" % (head, size) for size in set(map(len, names))}
@@ -56,7 +56,7 @@ def command_a_name(word: bytes, names: Sequence[bytes]) -> bytes:
 
 
 def set_frame(name: bytes, value_bytes: int, ttl_s: int) -> tuple[bytes, bytes]:
-    """The bytes before and after those of a value, which can then be sent from where they lie."""
+    """The bytes before and after a value's bytes, which can then be sent without a copy."""
     head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (5 if ttl_s else 3, len(name), name, value_bytes)
     tail = b"\r\n$2\r\nEX\r\n$%d\r\n%d\r\n" % (len(str(ttl_s)), ttl_s) if ttl_s else b"\r\n"
     return head, tail
@@ -68,7 +68,7 @@ def parse_line(line: bytes) -> Reply:
         line: without the end of line.
 
     Raises:
-        OutOfStep: no answer to what we ask begins like this.
+        OutOfStep: no answer to our commands begins like this.
     """
     if line in COMMON:
         return COMMON[line]

@@ -1,5 +1,6 @@
-"""One of a store's servers. When it does not answer, it is left alone for a while, so that only its own names get no
-answer, and those of other servers get theirs as soon as ever."""
+"""One of a store's servers. If it does not answer, it is not called for a while, so that only its own names go
+unanswered, and the other servers' names are not delayed.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +15,8 @@ PING = (Command((command(b"PING"),), 0, frozenset((b"+PONG",))),)
 
 
 class Server:
-    """
-    Args:
-        rests: it may be left alone. A store's only server may not: the caller of the store decides about it.
+    """Args: rests: whether the server may be left alone. A store's only server may not, because the store's caller
+    decides about it.
     """
 
     def __init__(self, connection: Connection, rests: bool) -> None:
@@ -33,19 +33,19 @@ class Server:
 
     @property
     def due(self) -> bool:
-        """Whether the server has rested, and it is time to ask if it is there."""
+        """Whether the server has rested long enough to be probed."""
         return self._breaker.due(time.monotonic())
 
     @property
     def why_not(self) -> str:
-        """Why the server is left alone; empty if it is not."""
+        """Why the server is not called; empty if it is."""
         return self._breaker.reason
 
     def ping(self, ends_s: float) -> Exchange:
         return Exchange(self.connection, PING, ends_s)
 
     def heard(self, exchange: Exchange) -> None:
-        """Notes the end of an exchange with the server, with all answers or without."""
+        """Records the end of an exchange with the server, whether or not all answers came."""
         if exchange.complete:
             if not self.usable:
                 self._breaker.answered(time.monotonic())

@@ -1,4 +1,4 @@
-"""Sends bytes to one server from where they lie, and receives its bytes where they belong, with and without TLS."""
+"""Sends bytes to one server and receives its bytes without copies, with and without TLS."""
 
 from __future__ import annotations
 
@@ -16,23 +16,25 @@ from flexkv.remote.redis.resp import ConnectionFailed, OutOfStep
 from flexkv.remote.redis.turns import Steps, Turn, Wait
 
 LINE_BYTES = 8192
-"""The longest line of a reply, and the most bytes of a value that are read with the line before it, and then copied."""
+"""The longest line of a reply, and the most bytes of a value that are read together with the line before it and then
+copied.
+"""
 MOST_BUFFERS = min(os.sysconf("SC_IOV_MAX"), 1024)
 """Most buffers of one `sendmsg`."""
 TLS_SEND_BYTES = 1 << 18
-"""Most bytes given to OpenSSL at once. When it cannot send all, it must get the same bytes again, so these are few."""
+"""Most bytes given to OpenSSL at once. If it cannot send all, it must get the same bytes again, so this is small."""
 SCRATCH_BYTES = 1 << 16
 
 
 class DeadlinePassed(ConnectionFailed):
-    """No answer came in time. A later one belongs to no call, so the connection is not used again."""
+    """No answer came in time. A later answer would belong to no call, so the connection is not used again."""
 
 
 class SocketStream:
     """One connection that never blocks: each method that has to wait is a generator of what it waits for.
 
-    The stream goes on sending while it waits for replies. If it sent everything first, a server that waits until its
-    replies are read would not read, and both would wait.
+    The stream continues to send while it waits for replies. If it sent everything first, a server that does not read
+    until its replies are read would block, and so would the stream.
 
     Attributes:
         received: whether any byte has come since `begin`.
@@ -78,7 +80,8 @@ class SocketStream:
         number = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if number:
             raise ConnectionFailed(f"no connection: {os.strerror(number)}")
-        # Each command is sent whole and waits for its answer, so nothing would come to fill a packet up.
+        # Disables Nagle's algorithm: each command is sent whole and waits for its answer, so no further bytes
+        # would fill the packet.
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self._tls is not None:
             yield from self._handshake(self._tls)
@@ -107,11 +110,11 @@ class SocketStream:
                 raise ConnectionFailed(f"TLS: {getattr(error, 'reason', '') or error.strerror}") from None
 
     def is_idle(self) -> bool:
-        """Whether the server keeps the connection open, and has sent nothing that nobody asked for."""
+        """Whether the server keeps the connection open and has sent nothing unrequested."""
         if self._end > self._start:
             return False
         try:
-            self._socket.recv_into(self._lines)  # not MSG_PEEK, which TLS does not have
+            self._socket.recv_into(self._lines)  # not MSG_PEEK, which TLS does not support
         except (BlockingIOError, ssl.SSLWantReadError):
             return True
         except OSError:
@@ -123,7 +126,7 @@ class SocketStream:
         self._to_send.extend(memoryview(buffer) for buffer in buffers if len(buffer))
 
     def lines(self, most: int) -> Generator[Turn, None, list[bytes]]:
-        """The next lines, without their ends: those that have come, at least one and at most `most`."""
+        """The next lines, without their ends: those already received, but at least one and at most `most`."""
         while True:
             *lines, _ = bytes(self._lines[self._start : self._end]).split(b"\r\n", most)
             if lines:
@@ -141,7 +144,7 @@ class SocketStream:
         return (yield from self.lines(1))[0]
 
     def fill(self, memory: memoryview) -> Steps:
-        """The next bytes, as many as `memory` has."""
+        """Fills `memory` with the next bytes."""
         at = min(self._end - self._start, len(memory))
         memory[:at] = self._lines[self._start : self._start + at]
         self._start += at
@@ -173,13 +176,15 @@ class SocketStream:
             if not size:
                 raise ConnectionFailed(self._send_error or "connection lost: closed by the server")
             self.received = True
-            # A server that always has more must neither outlast the deadline nor keep the others waiting.
+            # A server that always has more bytes must neither exceed the deadline nor delay the others.
             self._check_clock()
             yield None
             return size
 
     def _send_more(self) -> None:
-        """Sends as much as goes now. The next read raises an error: often the server said why before it hung up."""
+        """Sends as much as possible now. Leaves errors to the next read, because a server often says why before it
+        hangs up.
+        """
         try:
             while self._to_send:
                 if self._tls is None:

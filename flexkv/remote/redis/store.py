@@ -1,8 +1,8 @@
 """Redis as a store: one client of one or more independent servers.
 
-Each name lives on one server, which `placement` finds. A server that is away takes its own names along and no others,
-and is left alone for a while. The user of the login needs `+ping +exists +get +set +unlink`, and `+select` where a URL
-names a database.
+Each name lives on one server, which `placement` finds. A server that is away affects only its own names, and is not
+called for a while. The user of the login needs `+ping +exists +get +set +unlink`, and `+select` where a URL names a
+database.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ FLAG = frozenset((b":0", b":1"))
 NOTHING = frozenset((b"$-1",))
 OK = frozenset((b"+OK",))
 RETRY_S = 0.25
-"""How long a call waits at most for a server that has rested to say that it is there."""
+"""How long a call waits at most for a rested server to answer a ping."""
 
 WRONG_TYPE = "WRONGTYPE"
-"""Error code for a key that holds a list, a set or another thing that somebody else has put there."""
+"""Error code for a key that holds a list, a set or another type that somebody else has put there."""
 
 AWAY = Refusal("its server is left alone for now")
 
@@ -39,7 +39,7 @@ PRESENCE: dict[Reply, Presence] = {0: Presence.NO, 1: Presence.YES}
 
 
 class RedisStore(Store):
-    """A put overwrites. SET is one step on the server, so no reader sees half of a value, and the next put replaces a
+    """A put overwrites. SET is atomic on the server, so no reader sees half of a value; and the next put replaces a
     value that failed its check, even if its removal failed.
 
     Raises:
@@ -90,7 +90,7 @@ class RedisStore(Store):
         return [_put(reply) for reply in replies]
 
     def sizes(self, names: Sequence[str], deadline_s: float) -> list[int]:
-        """Reads the values and drops them, which needs no right besides those of an engine."""
+        """Reads the values and drops them, which needs no permissions beyond an engine's."""
         keys = [name.encode() for name in names]
 
         def commands(mine: Sequence[int]) -> list[Command]:
@@ -133,10 +133,10 @@ class RedisStore(Store):
     def _ask(
         self, keys: Sequence[bytes], commands: Callable[[Sequence[int]], list[Command]], deadline_s: float
     ) -> list[Reply]:
-        """One reply per key, from its server; a `Refusal` where none came.
+        """One reply per key, from its server; a `Refusal` if none came.
 
         Args:
-            commands: makes the commands for the keys of these numbers.
+            commands: makes the commands for the keys with these numbers.
         """
         ends_s = time.monotonic() + deadline_s
         servers = spread(keys, self._seeds)
@@ -172,7 +172,7 @@ class RedisStore(Store):
         try:
             run_together(exchange.steps() for exchange in asked.values())
         except BaseException:
-            self.close()  # no call will take what is under way on the connections
+            self.close()  # no call will read the answers under way on the connections
             raise
         for number, exchange in asked.items():
             self._servers[number].heard(exchange)
@@ -205,7 +205,9 @@ def _put(reply: Reply) -> Outcome:
 
 
 def _trusting(ca_file: str) -> ssl.SSLContext:
-    """Trusts servers that have a certificate of these authorities, or of the system's, for the name in their URL."""
+    """A TLS context that trusts servers with a certificate, for the name in their URL, from these authorities or the
+    system's.
+    """
     try:
         context = ssl.create_default_context(cafile=ca_file or None)
     except (OSError, ValueError) as error:

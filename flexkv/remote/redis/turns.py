@@ -1,8 +1,8 @@
-"""Talks to several servers at once on one thread: steps that have to wait yield what they wait for, and all wait
-together.
+"""Talks to several servers at once on one thread: steps that must wait yield what they wait for, and one poll waits for
+all of them.
 
-So a server that does not answer costs the others nothing: what they send is read meanwhile. If they were asked one
-after another, with shares of the deadline, a large value might not fit into any share.
+So a server that does not answer does not delay the others, whose bytes are read meanwhile. If the servers were asked
+one after another, each with a share of the deadline, a large value might not fit into its share.
 """
 
 from __future__ import annotations
@@ -16,11 +16,8 @@ from typing import NamedTuple
 
 
 class Wait(NamedTuple):
-    """
-    Attributes:
-        fd: the socket's descriptor; -1 to wait for time alone.
-        events: events of `poll`.
-        until_s: time on the monotonic clock at which the steps go on anyway.
+    """Attributes: fd: the socket's descriptor; -1 to wait only for a time. events: events of `poll`. until_s: time on
+    the monotonic clock at which the steps continue anyway.
     """
 
     fd: int
@@ -32,7 +29,7 @@ LONGEST_POLL_MS = 1 << 30
 """`poll` takes no more than an int; a longer wait polls again."""
 
 Turn = Wait | None
-"""What steps wait for, or None if they wait for nothing but let others go first."""
+"""What steps wait for; None to let others run first without waiting."""
 
 Steps = Generator[Turn, None, None]
 
@@ -61,7 +58,7 @@ def _ready(waits: list[Turn]) -> list[bool]:
         if wait is not None and wait.fd >= 0:
             poll.register(wait.fd, wait.events)
     left_s = min(0.0 if wait is None else wait.until_s - time.monotonic() for wait in waits)
-    # Rounded up: rounded down, it would poll again and again in the last millisecond.
+    # Rounded up, because with rounding down it would poll repeatedly in the last millisecond.
     woken = {fd for fd, _ in poll.poll(min(math.ceil(max(left_s, 0.0) * 1000), LONGEST_POLL_MS))}
     now_s = time.monotonic()
     return [wait is None or wait.fd in woken or wait.until_s <= now_s for wait in waits]
