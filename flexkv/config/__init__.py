@@ -1,7 +1,7 @@
 """One configuration: typed, validated, frozen.
 
-Defaults < YAML file (FLEXKV_CONFIG) < FLEXKV_* environment < the engine's extra config.
-Read once, in one place, and passed in; nothing else in flexkv reads settings from the environment.
+Defaults < YAML file (FLEXKV_CONFIG) < FLEXKV_* environment < the engine's extra config. Settings are read once, in one
+place, and passed on; nothing else in flexkv reads settings from the environment.
 """
 
 from flexkv.config.engines import STEP_LOADS_NEED, without_effect

@@ -1,5 +1,6 @@
-"""Which engine uses which setting. An engine logs at its start each setting that was given and that it does not use,
-because without a word such a setting is taken for one that works."""
+"""Which engine uses which setting. At its start an engine logs each given setting that it does not use, because the
+user would otherwise assume that the setting works.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +19,11 @@ STEP_LOADS_NEED = (
 
 @dataclass(frozen=True, slots=True)
 class NoEffect:
-    """Why an engine has no use for a setting.
+    """Why an engine does not use a setting.
 
     Attributes:
-        acts_as: the value, if any, that describes what the engine does anyway: with it there is nothing to log.
-        named_by_tier: the tier that would use the setting logs a warning of its own.
+        acts_as: the value, if any, that describes what the engine does anyway; if it is given, nothing is logged.
+        named_by_tier: whether the tier that would use the setting logs its own warning.
     """
 
     because: str
@@ -69,7 +70,7 @@ PARTLY: dict[str, dict[str, NoEffect]] = {
     "gds.register_pool": {"vllm": _MANY_PIECES, "sglang": _MANY_PIECES},
     "observe.metrics_log_s": {"vllm": NoEffect("vLLM logs with its own statistics what was counted")},
 }
-"""Setting -> the engines that have no use for it, and why."""
+"""Setting -> the engines that do not use it, and why."""
 
 EVERYWHERE = frozenset(
     [

@@ -1,4 +1,4 @@
-"""Says what a setting accepts, in the words of this package rather than those of the library that checks it."""
+"""Says what a setting accepts, in this package's words instead of those of the library that checks it."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ NUMBERS = {
     "float_parsing": "a number",
     "float_type": "a number",
 }
-"""Kinds of errors without a number to compare with the bounds, so the message states the bounds as well."""
+"""Kinds of errors whose value is not a number, so the message states the bounds as well."""
 
 
 def expected(fault: Mapping[str, Any], name: str, field: FieldInfo) -> str:
-    """Says what was expected, for one fault that pydantic found; a validator's own message is returned as it is.
+    """Says what was expected instead of one value that pydantic rejected; returns a validator's own message unchanged.
 
     Args:
         fault: an item of pydantic's `ValidationError.errors()`.
@@ -49,7 +49,7 @@ def expected(fault: Mapping[str, Any], name: str, field: FieldInfo) -> str:
 
 
 def _bounds(field: FieldInfo) -> list[str]:
-    """The narrowest bound on each side; none for a field that may also be unset, whose bounds lie deeper."""
+    """The narrowest bound on each side; none for an optional field, whose bounds lie deeper in its type."""
 
     def given(name: str) -> list[float]:
         return [getattr(part, name) for part in field.metadata if hasattr(part, name)]

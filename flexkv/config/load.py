@@ -1,4 +1,4 @@
-"""Puts the sources together: defaults < YAML file < environment < the engine's extra config."""
+"""Merges the sources: defaults < YAML file < environment < the engine's extra config."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from flexkv.config.sources import (
 from flexkv.errors import ConfigError
 
 ALTERNATIVES = ("host.bytes", "host.bytes_per_rank")
-"""Two ways to say the same thing: one source may use one of them, and a stronger source's choice replaces both."""
+"""Two ways to set the same thing: a source may use only one of them, and a stronger source's choice replaces both."""
 
 NEEDED_BESIDE = {
     "disk.gds_stores": (("disk.gds", "on"), ("disk.mode", "through"), ("store.mode", "eager")),
     "disk.gds_may_fail_requests": (("disk.gds", "on"),),
 }
-"""Settings that, when on, need other settings to have one certain value."""
+"""Settings that, if on, require a certain value of other settings."""
 
 Layer = dict[str, tuple[object, str]]
 """Dotted key -> (checked value, origin) of one source."""
@@ -46,8 +46,8 @@ def load_config(
 
     Raises:
         ConfigError: an unknown name or a value that is not allowed; names the setting, its source, the value, and what
-            is allowed or the nearest known name; where there are several faults, all of them. Every source is checked,
-            even where a stronger one overrides it; what settings need of each other is checked on the merged values.
+            is allowed or the nearest known name. Reports all faults together. Checks every value, even if a stronger
+            source overrides it; requirements between settings are checked on the merged values.
     """
     environ = os.environ if environ is None else environ
     variables = {environment_name(name): name for name in (*setting_fields(), *ALIASES)}
@@ -86,7 +86,7 @@ def _config_file(text: str) -> Path:
 
 
 def _together(faults: list[ConfigError]) -> ConfigError:
-    """One error that lists all of them, so that a person mends the file once."""
+    """One error that lists all faults, so that the user can fix them together."""
     if len(faults) == 1:
         return faults[0]
     return ConfigError("\n".join([f"{len(faults)} settings are wrong:", *(f"- {fault}" for fault in faults)]))
@@ -114,7 +114,7 @@ def _check_layer(settings: Iterable[RawSetting], faults: list[ConfigError]) -> L
 
 
 def _readable(settings: Iterable[RawSetting], faults: list[ConfigError]) -> Iterator[RawSetting]:
-    """Yields settings until their source cannot be read any further, and adds that to `faults`."""
+    """Yields settings until their source can be read no further, and adds that error to `faults`."""
     try:
         yield from settings
     except ConfigError as fault:
@@ -165,7 +165,7 @@ def _check_value(key: str, value: object) -> object:
 
 
 def _unmet_needs(config: FlexKVConfig) -> list[ConfigError]:
-    """An error for each setting whose value does not meet the need of another setting that is on."""
+    """An error for each setting whose value does not meet the requirement of another setting that is on."""
     rows = {row.key: row for row in config.rows()}
     return [
         ConfigError(

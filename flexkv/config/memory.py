@@ -22,8 +22,8 @@ class MemoryState:
 
     Attributes:
         total: memory of the machine.
-        usable: what this process may take: the least of MemAvailable and what each control group above it has left.
-        limited_by: what decides `usable`: `MemAvailable`, or the control group's file.
+        usable: what this process may take: the minimum of MemAvailable and what each control group above it has left.
+        limited_by: which limit determines `usable`: `MemAvailable`, or the control group's file.
         huge_page_bytes: size of a huge page (2 MiB on x86-64); 0 if there are none.
         huge_pages_free: reserved and unused pages of that size; they are not part of `usable`.
     """
@@ -39,10 +39,12 @@ def read_memory(root: Path = Path("/")) -> MemoryState:
     """The memory of this machine and control group; `root` stands for / in tests.
 
     Raises:
-        ConfigError: /proc/meminfo does not say how much is available.
+        ConfigError: /proc/meminfo does not report how much is available.
         ImportError: the native core was not built.
     """
-    from flexkv import c_ext  # here, because settings are read and errors reported without a native core, too
+    from flexkv import (
+        c_ext,
+    )  # imported here, because reading settings and reporting errors must work without a native core
 
     meminfo = root / "proc/meminfo"
     try:
@@ -76,8 +78,8 @@ def resolve_host_bytes(
 
     Raises:
         ConfigError: `ranks` is less than 1.
-        CapacityError: the requested size is not available, or holds no block of any model; names the setting and what
-            it may be.
+        CapacityError: the requested size is not available, or too small for any model's block; names the setting and
+            its allowed values.
     """
     if ranks < 1:
         raise ConfigError(f"ranks={ranks}: a unit has at least 1 rank")
@@ -91,7 +93,7 @@ def resolve_host_bytes(
         return min(share, max(0, available_bytes - HEADROOM_BYTES)) // host.units_per_node
     times = f" x {ranks} ranks" if key == "host.bytes_per_rank" else ""
     asked = f"{key} ({config.origin(key)}){times} asks for {format_size(size)} of host memory"
-    # The pool takes reserved huge pages where they hold all of it.
+    # The pool uses reserved huge pages if all of it fits into them.
     room = max(0, available_bytes - HEADROOM_BYTES, huge_free_bytes)
     if size > room:
         raise CapacityError(
@@ -107,7 +109,7 @@ def resolve_host_bytes(
 
 
 def times_of(key: str, ranks: int) -> int:
-    """How many times a unit takes the bytes of the setting."""
+    """How many times the setting's bytes a unit takes."""
     return ranks if key == "host.bytes_per_rank" else 1
 
 
@@ -127,7 +129,7 @@ def check_numa_node(config: FlexKVConfig, root: Path = Path("/")) -> None:
 
 
 def allowed_nodes(root: Path = Path("/")) -> set[int]:
-    """NUMA nodes with memory that this process may use; empty where the kernel does not say."""
+    """NUMA nodes with memory that this process may use; empty if the kernel does not report them."""
     found: set[int] | None = None
     for text in (_allowed_list(root), _text(root / "sys/devices/system/node/has_memory")):
         if text:

@@ -1,4 +1,4 @@
-"""Names of settings: aliases that other systems use, and the error for a name that does not exist."""
+"""Names of settings: aliases from other systems, and the error for an unknown name."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def environment_name(key: str) -> str:
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str | None:
-    """The allowed name most like `name` (case aside), or None if nothing is near.
+    """The allowed name most similar to `name`, ignoring case, or None if none is similar.
 
     A name without its section ("bytes") is compared with the last parts as well.
     """
@@ -80,8 +80,9 @@ def nearest(name: str, allowed: Iterable[str]) -> str | None:
 
 
 def unknown_setting(name: str, origin: str, allowed: Iterable[str], value: object = None) -> ConfigError:
-    """The error for a setting that does not exist. Its hint is our setting that does the same where another system has
-    that name, else the nearest name, else how to list all."""
+    """The error for a setting that does not exist. As a hint it names our equivalent of another system's setting of
+    that name, else the nearest name, else the command that lists all.
+    """
     names = list(allowed)
     hint = other_system_hint(name, value, str)
     if hint is None:
@@ -92,14 +93,14 @@ def unknown_setting(name: str, origin: str, allowed: Iterable[str], value: objec
 
 
 def unknown_variable(variable: str, name: str, value: str, allowed: Iterable[str]) -> str:
-    """The warning for an environment variable that is named like ours and that nothing reads.
+    """The warning for an environment variable with our prefix that nothing reads.
 
-    It is no error: an environment is shared, and another program's variable must not stop an engine.
+    It is not an error, because an environment is shared, and another program's variable must not stop an engine.
 
     Args:
         name: the variable's name with our prefix spelled right.
     """
-    # Without the prefix, which all of them share: with it every name would be near.
+    # Compares without the common prefix, with which every name would be similar.
     by_rest = {name.removeprefix(PREFIX): name for name in allowed}
     hint = other_system_hint(name, value, environment_name)
     if hint is None:
@@ -109,10 +110,10 @@ def unknown_variable(variable: str, name: str, value: str, allowed: Iterable[str
 
 
 def shown(value: object) -> str:
-    """`value` for an error message, cut to a line, without the parts of a URL that may be secret."""
+    """`value` for an error message, cut to one line, without the parts of a URL that may be secret."""
     try:
         text = repr(value)
-    except ValueError:  # Python does not write out a number of so many digits
+    except ValueError:  # Python refuses to format a number with this many digits
         return "a number of thousands of digits"
     text = re.sub(r"(://[^\s,'\"?#@]*)[?#][^\s,'\"]*", r"\1?***", re.sub(r"://.*@", "://***@", text))
     return text if len(text) <= 120 else text[:117] + "..."

@@ -1,7 +1,7 @@
-"""Names of settings in systems that flexkv is often compared with, and what does the same here.
+"""Names of settings in systems that flexkv is often compared with, and their equivalents here.
 
-The meaning of each name was read in that system's own configuration: LMCache, the FlexKV of taco-project, SGLang's
-HiCache, vLLM's offloading connectors. A name with another meaning has no row: a wrong hint is worse than none.
+Each name's meaning comes from that system's own configuration: LMCache, the FlexKV of taco-project, SGLang's HiCache,
+vLLM's offloading connectors. A name with another meaning has no row, because a wrong hint is worse than none.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class OtherName:
 
     Attributes:
         systems: the systems that use this name.
-        setting: our setting that does the same; empty where there is none.
-        how: how the value is given here, or why there is no such setting.
-        unit: unit of the value there, where it is a size and ours is given with a unit.
+        setting: our equivalent; empty if there is none.
+        how: how to give the value here, or why there is no such setting.
+        unit: the value's unit there, if it is a size.
     """
 
     systems: str
@@ -154,17 +154,17 @@ OTHER_NAMES: Mapping[str, OtherName] = {
     ),
     **_all("block_size blocks_per_chunk", OtherName(VLLM, how=ENGINE_BLOCK)),
 }
-"""Name in the other system, in lower case and without that system's prefix -> what does the same here."""
+"""Name in the other system, in lower case and without that system's prefix -> its equivalent here."""
 
 _PREFIXES = ("flexkv_", "lmcache_", "lmcache.")
 _BYTES = {"GiB": 1 << 30, "MiB": 1 << 20, "GB": 10**9}
 
 
 def other_system_hint(name: str, value: object, spelled: Callable[[str], str]) -> str | None:
-    """What to set in place of a name that is not ours; None for a name that no other system is known to use.
+    """What to set instead of another system's name; None for a name that no known system uses.
 
     Args:
-        spelled: writes one of our settings as the source of `name` spells it.
+        spelled: spells one of our settings in the way of `name`'s source.
     """
     plain = name.lower().replace("-", "_")
     for prefix in _PREFIXES:
@@ -182,7 +182,7 @@ def other_system_hint(name: str, value: object, spelled: Callable[[str], str]) -
 
 
 def _with_unit(value: object, unit: str) -> str:
-    """The size as it is written here, such as '5GiB'; an example where it is no positive whole number of bytes."""
+    """The size in our notation, such as '5GiB'; an example if it is not a positive whole number of bytes."""
     try:
         number = Fraction(str(value).strip())
     except (ValueError, ZeroDivisionError):

@@ -31,16 +31,16 @@ from flexkv.config.values import (
 )
 
 IoBackend = Literal["auto", "uring", "threads"]
-"""How files are read and written where plain memory is the other side; `auto` is io_uring where the kernel lets it."""
+"""The I/O between files and plain memory; `auto` uses io_uring if the kernel allows it."""
 
 MIB = 1 << 20
 GIB = 1 << 30
 SMALL_MACHINE_CPUS = 4
 """With this many CPUs or fewer, a second copy thread takes time from the engine's own threads."""
 MAX_VERIFY_THREADS = 16
-"""More threads do not pay for a piece of 8 MiB, and the native core takes no more."""
+"""More threads are no faster for a piece of 8 MiB, and the native core accepts no more."""
 MIN_PREFETCH_LAYERS, MAX_PREFETCH_LAYERS = 2, 16
-"""With two, one layer is filled while another is emptied; more than sixteen hide no wait that sixteen do not."""
+"""With two, one layer is filled while another is emptied; more than sixteen hide no more latency than sixteen do."""
 
 
 class Section(BaseModel):
@@ -106,7 +106,7 @@ class HostConfig(Section):
 
 
 class StoreConfig(Section):
-    """What is stored, and when."""
+    """Which blocks are stored, and when."""
 
     mode: Literal["eager", "lazy", "layerwise"] = Field(
         "eager",
@@ -449,7 +449,7 @@ class IndexConfig(Section):
 
 
 class KeysConfig(Section):
-    """What a block's key is made of."""
+    """What a block's key consists of."""
 
     scheme: Literal["engine", "common"] = Field(
         "engine",
@@ -460,7 +460,7 @@ class KeysConfig(Section):
 
 
 class IdentityConfig(Section):
-    """What keeps two models or callers apart."""
+    """What separates models and callers."""
 
     model: str = Field(
         "",
@@ -474,7 +474,7 @@ class IdentityConfig(Section):
 
 
 class ObserveConfig(Section):
-    """What flexkv says about itself."""
+    """Logs, metrics and traces."""
 
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info",

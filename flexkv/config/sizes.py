@@ -19,12 +19,12 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE | re.ASCII)
 
 
 def parse_size(value: object) -> object:
-    """Converts a string with a size to bytes; returns any other type as it is, for the type check to judge.
+    """Converts a string with a size to bytes; returns any other type unchanged, for the type check.
 
-    A bare "40G" is refused: half of the world means 1000**3 by it and the other half 1024**3.
+    Refuses a bare "40G", which means 1000**3 to some users and 1024**3 to others.
 
     Raises:
-        ValueError: a string that is no size, or not a whole number of bytes.
+        ValueError: the string is not a size, or not a whole number of bytes.
     """
     if not isinstance(value, str):
         return value
@@ -39,7 +39,7 @@ def parse_size(value: object) -> object:
 
 
 def format_size(size_bytes: int) -> str:
-    """The size for a person, in the largest power of 1024 that leaves at least 1: "40.0 GiB"."""
+    """The size for display, in the largest unit (a power of 1024) in which it is at least 1: "40.0 GiB"."""
     size = float(size_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:

@@ -24,7 +24,7 @@ ENVIRONMENT_ORIGIN = "env "
 """Comes before the variable's name."""
 
 MOST_FILE_BYTES = 1 << 20
-"""All settings with their documentation take a hundredth of this."""
+"""A file with all settings and their documentation has a hundredth of this size."""
 
 OTHER_VARIABLES: dict[str, str] = {
     CONFIG_FILE_VARIABLE: "path of the YAML file with settings: a regular file of at most 1 MiB, in UTF-8",
@@ -42,7 +42,7 @@ OTHER_VARIABLES: dict[str, str] = {
 """Environment variables with our prefix that are not settings; flexkv warns of any other unknown FLEXKV_* name."""
 
 _MISSPELT_PREFIX = re.compile(r"flex_?kv_", re.IGNORECASE)
-"""Prefix of variables that somebody meant for flexkv."""
+"""Prefixes of variables that were probably meant for flexkv."""
 
 # A Kubernetes service named "flexkv" puts FLEXKV_SERVICE_HOST, FLEXKV_PORT_80_TCP_ADDR, ... into every pod; one named
 # "flex-kv" puts FLEX_KV_SERVICE_HOST.
@@ -66,10 +66,10 @@ class RawSetting:
 
 
 def read_mapping(mapping: object, origin: str, where: str = "") -> Iterator[RawSetting]:
-    """Settings of a mapping with dotted keys, nested sections, or both.
+    """Yields the settings of a mapping with dotted keys, nested sections, or both.
 
     Raises:
-        ConfigError: not a mapping, or a key that is no string.
+        ConfigError: it is not a mapping, or a key is not a string.
     """
     if not isinstance(mapping, Mapping):
         raise ConfigError(
@@ -100,7 +100,9 @@ def read_environment(environ: Mapping[str, str], keys_by_variable: Mapping[str, 
 
 
 def _of_kubernetes(variable: str, value: str) -> bool:
-    """Whether Kubernetes made the variable. Its bare ..._PORT holds an address; any other is somebody else's."""
+    """Whether Kubernetes set the variable. A bare ..._PORT of Kubernetes holds an address; any other was set by
+    somebody else.
+    """
     is_address = variable.endswith("_PORT") and _KUBERNETES_ADDRESS.fullmatch(value) is not None
     return is_address or _KUBERNETES.fullmatch(variable) is not None
 
@@ -109,7 +111,7 @@ def read_yaml(path: Path) -> Iterator[RawSetting]:
     """Settings of a YAML file (safe loader), each with its line.
 
     Raises:
-        ConfigError: the file cannot be read, is no YAML, is no mapping, or names a key twice.
+        ConfigError: the file cannot be read, is not YAML, is not a mapping, or names a key twice.
     """
     try:
         text = _read_file(path).decode("utf-8")
@@ -137,13 +139,13 @@ def _read_file(path: Path) -> bytes:
     """
     Raises:
         OSError: it cannot be read.
-        ConfigError: it is not a regular file (others may never end), or is larger than MOST_FILE_BYTES.
+        ConfigError: it is not a regular file (reading others may never end), or is larger than MOST_FILE_BYTES.
     """
     where = f"{CONFIG_FILE_VARIABLE}={str(path)!r}"
     # O_NONBLOCK, because opening a pipe without a writer would wait.
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        # Checked before a file object is made, which Python refuses for a folder with an errno and no name.
+        # Checked before the file object is made: for a folder, Python would raise an errno without a name.
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise ConfigError(f"{where}: expected a regular file, got a folder, pipe or device")
         with open(fd, "rb", closefd=False) as file:
@@ -180,7 +182,7 @@ def _walk(loader: yaml.SafeLoader, node: yaml.Node, path: Path, where: str) -> I
             )
         seen[name] = key_node
         if isinstance(value_node, yaml.MappingNode):
-            if where:  # no setting lies deeper, and an anchor that contains itself would never end
+            if where:  # no setting lies deeper, and a recursive anchor would never end
                 raise ConfigError(
                     f"{_at(path, value_node)}: {name!r} is a mapping; settings lie one section deep"
                 )

@@ -1,4 +1,4 @@
-"""Types of settings' values: what each accepts in YAML, environment and engines' configs, and its bounds.
+"""The types of settings' values: what each accepts in YAML, environment and engines' configs, and its bounds.
 
 A value that is not allowed raises ValueError, which says what is allowed.
 """
@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, Field
 from flexkv.config.sizes import parse_size
 
 MAX_COPY_THREADS = 64
-"""More only contend for memory bandwidth; the native core takes no more."""
+"""More threads only contend for memory bandwidth; the native core accepts no more."""
 
 
 def no_bool(value: object) -> object:
@@ -30,8 +30,9 @@ def off_is_a_word(value: object) -> object:
 
 
 def on_and_off_are_words(value: object) -> object:
-    """Turns true and false into `on` and `off`, because YAML 1.1 reads the bare words so. An environment variable may
-    therefore say `true` and `false`, too."""
+    """Turns true and false into `on` and `off`, because YAML 1.1 reads those words as booleans. So an environment
+    variable may also say `true` or `false`.
+    """
     if isinstance(value, str):
         return {"true": "on", "false": "off"}.get(value.strip().lower(), value)
     return "on" if value is True else off_is_a_word(value)
@@ -85,7 +86,7 @@ def folders_of(value: object) -> object:
 
 
 def words_of(value: object) -> object:
-    """Splits words joined by commas; a list of them is fine too."""
+    """Splits words joined by commas; also accepts a list of them."""
     if none_is_a_word(value) is None:
         return ()
     parts = value.split(",") if isinstance(value, str) else value
@@ -98,7 +99,7 @@ def words_of(value: object) -> object:
 
 
 def urls_of(value: object) -> object:
-    """Splits URLs joined by commas; a list is fine too. The store decides which URLs are allowed."""
+    """Splits URLs joined by commas; also accepts a list. The store decides which URLs are allowed."""
     urls = words_of(value)
     assert isinstance(urls, tuple)
     if any("@" in url for url in urls):
@@ -114,7 +115,7 @@ MAX_COUNT = 2**31 - 1
 """Pages, blocks and slots are numbered in 32 bits."""
 MAX_BYTES = 1 << 60
 MAX_SECONDS = 10_000_000
-"""The native core waits no longer: 115 days."""
+"""The longest wait of the native core: 115 days."""
 
 Count = Annotated[int, BeforeValidator(no_bool), Field(ge=1, le=MAX_COUNT)]
 CountOrNone = Annotated[int, BeforeValidator(no_bool), Field(ge=0, le=MAX_COUNT)]

@@ -1,4 +1,4 @@
-"""What a rank and its unit exchange: a worker's facts about its KV pool, and the unit's grant of the host pool.
+"""What a rank and its unit exchange: the worker's facts about its KV pool, and the unit's grant of the host pool.
 
 A unit is built in this order: every worker sends its `RankFacts`; `build_unit` sizes host memory from all of them; the
 unit's `PoolGrant` says where the pool is and which part of each slot belongs to which rank; a worker that has mapped it
@@ -20,8 +20,9 @@ from flexkv.transfer.slab_map import SlabMap
 from flexkv.weights.files import NAMED, WeightsContent
 
 UnitId = NewType("UnitId", bytes)
-"""16 random bytes, made with a unit. Grants, orders and reports carry it: a rank carries out the orders of its
-own unit, a scheduler's side takes the reports of its own unit, and both refuse all others."""
+"""16 random bytes, made with a unit. Grants, orders and reports carry it: a rank carries out only the orders of its own
+unit, and a scheduler's side accepts only the reports of its own unit.
+"""
 
 PoolId = NewType("PoolId", bytes)
 """16 random bytes, made when a worker takes an engine's pool. A grant names the pools that its unit was made for."""
@@ -34,7 +35,7 @@ NO_POOL = PoolId(b"")
 
 
 def random_id() -> bytes:
-    """16 random bytes; no two units or pools of any process have the same."""
+    """16 random bytes, different for every unit and pool of every process."""
     return secrets.token_bytes(16)
 
 
@@ -43,10 +44,10 @@ class UnitOwner:
     """The engine that owns the pages on the disks.
 
     Attributes:
-        model: the model's name, for people.
+        model: the model's name, for display.
         namespace: 32 bytes that must be equal before two blocks' KV may be exchanged.
         unit: name of the ownership unit on this node, such as `dp0`.
-        weights: the weights that the namespace names by samples alone.
+        weights: the weights that the namespace names only by samples.
     """
 
     model: str
@@ -62,7 +63,7 @@ class KvGroup:
     Attributes:
         reach: see `GroupSpec`.
         signature: what the adapter hashes into the keys of the group's blocks, so that no block of another group has
-            the same key; empty for a unit's only group.
+            the same key; empty for a unit with one group.
     """
 
     block_tokens: int
@@ -79,7 +80,7 @@ class GroupFacts:
         stripe_bytes: bytes of one block on this rank.
         run_table: each run's offset in the stripe, bytes and layer, int64 [runs, 3], ascending by offset.
         format_id: encoding of the pages.
-        heads: heads of K and V on this rank; 0 where a block is not made of heads.
+        heads: heads of K and V on this rank; 0 if a block has no heads.
         dtype: name of the pool's element type.
     """
 
@@ -98,7 +99,7 @@ class GroupFacts:
 
     @property
     def runs(self) -> int:
-        """Contiguous pieces of one block; each has a digest of its own where stored pages are verified."""
+        """The contiguous pieces of one block; each has its own digest if stored pages are verified."""
         return len(self.run_table)
 
 
@@ -107,13 +108,13 @@ class RankFacts:
     """One worker's facts about its KV pool, sent before the first lookup.
 
     Attributes:
-        pid: process of the worker; in the scheduler's own process both share memory anyway.
+        pid: the worker's process.
         num_blocks: blocks of the engine's pool on this rank, which all groups share.
         groups: in the order of the unit's groups.
-        replicas: how many ranks in a row, counted from rank 0, hold the same bytes and share one stripe: all ranks with
-            MLA (one latent for all heads), some where there are more ranks than KV heads.
-        gpudirect: GPUDirect Storage reaches the pool's memory; the worker looks only with `disk.gds` auto.
-        pool_id: the engine's pool that the worker has now.
+        replicas: how many consecutive ranks, counted from rank 0, hold the same bytes and share one stripe: all ranks
+            with MLA (one latent for all heads), some of them if there are more ranks than KV heads.
+        gpudirect: whether GPUDirect Storage reaches the pool's memory; the worker checks only if `disk.gds` is auto.
+        pool_id: the engine's pool that the worker currently has.
     """
 
     rank: int
@@ -135,7 +136,7 @@ class RankPlace:
     """Where one rank's share of a slot lies, in bytes from the slot's start.
 
     Attributes:
-        digests: start of the rank's run digests in the trailer; None where nothing is verified.
+        digests: start of the rank's run digests in the trailer; None if pages are not verified.
     """
 
     stripe: int
@@ -149,9 +150,9 @@ class PoolGrant:
     Attributes:
         descriptor: `HostPool.descriptor()`.
         places: each rank's places, one per group.
-        slabs: slabs of the unit's disks, for ranks with gds loads; None where there are none.
+        slabs: slabs of the unit's disks, for ranks with gds loads; None if there are none.
         unit: the unit that owns the pool.
-        pools: each rank's engine pool, for which the unit was made.
+        pools: the engine pool of each rank, for which the unit was made.
     """
 
     unit: UnitId

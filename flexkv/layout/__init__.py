@@ -1,1 +1,1 @@
-"""How each engine's KV pool lowers to one view: handlers build views and check geometry, and do nothing else."""
+"""Lowers each engine's KV pool to one kind of view: handlers check geometry, build views, and do nothing else."""

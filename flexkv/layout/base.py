@@ -11,8 +11,8 @@ from flexkv.layout.format_id import FormatId
 class LayoutHandler(ABC):
     """Lowers one rank's KV pool to one view per KV group.
 
-    A handler checks all of its geometry when it is made, and raises GeometryError then, so none is half made. It holds
-    addresses only: the engine's tensors must outlive every use of the views. It imports no engine and no torch.
+    A handler's constructor checks all of its geometry and raises GeometryError. A handler holds only addresses, so the
+    engine's tensors must outlive every use of the views. It imports neither an engine nor torch.
     """
 
     @property

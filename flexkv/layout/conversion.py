@@ -1,6 +1,6 @@
 """Converts one engine's pages to another's: the same numbers in another interior order, or an error that says why not.
 
-Every conversion is exact: it moves K and V of every token and head as they are, and never computes.
+Every conversion is exact: it moves K and V of every token and head unchanged.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class PageEncoding:
     """What one rank's stripes hold, and in which order.
 
     Attributes:
-        dtype: name of the elements' type. Elements of another type are other numbers, even if their size is the same.
+        dtype: name of the elements' type. Two types of the same size still do not convert.
         layers, heads: counts on this rank.
-        row_bytes: bytes of K, or of V, of one token and head; 0 where the interior has no rows.
-        order: None where the interior has no rows.
+        row_bytes: bytes of K, or of V, of one token and head; 0 if the interior has no rows.
+        order: None if the interior has no rows.
     """
 
     format_id: FormatId
@@ -79,7 +79,7 @@ class PageEncoding:
             runs: each run's offset in the stripe, bytes and layer, int64 [runs, 3].
 
         Raises:
-            GeometryError: the stripe is no whole number of such rows, or its layers are not evenly spaced.
+            GeometryError: the stripe is not a whole number of such rows, or its layers are not evenly spaced.
         """
         layers, tokens = int(runs[:, 2].max()) + 1, format_id.interior_tokens
         if format_id.interior not in ROW_INTERIORS:
@@ -107,7 +107,7 @@ class PageEncoding:
 
 
 def conversion(source: PageEncoding, target: PageEncoding) -> PageConversion | None:
-    """The conversion that rewrites a stripe of `source` as one of `target`; None where both hold the same bytes.
+    """The conversion that rewrites a stripe of `source` as one of `target`; None if both hold the same bytes.
 
     Raises:
         GeometryError: there is no exact conversion; the message says why.
@@ -135,7 +135,7 @@ def conversion(source: PageEncoding, target: PageEncoding) -> PageConversion | N
             raise _refusal(f"{name} are {mine} and {theirs}")
     assert source.order is not None
     assert target.order is not None
-    # A row moves as a whole, unless one of the orders keeps its elements apart.
+    # A row moves as a whole, unless its elements are not contiguous in one of the orders.
     elements, size = 1, source.row_bytes
     if Interior.K_TRANSPOSED in (one.interior, other.interior):
         if source.dtype not in DTYPE_BYTES:
@@ -151,7 +151,7 @@ def _spacing(
 ) -> tuple[int, int]:
     """Bytes from one layer to the next in the stripe, and from one head to the next where heads lie outside layers.
 
-    The second is 0 where a layer's bytes lie together.
+    The second is 0 if a layer's bytes are contiguous.
     """
     first = np.array([runs[runs[:, 2] == layer, 0].min() for layer in range(layers)])
     if layers == 1:

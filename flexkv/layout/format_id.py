@@ -29,7 +29,7 @@ class Interior(Enum):
     LATENT = "latent"
     """[N, latent] without heads (MLA)."""
     OPAQUE = "opaque"
-    """Known only to the engine that wrote it; `FormatId.owner` says which."""
+    """Known only to the engine that wrote it, which `FormatId.owner` names."""
 
 
 class PageOrder(Enum):
@@ -49,10 +49,10 @@ _TEXT = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class FormatId:
-    """A property of a pool or slab, never part of a key. Hashable; `str()` is fit for a folder name.
+    """A property of a pool or slab, never part of a key. Hashable; `str()` can be used in a folder's name.
 
     Attributes:
-        interior_tokens: tokens of one interior unit: the block's, or the kernel block's where a block is split.
+        interior_tokens: tokens of one interior unit: the block's, or the kernel block's if a block is split.
         ranks: stripes of a page.
         geometry: hex digest of every run's layer, page offset and size, in page order.
         owner: who can read an OPAQUE interior; empty for the others.
@@ -75,11 +75,12 @@ class FormatId:
     def of_view(
         cls, view: KvView, interior: Interior, interior_tokens: int, ranks: int, owner: str = ""
     ) -> FormatId:
-        """The format of pages made through `view`; the page order is read off it."""
+        """The format of pages made through `view`, which determines the page order."""
         runs = view.runs
         layers = runs[:, 4]
         order = PageOrder.LAYER_MAJOR if bool((layers[1:] >= layers[:-1]).all()) else PageOrder.NATIVE_BLOCK
-        # Runs are joined per layer, so that a layer that is whole in one pool and split in another has one format.
+        # Joins runs per layer, so that a layer that is whole in one pool and split in another has the same
+        # format.
         framed = [f"{view.stripe_bytes}"]
         previous = -1
         for _, _, _, offset, layer in runs.tolist():
@@ -94,7 +95,7 @@ class FormatId:
         """The format that `str()` wrote.
 
         Raises:
-            GeometryError: `text` is no format.
+            GeometryError: `text` is not a format.
         """
         found = _TEXT.fullmatch(text)
         if found is None:

@@ -20,7 +20,9 @@ class Run:
 
 
 class RunList:
-    """The runs of a group. Runs added twice (layers that share their KV) are kept once, under their first layer."""
+    """The runs of a group. Keeps runs that are added twice (by layers that share their KV) once, under their first
+    layer.
+    """
 
     def __init__(self) -> None:
         self._runs: dict[tuple[int, int, int], Run] = {}

@@ -37,8 +37,7 @@ class SglangSidecar:
     """Buffers beside K and V, one per layer (DSA's indexer keys, scales): C-contiguous, dim 0 in pages or tokens.
 
     Attributes:
-        rows_per_page: rows of dim 0 that make a page: 1 where the buffer counts pages, page_size where it counts
-            token slots.
+        rows_per_page: rows of dim 0 per page: 1 if the buffer counts pages, page_size if it counts token slots.
     """
 
     name: str

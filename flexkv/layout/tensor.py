@@ -20,7 +20,7 @@ DTYPE_BYTES = {
     "int8": 1,
     "uint8": 1,
 }
-"""Bytes per element of the dtypes that engines keep KV in."""
+"""Bytes per element of the dtypes that engines use for KV."""
 
 
 class TensorLike(Protocol):
@@ -78,7 +78,7 @@ def dense_strides(shape: Sequence[int], item_bytes: int) -> tuple[int, ...]:
 
 
 def check_strides(name: str, shape: Sequence[int], found: Sequence[int], expected: Sequence[int]) -> None:
-    """Checks that byte strides are as expected; those of dimensions of size 1 mean nothing and may differ.
+    """Checks that byte strides are as expected; those of dimensions of size 1 are meaningless and may differ.
 
     Raises:
         GeometryError: they differ; the message names both.
@@ -95,6 +95,6 @@ def storage_base(tensor: TensorLike) -> int:
 
 
 def storage_bytes(tensor: TensorLike) -> int | None:
-    """Size of the allocation behind `tensor`, or None if it does not say."""
+    """Size of the allocation behind `tensor`, or None if it is unknown."""
     storage = getattr(tensor, "untyped_storage", None)
     return None if storage is None else int(storage().nbytes())

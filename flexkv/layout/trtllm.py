@@ -18,10 +18,10 @@ from flexkv.layout.tensor import TensorLike, byte_strides, check_strides, check_
 
 @dataclass(frozen=True, slots=True)
 class TrtllmModel:
-    """The model as the runtime's arguments describe it. They are checked against the pool, which is right.
+    """The model as the runtime's arguments describe it. They are checked against the pool, which is authoritative.
 
     Attributes:
-        kv_heads: KV heads on this rank, per layer. Empty where the caller does not know them; then nothing is checked.
+        kv_heads: KV heads on this rank, per layer. Empty if the caller does not know them; they are then not checked.
         head_size: elements of one head, K or V; for MLA rank + rope. 0 if not known.
         tokens_per_block: tokens per block of the pool: with MLA 64, whatever the arguments say. 0 if not known.
         latent: MLA (kv_factor 1).
@@ -51,8 +51,8 @@ class TrtllmRegion:
     """Slot i lies at `base + i * stride` and has `size` bytes. All in bytes.
 
     Attributes:
-        buffers: the parts of a slot. If empty, the slot is one buffer of layer 0, so a wait for any layer lasts until
-            the whole slot is there.
+        buffers: the parts of a slot. If empty, the slot is one buffer of layer 0, so a wait for any layer waits for the
+            whole slot.
     """
 
     base: int
@@ -141,7 +141,7 @@ class TrtllmHandler(GroupTable):
 
 
 def _refuse_partial(model: TrtllmModel) -> None:
-    """Raises for every model that keeps KV in other pools too, because only the primary pool is handed over."""
+    """Raises for every model that also keeps KV in other pools, because the engine hands over only the primary pool."""
     if len(set(model.kv_heads)) > 1:
         raise GeometryError(
             f"layers have {sorted(set(model.kv_heads))} KV heads: each count has a pool of its own "
@@ -158,7 +158,7 @@ def _refuse_partial(model: TrtllmModel) -> None:
 
 
 def _tokens_per_block(elements: int, model: TrtllmModel) -> int:
-    """Tokens per block: from the pool's shape where the model says enough, else as the model says."""
+    """Tokens per block: from the pool's shape if the model gives enough facts, else as the model says."""
     heads = 1 if model.latent else (model.kv_heads[0] if model.kv_heads else 0)
     per_token = heads * model.head_size
     if not per_token:

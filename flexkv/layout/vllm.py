@@ -64,8 +64,8 @@ class VllmGroup:
             the KV of an earlier one.
         page_bytes: bytes of a block in one layer without padding; needed only for raw caches (1-D byte tensors, as
             Mamba layers have them), checked against the tensor's shape otherwise.
-        interior: what a page's bytes mean; None derives it from the order. Say LATENT for MLA, and OPAQUE for Mamba and
-            for attention kernels that keep their own arrangement inside a block (vLLM's CPU backend).
+        interior: what a page's bytes mean; None derives it from the order. Use LATENT for MLA, and OPAQUE for Mamba and
+            for attention kernels with their own arrangement inside a block (vLLM's CPU backend).
         owner: who can read an OPAQUE interior, e.g. "vllm-cpu-attn".
     """
 
@@ -77,7 +77,7 @@ class VllmGroup:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """One layer's place: its page of block b starts at `base + b * block_stride`."""
+    """Where one layer lies: its page of block b starts at `base + b * block_stride`."""
 
     placement: VllmPlacement
     index: int
@@ -88,9 +88,9 @@ class VllmHandler(GroupTable):
     """One rank's pool. All geometry is checked here.
 
     Args:
-        caches: layer name to its tensor: logical `[B, H, N, C]` with C = K and V joined, or the raw 1-D byte buffer.
-            B may be num_blocks x ratio, where vLLM splits a block into kernel blocks. Layers without a placement of
-            their own must be views of a placed layer's first byte (they share its KV).
+        caches: layer name to its tensor: logical `[B, H, N, C]` with C = K and V joined, or the raw 1-D byte buffer. B
+            may be num_blocks x ratio if vLLM splits a block into kernel blocks. Layers without a placement of their own
+            must be views of a placed layer's first byte (they share its KV).
         placements: as vLLM made them. Groups may overlay each other's bytes: a block belongs to one group at a time.
         num_blocks: blocks of the pool, as the scheduler counts them.
         order: the physical order, one of ORDERS.
@@ -124,7 +124,7 @@ class VllmHandler(GroupTable):
         super().__init__([self._build(group, ranks) for group in groups])
 
     def layer_number(self, layer: str) -> int:
-        """The layer's number in its group's view; a layer that shares another's KV has that one's number.
+        """The layer's number in its group's view; a layer that shares another layer's KV has that layer's number.
 
         Raises:
             GeometryError: no group has this layer.

@@ -13,7 +13,7 @@ ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 def strides_of_order(
     order: str, shape: Sequence[int], layer_stride: int, block_stride: int
 ) -> tuple[int, int, int, int, int]:
-    """Byte strides of [L, B, H, N, C]; those of L and B are fixed, the others follow from the axes inside them."""
+    """Byte strides of [L, B, H, N, C]: those of L and B are given, the others follow from the axes inside them."""
     fixed = {"L": layer_stride, "B": block_stride}
     strides = dict.fromkeys(AXES, 0)
     inside = 1
@@ -47,7 +47,7 @@ class PageShape:
 
 def runs_of_page(page: PageShape) -> Iterator[tuple[int, int]]:
     """The page's contiguous runs as (offset from the page's first byte, bytes), outer axes first."""
-    # The stride of a dimension of size 1 means nothing, so such a dimension never splits a run.
+    # The stride of a dimension of size 1 is meaningless, so such a dimension never splits a run.
     dims = [
         (count, stride)
         for count, stride in (

@@ -1,7 +1,7 @@
-"""What flexkv shows of itself: the table of metrics, why pages are lost and lookups miss, counters that travel between
+"""Observability: the table of metrics, the reasons why pages are lost and lookups miss, counters that travel between
 processes, logging, spans, thread names, which package of this name runs, and the time of day.
 
-A leaf: every package may use it, and it uses none.
+A leaf package: every other package may import it, and it imports none.
 """
 
 from flexkv.observe.counters import Counters, merge_values

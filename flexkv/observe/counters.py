@@ -1,4 +1,4 @@
-"""Values of the metrics since they were last taken: plain data that adds up over ranks and intervals."""
+"""Values of the metrics since they were last taken: plain data that can be added over ranks and intervals."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from flexkv.observe.metrics import METRICS, Metric, MetricKind
 
 MAX_SAMPLES = 65_536
-"""Observations kept per histogram series between two takes (512 KiB); an engine takes them every step."""
+"""How many observations are kept per histogram series between two takes (512 KiB); an engine takes them every step."""
 
 LOST_SAMPLES = "flexkv_lost_samples_total"
 
@@ -74,12 +74,12 @@ class Counters:
             self.add(LOST_SAMPLES)
 
     def take(self) -> dict[str, Any]:
-        """Moves the values out: returns `data` and starts again empty."""
+        """Returns `data` and starts again empty."""
         taken, self.data = self.data, {}
         return taken
 
     def value(self, name: str, **labels: str) -> float:
-        """A counter's or gauge's value, 0 if it was never touched."""
+        """A counter's or gauge's value; 0 if it was never set."""
         return float(self.data.get(name, {}).get(_metric(name).series(labels), 0))
 
     def samples(self, name: str, **labels: str) -> list[float]:
@@ -90,7 +90,7 @@ class Counters:
         return bool(self.data)
 
     def summary(self) -> dict[str, float]:
-        """One number per series for a log line: a counter's sum, a gauge's level, a histogram's mean.
+        """One number per series, for a log line: a counter's sum, a gauge's level, a histogram's mean.
 
         Names lose their prefix and `_total`; label values follow in brackets.
         """
@@ -152,7 +152,8 @@ def _series_of(kind: MetricKind) -> MappingProxyType[tuple[Any, ...], str]:
     return MappingProxyType(found)
 
 
-# For the look-ups at each step of an engine. A call that misses here has its labels in another order, or is refused.
+# For the lookups at each step of an engine. A call that misses this table has its labels in another order, or
+# fails.
 _COUNTERS = _series_of(MetricKind.COUNTER)
 _GAUGES = _series_of(MetricKind.GAUGE)
 _HISTOGRAMS = _series_of(MetricKind.HISTOGRAM)

@@ -1,4 +1,6 @@
-"""Warnings of failed ops: each says which op, where, how much and why, and a storm of failures stays readable."""
+"""Warns about failed ops: each warning says which op, where, how much and why, and a storm of
+failures stays readable.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ class FailedOps:
     """Logs each failure once; those beyond `MOST_LINES` per period are only counted. Thread-safe.
 
     Args:
-        clock: seconds, never running backwards.
+        clock: monotonic, in seconds.
     """
 
     def __init__(self, logger: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
@@ -66,7 +68,9 @@ class FailedOps:
             )
 
     def flush(self, at_end: bool = False) -> None:
-        """Logs how many failures were left out in periods that are over; with `at_end` also in those that are not."""
+        """Logs how many failures were left out in periods that have ended; with `at_end` also in
+        those that have not.
+        """
         with self._lock:
             for kind, period in list(self._periods.items()):
                 if at_end or self._clock() - period.began_s >= PERIOD_S:

@@ -1,4 +1,4 @@
-"""Logging under the name `flexkv`. Per request, nothing but failures is logged above DEBUG (`failed_ops`)."""
+"""Logging under the name `flexkv`. Above DEBUG, only failures are logged per request (`failed_ops`)."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def get_logger(name: str) -> logging.Logger:
 
 
 def configure_logging(level: str, given: bool = False) -> None:
-    """Sets the least severe level, unless the program's own logging configuration has set one (vLLM's
-    VLLM_LOGGING_CONFIG_PATH, say), and prints to stderr unless the program has set up logging already.
+    """Sets the lowest level to log, unless the program's own logging configuration (such as vLLM's
+    VLLM_LOGGING_CONFIG_PATH) has set one, and prints to stderr unless the program has set up logging already.
 
-    An engine configures its own loggers and usually not the root; then messages of another package would be shown
-    from WARNING up and without a format.
+    An engine usually configures its own loggers but not the root; another package's messages would then appear only
+    from WARNING up, and without a format.
 
     Args:
         level: "debug", "info", "warning" or "error".
-        given: the user asked for this level, which then counts more than the program's.
+        given: whether the user asked for this level, which then overrides the program's.
     """
     logger = logging.getLogger(ROOT)
     if given or logger.level in (logging.NOTSET, _own_level[0]):
@@ -54,8 +54,8 @@ def warn_once(logger: logging.Logger, key: str, message: str, *args: object) -> 
     """Logs a warning the first time `key` comes up in this process.
 
     Args:
-        key: kept for good, so keys are a bounded set: fixed ones, and one for each unknown environment variable. No key
-            contains anything from a request.
+        key: kept forever, so keys must be a bounded set: fixed ones, and one for each unknown environment variable. No
+            key may contain anything from a request.
     """
     if key not in _warned:
         _warned.add(key)

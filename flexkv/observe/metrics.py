@@ -1,4 +1,6 @@
-"""The table of metrics: the one place that names them. Prometheus hooks and the documentation are made from it."""
+"""The table of metrics, which is the only place that names them. Prometheus hooks and the documentation are made from
+it.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ class MetricKind(Enum):
     GAUGE = "gauge"
     """A level; the latest value counts. Only the manager's process sets gauges, so ranks never set the same one."""
     HISTOGRAM = "histogram"
-    """Single observations; those of ranks and intervals are put together."""
+    """Single observations; those of all ranks and intervals are combined."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +30,7 @@ class Metric:
 
     Attributes:
         name: Prometheus name; counters end in `_total`, and the unit comes before that.
-        labels: label name -> the values it may have. Bounded on purpose: no request, model or key is ever a label.
+        labels: label name -> its possible values. Bounded on purpose: no request, model or key is ever a label.
         buckets: upper bounds of a histogram.
     """
 
@@ -40,7 +42,7 @@ class Metric:
     buckets: tuple[float, ...] = ()
 
     def series(self, labels: dict[str, str]) -> str:
-        """The series of these label values: the values in the table's order, joined by commas.
+        """The name of the series with these label values: the values in the table's order, joined by commas.
 
         Raises:
             ValueError: a label is missing, unknown, or has a value that is not in the table.

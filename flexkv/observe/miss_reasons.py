@@ -1,4 +1,4 @@
-"""Why a lookup promises no more than it does: the reasons that metrics, docs and the control plane share."""
+"""Why a lookup does not promise more: the reasons that metrics, docs and the control plane share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Threads whose names the system shows, in `top -H` and /proc, like those of the native core."""
+"""Threads whose names appear in `top -H` and /proc, like those of the native core."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 LONGEST = 15
-"""Characters of a thread's name that Linux keeps (TASK_COMM_LEN, with a zero at its end)."""
+"""How many characters of a thread's name Linux keeps (TASK_COMM_LEN without the final zero)."""
 
 
 class NamedThread(threading.Thread):
-    """A daemon thread whose name the system has too; Python itself passes it on from 3.14 on only.
+    """A daemon thread whose name is also set in the system, which Python itself does only since 3.14.
 
     Args:
         name: `flexkv-...`, at most LONGEST characters.
@@ -29,7 +29,7 @@ class NamedThread(threading.Thread):
 
 
 def name_this_thread(name: str) -> None:
-    """Sets the calling thread's name in the system; a thread pool calls it as its initializer."""
+    """Sets the calling thread's name in the system. Thread pools use it as their initializer."""
     check_name(name)
     with contextlib.suppress(OSError):  # no /proc: the thread works without a name
         Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(name)

@@ -1,5 +1,6 @@
-"""Which `flexkv` runs here. Another project installs a package of the same name, and where both are installed, Python
-imports the first on its path without a word."""
+"""Which `flexkv` runs here. Another project installs a package of the same name; if both are installed, Python silently
+imports the first on its path.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ def package_folder() -> Path:
 
 
 def other_packages() -> list[OtherPackage]:
-    """Other distributions here that provide `flexkv`, each once. Reads all metadata: 0.2 s with 200 distributions."""
+    """Other distributions in this environment that provide `flexkv`, each once. Reads all metadata: 0.2 s with 200
+    distributions.
+    """
     names = importlib.metadata.packages_distributions().get(NAME, ())
     found = {
         OtherPackage(str(installed.metadata["Name"]), installed.version, _folder_of(installed))
@@ -54,7 +57,7 @@ def other_packages() -> list[OtherPackage]:
 
 
 def name_this_package() -> Iterator[tuple[bool, str]]:
-    """Yields lines for a log: whether the line is a warning, and its text."""
+    """Yields lines for a log, each as (whether it is a warning, text)."""
     ours = package_folder()
     yield False, f"flexkv {__version__}, imported from {ours}"
     for other in other_packages():
@@ -70,7 +73,7 @@ def _folder_of(installed: importlib.metadata.Distribution) -> Path:
     """The package's folder; an editable installation has it beside its source."""
     try:
         origin = json.loads(installed.read_text("direct_url.json") or "{}")
-    except ValueError:  # damaged; the place of the files is known without it
+    except ValueError:  # damaged; the files' place is known without it
         origin = {}
     if not isinstance(origin, dict):
         origin = {}

@@ -1,5 +1,6 @@
-"""The one list of reasons why a page is not stored, or a stored page not served. The labels of the metrics and a table
-of the documentation are made from it."""
+"""The only list of reasons why a page is not stored, or a stored page is not served. The metrics' labels and a table of
+the documentation are made from it.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ NOT_READ = "flexkv_remote_missed_pages_total"
 
 
 class Adds(Protocol):
-    """What counts: `Counters`, which knows the metrics, which know these reasons."""
+    """The part of `Counters` that counts. (Importing `Counters` here would be circular: it imports the metrics, which
+    import these reasons.)
+    """
 
     def add(self, name: str, amount: float = 1, **labels: str) -> None: ...
 
@@ -23,8 +26,8 @@ class PageLoss(Enum):
     """One reason.
 
     Attributes:
-        metric: the counter of its pages.
-        reason: the value of that counter's label `reason`; empty where the counter has one reason only.
+        metric: the counter of the pages lost.
+        reason: the value of that counter's label `reason`; empty if the counter has only one reason.
         words: what happened, for the operator.
     """
 
@@ -96,7 +99,7 @@ class PageLoss(Enum):
 
     @property
     def labels(self) -> dict[str, str]:
-        """The counter's label that names this reason."""
+        """The label of the counter that names this reason."""
         return {"reason": self.reason} if self.reason else {}
 
     def count(self, counters: Adds, pages: int, **labels: str) -> None:

@@ -1,6 +1,6 @@
-"""One OpenTelemetry span per op, where the process traces; the engine's own provider receives it.
+"""Makes one OpenTelemetry span per op if the process traces; the engine's provider receives it.
 
-OpenTelemetry is used where it is installed: vLLM brings it, and sets a provider before it makes its connector.
+Uses OpenTelemetry if it is installed: vLLM brings it, and sets a provider before it makes its connector.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class OpSpans:
     def ended(
         self, name: str, seconds: float, attributes: Mapping[str, AttributeValue], failure: str = ""
     ) -> None:
-        """Makes the span of an op that has just ended. Only where spans are `wanted`.
+        """Makes the span of an op that has just ended. Precondition: spans are `wanted`.
 
         Args:
             name: what the op moves, and between which tiers; one of a small fixed set.
             seconds: how long ago the op was planned.
-            failure: why some of its pages failed; empty where none did.
+            failure: why some of its pages failed; empty if none did.
         """
         end_ns = time.time_ns()
         span = trace.get_tracer(TRACER).start_span(

@@ -1,7 +1,7 @@
-"""The time of day as pages carry it: whole seconds or milliseconds since 1970, never negative.
+"""The wall-clock time that pages record: whole seconds or milliseconds since 1970, never negative.
 
-A machine's clock may be set to anything, even before 1970 or so far ahead that no field holds it. Then the nearest time
-that the fields hold is used: ages and expiries are wrong, and nothing fails.
+A machine's clock may be set to any time, even before 1970 or too far ahead for the fields. The nearest time that fits
+is then used: ages and expiries are wrong, but nothing fails.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 
 MOST_S = (1 << 53) - 1
-"""Seconds that a float holds exactly; also in milliseconds they fit a u64 with room to spare."""
+"""The most seconds that a float represents exactly; in milliseconds they still fit into a u64."""
 
 
 def unix_now_s() -> int:
@@ -24,5 +24,5 @@ def unix_now_ms() -> int:
 
 def _clamped() -> float:
     now = time.time()
-    # Also for NaN, which compares with nothing.
+    # Also handles NaN, which compares false with everything.
     return min(max(0.0, now), float(MOST_S)) if now == now else 0.0

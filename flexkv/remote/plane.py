@@ -56,9 +56,12 @@ class RemoteTotals:
 
 @dataclass(frozen=True, slots=True)
 class PlaneLimits:
-    """Attributes: queue_ops: most ops under way. questions: most questions that the process has yet to answer,
-    including late ones. probe_s: a question without an answer after this many seconds ends without one. keeps_slots:
-    slots of a killed process stay out of use, because a network card may still write to them.
+    """
+    Attributes:
+        queue_ops: most ops under way.
+        questions: most questions that the process has yet to answer, including late ones.
+        probe_s: a question without an answer after this many seconds ends without one.
+        keeps_slots: slots of a killed process stay out of use, because a network card may still write to them.
     """
 
     queue_ops: int

@@ -22,8 +22,10 @@ USUAL_STUCK_S = 5.0
 
 
 def store_options(remote: RemoteConfig) -> StoreOptions:
-    """Raises: ConfigError: a file cannot be used, `remote.stuck_s` is too short, or the settings would require
-    trusting the network; the message says what to do.
+    """
+    Raises:
+        ConfigError: a file cannot be used, `remote.stuck_s` is too short, or the settings would require trusting the
+            network; the message says what to do.
     """
     _check_network(remote)
     if remote.stuck_s is not None and remote.stuck_s < _longest_s(remote):

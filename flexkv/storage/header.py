@@ -238,7 +238,10 @@ def parse_header(raw: bytes, path: str) -> tuple[SlabHeader, dict[int, DiskGroup
 
 
 def _parse(raw: bytes) -> tuple[SlabHeader, dict[int, DiskGroup]]:
-    """Raises: ValueError, GeometryError, ConfigError: the header has impossible content."""
+    """
+    Raises:
+        ValueError, GeometryError, ConfigError: the header has impossible content.
+    """
     fields = FIXED.unpack_from(raw)
     _, version, header_bytes, slab_id, bytes_of_slot, created, _, fingerprint, format_ = fields[:9]
     slab, ranks, layers, runs, block_tokens, _, epoch, count, dtype = fields[9:18]

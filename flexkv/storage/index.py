@@ -119,8 +119,10 @@ class SlotIndex:
             self._load_rows(group)
 
     def _take_meta(self, meta: dict[str, MetaValue]) -> None:
-        """Raises: DamagedIndexError: `meta` is damaged. OtherVersionError: the format has another version, whose
-        digests may differ, too.
+        """
+        Raises:
+            DamagedIndexError: `meta` is damaged.
+            OtherVersionError: the format has another version, whose digests may differ, too.
         """
         version = meta.get("version")
         if version is not None and version != SCHEMA_VERSION:
@@ -145,7 +147,10 @@ class SlotIndex:
         return value
 
     def _load_rows(self, group: int) -> None:
-        """Raises: DamagedIndexError: chunks are missing or damaged."""
+        """
+        Raises:
+            DamagedIndexError: chunks are missing or damaged.
+        """
         rows, stored = self.rows[group], self._stored[group]
         chunks = len(rows) // CHUNK_SLOTS
         for chunk, content in self._db.execute(f"SELECT chunk, content FROM rows{group}"):

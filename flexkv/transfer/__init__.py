@@ -1,1 +1,1 @@
-"""The data plane's Python face: transfer graphs, the transfer engine that runs them, and the host pool."""
+"""The data plane's Python interface: transfer graphs, the transfer engine that runs them, and the host pool."""

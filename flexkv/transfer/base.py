@@ -25,7 +25,7 @@ class LayerResult:
     """Result of `wait_layer`.
 
     Attributes:
-        in_time: False when the deadline passed first; the ops go on.
+        in_time: False if the deadline passed first; the ops continue.
         failed: for each load with failed pages, the positions that will not arrive, int32 ascending. Pages that fail in
             a later layer are not known yet: the op's `OpResult` is final.
     """
@@ -35,7 +35,7 @@ class LayerResult:
 
     @property
     def ok(self) -> bool:
-        """The layer's bytes of every page are in place."""
+        """Whether the layer's bytes of every page are in place."""
         return self.in_time and not self.failed
 
 
@@ -44,7 +44,7 @@ class LaneReport:
     """State of the lane for one kind of op.
 
     Attributes:
-        lane: name of what executes the ops.
+        lane: name of the lane that executes the ops.
         up: False while an op on it has stopped moving; True again once that op has ended.
         reason: why it is down.
         open_ops: ops that have not ended.
@@ -75,16 +75,16 @@ class DataPlane(ABC):
         gated: bool = False,
         after: StreamPoint | None = None,
     ) -> Ticket | None:
-        """Queues all of `graph` or nothing of it. Returns None (BUSY) where a queue is full. Never blocks.
+        """Queues all of `graph` or none of it. Returns None (BUSY) if a queue is full. Never blocks.
 
         Each op holds a queue entry from here until its result has been polled.
 
         Args:
-            stream: the engine's device stream (see `StreamLike`; 0 is torch's default), where the engine's pool lies on
-                a device. Copies start after the work enqueued there so far: a store reads what that work wrote, and a
+            stream: the engine's device stream (see `StreamLike`; 0 is torch's default) if the engine's pool lies on a
+                device. Copies start after the work enqueued on it so far: a store reads what that work wrote, and a
                 load overwrites nothing that it still reads.
-            gated: a store of blocks that are not written yet, of layerwise D2H ops only: each layer is copied once
-                `open_layers` has opened it. Until then the graph keeps its queue entries; `cancel` ends it too.
+            gated: for a store of blocks that are not written yet, made of layerwise D2H ops only: each layer is copied
+                once `open_layers` has opened it. Until then the graph keeps its queue entries; `cancel` ends it, too.
             after: a point that an earlier `record` returned. Copies start after it instead of after all work enqueued
                 so far. Only for blocks that no work enqueued since then writes or, for a load, reads. Ignored in a
                 gated graph.
@@ -100,18 +100,18 @@ class DataPlane(ABC):
 
     @abstractmethod
     def record(self, stream: StreamLike | None = None) -> StreamPoint | None:
-        """A point after all work enqueued on the engine's stream so far; None where the pool is plain memory."""
+        """A point after all work enqueued on the engine's stream so far; None if the pool is plain memory."""
 
     @abstractmethod
     def order_after(self, ticket: Ticket, deadline_s: float, stream: StreamLike | None = None) -> bool:
         """Makes later work on the engine's stream start after the graph's stores have read their blocks.
 
-        Returns once this is enqueued, without waiting for a forward that runs; on plain memory, which has no stream,
-        once the stores have ended. Stores without a page of host memory (GDS_WRITE) must have ended too.
+        Returns once this is enqueued, without waiting for a running forward pass; on plain memory, which has no stream,
+        returns once the stores have ended. Stores that bypass host memory (GDS_WRITE) must have ended, too.
 
         Returns:
-            False if `deadline_s` seconds passed first, and at once where a GDS_WRITE waits for a forward that runs: the
-                stores go on, and the stream does not wait for them.
+            False if `deadline_s` seconds passed first, and at once if a GDS_WRITE waits for a running forward pass: the
+                stores then continue, and the stream does not wait for them.
 
         Raises:
             ContractError: the ticket was never issued, or the stream is captured into a graph.
@@ -124,7 +124,7 @@ class DataPlane(ABC):
         Opening layers again, or those of a graph that has ended, does nothing.
 
         Args:
-            stream: as for `submit`: the work enqueued there so far writes the layers.
+            stream: as for `submit`; the work enqueued on it so far writes the layers.
 
         Raises:
             ContractError: a ticket was never issued, or `stream` is not a stream. No layer was opened.
@@ -133,16 +133,19 @@ class DataPlane(ABC):
 
     @abstractmethod
     def poll(self, max_results: int = 1024) -> list[OpResult]:
-        """Takes results, oldest first. Each op has exactly one, after its last byte has stopped moving."""
+        """Removes and returns results, oldest first. Each op has exactly one, after its last byte
+        has stopped moving.
+        """
 
     @property
     @abstractmethod
     def event_fd(self) -> int:
-        """A descriptor for select/poll: readable exactly while results wait. Do not read or close it."""
+        """A descriptor for select/poll, which is readable if and only if results wait. Do not read or close it."""
 
     @abstractmethod
     def wait(self, ticket: Ticket, deadline_s: float) -> bool:
-        """Waits up to `deadline_s` seconds until all ops of the graph have ended. On False they go on. Takes no result.
+        """Waits up to `deadline_s` seconds until all ops of the graph have ended. If it returns False, they continue.
+        Does not remove results.
 
         Raises:
             ContractError: the ticket was never issued.
@@ -154,8 +157,8 @@ class DataPlane(ABC):
     ) -> LayerResult:
         """Waits until layer `layer` of all the graph's loads is in place, or has failed.
 
-        Where a graph loads nothing to a device, its DISK_READs count as loads: in place means verified in the host
-        slot. An op that is not layerwise counts when it has ended. With `stream` (the engine's, on a device) the call
+        If a graph loads nothing to a device, its DISK_READs count as loads: in place then means verified in the host
+        slot. An op that is not layerwise counts once it has ended. With `stream` (the engine's, on a device) the call
         returns once the layer's copies are enqueued, and work enqueued on `stream` from then on starts after them; if
         pages have failed, it names them and adds no wait. Pages that fail later are in the op's `OpResult`, as always.
 
@@ -167,10 +170,11 @@ class DataPlane(ABC):
 
     @abstractmethod
     def cancel(self, ticket: Ticket) -> int:
-        """Drops the pages that no lane has taken, and returns their number. The others end; results come as always.
+        """Cancels the pages that no lane has taken, and returns their number. The other pages end, and results come as
+        usual.
 
-        An op ends CANCELLED if none of it was issued; FAILED, with the pages that did not arrive, if part of it was;
-        and OK if it was done already.
+        An op ends CANCELLED if no page of it was issued; FAILED, with the pages that did not arrive, if some were; and
+        OK if all had already arrived.
         """
 
     @abstractmethod
@@ -179,7 +183,8 @@ class DataPlane(ABC):
 
     @abstractmethod
     def close(self, deadline_s: float) -> bool:
-        """Cancels queued pages and waits for those that move. Later submits raise ClosedError; poll still works.
+        """Cancels queued pages and waits for those that are moving. Later submits raise ClosedError; poll still works.
 
-        False: something still moves after `deadline_s` seconds, and nothing that it touches was freed. Call again.
+        Returns False if some bytes still move after `deadline_s` seconds: no memory that they touch was freed. Call it
+        again.
         """

@@ -18,9 +18,9 @@ class CufileLibrary:
     """Result of the search for libcufile.
 
     Attributes:
-        path: empty where it was not found.
+        path: empty if it was not found.
         found: "already loaded", "by the loader" or "in a wheel".
-        version: such as "1.20"; empty where the library does not say.
+        version: such as "1.20"; empty if the library does not report it.
         reason: why it was not found: the places that were searched, each with its error.
     """
 
@@ -44,11 +44,11 @@ def find_cufile() -> CufileLibrary:
 
 @cache
 def name_wheels() -> tuple[str, ...]:
-    """Gives the native core, once per process, the paths of libcufile in wheels. The core loads one of them where
+    """Passes the paths of libcufile in wheels to the native core, once per process. The core loads one of them if
     neither the process nor the loader has the library.
 
     Returns:
-        The paths, in the order in which they are tried; none where no wheel is needed.
+        The paths, in the order in which they are tried; none if no wheel is needed.
     """
     if _first_look().path:
         return ()
@@ -59,13 +59,15 @@ def name_wheels() -> tuple[str, ...]:
 
 @cache
 def _first_look() -> CufileLibrary:
-    """Looks in the process and asks the loader. Once, because what the loader finds stays in the process."""
+    """Checks the process and asks the loader. Only once, because a library that the loader finds
+    stays in the process.
+    """
     return CufileLibrary(*c_ext.find_cufile())
 
 
 @cache
 def _by_pathfinder() -> tuple[tuple[str, ...], str]:
-    """Runs NVIDIA's own search, which also knows conda and CUDA_HOME; it comes with the extra `gpu`.
+    """Runs NVIDIA's own search (from the extra `gpu`), which also knows conda and CUDA_HOME.
 
     Returns:
         The path that it found, if any; and its error if it found none, or none that can be loaded.
@@ -85,7 +87,7 @@ def _by_pathfinder() -> tuple[tuple[str, ...], str]:
 
 
 def _in_site_packages() -> list[str]:
-    """NVIDIA's wheels keep it in nvidia/cu13/lib, or nvidia/cufile/lib before CUDA 13."""
+    """The paths of libcufile in NVIDIA's wheels: in nvidia/cu13/lib, or in nvidia/cufile/lib before CUDA 13."""
     found = []
     for folder in sys.path:
         found += sorted(str(path) for path in Path(folder or ".").glob(f"nvidia/*/lib/{FILE_NAME}"))

@@ -1,4 +1,4 @@
-"""The transfer engine: wraps the native one with the graph's names and types."""
+"""The transfer engine, a wrapper around the native one with the graph's names and types."""
 
 from __future__ import annotations
 
@@ -21,25 +21,29 @@ from flexkv.transfer.stream import StreamLike, optional_stream
 logger = logging.getLogger(__name__)
 
 NO_DIGEST_AREA = -1
-"""The native engine's value for "this slot keeps no digests"."""
+"""The native engine's value for "this slot has no digests"."""
 
 AT_EXIT_S = 2.0
-"""Seconds that the interpreter's exit waits for copies under way, for all engines together."""
+"""How many seconds the interpreter's exit waits for copies under way, for all engines together."""
 
 _still_moving: dict[int, tuple[object, object]] = {}
-"""Objects that engines may touch after a failed close. Never freed: a late DMA into reused memory is worse."""
+"""Objects that engines may touch after a failed close. They are never freed, because a late DMA into reused memory
+would be worse than the leak.
+"""
 
 _engines: weakref.WeakSet[TransferEngine] = weakref.WeakSet()
 
 
 @atexit.register
 def _close_all() -> None:
-    """Ends copies while their memory is still there: a shutdown frees modules and their objects in any order."""
+    """Ends copies while their memory still exists: a shutdown frees modules and their objects in any order."""
     deadline = time.monotonic() + AT_EXIT_S
     for engine in list(_engines):
         engine.close(max(0.0, deadline - time.monotonic()))
     for kept in _still_moving.values():
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))  # so that not even the shutdown frees it
+        ctypes.pythonapi.Py_IncRef(
+            ctypes.py_object(kept)
+        )  # so that even the interpreter's shutdown does not free it
 
 
 class OnDevice(Protocol):
@@ -50,7 +54,7 @@ class OnDevice(Protocol):
 
 
 def cuda_device_of(tensors: Sequence[OnDevice]) -> int | None:
-    """The CUDA device that all of an engine's tensors lie on; None for plain memory.
+    """The CUDA device on which all of an engine's tensors lie; None for plain memory.
 
     Raises:
         GeometryError: they lie on different devices, or on a kind of device that has no lanes.
@@ -67,7 +71,7 @@ def cuda_device_of(tensors: Sequence[OnDevice]) -> int | None:
 
 
 def log_choices(device: int, lane: c_ext.CudaLane) -> None:
-    """Logs which way a GPU's copies go, and which ways are not used and why."""
+    """Logs by which path a GPU's copies go, and which paths are not used and why."""
     for direction, ways in lane.ways.items():
         logger.info("cuda:%d %s: %s", device, direction.upper(), ways)
     if lane.notes:
@@ -78,15 +82,15 @@ class TransferEngine(DataPlane):
     """The data plane over the native scheduler and its lanes.
 
     Args:
-        mover: moves the pages of host lanes; a `c_ext.HostMover` by default. Movers can be wrapped in one another.
+        mover: moves the pages of host lanes; a `c_ext.HostMover` by default. Movers can be nested.
         queue_ops: queue entries for each kind and priority of op.
         copy_threads: shared by both directions of host copies, loads first. Started on first use; idle ones sleep.
-        op_stuck_s: seconds without progress after which an op takes its lane down; 0 for never.
-        lanes: run the ops of further kinds, such as `Volumes.lane`. A lane serves one transfer engine.
-        device: the CUDA device that the engine's pools lie on; None for plain memory. Its lane has threads of its own.
-        batch_copies: whether the copy engine may be given batches (it is tested at start in any case).
+        op_stuck_s: an op without progress for this many seconds takes its lane down; 0 for never.
+        lanes: lanes for further kinds of ops, such as `Volumes.lane`. A lane serves one transfer engine.
+        device: the CUDA device on which the engine's pools lie; None for plain memory. Its lane has its own threads.
+        batch_copies: whether the copy engine may get batches (it is tested at start in any case).
         copy_kernel: whether short runs may be copied by a kernel.
-        digest_threads: threads that together make and check the digests of a CUDA device's pages, 1 to 16.
+        digest_threads: how many threads make and check the digests of a CUDA device's pages, 1 to 16.
         current_stream: returns the engine's stream, for calls of `submit`, `record`, `order_after` and `open_layers`
             without a `stream`.
 
@@ -117,7 +121,7 @@ class TransferEngine(DataPlane):
             self.cuda_lane = c_ext.CudaLane(device, batch_copies, copy_kernel, digest_threads)
             log_choices(device, self.cuda_lane)
         self.kernel_given_up = False
-        """The copy kernel could not be started, and is not used any more."""
+        """Whether the copy kernel could not be started; it is then no longer used."""
         own = [] if self.cuda_lane is None else [self.cuda_lane]
         self._native = c_ext.TransferEngine(mover, queue_ops, copy_threads, op_stuck_s, [*own, *lanes])
         self._views = threading.Lock()
@@ -142,12 +146,13 @@ class TransferEngine(DataPlane):
             stripe_offset: bytes from a slot's start to this rank's stripe, a multiple of 4 KiB.
             digest_offset: bytes from a slot's start to this rank's run digests (8 bytes per run), a multiple of 8.
                 Stores then write them and loads check them; without it pages are not verified.
-            owners: objects that keep the engine's pool alive (arrays, tensors); held until nothing can touch the pool.
+            owners: objects that keep the engine's pool alive (arrays, tensors); held until nothing can touch the pool
+                any more.
 
         Raises:
-            GeometryError: the stripe does not fit the slot, or the view shares bytes with another group's in another
-                way than block by block.
-            ContractError: the group has a view already.
+            GeometryError: the stripe does not fit into the slot, or the view shares bytes with another group's view
+                between different block numbers.
+            ContractError: the group already has a view.
             ClosedError: the transfer engine or the pool was closed.
         """
         with self._views:
@@ -168,14 +173,14 @@ class TransferEngine(DataPlane):
         """
         with self._views:
             number = self._native.detach_view(group)
-            # A close that ran meanwhile has released the owners already.
+            # A concurrent close has already released the owners.
             self._detached[number] = self._owners.pop(group, ())
         self._drop_released()
 
     def _drop_released(self) -> None:
         with self._views:
             released = [self._detached.pop(number, ()) for number in self._native.released_views()]
-        # Freed without the lock, because owners may run code of their own then.
+        # Freed without the lock, because freeing the owners may run arbitrary code.
         released.clear()
 
     def submit(
@@ -277,6 +282,6 @@ class TransferEngine(DataPlane):
         _still_moving[id(self._native)] = (self._native, owners)
 
     def __del__(self) -> None:
-        # Without a close, memory that a lane may still write is kept rather than freed under it.
+        # If the engine was not closed, keeps memory that a lane may still write instead of freeing it.
         if hasattr(self, "_owners") and not self._native.close(0.0):
             self._keep_for_good()

@@ -1,4 +1,4 @@
-"""One rank's lane between the engine's pool and the slabs on disk, which uses no page of host memory."""
+"""One rank's lane between the engine's pool and the slabs on disk, which bypasses host memory."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def make_gds_lane(
     no engine received.
 
     Args:
-        stripe: the rank whose stripe this rank moves: 0 where all ranks hold the same bytes.
+        stripe: the rank whose stripe this rank moves; 0 if all ranks hold the same bytes.
         device: the CUDA device that holds the engine's pool; None for plain memory.
-        use_staged_transfer, max_staging_blocks: override `config` where given.
-        io: the backend for plain memory, and for copies by way of plain memory where a GPU has no other way.
-        views: views of the rank's pool, one per group: the staging that their blocks need is taken now. Without them
-            the first transfer takes it.
+        use_staged_transfer, max_staging_blocks: override `config` if given.
+        io: the backend for plain memory, and for copies through plain memory if a GPU has no other way.
+        views: views of the rank's pool, one per group: the staging that their blocks need is allocated now. Without
+            them the first transfer allocates it.
 
     Raises:
         ConfigError: a slab that cannot be opened, or `io` that the kernel refuses.
@@ -72,7 +72,7 @@ def make_gds_lane(
                 lane.staging_slots, lane.staging_slot_bytes, slots, config.max_staging_bytes
             ):
                 log.info("slabs of group %d: %s", group, cut)
-        # Only registering the staging shows which way cuFile takes to each slab.
+        # Only registering the staging shows which route cuFile takes to each slab.
         log.info("slabs: %s; %s", lane.describe(), "staged" if staged else "a call a run")
         log_refusal(lane.pool, config)
         opened.pop_all()
@@ -80,8 +80,9 @@ def make_gds_lane(
 
 
 def log_refusal(pool: c_ext.PoolState, config: GdsConfig) -> None:
-    """Warns that a pool which was to be registered passes through staging. What `auto` decides is in the line that
-    describes the lane."""
+    """Warns that a pool which should have been registered goes through staging. (The line that describes the lane says
+    what `auto` decided.)
+    """
     if pool["refusal"] and config.register_pool == "on":
         get_logger("gds").warning(
             "gds.register_pool=on: the pool passes through staging: %s", pool["refusal"]
@@ -95,10 +96,10 @@ def log_lost_registration(pool: c_ext.PoolState) -> None:
 
 
 def gpudirect_refusal() -> str:
-    """Why no file reaches a GPU's memory by GPUDirect Storage in this process; empty where one may. A lane that has
-    opened its slabs knows this for each of them (`GdsLane.direct_refusal`).
+    """Why no file reaches a GPU's memory by GPUDirect Storage in this process; empty if one may. A lane that has opened
+    its slabs knows this for each slab (`GdsLane.direct_refusal`).
 
-    The first call opens cuFile's driver where there is a GPU.
+    The first call opens cuFile's driver if there is a GPU.
     """
     name_wheels()
     return c_ext.gpudirect_refusal()

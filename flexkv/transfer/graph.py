@@ -1,7 +1,7 @@
-"""Transfer graphs: the one border between the control plane, which plans them, and the data plane, which runs them.
+"""Transfer graphs: the only interface between the control plane, which plans them, and the data plane, which runs them.
 
-A graph carries no tokens, no policy and no bytes of KV: only numbers of blocks, slots and disk slots, and the tags of
-the pages in those. It is plain NumPy, so that it pickles in microseconds and travels to worker processes as part of an
+A graph carries no tokens, no policy and no KV bytes: only the numbers of blocks, slots and disk slots, and the tags of
+the pages in disk slots. It is plain NumPy, so that it pickles in microseconds and can travel to worker processes in an
 engine's own metadata.
 """
 
@@ -63,7 +63,7 @@ class OpKind(IntEnum):
 
 
 WITHOUT_SLOTS = frozenset({OpKind.GDS_READ, OpKind.GDS_WRITE, OpKind.DISK_SEAL})
-"""Kinds that touch no host slot: an op of theirs has as many pages as `places`."""
+"""Kinds that touch no host slot. Their ops have one page per place."""
 
 
 class Priority(IntEnum):
@@ -117,17 +117,17 @@ class TransferOp:
 
     Attributes:
         group: KV group (attention type); selects the view and the slot pool.
-        blocks: engine blocks, or empty for an op without a device side. Read-only where unpickled, like `slots`.
+        blocks: engine blocks, or empty for an op without a device side. Read-only if unpickled, like `slots`.
         slots: host slots, one per page; empty for the GDS kinds and DISK_SEAL.
-        layerwise: moves layer 0 of all pages, then layer 1, and so on, as `TransferEngine.wait_layer` needs it.
-            Otherwise page by page, which is faster and lets stream edges start early.
+        layerwise: whether to move layer 0 of all pages, then layer 1, and so on, as `TransferEngine.wait_layer` needs
+            it. If not, the op moves page by page, which is faster and lets stream edges start early.
         places: for the disk and GDS kinds, the disk slots, one per page; empty for other kinds.
         tags: for these kinds, the tag of the page that each place must hold or will hold; empty for other kinds.
         digests: for DISK_SEAL, the digests that the GDS_WRITE ops reported, side by side in the order of the ranks.
-        reads: for H2D, the DISK_READ that brings each page to its slot, or 0 for a page that is there; empty when all
-            are. The read may run on another transfer engine with the same host pool, in another process, and may have
-            ended. A page is moved once its read has verified it, and fails if its read fails. A layerwise load moves
-            each layer of a page once a layerwise read has verified that layer.
+        reads: for H2D, the DISK_READ that fills each page's slot, or 0 if the slot is already filled; empty if all are.
+            The read may run on another transfer engine with the same host pool, even in another process, and may have
+            ended already. A page moves once its read has verified it, and fails if its read fails. A layerwise load
+            moves each layer of a page once a layerwise read has verified that layer.
     """
 
     op_id: OpId
@@ -147,8 +147,8 @@ class TransferOp:
         return len(self.places) if self.kind in WITHOUT_SLOTS else len(self.slots)
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-        # Plain numbers and bytes: pickle writes an enum as a call that looks up its name, and an array as one that
-        # makes it from its type and shape. Both cost more than the pages.
+        # Pickles plain numbers and bytes: pickle would write an enum as a lookup of its name, and an array as
+        # a call that makes it from type and shape. Both cost more than the pages themselves.
         numbers = (int(self.kind), self.group, int(self.priority))
         disk: tuple[object, ...] = ()
         if len(self.reads):
@@ -212,14 +212,15 @@ class TransferGraph:
     edges: tuple[Edge, ...] = ()
 
     def layerwise(self) -> TransferGraph:
-        """Returns the same graph with its ops moved layer by layer, except for kinds without host slots: one call moves
-        all layers of a page between disk and engine, so they are in place together."""
+        """Returns the same graph with layerwise ops, except for kinds without host slots: for these, one call moves all
+        layers of a page between disk and engine, so all arrive together.
+        """
         ops = tuple(op if op.kind in WITHOUT_SLOTS else replace(op, layerwise=True) for op in self.ops)
         return TransferGraph(ops, self.edges)
 
     @property
     def is_layerwise(self) -> bool:
-        """Whether all its ops are moved layer by layer."""
+        """Whether all its ops are layerwise."""
         return all(op.layerwise for op in self.ops)
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
@@ -231,16 +232,16 @@ NO_OPS = TransferGraph(())
 
 @dataclass(frozen=True, slots=True)
 class OpResult:
-    """The terminal result of one op on one rank: sent once, after its last byte has stopped moving.
+    """The final result of one op on one rank, sent once, after its last byte has stopped moving.
 
     Attributes:
         failed: positions within the op's pages that must not be used, ascending, int32. Empty when `status` is OK;
             every page when it is CANCELLED, SKIPPED or LANE_DOWN.
-        reason: what went wrong, for a person; empty when `status` is OK.
+        reason: what went wrong, in words; empty if `status` is OK.
         digests: for GDS_WRITE, this rank's run digests of each page, which DISK_SEAL needs; zeros for failed pages, and
-            empty where all failed.
-        causes: `FailureCause` of each page in `failed`; empty where only `status` says why.
-        loss: for a store that never began, why its pages are not stored; None where it has no reason of its own.
+            empty if all failed.
+        causes: `FailureCause` of each page in `failed`; empty if only `status` says why.
+        loss: for a store that never began, why its pages are not stored; None if there is no specific reason.
     """
 
     op_id: OpId
@@ -269,7 +270,7 @@ class OpResult:
 
     @classmethod
     def cancelled(cls, op_id: OpId, pages: int, reason: str, loss: PageLoss | None = None) -> OpResult:
-        """Makes the result of an op of which no page may be used, because it never ran or was given up."""
+        """Makes the result of an op that never ran or was abandoned, so that none of its pages may be used."""
         return cls(op_id, OpStatus.CANCELLED, np.arange(pages, dtype=np.int32), reason, loss=loss)
 
 

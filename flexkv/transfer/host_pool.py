@@ -31,10 +31,10 @@ class ExtentReport:
     Attributes:
         pages_kind: `huge`, `mixed`, `4k` or `hugetlb` (reserved huge pages); `pending` until the extent is up;
             `attached` in a process that did not create the pool.
-        huge_bytes: the part of `bytes` that the kernel maps by huge pages.
+        huge_bytes: the part of `bytes` that is on huge pages.
         bring_up_s: seconds from the first touch to ready.
-        registered: the GPU knows all of it; otherwise only the copy engine can be used.
-        numa_node: the node that holds the extent's first page; -1 where the kernel does not say.
+        registered: whether all of it is registered with the GPU; if not, only the copy engine can use it.
+        numa_node: the node that holds the extent's first page; -1 if the kernel does not report it.
     """
 
     index: int
@@ -62,17 +62,17 @@ class PoolDescriptor:
 class HostPool:
     """An arena of `slots` slot images of `slot_bytes` each (a multiple of 4 KiB), in extents of at most 1 GiB.
 
-    Memory is mapped in the background, in order: slots [0, `ready_slots`) can be used. If memory runs short meanwhile,
-    mapping stops (`stopped_reason`), and the slots that are ready stay.
+    Memory is mapped in the background, in order: slots [0, `ready_slots`) can be used. If memory runs short, mapping
+    stops (`stopped_reason`), and the slots that are ready stay usable.
 
     Args:
-        numa_node: the node that the memory is taken from while it has any; None leaves it to the kernel.
+        numa_node: the preferred node for the memory; None leaves the choice to the kernel.
 
     Raises:
         GeometryError: a size is not allowed.
-        CapacityError: the pool would not fit the memory available now (MemAvailable and control groups) and leave some
-            of it free.
-        ConfigError: `huge_pages` is neither of its words, or there can be no such NUMA node.
+        CapacityError: the pool and its headroom do not fit into the memory available now (MemAvailable and control
+            groups).
+        ConfigError: `huge_pages` has an unknown value, or there can be no such NUMA node.
     """
 
     def __init__(
@@ -110,12 +110,16 @@ class HostPool:
         pool._native = c_ext.HostPool.attach(
             d.pid, d.fd, d.token, d.file_bytes, d.slot_bytes, d.slots, d.extent_bytes
         )
-        pool._logged, pool._warned, pool._creator_missed = True, False, False  # the creator logs what it got
+        pool._logged, pool._warned, pool._creator_missed = (
+            True,
+            False,
+            False,
+        )  # only the creator logs the pool's memory
         return pool
 
     @property
     def native(self) -> c_ext.HostPool:
-        """The native pool, for transfer engines and lanes, which keep its memory for as long as they may touch it.
+        """The native pool, for transfer engines and lanes, which keep its memory alive while they may touch it.
 
         Raises:
             ClosedError: the pool was closed.
@@ -134,7 +138,7 @@ class HostPool:
 
     @property
     def ready_slots(self) -> int:
-        """Slots [0, ready_slots) are mapped. Only grows; an attached pool sees what its creator has mapped."""
+        """Slots [0, ready_slots) are mapped. Only grows; an attached pool reports what its creator has mapped."""
         ready = self.native.ready_slots
         self._log_once()
         return ready
@@ -144,7 +148,8 @@ class HostPool:
         128 MiB (or one slot), and a pause follows it, so that the engine can take the driver's locks in between. Pieces
         that the GPU refuses are tried again for a minute.
 
-        Only a process whose GPU copies needs it. Later calls change nothing: all GPUs know registered memory.
+        Only a process whose GPU copies needs this. Later calls have no effect, because memory is registered for all
+        GPUs at once.
 
         Raises:
             ConfigError: there is no such CUDA device, or no driver.
@@ -153,7 +158,7 @@ class HostPool:
 
     @property
     def pinned_slots(self) -> int:
-        """The GPU has taken or refused slots [0, pinned_slots); 0 without `pin`."""
+        """The GPU has registered or refused slots [0, pinned_slots); 0 before `pin`."""
         pinned = self.native.pinned_slots
         self._log_once()
         return pinned
@@ -165,12 +170,16 @@ class HostPool:
 
     @property
     def stopped_reason(self) -> str:
-        """Why no more slots will be mapped: mapping stopped early, or the pool's process ended. Empty if all are."""
+        """Why no more slots will be mapped: mapping stopped early, or the pool's process ended. Empty if all are
+        mapped.
+        """
         return self.native.stopped_reason
 
     @property
     def creator_gone(self) -> bool:
-        """For an attached pool, whether the process that made it has ended or closed it. The memory here stays."""
+        """For an attached pool, whether the process that made it has ended or closed it. This process's mapping stays
+        valid.
+        """
         return self.native.creator_gone
 
     def wait_ready(self, slots: int, deadline_s: float) -> bool:
@@ -228,10 +237,9 @@ class HostPool:
         )
 
     def close(self) -> None:
-        """Ends bring-up and refuses new use. The memory goes with the last engine, op or array that can touch it.
+        """Ends bring-up and refuses new use. The memory is freed with the last engine, op or array that can touch it.
 
-        In its own process this closes the pool for everyone who attached there; other processes keep theirs.
-        Idempotent.
+        This closes the pool for all who attached in this process; other processes keep their mappings. Idempotent.
         """
         if self._native is not None:
             self._native.close()

@@ -1,6 +1,6 @@
-"""Names the work of the lanes' threads and of the layerwise stages to a profiler such as Nsight Systems, by NVTX.
+"""Marks the work of the lanes' threads and of the layerwise stages for a profiler such as Nsight Systems, with NVTX.
 
-Off until `enable` is called: no library is looked for or loaded, and `span` returns one shared empty context.
+Off until `enable` is called: no library is searched for or loaded, and `span` returns one shared empty context.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ logger = get_logger(__name__)
 OFF, ON = "off", "on"
 ALLOWED = "allowed are off, on, and the path of NVTX's library"
 LIBRARIES = ("libnvtx3interop.so.1", "libnvToolsExt.so.1")
-"""NVTX 3's, in the wheel `nvidia-nvtx` that torch's CUDA builds bring; then that of CUDA toolkits before 12.9."""
+"""The library of NVTX 3, in the wheel `nvidia-nvtx` that torch's CUDA builds bring; then that of CUDA toolkits before
+12.9.
+"""
 
 _library: ctypes.CDLL | None = None
 _NOTHING: AbstractContextManager[None] = nullcontext()
@@ -45,7 +47,7 @@ class _Range:
 
 
 def enable(setting: str) -> None:
-    """Turns ranges on in this process as `observe.nvtx` says, for good; `off` leaves everything as it is.
+    """Permanently turns ranges on in this process if `observe.nvtx` says so; `off` changes nothing.
 
     Args:
         setting: `off`, `on`, or the path of a library.
@@ -72,7 +74,7 @@ def enable(setting: str) -> None:
 
 
 def span(name: str) -> AbstractContextManager[None]:
-    """A context that marks a range "flexkv `name`" in the calling thread; where ranges are off, an empty one."""
+    """A context that marks a range "flexkv `name`" in the calling thread; an empty context if ranges are off."""
     return _NOTHING if _library is None else _Range(_library, name)
 
 

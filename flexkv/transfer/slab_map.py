@@ -1,4 +1,4 @@
-"""Where a unit's pages lie on its disks, in the form in which the ranks' processes receive it."""
+"""Where a unit's pages lie on its disks, in the form that is sent to the ranks' processes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class SlabMap:
     """Where a unit's pages lie on its disks; travels to the ranks' processes.
 
     Attributes:
-        disks: each disk's slabs, one per group, the same one for groups that share it; empty for a disk that is lost.
+        disks: each disk's slabs, one per group; groups that share a slab name the same one. Empty for a lost disk.
     """
 
     groups: tuple[SlabGroup, ...]

@@ -1,4 +1,4 @@
-"""Names, for the log, the limit that decided the number of staging slots: the number itself does not show it."""
+"""Names, for the log, the limit that determined the number of staging slots."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from flexkv.config.sizes import format_size
 
 
 def staging_cut(slots: int, slot_bytes: int, max_blocks: int, max_bytes: int) -> str:
-    """One line that names what left fewer slots than `gds.max_staging_blocks` allows; empty where nothing did.
+    """One line that names the limit that left fewer slots than `gds.max_staging_blocks` allows; empty if none did.
 
     Args:
-        slots, slot_bytes: as the native core divided its staging; no slots where it needs none.
+        slots, slot_bytes: how the native core divided its staging; no slots if it needs none.
         max_blocks: `gds.max_staging_blocks`.
         max_bytes: `gds.max_staging_bytes`.
     """

@@ -1,4 +1,4 @@
-"""Turns a caller's object for a CUDA stream into the `cudaStream_t` that the native core takes."""
+"""Converts a caller's stream object to the `cudaStream_t` that the native core takes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class HasCudaStreamMethod(Protocol):
 
 
 class HasCudaStream(Protocol):
-    """A stream of a torch that is older than the protocol."""
+    """A stream of a torch version that predates the protocol."""
 
     @property
     def cuda_stream(self) -> int: ...
@@ -31,10 +31,11 @@ StreamLike: TypeAlias = SupportsIndex | HasCudaStreamMethod | HasCudaStream
 
 
 def stream_address(stream: StreamLike) -> int:
-    """The `cudaStream_t` of `stream`. Where an object has both the protocol and the attribute, the protocol counts.
+    """The `cudaStream_t` of `stream`. If an object has both the protocol and the attribute, the protocol wins.
 
     Raises:
-        ContractError: not a stream; names the value. An exception of the object's own code is its cause.
+        ContractError: it is not a stream; names the value. If the object's own code raised an exception, that is the
+            cause.
     """
     try:
         if (method := getattr(stream, "__cuda_stream__", None)) is not None:
@@ -85,7 +86,7 @@ def _address(value: Any, stream: object) -> int:
 
 
 def _whole(value: Any) -> int | None:
-    """The value as a whole number, else None. A bool is one to Python; as a stream it is a mistake."""
+    """The value as a whole number, or None. Excludes bool, which as a stream is a mistake."""
     try:
         return None if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -93,7 +94,7 @@ def _whole(value: Any) -> int | None:
 
 
 def _named(value: object, words: Callable[[object], str] = repr) -> str:
-    """The value for a message, also where its own `repr` or `str` fails."""
+    """The value for a message, even if its own `repr` or `str` fails."""
     try:
         return f"{words(value):.80}"
     except Exception:

@@ -1,7 +1,7 @@
 """The contract of an ownership unit: an adapter's view of the cache from its engine's start to its end.
 
-An adapter always has a unit. Until its ranks are known, and after an error that the engine can live with, that is a
-`NullUnit`, which has nothing cached and stores nothing; `build_unit` makes a unit that works.
+An adapter always has a unit. Until its ranks are known, and after an error that the engine can tolerate, that is a
+`NullUnit`, which caches and stores nothing; `build_unit` makes a working unit.
 
 | state | `match` | stores | ops under way | `poll` | `reset` |
 |---|---|---|---|---|---|
@@ -24,7 +24,7 @@ from flexkv.observe import Counters
 
 
 class UnitState(Enum):
-    """What a unit does now."""
+    """The state of a unit."""
 
     AWAITING_RANKS = "awaiting ranks"
     """A rank has not described its pool yet, or the ranks' pools cannot be served."""
@@ -36,17 +36,17 @@ class UnitState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class CacheRole:
-    """What one engine is configured to do with the cache.
+    """How one engine is configured to use the cache.
 
     Attributes:
         loads: the engine looks up and loads blocks.
         stores: the engine stores blocks.
-        recomputes: the engine computes what a load did not bring.
+        recomputes: the engine computes pages that a load did not bring.
         fails_requests: the engine ends a request whose load fails or is late; has no effect with `recomputes`.
-        shared: workers live in processes of their own and map the host pool.
+        shared: workers live in their own processes and map the host pool.
         compute_if_faster: the adapter measures the engine's steps, so a lookup may leave a tier's pages to the engine
-            where it computes them sooner.
-        asks_again: the engine asks again with its next step for a request that has to wait.
+            if it computes them sooner.
+        asks_again: for a request that has to wait, the engine looks up again with its next step.
     """
 
     loads: bool = True
@@ -68,10 +68,11 @@ class EngineUnit(ABC):
         reason: why it is not usable; empty while it is.
         manager: the control plane.
         slots: slots of the host pool once all of its memory is mapped.
-        growing: some of the pool's memory is not mapped or not in use yet; `grow` puts it to use.
-        has_tiers: there are tiers behind host memory, which need `poll`; only a fetch from one competes with computing.
-        grant: what workers in other processes need to map the pool; None once all have mapped it, and where no worker
-            needs it.
+        growing: whether some of the pool's memory is not mapped or not in use yet; `grow` puts it to use.
+        has_tiers: whether there are tiers behind host memory, which need `poll`; only a fetch from one competes with
+            computing.
+        grant: what workers in other processes need to map the pool; None once all have mapped it, or if no worker needs
+            it.
     """
 
     unit_id: UnitId = NO_UNIT
@@ -92,7 +93,7 @@ class EngineUnit(ABC):
     @property
     @abstractmethod
     def busy(self) -> bool:
-        """Whether some tier has work that further calls of `poll` move on."""
+        """Whether some tier has work that further calls of `poll` would advance."""
 
     @abstractmethod
     def poll(self) -> bool:
@@ -100,7 +101,7 @@ class EngineUnit(ABC):
 
     @abstractmethod
     def rank_ready(self, ready: Mapping[int, int]) -> None:
-        """Notes how many slots each rank in `ready` can use."""
+        """Records how many slots each rank in `ready` can use."""
 
     @abstractmethod
     def grow(self) -> None:
@@ -108,15 +109,15 @@ class EngineUnit(ABC):
 
     @abstractmethod
     def disable(self, rank: int, error: str) -> None:
-        """Stops caching, because `rank` cannot use the pool; the engine goes on without a cache."""
+        """Stops caching, because `rank` cannot use the pool; the engine continues without a cache."""
 
     @abstractmethod
     def stop_straight_loads(self, rank: int, reason: str) -> None:
-        """Sends all loads through host memory for good, because `rank` cannot load from a tier past it."""
+        """Permanently sends all loads through host memory, because `rank` cannot load directly from a tier."""
 
     @abstractmethod
     def expire_if_due(self, counters: Counters) -> None:
-        """Ends expired leases of lookups that were never followed up, if it is time to look for them."""
+        """Ends expired leases of lookups that were never used, if it is time to check for them."""
 
     @abstractmethod
     def count(self, counters: Counters) -> None:

@@ -1,4 +1,4 @@
-"""Builds a unit from its ranks' facts: slot geometry, host memory, tiers and manager, or nothing at all."""
+"""Builds a unit from its ranks' facts: slot geometry, host memory, tiers and manager; all of it or nothing."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ START_WAIT_S = 10.0
 the first requests find room; the rest is mapped while the engine runs."""
 
 FAILED_LOAD_REST_S = 30.0
-"""For how long after a failed load nothing is promised to an engine that ends a request whose load is late. Each try
-costs a client its request, and a tier that was slow for longer than `load.deadline_s` is seldom fast a moment later."""
+"""After a failed load, an engine that ends requests whose loads are late gets no promises for this long. Each attempt
+can cost a client its request, and a tier that was slow for longer than `load.deadline_s` is seldom fast a moment later.
+"""
 
 
 def share_of_node(config: FlexKVConfig, units: int) -> FlexKVConfig:
@@ -59,13 +60,13 @@ def build_unit(
         ranks: the facts of every rank, by rank number.
         slots: slots of the host pool; None for as many as the configured host memory holds.
         listener: receives the keys that become visible in host memory and those that leave it.
-        prompt_limit: the log warns of a tier that holds less; None where the engine does not say.
+        prompt_limit: the log warns if a tier holds less than this; None if the engine does not report it.
         alignment_tokens: every hit is a multiple of it; None where hits need only be whole blocks of every group.
 
     Raises:
         GeometryError: a rank is missing, or the ranks do not agree.
         CapacityError: the memory does not hold one slot, or is not available.
-        ConfigError: this machine lacks what one or several settings ask for.
+        ConfigError: this machine lacks what a setting asks for.
         FlexKVError: a folder cannot be used, or another process uses it.
     """
     facts = UnitFacts(config, tuple(groups), _stripes(ranks, len(groups)), owner, role.recomputes)
@@ -117,7 +118,7 @@ def _specs(groups: Sequence[KvGroup], slots: int) -> list[GroupSpec]:
 
 
 def _stripes(ranks: Mapping[int, RankFacts], groups: int) -> tuple[RankFacts, ...]:
-    """The ranks that have a stripe of their own: the first of each row of ranks that hold the same bytes.
+    """The ranks that have their own stripe: the first of each row of ranks that hold the same bytes.
 
     Raises:
         GeometryError: a rank is missing, or the ranks do not agree.

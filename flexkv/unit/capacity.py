@@ -1,4 +1,4 @@
-"""Describes a tier's capacity to the person who sizes it: in tokens, and in prompts of the greatest length."""
+"""Describes a tier's capacity to the user who sizes it, in tokens and in prompts of maximal length."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flexkv.facts.ranks import KvGroup
 
 @dataclass(frozen=True, slots=True)
 class PromptLimit:
-    """The longest prompt that the engine takes.
+    """The longest prompt that the engine accepts.
 
     Attributes:
         setting: the engine's name for the limit.
@@ -28,11 +28,11 @@ class TierCapacity:
 
     Attributes:
         tier: its name in the log.
-        blocks: how many blocks it has room for.
-        block_bytes: bytes of one block with everything that is stored beside it, over all ranks.
+        blocks: how many blocks fit.
+        block_bytes: bytes of one block over all ranks, including trailers and padding.
         setting: the setting that sizes the tier.
         shares: how many times the setting's bytes are taken: once per rank, or once per disk in use.
-        groups: KV groups whose pages take its slots.
+        groups: KV groups whose pages use its slots.
     """
 
     tier: str
@@ -53,7 +53,7 @@ class TierCapacity:
         return len(self.groups) == 1 and self.groups[0].rule is Rule.FULL
 
     def words(self, limit: PromptLimit | None) -> str:
-        """The capacity in tokens and bytes, and in prompts where the engine says how long one may be."""
+        """The capacity in tokens and bytes, and in prompts if the engine reports the longest one."""
         size = format_size(self.blocks * self.block_bytes)
         if len(self.groups) > 1:
             # How many tokens they hold depends on how prompts share pages.
@@ -72,11 +72,11 @@ class TierCapacity:
         return sum(_pages_at_end(group, tokens) for group in self.groups)
 
     def needed_setting(self, limit: PromptLimit) -> int:
-        """The setting's value, in bytes, with which the tier holds one prompt of the greatest length."""
+        """The setting's value, in bytes, with which the tier holds one prompt of maximal length."""
         return -(-self.pages_of(limit.tokens) // self.shares) * self.block_bytes
 
     def shortage(self, limit: PromptLimit | None) -> str:
-        """The warning for a tier that cannot hold one prompt of the greatest length; empty if it can."""
+        """The warning for a tier that cannot hold one prompt of maximal length; empty if it can."""
         if limit is None or self.blocks >= self.pages_of(limit.tokens):
             return ""
         needed = self.needed_setting(limit)

@@ -1,4 +1,4 @@
-"""Carries ops between a manager and the planes of its tiers, without ever waiting for one."""
+"""Carries ops between a manager and the planes of its tiers, and never waits for one."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from flexkv.transfer.graph import OpKind, OpResult, SlotIds, TransferGraph
 logger = get_logger(__name__)
 
 WATCH_EVERY_S = 0.25
-"""How often the tiers are asked for news while nothing moves."""
+"""How often the tiers are polled while nothing moves."""
 
 SAY_LEFT_EVERY_S = 60.0
-"""How often at most the log reports pages that the engine computes although a tier has them."""
+"""The shortest interval between log lines about pages that the engine computes although a tier has them."""
 
 FLUSH_SHARE = 0.7
-"""Share of a close's time in which writes may begin; in the rest they end and become durable."""
+"""During this share of a close's time writes may begin; in the rest they end and become durable."""
 
 CLOSE_LOOK_S = 0.002
-"""How often a close looks whether the writes have ended."""
+"""How often a close checks whether the writes have ended."""
 
 
 class UnitDriver:
-    """The manager's thread calls it whenever it has a moment. Closes the tiers and their planes.
+    """The manager's thread calls it whenever it is free. Closes the tiers and their planes.
 
     Args:
         manager: all of its tiers but the first may have planes.
-        fail_read: fails loads that wait for a fetch (host slots and number) that is never made. The plane of a
-            fetch that was submitted settles its loads itself.
+        fail_read: fails loads that wait for a fetch (host slots and number) that will never be submitted. For a
+            submitted fetch, the plane settles its loads itself.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class UnitDriver:
         )
 
     def poll(self) -> None:
-        """Takes results, plans writes, submits what was planned. Costs about a microsecond when there is nothing."""
+        """Takes results, plans writes, and submits planned ops. Costs about a microsecond if there is nothing to do."""
         if self._closed is not None:
             return
         if self._manager.work.moving:
@@ -76,7 +76,7 @@ class UnitDriver:
             self._watch(now_s)
 
     def look_durable(self) -> bool:
-        """Asks the tiers for news; returns whether all that was written until now would survive a crash."""
+        """Polls the tiers; returns whether everything written until now would survive a crash."""
         return all(tier.durable() for tier in self._behind)
 
     def _submit(self, tier: TierId, graph: TransferGraph) -> None:
@@ -86,8 +86,8 @@ class UnitDriver:
             if self._planes[tier].submit(graph) is not None:
                 return
         except Exception as error:
-            # The engine can live without the tier, whatever its plane has met (no more threads, for one): its pages are
-            # misses from now on. Graphs for other tiers are submitted all the same.
+            # The engine can do without the tier, whatever error its plane has met (no more threads, for
+            # example): its pages are misses from now on. Graphs for other tiers are still submitted.
             reason = f"{type(error).__name__}: {error}"
             self._manager.work.take_down(tier, reason)
         for op in graph.ops:
@@ -125,10 +125,10 @@ class UnitDriver:
         )
 
     def close(self, deadline_s: float) -> bool:
-        """Writes pages that wait and pages that only host memory has, ends the planes, and makes everything durable.
+        """Writes waiting pages and pages that only host memory has, ends the planes, and makes everything durable.
 
-        Returns False if after `deadline_s` seconds something still moved, or was not written or not durable. Only pages
-        that were not written are lost. New writes begin within `FLUSH_SHARE` of the time only, so that those under way
+        Returns False if after `deadline_s` seconds some page still moves, was not written or is not durable. Only pages
+        that were not written are lost. New writes begin only within `FLUSH_SHARE` of the time, so that those under way
         can end and become durable. Further calls return the same.
         """
         if self._closed is not None:
@@ -146,8 +146,8 @@ class UnitDriver:
                 self._give_up_writes(deadline_s)
             time.sleep(CLOSE_LOOK_S)
             self.poll()
-        self._give_up_writes(deadline_s)  # one look may have lasted to the end
-        # All planes and tiers are closed, whatever one of them returns.
+        self._give_up_writes(deadline_s)  # one poll may have lasted to the deadline
+        # Closes all planes and tiers, whatever one of them returns.
         ended = [_close(plane, ends_s) for plane in self._planes.values()]
         self._take_results()
         durable = [_close(tier, ends_s) for tier in reversed(self._behind)]

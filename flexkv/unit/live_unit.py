@@ -18,15 +18,14 @@ from flexkv.unit.weights_gate import WeightsGate
 logger = get_logger(__name__)
 
 EXPIRE_EVERY_S = 1.0
-"""How often the unit looks for expired leases of lookups that were never followed up. A lease lives for a minute by
-default."""
+"""How often the unit checks for expired leases of lookups that were never used. A lease lasts a minute by default."""
 
 
 class LiveUnit(EngineUnit):
     """
     Args:
         places: each rank's share of a slot, by group.
-        slabs: for workers that move pages straight between a tier and the engine's pool; None where no worker does.
+        slabs: for workers that move pages directly between a tier and the engine's pool; None if no worker does.
         pools: see the attribute.
         close_s: how long a close may take.
         gate: see the attribute.
@@ -89,14 +88,15 @@ class LiveUnit(EngineUnit):
             return
         up = self.pool.ready_slots
         if self._workers_pin:
-            # Each worker registers the memory with its own device, which takes a while and may fall short. On a host
-            # device a mapped slot is ready for all workers, because they map the pool before they touch it.
+            # Each worker registers the memory with its own device, which takes a while and may not cover all
+            # of it. On a host device a mapped slot is ready for all workers, because they map the pool before
+            # they touch it.
             up = min(up, *self._ready.values()) if len(self._ready) == len(self.places) else 0
         if up > self._up:
             self._up = up
             # All groups share the slots of the first.
             self.manager.grow(0, up)
-        # The pool logs how bring-up ended when it is asked after the end, so growing lasts until then.
+        # The pool logs how bring-up ended when it is polled after the end, so `growing` is true until then.
         self.growing = self._up < self.slots or not self.pool.settled
 
     def disable(self, rank: int, error: str) -> None:

@@ -25,7 +25,7 @@ from flexkv.unit.base import EngineUnit, UnitState
 
 
 class NullManager(CacheManager):
-    """Nothing is cached and nothing is stored."""
+    """A manager that caches and stores nothing."""
 
     def __init__(self) -> None:
         self.was_reset = False
@@ -132,15 +132,16 @@ class NullUnit(EngineUnit):
 
     @property
     def was_reset(self) -> bool:
-        """Whether the weights changed meanwhile. Tiers may hold pages of the old weights, so the unit that follows is
-        reset before it promises or stores anything."""
+        """Whether the weights changed meanwhile. Tiers may hold pages of the old weights, so the next unit is reset
+        before it promises or stores anything.
+        """
         return self.manager.was_reset
 
     def poll(self) -> bool:
         return False
 
     def rank_ready(self, ready: Mapping[int, int]) -> None:
-        """No rank was given a pool."""
+        """Does nothing: no rank has a pool."""
 
     def grow(self) -> None:
         """There is no pool."""

@@ -15,7 +15,7 @@ DIGEST_BYTES = 8
 
 
 def digest_areas(runs: Sequence[int]) -> tuple[int, list[int]]:
-    """Lays out the run digests of all ranks behind the stripes, for when no tier's format says where they lie.
+    """Lays out the run digests of all ranks behind the stripes, if no tier's format says where they lie.
 
     Args:
         runs: how many runs each rank's view has (`len(view.runs)`).
@@ -49,10 +49,10 @@ class SlotGeometry:
     ) -> SlotGeometry:
         """
         Args:
-            stripes: facts of the ranks that have a stripe of their own: the first of each row of those `ranks` that
-                hold the same bytes. All rows are equally long.
-            verify: pages have digests.
-            images: for each tier that stores anything beside the stripes, its needs by group.
+            stripes: facts of the ranks that have their own stripe, which is the first of each row of `ranks` that hold
+                the same bytes. All rows are equally long.
+            verify: whether pages have digests.
+            images: for each tier that stores more than the stripes, its needs by group.
 
         Raises:
             GeometryError: two tiers need different images.

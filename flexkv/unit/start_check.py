@@ -1,5 +1,6 @@
-"""Checks, before anything is taken, that this machine has what the settings ask for. An engine's start does so, and
-`flexkv info`."""
+"""Checks, before any resource is taken, that this machine has what the settings ask for. An engine's start and `flexkv
+info` run these checks.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from flexkv.storage.folder_share import OwnBytes, folder_faults, same_folders
 
 
 def start_faults(config: FlexKVConfig, ranks: int, lost: Mapping[str, str]) -> list[FlexKVError]:
-    """Why a unit of `ranks` ranks cannot start here; empty if it can, as far as is known without its model.
+    """Why a unit of `ranks` ranks cannot start here; empty if it can, as far as that is known without its model.
 
     Args:
         lost: folders that cannot be used, and why (`folder_faults`). If none can be used, the last fault is a
@@ -43,7 +44,7 @@ def start_faults(config: FlexKVConfig, ranks: int, lost: Mapping[str, str]) -> l
 def check_start(config: FlexKVConfig, ranks: int, own: OwnBytes) -> None:
     """
     Args:
-        own: tells how many bytes under a folder the unit may write over.
+        own: returns how many bytes under a folder the unit may overwrite.
 
     Raises:
         FlexKVError: the unit cannot start here; if there are several reasons, a ConfigError names all of them.

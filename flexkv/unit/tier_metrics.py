@@ -1,4 +1,4 @@
-"""Reports what a unit's tiers counted, as metrics."""
+"""Reports the counts of a unit's tiers as metrics."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ STATS = {
     "tail_hits": ("flexkv_manager_events_total", "tail_hit"),
     "cut_promises": ("flexkv_manager_events_total", "cut_promise"),
 }
-"""The fields of `ManagerStats`, each with its metric and the value of that metric's label `event`; those that are left
-out have metrics of their own."""
+"""The fields of `ManagerStats`, each with its metric and the value of that metric's label `event`; fields that are
+missing here have their own metrics.
+"""
 
 
 class TierMetrics:
@@ -99,7 +100,7 @@ class TierMetrics:
             self._count_costs(counters)
 
     def _count_manager(self, counters: Counters) -> None:
-        """What the control plane counted that no other metric has."""
+        """Reports the control plane's counts that no other metric covers."""
         now, before = self._manager.stats(), self._counted_stats
         for name, (metric, event) in STATS.items():
             if new := getattr(now, name) - getattr(before, name):
@@ -148,7 +149,7 @@ class TierMetrics:
         cost = self._manager.cost
         for number, tier in self._disks.items():
             if tier.sink is not None:
-                # Tiers that are only read, such as other units' folders, have no metric for their costs.
+                # Read-only tiers, such as other units' folders, have no metric for their costs.
                 counters.set("flexkv_disk_page_seconds", cost.fetch(number).line()[1], what="read")
                 counters.set("flexkv_disk_page_seconds", cost.straight(number).line()[1], what="gds")
         counters.set("flexkv_disk_page_seconds", cost.load.line()[1], what="load")

@@ -1,4 +1,6 @@
-"""Keeps the tiers behind host memory out of use until the engine's weights are named by all of their content."""
+"""Keeps the tiers behind host memory out of use until the engine's weights have a name made from
+all of their content.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,13 @@ START_WAIT_S = 1.0
 and small models are read in that time."""
 
 OPEN_S = 10.0
-"""How long the tiers together may take to forget what was computed with other weights; host memory serves meanwhile."""
+"""How long the tiers together may take to forget pages computed with other weights; host memory serves meanwhile."""
 
 OPEN_LOOK_S = 0.002
-"""How often a start looks whether the tiers have forgotten it."""
+"""How often a start checks whether the tiers have forgotten these pages."""
 
 STOP_S = 1.0
-"""How long a close waits for a reader to end its read of 4 MiB; a read that hangs is left to the process's end."""
+"""How long a close waits for a reader to end its read of 4 MiB; a read that hangs ends only with the process."""
 
 HELD = "the engine's weights are being read, to name them"
 
@@ -35,7 +37,7 @@ HELD = "the engine's weights are being read, to name them"
 class WeightsGate:
     """The manager's thread drives it; only `of`, `start` and `close` wait. A tier that cannot open goes down alone.
 
-    Host memory serves all along. Pages stored there meanwhile go to the other tiers once these have opened.
+    Host memory serves all the time. Pages stored there meanwhile go to the other tiers once these are open.
 
     Args:
         check: names the weights; None where the keys' namespace names them already.
@@ -50,7 +52,7 @@ class WeightsGate:
 
     @classmethod
     def of(cls, config: FlexKVConfig, content: WeightsContent, manager: LocalCacheManager) -> WeightsGate:
-        """The gate of a unit that is not in use yet. Waits for the weights' name for `START_WAIT_S` at most."""
+        """Makes the gate of a unit that is not in use yet. Waits at most `START_WAIT_S` for the weights' name."""
         if content.is_named or len(manager.tiers) == 1:
             return cls(manager, None)
         for tier in manager.tiers[1:]:
@@ -61,11 +63,13 @@ class WeightsGate:
 
     @property
     def is_open(self) -> bool:
-        """Whether the gate lets the tiers behind host memory be used."""
+        """Whether the tiers behind host memory may be used."""
         return self._check is None or (self._is_settled and bool(self._check.digest))
 
     def start(self) -> None:
-        """Begins to name the weights, and opens the tiers if all of that takes no longer than `START_WAIT_S`."""
+        """Begins to compute the weights' name, and opens the tiers if all of that takes no longer
+        than `START_WAIT_S`.
+        """
         assert self._check is not None
         ends_s = time.monotonic() + START_WAIT_S
         self._check.start(START_WAIT_S)
@@ -103,8 +107,9 @@ class WeightsGate:
         return True
 
     def _each(self, step: Callable[[Tier], None]) -> None:
-        """Takes `step` with each tier behind host memory that is not down. If the step fails (no more threads, for
-        one), that tier is taken down: the engine can live without it."""
+        """Calls `step` for each tier behind host memory that is not down. If the step fails (no more threads, for
+        example), takes that tier down: the engine can do without it.
+        """
         for number, tier in enumerate(self._manager.tiers):
             if not number or tier.down:
                 continue

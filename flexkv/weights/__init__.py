@@ -1,1 +1,1 @@
-"""What an engine's weights are: their files, a fingerprint of samples, and a digest of all of their content."""
+"""Identifies an engine's weights: their files, a fingerprint of samples, and a digest of all of their content."""

@@ -1,4 +1,4 @@
-"""Names an engine's weights by all of their content, on a thread of its own while the engine runs."""
+"""Computes a name for an engine's weights from all of their content, on its own thread while the engine runs."""
 
 from __future__ import annotations
 
@@ -22,31 +22,34 @@ from flexkv.weights.table import WeightsTable
 logger = get_logger(__name__)
 
 SOON_BYTES = 512 << 20
-"""Weights of at most this size are read in less time than a start may wait; for larger ones it does not wait."""
+"""Weights of at most this size are read within the time that a start may wait; for larger ones it does not wait."""
 
 TRIES = 2
-"""How often the files are read: a network's file system may have lost its server for a moment, or a file may have got
-another owner, mode or link while it was read."""
+"""How often the files are read: a network file system may have lost its server for a moment, or a file's owner, mode or
+links may have changed while it was read.
+"""
 
 LOCK_WAIT_S = 60.0
 LOCK_BYTES_PER_S = 50_000_000
-"""How long this process waits while another one of the node reads the same files, before it reads them too: a minute,
-and a second per 50 MB."""
+"""Determines how long this process waits while another process of the node reads the same files, before it reads them,
+too: a minute plus one second per 50 MB.
+"""
 
 
 class WeightsCheck:
     """The digest of an engine's weights, once it is known.
 
-    If a file changed since the process began, there is no digest: the engine may have loaded the former content.
+    If a file has changed since the process began, there is no digest, because the engine may have loaded the old
+    content.
 
     Args:
         content: the weights to name.
         folder: folder of the node's table; None for no table.
-        since_ns: unix time at which the engine had read none of the files yet; None for the start of the process.
+        since_ns: a unix time before the engine read any of the files; None for the start of the process.
 
     Attributes:
         digest: 32 bytes, equal for equal content and file names; empty until it is known.
-        failure: why it will not be known; empty while it may be.
+        failure: why the digest will never be known; empty while it may be.
     """
 
     def __init__(
@@ -59,7 +62,7 @@ class WeightsCheck:
         """Each file's state in the first try."""
         self._stop = threading.Event()
         self._soon = threading.Event()
-        """Set once a start need not wait any longer: there is a digest, or there will be none in time."""
+        """Set once a start need not wait any longer, because there is a digest or there will be none in time."""
         self.digest = b""
         self.failure = content.unnamed
         self._thread = NamedThread("flexkv-weights", self._run)
@@ -97,7 +100,7 @@ class WeightsCheck:
                     logger.warning("%s; it is tried once more", error)
                     continue
                 self.failure = str(error)
-            except Exception as error:  # the engine can live without it
+            except Exception as error:  # the engine can do without the digest
                 logger.exception("reading the weights")
                 self.failure = f"{type(error).__name__}: {error}"
             break
@@ -106,7 +109,7 @@ class WeightsCheck:
     def _name(self) -> bytes:
         """
         Raises:
-            DigestError, ConfigError, OSError: there is no name now.
+            DigestError, ConfigError, OSError: the name cannot be computed now.
         """
         parts = [weight_files(Path(path)) for path in self._content.paths]
         files = {file: FileState.of(file) for part in parts for file in part}

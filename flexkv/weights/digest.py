@@ -1,7 +1,7 @@
 """Digests of whole files, read as fast as the disk delivers them, at low priority and past the page cache.
 
-Threads read and hash the ranges of a file side by side; its digest is the SHA-256 over its size and the SHA-256 of each
-range. Server CPUs have instructions for SHA-256, which do 1.5 to 2 GB/s per core.
+Threads read and hash the ranges of a file in parallel; the file's digest is the SHA-256 over its size and the SHA-256
+of each range. Server CPUs have SHA-256 instructions, which reach 1.5 to 2 GB/s per core.
 """
 
 from __future__ import annotations
@@ -24,22 +24,23 @@ from flexkv.observe import NamedThread
 from flexkv.weights.files import FileState, weight_files
 
 RANGE_BYTES = 64 << 20
-"""Part of the digest's definition: another size is another digest."""
+"""Part of the digest's definition: another size would give another digest."""
 
 BLOCK_BYTES = 4 << 20
 """Bytes per read; each thread has one block in memory."""
 
 LEAST_READERS, MOST_READERS = 4, 8
-"""Bounds of the number of threads, which is one per four CPUs. Even two CPUs get four threads, so that some read while
-others hash."""
+"""The bounds of the number of threads, which is one per four CPUs. Even on two CPUs there are four threads, so that
+some read while others hash.
+"""
 
 READER_NICE = 19
-"""The engine's own threads come first."""
+"""The engine's own threads take precedence."""
 
 IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
 IOPRIO_WHO_PROCESS = 1
 IOPRIO_IDLE = 3 << 13
-"""linux/ioprio.h: the thread reads when nobody else does, if the disk's scheduler knows priorities."""
+"""linux/ioprio.h: the thread reads only while nobody else does, if the disk's scheduler supports priorities."""
 
 NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
 """Errors of a file system that has no O_DIRECT."""
@@ -54,11 +55,11 @@ class ChangedError(DigestError):
 
 
 class TouchedError(DigestError):
-    """A file got another owner, mode or number of links while it was read: it can be read once more."""
+    """A file's owner, mode or number of links changed while it was read, so it can be read once more."""
 
 
 class StoppedError(DigestError):
-    """The digest was given up on purpose."""
+    """The digest was abandoned on purpose."""
 
 
 Done = Callable[[Path, FileState, str], None]
@@ -100,10 +101,10 @@ def digest_files(
     Args:
         files: each file, with the state that it must have before and after.
         stop: ends the reading early.
-        background: read at low priority; False if somebody waits for the digests.
+        background: whether to read at low priority; False if somebody waits for the digests.
 
     Raises:
-        ChangedError, TouchedError: a file has another state.
+        ChangedError, TouchedError: a file's state has changed.
         StoppedError: `stop` was set.
         DigestError: a file cannot be read.
     """
@@ -137,7 +138,7 @@ def file_digest(size: int, ranges: Sequence[bytes]) -> str:
 
 
 def lower_priority() -> None:
-    """Puts the calling thread behind all others, for CPU and disk, as far as the system lets it."""
+    """Gives the calling thread the lowest priority for CPU and disk, as far as the system allows."""
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), READER_NICE)
     if (number := IOPRIO_SET.get(platform.machine())) is not None:
@@ -145,7 +146,7 @@ def lower_priority() -> None:
 
 
 def name_of_files(parts: Sequence[Sequence[Path]], digests: Mapping[Path, str]) -> bytes:
-    """SHA-256 of the files' names and digests, part by part; it does not depend on where their folders lie."""
+    """SHA-256 of the files' names and digests, part by part; it does not depend on the folders' paths."""
     digest = hashlib.sha256(b"flexkv weights")
     for part in parts:
         digest.update(len(part).to_bytes(8, "little"))
@@ -201,7 +202,7 @@ def _read_ranges(work: _Work) -> None:
         _fail(work, error)
     except OSError as error:
         _fail(work, DigestError(f"weights file {error.filename or ''}: {error.strerror}"))
-    except Exception as error:  # whatever it is, the other readers stop and the caller gets it
+    except Exception as error:  # on any error the other readers stop, and the caller gets it
         _fail(work, DigestError(f"{type(error).__name__}: {error}"))
 
 
@@ -218,8 +219,8 @@ def _fail(work: _Work, error: DigestError) -> None:
 def check_state(path: Path, expected: FileState, found: FileState) -> None:
     """
     Raises:
-        ChangedError: the file was written, or is another one.
-        TouchedError: it got another owner, mode or number of links.
+        ChangedError: the file was written or replaced.
+        TouchedError: its owner, mode or number of links changed.
     """
     if found == expected:
         return
@@ -263,7 +264,7 @@ def _digest_range(file: _FileWork, start: int, block: mmap.mmap, stop: threading
 
 
 def _open(path: Path) -> tuple[int, bool]:
-    """A descriptor, and whether it reads past the page cache."""
+    """Opens a file. Returns its descriptor, and whether reads bypass the page cache."""
     try:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT), True
     except OSError as error:

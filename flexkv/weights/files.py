@@ -1,4 +1,4 @@
-"""The files that an engine may load weights from, and how to tell that one of them changed."""
+"""The files from which an engine may load weights, and how to detect that one of them changed."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from typing import NamedTuple
 from flexkv.errors import ConfigError
 
 WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
-"""Which of them an engine loads depends on its options (`--load-format`), so all of them count. Engines look into the
-model's folder and not below it."""
+"""Which of these files an engine loads depends on its options (`--load-format`), so all of them count. Engines look
+only in the model's folder, not below it.
+"""
 
 INDEX_PATTERN = "*.index.json"
-"""An index says which of the files an engine loads; it counts only beside weights."""
+"""An index says which of the files an engine loads; it counts only if there are weights beside it."""
 
 NOT_LOADED = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
-"""Endings of names that engines do not load: files that a training kept beside the weights."""
+"""Endings of names that engines do not load: files that training left beside the weights."""
 
 GGUF_PART = re.compile(r"(?P<model>.+)-\d{5}-of-(?P<parts>\d{5})\.gguf")
-"""One file of a model that was split; an engine that loads it loads the others too."""
+"""One part of a split model; an engine that loads it also loads the other parts."""
 
 START_TICKS_FIELD = 19
 """Field of /proc/self/stat, counted after the command's name: clock ticks from the machine's start to the process's."""
@@ -31,11 +32,11 @@ START_TICKS_FIELD = 19
 
 @dataclass(frozen=True, slots=True)
 class WeightsContent:
-    """The part of an engine's weights that nothing but their content names.
+    """The part of an engine's weights that only its content identifies.
 
     Attributes:
-        paths: folders or files of weights; empty where a commit or the user names all weights.
-        unnamed: why nothing can name the weights; empty where something does.
+        paths: folders or files of weights; empty if a commit or the user identifies all weights.
+        unnamed: why nothing can identify the weights; empty if something does.
     """
 
     paths: tuple[str, ...] = ()
@@ -52,11 +53,13 @@ class WeightsContent:
 
 
 NAMED = WeightsContent()
-"""Weights that a hub's commit, a seed or the user names."""
+"""Weights that a hub's commit, a seed or the user identifies."""
 
 
 class FileState(NamedTuple):
-    """What changes with a file's content, or when another file takes its name; for a link, the state of its target."""
+    """The attributes that change with a file's content, or when another file takes its name; for a link, those of its
+    target.
+    """
 
     size: int
     mtime_ns: int
@@ -77,30 +80,31 @@ class FileState(NamedTuple):
         return cls(found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev)
 
     def is_known_as(self, before: FileState) -> bool:
-        """Whether content that was read at this path in state `before` is still there, even if it was mounted anew.
+        """Whether content that was read at this path in state `before` is unchanged, even if it was remounted.
 
-        The device is left out, because many mounts get a new number each time (NFS, overlays, volumes of containers).
-        Size, times and inode suffice: any write moves the inode's time, and no program can set it, so another file
-        would need the same nanosecond and the same inode by chance.
+        Ignores the device, because many mounts get a new number each time (NFS, overlays, volumes of containers). Size,
+        times and inode are enough: any write changes the inode's time, which no program can set, so another file would
+        need the same nanosecond and the same inode by chance.
         """
         return self._replace(device=before.device) == before
 
     def is_touched(self, before: FileState) -> bool:
-        """Whether it is the file of `before`, changed since, but not written as far as its mtime says: a new owner,
-        mode or link moves the inode's ctime alone."""
+        """Whether this is the file of `before`, changed but not written according to its mtime: a new owner, mode or
+        link changes only the inode's ctime.
+        """
         return self != before and self._replace(ctime_ns=before.ctime_ns) == before
 
     @property
     def changed_ns(self) -> int:
-        """Unix time of the last change of content or inode."""
+        """Unix time of the last change to content or inode."""
         return max(self.mtime_ns, self.ctime_ns)
 
 
 def weight_files(path: Path) -> list[Path]:
-    """Every file that an engine may load weights from, sorted by name, and then the indexes.
+    """Every file from which an engine may load weights, sorted by name, and then the indexes.
 
     Args:
-        path: a folder, or a file, which stands for itself and the other parts of a split GGUF model.
+        path: a folder, or a file; for a part of a split GGUF model this includes the other parts.
 
     Raises:
         ConfigError: there are none; the message says what to set.
@@ -135,7 +139,8 @@ def _parts_of(file: Path) -> list[Path]:
 
 def process_start_ns() -> int:
     """Unix time at which this process began, at most one tick of the kernel's clock (10 ms) too late. A file written
-    within that tick counts as old, which does no harm, because no engine reads weights so soon."""
+    within that tick counts as old, which is harmless, because no engine reads weights that early.
+    """
     ticks = 1 + int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[START_TICKS_FIELD])
     age_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME) - ticks * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
     return time.time_ns() - age_ns

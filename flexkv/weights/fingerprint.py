@@ -1,7 +1,7 @@
-"""A fingerprint of weights by samples: quick enough for every start, and blind to a change between two samples.
+"""A fingerprint of weights from samples: fast enough for every start, but blind to a change between two samples.
 
-It names keys and folders. The digest of all content (`flexkv.weights.check`), which stands beside it in folders and in
-the names of stores, sees the changes that samples miss.
+It goes into keys and folder names. The digest of all content (`flexkv.weights.check`), which folders and stores use in
+addition, detects the changes that samples miss.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flexkv.weights.files import weight_files
 SAMPLE_BYTES = 4096
 
 SMALL_BYTES = 64 << 10
-"""Tensors up to this size are read whole: norms, biases and scales, which a tuning may change alone."""
+"""Tensors up to this size are read whole: norms, biases and scales, which fine-tuning may change alone."""
 
 GAP_BYTES = SAMPLE_BYTES
 """Small tensors no farther apart than this are read at once."""
@@ -31,7 +31,7 @@ MOST_RUN_BYTES = 256 << 10
 """Most bytes of neighbouring small tensors that are read at once."""
 
 EVEN_SAMPLES = 64
-"""How many samples are read of a file whose tensors' places are not known."""
+"""How many samples are read from a file whose tensors' places are not known."""
 
 MOST_READS, LEAST_READS, ALL_READS = 1024, 64, 16_384
 """Reads per file, at most and at least, and reads of all files: a hundred files share 16,384 reads, 163 each. An NVMe
@@ -77,8 +77,8 @@ class Budget:
 
 def sampled_identity(path: Path) -> str:
     """A digest of samples of the weights in a file or folder. For a safetensors file the samples are the header, every
-    tensor of up to 64 KiB and 4 KiB of every other one; for another file, 64 evenly spread samples. Names and sizes
-    count too.
+    tensor of up to 64 KiB, and 4 KiB of every other tensor; for another file, 64 evenly spread samples. Names and sizes
+    are included, too.
 
     Raises:
         ConfigError: the folder holds no weights that we know, or a file, which the message names, is damaged or cannot
@@ -124,8 +124,9 @@ def even_runs(size: int) -> list[Run]:
 
 
 def tensor_runs(tensors: Sequence[tuple[str, Run]], budget: Budget) -> list[Run]:
-    """The runs to read of a file with these tensors: small ones whole, and of each other one a sample at a place that
-    its name decides. Where the budget does not suffice for all, evenly chosen ones of each kind are read."""
+    """The runs to read from a file with these tensors: small tensors whole, and from each other tensor a sample at a
+    place that depends on its name. If the budget is too small for all, evenly chosen ones of each kind are read.
+    """
     small = _together(
         sorted((run for _, run in tensors if len(run) <= SMALL_BYTES), key=lambda run: run.start)
     )
@@ -167,7 +168,7 @@ def _spread(items: Sequence[Chosen], most: int) -> list[Chosen]:
 def _read_header(file: Path, descriptor: int, size: int) -> bytes:
     """
     Raises:
-        ConfigError: the file is no whole safetensors file.
+        ConfigError: the file is not a complete safetensors file.
     """
     head = os.pread(descriptor, 8, 0)
     length = int.from_bytes(head, "little")

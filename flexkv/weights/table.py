@@ -1,5 +1,6 @@
-"""A node's table of weights files: their digests, and the states that they had. No process of the node reads a file
-again that has not changed since."""
+"""A node's table of weights files, with their digests and the states that they had. No process of the node reads a file
+again that has not changed since.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ LOCK_NAME = "weights.lock"
 VERSION = 1
 
 MOST_FILES = 4096
-"""Most rows of the table; the row that was entered longest ago goes first."""
+"""The most rows of the table; the oldest row is dropped first."""
 
 MOST_TABLE_BYTES = 16 << 20
 
@@ -39,8 +40,9 @@ TABLE_LOCK_WAIT_S = 10.0
 """How long an entry may wait for the table's lock, which others hold for milliseconds."""
 
 YOUNG_NS = 2_000_000_000
-"""A file that changed so shortly before it was read is not entered: a file system whose clock goes in large steps would
-give the next change the same time."""
+"""A file that changed this shortly before it was read is not entered: a file system with a coarse clock could give the
+next change the same time.
+"""
 
 Known = Mapping[str, tuple[FileState, str]]
 """The state that a file had and its digest, by the file's real path."""
@@ -50,7 +52,7 @@ class WeightsTable:
     """The table in one folder.
 
     Args:
-        folder: made when the first lock in it is taken.
+        folder: created when the first lock in it is taken.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -70,7 +72,7 @@ class WeightsTable:
         return len(self._read())
 
     def enter(self, path: Path, state: FileState, digest: str) -> None:
-        """Enters a file that was read just now. If the table cannot be written, the next start reads the file again."""
+        """Enters a file that was just read. If the table cannot be written, the next start reads the file again."""
         if state.changed_ns > time.time_ns() - YOUNG_NS:
             return
         with self._lock(LOCK_NAME, TABLE_LOCK_WAIT_S, threading.Event()) as locked:
@@ -97,7 +99,7 @@ class WeightsTable:
             logger.warning("%s: %s; the next start reads %s again", self.path, error.strerror, path)
 
     def _read(self) -> Known:
-        """The table's rows; none if it is damaged, which costs no more than another reading of the weights."""
+        """The table's rows; none if it is damaged, which only costs reading the weights again."""
         try:
             with self.path.open("rb") as file:
                 content = json.loads(file.read(MOST_TABLE_BYTES))
@@ -112,9 +114,9 @@ class WeightsTable:
 
     @contextmanager
     def reading(self, files: Iterable[Path], wait_s: float, stop: threading.Event) -> Iterator[None]:
-        """Locks the reading of these files, so that other processes wait before they read them; processes that read
-        other files do not wait. The kernel frees the lock when the process ends. If the folder cannot be written, or
-        another process has held the lock for `wait_s` seconds, several processes may read.
+        """Takes the lock for reading these files, so that other processes wait before they read them; processes that
+        read other files do not wait. The kernel frees the lock when the process ends. If the folder cannot be written,
+        or another process has held the lock for `wait_s` seconds, continues without the lock.
 
         Raises:
             StoppedError: `stop` was set.
@@ -131,7 +133,7 @@ class WeightsTable:
 
     @contextmanager
     def _lock(self, name: str, wait_s: float, stop: threading.Event) -> Iterator[bool]:
-        """Waits up to `wait_s` seconds for a lock; yields whether we have it, or no process can have it."""
+        """Waits up to `wait_s` seconds for a lock; yields whether we have it, or no process can."""
         try:
             make_folders(self.folder)
             descriptor = open_private(self.folder / name, os.O_RDWR | os.O_CREAT)

@@ -22,10 +22,11 @@ MACHINE_ID = Path("/etc/machine-id")
 
 
 def table_folder(folders: Sequence[str]) -> Path | None:
-    """The first folder of the disk tier that exists, or else the node's folder in the user's cache, or else one in the
-    folder of temporary files that only this user can have made; None if there is none of these."""
+    """The first folder of the disk tier that exists; else the node's folder in the user's cache; else a temporary
+    folder that only this user can have created; else None.
+    """
     for folder in map(Path, folders):
-        with suppress(OSError):  # Python 3.11 raises where a folder above may not be entered
+        with suppress(OSError):  # Python 3.11 raises if a folder above may not be entered
             if folder.is_dir():
                 return folder
     return _in_home() or _in_temporary()
@@ -33,7 +34,8 @@ def table_folder(folders: Sequence[str]) -> Path | None:
 
 def node_name() -> str:
     """A name that stays the same from start to start and differs on every node. It is made from the machine's id, or
-    from the host's name where there is no id, as in many containers."""
+    from the host's name if there is no id, as in many containers.
+    """
     found = ""
     with suppress(OSError):
         found = MACHINE_ID.read_text("ascii", "replace").strip()
@@ -41,7 +43,7 @@ def node_name() -> str:
 
 
 def _in_home() -> Path | None:
-    with suppress(OSError, RuntimeError):  # for one, this user has no home
+    with suppress(OSError, RuntimeError):  # for example, this user has no home
         folder = HOME_CACHE.expanduser() / node_name()
         make_folders(folder)
         if os.access(folder, os.W_OK | os.X_OK):

@@ -19,7 +19,7 @@ SAMPLES = {
     "engine-sglang.yaml": "SGLang's --config",
     "engine-tensorrt-llm.yaml": "TensorRT-LLM's --extra_llm_api_options",
 }
-"""File -> what it is."""
+"""File -> its description."""
 
 ENGINE_FILES = tuple(name for name in SAMPLES if name.startswith("engine-"))
 """Samples that an engine reads; flexkv reads the others (FLEXKV_CONFIG)."""
@@ -29,7 +29,7 @@ def sample_text(name: str) -> str:
     """The text of a sample, by its file's name with or without the ending.
 
     Raises:
-        ConfigError: there is no such sample; names those that there are.
+        ConfigError: there is no such sample; lists the existing ones.
     """
     for file in SAMPLES:
         if name in (file, file.rpartition(".")[0]):

@@ -15,8 +15,10 @@ PING = (Command((command(b"PING"),), 0, frozenset((b"+PONG",))),)
 
 
 class Server:
-    """Args: rests: whether the server may be left alone. A store's only server may not, because the store's caller
-    decides about it.
+    """
+    Args:
+        rests: whether the server may be left alone. A store's only server may not, because the store's caller decides
+            about it.
     """
 
     def __init__(self, connection: Connection, rests: bool) -> None:

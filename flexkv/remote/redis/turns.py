@@ -16,8 +16,11 @@ from typing import NamedTuple
 
 
 class Wait(NamedTuple):
-    """Attributes: fd: the socket's descriptor; -1 to wait only for a time. events: events of `poll`. until_s: time on
-    the monotonic clock at which the steps continue anyway.
+    """
+    Attributes:
+        fd: the socket's descriptor; -1 to wait only for a time.
+        events: events of `poll`.
+        until_s: time on the monotonic clock at which the steps continue anyway.
     """
 
     fd: int

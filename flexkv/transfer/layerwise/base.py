@@ -1,7 +1,7 @@
 """The contract of the layerwise pipelines: devices, streams, events, and the sources and transforms of rows.
 
 A *row* is one token's K (or V) of one layer, shape [heads, head_width]. An *array* here is a NumPy array on the host
-device and the device's own tensor elsewhere; the pipelines use nothing but indexing with int64 arrays and slices.
+device, and the device's own tensor type elsewhere; the pipelines only index arrays, with int64 arrays and slices.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RowNumbers: TypeAlias = NDArray[np.int64]
 """Positions of tokens, row numbers or slots, int64, shape [rows]."""
 
 PREFETCH_LAYERS = 2
-"""Layers that a pipeline holds at once, each in a buffer of its own."""
+"""How many layers a pipeline holds at once, each in its own buffer."""
 
 
 class LostRows(TransferError):
@@ -31,7 +31,7 @@ class LostRows(TransferError):
 
 
 class PipelineError(TransferError):
-    """A pipeline could not go on, or was still moving at its deadline; nothing that it moved may be relied upon."""
+    """A pipeline could not continue, or was still moving at its deadline; none of the bytes it moved may be used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +55,12 @@ class LayerTransform(Protocol):
 
         Called once per layer, in ascending order, in the device's compute stream: on a host device in a thread of that
         stream; on a GPU with that stream current, where it enqueues its work and returns. Rows that no chunk covers
-        hold old content and are zeroed afterwards. An exception ends the pipeline with every row failed.
+        contain old data, and are zeroed afterwards. An exception ends the pipeline with every row failed.
         """
 
 
 class LayerScatter(Protocol):
-    """Writes one layer to paged memory in its own way, usually turning keys as it writes them."""
+    """Writes one layer to paged memory in its own way, usually turning keys while it writes them."""
 
     def __call__(self, layer: int, rows: Array, gaps: Array) -> None:
         """Writes `rows`, shape [planes, rows, heads, head_width], to their slots, but zeros for the rows in `gaps`.
@@ -96,7 +96,7 @@ class RowTarget(Protocol):
 
 
 class Event(ABC):
-    """A point in a stream's work. It is always reached, also when work before it failed."""
+    """A point in a stream's work. It is always reached, even if work before it failed."""
 
     @abstractmethod
     def wait(self, deadline_s: float) -> bool:
@@ -136,7 +136,8 @@ class LayerDevice(ABC):
 
     @abstractmethod
     def stream(self, name: str) -> Stream:
-        """A new stream for one pipeline; failures in it reach no other. `name` is "load", "compute" or "store".
+        """A new stream for one pipeline; failures in it affect no other pipeline. `name` is "load", "compute" or
+        "store".
 
         Raises:
             ClosedError: the device was closed.
@@ -148,19 +149,21 @@ class LayerDevice(ABC):
 
     @abstractmethod
     def index(self, numbers: NDArray[Any]) -> Array:
-        """Row numbers in the form that the device indexes with, or another table in the form that its kernels read."""
+        """Row numbers in the form with which the device indexes, or another table in the form that its kernels read."""
 
     def current_stream(self) -> int:
-        """The stream that work is enqueued on now, as kernels take it (a `cudaStream_t`); 0 where there are none."""
+        """The stream on which work is currently enqueued, as kernels take it (a `cudaStream_t`); 0 if the device has no
+        streams.
+        """
         return 0
 
     @abstractmethod
     def caller_event(self) -> Event | None:
-        """A point after the caller's work so far on its own stream; None where callers' work is done at once."""
+        """A point after the caller's work so far on its own stream; None if callers' work is synchronous."""
 
     @abstractmethod
     def caller_waits(self, event: Event, deadline_s: float) -> bool:
-        """Makes the caller's next work come after `event`: blocks on a host device, enqueues a wait on a GPU.
+        """Makes the caller's next work run after `event`: blocks on a host device, enqueues a wait on a GPU.
 
-        False: the deadline passed first.
+        Returns False if the deadline passed first.
         """

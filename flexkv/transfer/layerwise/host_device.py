@@ -18,7 +18,7 @@ from flexkv.transfer.layerwise.base import Event, LayerDevice, Stream
 from flexkv.transfer.nvtx import span
 
 ONE_THREAD = "layers"
-"""The name of all streams where they share a thread."""
+"""The name of all streams if they share a thread."""
 
 
 class HostEvent(Event):
@@ -43,9 +43,8 @@ class HostEvent(Event):
 class HostStream(Stream):
     """One pipeline's work in a thread that other streams share.
 
-    Work waits only for work that was queued before it, on any thread, so threads never wait in a ring, nor a thread for
-    itself. Only a pipeline's steps and its prefetch queue work, so the queue holds at most eight entries per layer and
-    pipeline.
+    Work waits only for work that was queued before it, on any thread, so there is no deadlock. Only a pipeline's steps
+    and its prefetch queue work, so the queue holds at most eight entries per layer and pipeline.
     """
 
     def __init__(self, queue: SimpleQueue[Callable[[], None] | None]) -> None:
@@ -69,11 +68,14 @@ class HostStream(Stream):
         try:
             with span(stage):
                 work()
-        except Exception as error:  # whatever a transform or a source raises is why its layer failed
+        except (
+            Exception
+        ) as error:  # any exception of a transform or a source is the reason why its layer failed
             self._error = f"{stage} of layer {layer}: {type(error).__name__}: {error}"
 
     def _await(self, event: Event) -> None:
-        # No deadline: the wait ends with the work before the event, and whoever waits for this stream has a deadline.
+        # Needs no deadline: the wait ends with the work before the event, and whoever waits for this stream
+        # has a deadline.
         event.wait(threading.TIMEOUT_MAX)
         self._error = self._error or event.error
 
@@ -82,9 +84,9 @@ class HostDevice(LayerDevice):
     """Streams are threads, `flexkv-<name>`, started with the first stream and ended by `close`.
 
     Args:
-        one_thread: all streams share one thread, which does their work in the order in which it was queued. Copies then
-            take one CPU's time and leave the other CPUs to the computation beside them; with a thread per name they end
-            sooner where CPUs are idle. None: one thread on at most SMALL_MACHINE_CPUS CPUs.
+        one_thread: whether all streams share one thread, which does their work in the order in which it was queued.
+            Copies then use one CPU and leave the others to the computation; with one thread per name, they end sooner
+            if CPUs are idle. None: one thread on at most SMALL_MACHINE_CPUS CPUs.
     """
 
     def __init__(self, one_thread: bool | None = None) -> None:
@@ -122,7 +124,9 @@ class HostDevice(LayerDevice):
         return event.wait(deadline_s)
 
     def close(self, deadline_s: float) -> bool:
-        """Refuses new streams; ends the threads when their work is done. False: one still works after `deadline_s`."""
+        """Refuses new streams, and ends the threads when their work is done. Returns False if one still works after
+        `deadline_s`.
+        """
         with self._lock:
             if not self._closed:
                 self._closed = True

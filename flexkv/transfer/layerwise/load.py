@@ -29,8 +29,8 @@ class LoadPipeline(Pipeline):
     `run()` expects one `next`, a `send` for each layer in turn (one row source per chunk), and a final `next`, which
     yields the `PipelineReport`. Step i of layers + 2 scatters layer i-2, transforms layer i-1 and starts the load of
     layer i. So when `send` for layer i returns, `get_kv` returns that layer, and layer i-1 is on its way to paged
-    memory and may not be changed any more. The schedule is CacheBlend's (`batched_to_gpu` of LMCache); here the stages
-    wait for each other by events and never for the whole device:
+    memory and may not be changed any more. The schedule is CacheBlend's (LMCache's `batched_to_gpu`), but here the
+    stages wait for each other by events and never for the whole device:
 
         loaded(i) -> transform(i) -> scatter(i) -> load(i + buffers), which uses the same buffer
         the caller's work on its own stream before a step -> scatter of that step
@@ -38,17 +38,17 @@ class LoadPipeline(Pipeline):
     `prefetch` begins the next layers ahead of their steps, as many as there are free buffers.
 
     All rows from the first chunk to the last are written; rows in gaps are zeros unless the caller edits them. The rows
-    of a failed chunk are gaps from that layer on; other chunks go on. Any other failure ends the pipeline: later stages
-    are skipped, and every chunk fails. Closing the generator halfway waits for work that was begun.
+    of a failed chunk are gaps from that layer on; other chunks continue. Any other failure ends the pipeline: later
+    stages are skipped, and every chunk fails. Closing the generator early waits for work that has begun.
 
     A pipeline with its own `scatter` changes keys in the one pass that writes them to paged memory. `get_kv` then has
     nothing to return: callers read and edit a layer in paged memory, after `wait_scattered`.
 
     Args:
         transform: None leaves keys as they are.
-        deadline_s: seconds that `get_kv`, `wait_scattered`, the end, and `close` wait at most.
+        deadline_s: the longest wait of `get_kv`, `wait_scattered`, the end, and `close`, in seconds.
         prefetch_layers: layers held at once, the current one included, from 2 to 16; each has a buffer.
-        scatter: replaces the plain one; not together with a transform.
+        scatter: replaces the plain scatter; not allowed together with a transform.
 
     Raises: see `Pipeline`; ContractError also for a transform together with a scatter.
     Raises: see `Pipeline`; ContractError also for a transform and a scatter.
@@ -110,7 +110,7 @@ class LoadPipeline(Pipeline):
         return len(self._loaded)
 
     def prefetch(self, take: Callable[[int], Sequence[RowSource]]) -> None:
-        """Begins to load and transform the next layers, as many as there are free buffers. For use between two steps.
+        """Begins to load and transform the next layers, as many as there are free buffers. Call it between two steps.
 
         The current layer stays as it is. A layer begun here takes an empty `send` in its step.
 
@@ -122,14 +122,14 @@ class LoadPipeline(Pipeline):
             self._begin_transform(layer)
 
     def get_kv(self, layer: int) -> Array:
-        """The layer that was transformed last, to be read and edited until the next step.
+        """The layer transformed last, which may be read and edited until the next step.
 
         Returns:
             Array [planes, rows, heads, head_width], plane 0 the keys.
 
         Raises:
             ContractError: another layer is current, or none, or the pipeline has its own scatter.
-            PipelineError: the layer failed, or did not come before the deadline.
+            PipelineError: the layer failed, or did not arrive before the deadline.
         """
         if self._own_scatter is not None:
             raise ContractError(f"get_kv({layer}): this pipeline changes keys as it scatters them")
@@ -143,7 +143,7 @@ class LoadPipeline(Pipeline):
         return self._buffer_of(layer)
 
     def wait_scattered(self, layer: int) -> bool:
-        """Makes the caller's next work find layer `layer` in paged memory; False at the deadline.
+        """Makes the caller's next work see layer `layer` in paged memory. Returns False if the deadline passed first.
 
         Raises:
             ContractError: the step that scatters the layer has not been taken yet.
@@ -172,7 +172,7 @@ class LoadPipeline(Pipeline):
             )
 
     def _buffer_is_leaving(self, layer: int) -> bool:
-        """Whether the layer's buffer is free, or the scatter of its former layer has been queued."""
+        """Whether the layer's buffer is free, or the scatter of the buffer's previous layer has been queued."""
         return layer < self.prefetch_layers or layer - self.prefetch_layers in self._scattered
 
     def _begin_load(self, layer: int, sources: Sequence[RowSource]) -> None:
@@ -185,7 +185,7 @@ class LoadPipeline(Pipeline):
         self._loaded[layer] = self._load.record()
 
     def _after_scatter(self, layer: int) -> None:
-        """Makes the load wait until the buffer's former layer `layer` has left it."""
+        """Makes the load wait until the buffer's previous layer `layer` has been scattered."""
         self._load.wait(self._scattered[layer])
 
     def _fill(self, layer: int, buffer: Array, sources: Sequence[RowSource]) -> None:
@@ -219,8 +219,8 @@ class LoadPipeline(Pipeline):
     def _change(self, layer: int, buffer: Array) -> None:
         if self._transform is not None:
             self._transform(layer, buffer[0], self._positions)
-        # After the transform, which may have turned old content of these rows.
-        gaps = self._gaps[layer]  # kept: on a GPU it is read later than this
+        # Comes after the transform, which may have turned old content of these rows.
+        gaps = self._gaps[layer]  # kept alive: a GPU reads it later
         if len(gaps):
             buffer[:, gaps] = 0
 

@@ -61,7 +61,7 @@ class PagedLayers:
         return numbers // self.block_tokens, numbers % self.block_tokens
 
     def write(self, layer: int, blocks: Array, tokens: Array, rows: Array) -> None:
-        """Writes `rows` [planes, rows, heads, head_width] to slots of the layer, no two of them the same."""
+        """Writes `rows` [planes, rows, heads, head_width] to slots of the layer, all different."""
         for number, plane in enumerate(self.layers[layer]):
             to, of = _as_items(plane, rows[number])
             to[blocks, tokens] = of
@@ -74,7 +74,7 @@ class PagedLayers:
 
 
 def _as_items(plane: Array, rows: Array) -> tuple[Array, Array]:
-    """The same memory with each row as one item, where both are NumPy arrays with contiguous rows.
+    """Views both arrays with each row as one item, if both are NumPy arrays with contiguous rows.
 
     NumPy moves an item by one memcpy, three times as fast as a row of [heads, head_width] elements.
     """

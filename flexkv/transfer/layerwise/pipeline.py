@@ -31,8 +31,8 @@ class PipelineReport:
     Attributes:
         failed: number of a chunk -> why its rows must not be used, in paged memory after a load and in their target
             after a store. In paged memory they are zeros, or the caller's edits of those.
-        quiet: nothing moves any more. While this is False, neither the engine's blocks nor the other side's memory may
-            be reused; `Pipeline.quiet` waits for it.
+        quiet: whether all movement has stopped. While this is False, neither the engine's blocks nor the other side's
+            memory may be reused; `Pipeline.quiet` waits for it.
     """
 
     failed: dict[int, str] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class Pipeline(ABC):
     Args:
         slots: int64 [rows], the paged slot of every row, gaps included; no slot twice.
         buffers: layer n is in buffer n mod `buffers`. With two, one is filled while the other is emptied.
-        deadline_s: seconds that each wait of the caller lasts at most.
+        deadline_s: the longest wait of the caller, in seconds.
 
     Raises:
         ContractError: the numbers of slots and rows differ, a slot comes twice, or `buffers` is not allowed.
@@ -98,7 +98,7 @@ class Pipeline(ABC):
         return self._buffers[layer % len(self._buffers)]
 
     def quiet(self, deadline_s: float) -> bool:
-        """Waits up to `deadline_s` seconds until nothing that was begun moves any more; False if something does."""
+        """Waits up to `deadline_s` seconds until all work that has begun has ended; returns False if some has not."""
         ends_s = time.monotonic() + deadline_s
         return all(event.wait(max(0.0, ends_s - time.monotonic())) for event in self._events())
 
@@ -117,7 +117,9 @@ class Pipeline(ABC):
             raise ContractError(f"layer {layer}: {count} {what} for {len(self._chunks.chunks)} chunks")
 
     def _copy_chunks(self, layer: int, buffer: Array, copies: Sequence[Callable[[Array], None]]) -> None:
-        """Calls each chunk's copy with its rows of the buffer. A copy that loses them fails its chunk from then on."""
+        """Calls each chunk's copy with its rows of the buffer. If a copy loses its rows, its chunk
+        fails from then on.
+        """
         for number, (chunk, copy) in enumerate(zip(self._chunks.chunks, copies, strict=True)):
             if number in self._failed:
                 continue

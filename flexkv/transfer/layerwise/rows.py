@@ -8,7 +8,7 @@ from flexkv.transfer.layerwise.base import Array, LostRows
 
 
 class PageRows:
-    """A chunk's rows, which fill pages one after the other; the last page may be used in part.
+    """A chunk's rows, which fill one page after another; the last page may be partly used.
 
     Args:
         pages: each page's planes, each [block_tokens, heads, head_width] with any strides. One array [planes, tokens,
@@ -36,7 +36,7 @@ class PageRows:
 
 
 class NoRows:
-    """The source or target of rows that will not come, or cannot be taken."""
+    """The source or target of rows that will not arrive, or cannot be taken."""
 
     def __init__(self, reason: str) -> None:
         self._reason = reason

@@ -18,7 +18,7 @@ from flexkv.transfer.layerwise.rows import PageRows
 
 @dataclass(frozen=True, slots=True)
 class PageInterior:
-    """How one block's rows lie in its stripe, where that is known (for an engine's opaque order it is not).
+    """How one block's rows lie in its stripe, if that is known (it is not for an engine's opaque order).
 
     Attributes:
         offsets: where the first row of each plane (K first) of each layer lies, bytes from the slot's start.
@@ -44,7 +44,7 @@ class HostPages:
 
     Args:
         slots: each chunk's slots, in the order of its pages. A chunk starts with a page's first token; its last page
-            may be used in part. The caller keeps the slots pinned until the pipeline is over.
+            may be partly used. The caller keeps the slots pinned until the pipeline is over.
     """
 
     def __init__(self, pool: HostPool, interior: PageInterior, slots: Sequence[Sequence[int]]) -> None:
@@ -60,7 +60,7 @@ def load_layers(pipeline: LoadPipeline, take: Callable[[int], Sequence[RowSource
     """Runs a pipeline to its end.
 
     Args:
-        take: returns a layer's row sources, one per chunk: `NoRows` for rows that will not come.
+        take: returns a layer's row sources, one per chunk; `NoRows` for rows that will not arrive.
     """
     steps = pipeline.run()
     try:

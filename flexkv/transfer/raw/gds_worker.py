@@ -1,4 +1,4 @@
-"""Moves blocks between raw files and one rank's pool: a GDSManager with the settings and the geometry it needs.
+"""Moves blocks between raw files and one rank's pool, through a GDSManager with the settings and geometry it needs.
 
 worker = GDSTransferWorker(pool=pool, files=layout, ssd_files={0: ["/nvme0/kv-0"]})
 worker.read(gpu_blocks=[4, 9], ssd_blocks=[100, 101])
@@ -28,7 +28,7 @@ TENSORRT_LLM = 1
 """`RawPool.gpu_block_type` of pools that have a block's layers together."""
 
 SAMPLE_BLOCKS = np.arange(2, dtype=np.int64)
-"""Two blocks show how all of a pool are aligned, and so whether they pass through staging."""
+"""Two blocks show how all blocks of a pool are aligned, and so whether they go through staging."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +39,9 @@ class RawPool:
         gpu_block_type: 0 vLLM, 1 TensorRT-LLM, 2 SGLang.
         layer_ptrs: one address per layer (vLLM), one (TensorRT-LLM), or K of every layer, then V (SGLang).
         gpu_device_id: the GPU that holds it, or -1 for plain memory.
-        is_mla: K and V are stored as one.
-        blocks: how many blocks it has, from number 0 on: one in a piece each can then move straight between a disk and
-            a GPU (`gds.register_pool`). 0: not known, and they do not.
+        is_mla: whether K and V are stored as one.
+        blocks: how many blocks it has, from number 0 on. If it is known, contiguous blocks can move directly between a
+            disk and a GPU (`gds.register_pool`). 0: not known.
     """
 
     gpu_block_type: int
@@ -60,7 +60,7 @@ class RawFileLayout:
 
     Attributes:
         chunk: bytes of one layer's K or V of one block, as this rank moves it.
-        copy_offset: where those bytes lie in a chunk that ranks share.
+        copy_offset: where those bytes lie in a chunk that several ranks share.
     """
 
     total_layers: int
@@ -84,9 +84,9 @@ class GDSTransferWorker:
     Args:
         config: None takes the settings of this process: FLEXKV_CONFIG's file, then FLEXKV_GDS_* and FLEXKV_DISK_IO.
         use_staged_transfer, max_staging_blocks: override `config` where given.
-        engine_stream: the engine's stream; transfers start after the work enqueued there.
-        io: the backend for plain memory, and for copies by way of plain memory where a GPU has no other way; None:
-            `disk.io` where there is no `config`, else "auto".
+        engine_stream: the engine's stream; transfers start after the work enqueued on it.
+        io: the backend for plain memory, and for copies through plain memory if a GPU has no other way; None: `disk.io`
+            if `config` is None, else "auto".
 
     Raises:
         ContractError: `engine_stream` is not a stream.
@@ -136,7 +136,7 @@ class GDSTransferWorker:
         )
         self._log = get_logger("gds")
         self._reserve_staging(gds.max_staging_bytes)
-        # Only registering the staging shows which way cuFile takes to each file.
+        # Only registering the staging shows which route cuFile takes to each file.
         way = "staged" if self.use_staged_transfer else "a call a run"
         self._log.info("%s; %s", self.manager.describe(), way)
         log_refusal(self.manager.pool, gds)
@@ -145,7 +145,7 @@ class GDSTransferWorker:
         """Copies files to the pool: ssd_blocks[i] to gpu_blocks[i], all layers or those given.
 
         Raises:
-            TransferError: some blocks did not arrive; names them. The others did.
+            TransferError: some blocks did not arrive; names them. The other blocks did.
             GeometryError, BlockRangeError, CapacityError, ClosedError: see `c_ext.transfer_kv_blocks_gds_staged`.
         """
         self._move(gpu_blocks, ssd_blocks, layers, is_read=True)
@@ -173,7 +173,7 @@ class GDSTransferWorker:
             self._log.info("%s", cut)
 
     def _in_one_piece(self, block_bytes: int) -> bool:
-        """Whether a block's bytes lie in a row, in the same order in pool and file."""
+        """Whether a block's bytes are contiguous and in the same order in pool and file."""
         pool, files = self._pool, self._files
         in_a_row = block_bytes // files.total_layers
         kv_too = pool.is_mla or pool.kv_stride == files.kv_stride == files.chunk
