@@ -1,9 +1,9 @@
-"""The contract of blending: the segments of a prompt, the shape of what is cached of them, and a lookup's hits.
+"""The contract of blending: a prompt's segments, the shape of their cached KV, and a lookup's hits.
 
 The keys and values of a segment are computed from the segment alone and kept as if it began at position 0: the content
-under a segment's key depends only on its tokens and the namespace. A hit's keys are turned to where the segment stands
-in the prompt. The hit's rows know nothing of the text before them, so some are computed again (`BlendPlan`). If a
-promised page does not come, it is named, and the prompt is computed without it.
+under a segment's key depends only on its tokens and the namespace. A hit's keys are turned to the segment's position in
+the prompt. The hit's rows do not depend on the text before them, so some are computed again (`BlendPlan`). If a
+promised page does not arrive, the load names it, and the prompt is computed without it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Segment:
 
     Attributes:
         tokens: int64 [tokens].
-        reusable: whether it may be cached and reused; separators may not, they are computed in every prompt.
+        reusable: whether it may be cached and reused; separators may not, and are computed in every prompt.
     """
 
     tokens: Tokens
@@ -59,7 +59,7 @@ class KvShape:
             raise GeometryError(f"dtype {self.dtype}: allowed are float32, bfloat16 and float16")
 
     def __str__(self) -> str:
-        """Tells apart rows of different shape or dtype, even of equal size."""
+        """A text that differs for rows of different shape or dtype, even if their size is equal."""
         return f"{self.dtype}.l{self.layers}.h{self.heads}.d{self.head_dim}"
 
     @property
@@ -78,7 +78,7 @@ class KvShape:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Hit:
-    """The leading `tokens` of a segment, which are on their way to the staging pool.
+    """The leading `tokens` of a segment, which are being loaded to the staging pool.
 
     Attributes:
         segment: number of the segment in the lookup.

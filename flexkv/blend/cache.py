@@ -1,4 +1,4 @@
-"""The cache of segments: pages in flexkv's host pool and maybe on disk, with keys in its index, moved by its engine."""
+"""The cache of segments: pages in flexkv's host pool and optionally on disk, indexed and moved by flexkv."""
 
 from __future__ import annotations
 
@@ -30,16 +30,17 @@ class SegmentCache:
 
     Args:
         shape: shape of the model's cache.
-        namespace: whatever keeps two callers apart: model, weights, LoRA, salt. `shape` is added.
+        namespace: everything that separates callers: model, weights, LoRA, salt. `shape` is added.
         slots: pages of `block_tokens` tokens that the host pool holds; the least recently used are evicted first.
-        staging_tokens: tokens (in whole blocks) that may be on their way at once: the longest prompt.
+        staging_tokens: tokens (in whole blocks) that may be moving at once, which limits the longest prompt.
         deadline_s: seconds that each wait lasts at most.
         prefetch_layers: see `LoadPipeline`.
-        disk: folders in which pages outlive host memory and the process; None, or a config without folders: no disk.
-        model: name that people see at such a folder.
+        disk: folders in which pages outlive host memory and the process; None, or a config without folders, for no
+            disk.
+        model: readable name for such a folder.
 
     Raises:
-        CapacityError: the available memory does not hold the pool.
+        CapacityError: the pool does not fit into the available memory.
         FolderLockedError: another cache with this namespace uses a folder.
         FlexKVError: a folder cannot be used; says which and why.
     """
@@ -93,11 +94,11 @@ class SegmentCache:
     # --- lookups ---
 
     def begin_load(self, segments: Sequence[Tokens | None]) -> SegmentLoad:
-        """Begins to load what is cached of each segment, from its first token on; None stands for a segment to skip.
+        """Begins to load the cached leading part of each segment; None stands for a segment to skip.
 
-        A segment that finds no room in the staging pool is a miss. Whole blocks on disk are loaded while they are read,
-        layer by layer; for the tokens after them this waits up to `disk.wait_s`. After an error only blocks of
-        transfers that already move stay taken, until these have ended.
+        A segment for which the staging pool has no room is a miss. Whole blocks on disk are loaded layer by layer while
+        they are being read; for the tokens after them this waits up to `disk.wait_s`. After an error, only the blocks
+        of transfers that already move stay in use, until these have ended.
         """
         self._moves.free_late()
         return SegmentLoad(self._moves, self._lookup.begin(segments, self.deadline_s), self.deadline_s)
@@ -111,8 +112,8 @@ class SegmentCache:
         rotation: KeyRotation,
         first_position: int = 0,
     ) -> int:
-        """Stores a segment, its keys turned to positions from 0 on. Returns how many of its tokens are cached now:
-        visible, not on their way.
+        """Stores a segment, its keys turned to positions from 0 on. Returns how many of its tokens are cached now,
+        which means that lookups find them.
 
         Args:
             layers: gives a layer's keys and values [heads, tokens, head_dim], contiguous, of any library, in host
@@ -121,7 +122,7 @@ class SegmentCache:
 
         Raises:
             CapacityError: the segment is longer than the staging pool.
-            TransferError: the pages still move at the deadline. Their staging blocks are freed once they do not.
+            TransferError: the pages still move at the deadline. Their staging blocks are freed once they have stopped.
         """
         self._moves.free_late()
         keys = self.scheme.keys(tokens)
@@ -199,10 +200,10 @@ class SegmentCache:
         return cached
 
     def flush(self) -> bool:
-        """Makes all that is cached durable on disk, within the deadline. Returns whether all of it would survive a
+        """Makes all cached pages durable on disk, within the deadline. Returns whether all of them would survive a
         crash.
 
-        Also False where there is no disk, it is lost or full, a page could not be written, or pages still move.
+        Also returns False if there is no disk, it is lost or full, a page could not be written, or pages still move.
         """
         if not self.unit.live.has_tiers:
             return False
@@ -221,7 +222,7 @@ class SegmentCache:
         """Closes the cache. With a disk, writes what only host memory has and makes it durable, within the deadline.
 
         Returns:
-            The same as `flush`: whether all that was cached survives. False where there is no disk.
+            The same as `flush`: whether all cached pages survive. False if there is no disk.
 
         Raises:
             TransferError: something still moves after the deadline; call again.

@@ -1,6 +1,6 @@
-"""Keys of segments: they depend on a segment's own tokens, not on where it stands or what stands before it.
+"""Keys of segments. They depend only on a segment's own tokens, not on its position or on the text before it.
 
-They lie in the same index as keys of prefixes: the namespaces differ, so neither is found in place of the other.
+They are in the same index as keys of prefixes. The namespaces differ, so neither is found in place of the other.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from flexkv.facts.keys import Keys
 GROUP = 0
 
 SCOPE = "flexkv.scope"
-"""The namespace field that tells segments from prefixes, which have none."""
+"""The namespace field that distinguishes segments from prefixes, which do not have it."""
 
 SHAPE = "flexkv.kv"
-"""The namespace field that tells rows of different kinds apart, even where their sizes are equal: float16 and bfloat16,
-two heads of 16 and four of 8."""
+"""The namespace field that distinguishes rows of different kinds, even of equal size: float16 and bfloat16, two heads
+of 16 and four of 8.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class SegmentKeyScheme:
     def keys(self, tokens: Tokens) -> SegmentKeys:
         """
         Raises:
-            TokenError: a token is no integer in [0, 2**32).
+            TokenError: a token is not an integer in [0, 2**32).
         """
         chain = TokenChain(self.block_tokens)
         chain.extend(tokens)

@@ -23,9 +23,9 @@ class BlendPlan:
     in every layer, whatever the ratio.
 
     Attributes:
-        check_layers: ascending; not the first layer, whose keys do not depend on the text before.
-        ratios: share of all reused rows that is still computed after each check layer; not ascending. A first ratio of
-            0 checks nothing: reused rows are taken as they are in every layer.
+        check_layers: ascending; never the first layer, whose keys do not depend on the text before.
+        ratios: share of all reused rows that is still computed after each check layer; never increasing. A first ratio
+            of 0 checks nothing: reused rows are taken as they are in every layer.
 
     Raises:
         ConfigError: a value is not allowed; names it and what is allowed.
@@ -57,7 +57,7 @@ class BlendPlan:
 
 
 def rows_to_keep(difference: NDArray[np.float64], reused: NDArray[np.bool_], budget: int) -> Rows:
-    """Rows to go on with: all that are not reused, and the `budget` reused ones with the greatest difference.
+    """The rows to keep computing: all that are not reused, and the `budget` reused ones with the greatest difference.
 
     Among equal differences the earlier row counts. A NaN counts as the greatest.
 

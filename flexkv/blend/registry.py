@@ -1,4 +1,4 @@
-"""Models whose keys can be moved, and what each family does differently, as its configuration says."""
+"""The models whose keys can be moved, and how their families differ, according to their configurations."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class NotBlendable(ConfigError):
 
 @dataclass(frozen=True, slots=True)
 class ModelFamily:
-    """What models of one `model_type` have in common.
+    """The common properties of all models of one `model_type`.
 
     Attributes:
         normed_heads: queries and keys are normalised head by head before they are rotated.
-        plain: options of its configuration that must be off or absent, because with them a layer takes other steps.
+        plain: options of its configuration that must be off or absent, because they change a layer's steps.
     """
 
     name: str

@@ -2,7 +2,7 @@
 
 Sources: RoPE (arXiv:2104.09864), position interpolation ("linear", arXiv:2306.15595), NTK-aware scaling ("dynamic"),
 YaRN (arXiv:2309.00071) and the scaling of Llama 3.1 ("llama3"). Factors on sines and cosines (YaRN's mscale) do not
-belong here: cached keys carry them, and turning a key leaves its length alone.
+belong here: cached keys include them, and turning a key does not change its length.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class RopeSpec:
 
     Attributes:
         head_dim: elements of a head.
-        rotary_dim: elements that turn, the first ones of a head; even.
+        rotary_dim: how many leading elements of a head turn; even.
         theta: base of the frequencies.
-        max_positions: length that the model was made for; only "dynamic" uses it.
+        max_positions: length for which the model was made; only "dynamic" uses it.
         original_positions: length before the context was extended; "yarn" and "llama3" use it.
-        truncate: round YaRN's correction range to whole dimensions.
+        truncate: whether to round YaRN's correction range to whole dimensions.
     """
 
     head_dim: int
@@ -83,7 +83,7 @@ class RopeSpec:
         return self._llama3(plain) if self.scaling == "llama3" else plain
 
     def _yarn(self, plain: Frequencies) -> Frequencies:
-        """High frequencies stay, low ones are divided by the factor, a ramp lies between."""
+        """High frequencies stay, low ones are divided by the factor, and those in between are interpolated."""
 
         def dimension(rotations: float) -> float:
             wavelength = self.original_positions / (rotations * 2 * math.pi)
@@ -98,7 +98,7 @@ class RopeSpec:
         return plain / self.factor * ramp + plain * (1.0 - ramp)
 
     def _llama3(self, plain: Frequencies) -> Frequencies:
-        """Short waves stay, long ones are stretched by the factor, those between are mixed."""
+        """Short wavelengths stay, long ones are stretched by the factor, and those in between are interpolated."""
         waves = self.original_positions * plain / (2 * math.pi)
         span = self.high_freq_factor - self.low_freq_factor
         smooth = np.clip((waves - self.low_freq_factor) / span, 0.0, 1.0)

@@ -1,4 +1,4 @@
-"""Turns cached keys from the positions at which they were computed to those at which they are wanted."""
+"""Turns cached keys from the positions at which they were computed to those at which they are needed."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from flexkv.transfer.layerwise.base import Array, LayerDevice
 from flexkv.transfer.stream import StreamLike, stream_address
 
 ZERO_ROW = -1
-"""In place of a turn: zeros are written."""
+"""A value of `of_row` that writes zeros instead of turning the row."""
 COPY_ROW = -2
-"""In place of a turn: the row is copied as it is."""
+"""A value of `of_row` that copies the row unchanged."""
 
 NO_TURNS: NDArray[np.float32] = np.empty((0,), np.float32)
 
@@ -53,7 +53,7 @@ class TurnTable:
 
     @classmethod
     def copies(cls, rows: int) -> TurnTable:
-        """A table that copies all rows, as values need it."""
+        """A table that copies all rows, for values."""
         return cls(np.full(rows, COPY_ROW, np.int32), NO_TURNS)
 
     def on(self, device: LayerDevice) -> TurnTable:
@@ -101,7 +101,7 @@ class KeyRotation:
     ) -> TurnTable:
         """The turns of rows from old to new positions, each int64 [rows]; rows in `zero` become zeros.
 
-        A row that stays where it is is copied, bit for bit.
+        A row whose position does not change is copied, bit for bit.
         """
         distances, of_row = np.unique(new_positions - old_positions, return_inverse=True)
         angles = distances[:, None].astype(np.float64) * self.frequencies
@@ -124,8 +124,8 @@ class KeyRotation:
         """Turns rows of `source` and writes them to `target` in one pass; see `flexkv.c_ext.rotate_rows`.
 
         The tensors are contiguous, of any library; where both are the same, rows turn in place. Values go through the
-        same call with `TurnTable.copies`. Tensors and tables all lie in host memory, or all on one GPU: then the launch
-        is enqueued on `stream`, and `check` must have seen the tables before.
+        same call with `TurnTable.copies`. Tensors and tables must all lie in host memory or all on one GPU. On a GPU
+        the launch is enqueued on `stream`, and the tables must have passed `check` before.
         """
         rotate_rows(
             *_arguments(source, source_places, target, target_places, table),
@@ -144,7 +144,7 @@ class KeyRotation:
         """Checks the arguments of `apply`. The tables lie in host memory; no byte moves.
 
         Raises:
-            GeometryError: dimensions, strides or dtypes that cannot be, or memory that source and target share.
+            GeometryError: impossible dimensions, strides or dtypes, or memory that source and target share.
             BlockRangeError: a row outside its memory, or a turn that does not exist.
         """
         check_rotation(

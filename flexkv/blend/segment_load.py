@@ -1,4 +1,4 @@
-"""Segments of one prompt on their way from the host pool, layer by layer."""
+"""Loads segments of one prompt from the host pool, layer by layer."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class StagedRows:
     def copy_to(self, rows: Array) -> None:
         """
         Raises:
-            LostRows: the pages did not come, came too late, or are not as they were stored.
+            LostRows: the pages did not arrive, arrived too late, or are damaged.
         """
         self._load.copy_layer(self._hit, self._layer, rows)
 
 
 class SegmentLoad:
-    """Segments of one prompt on their way from the host pool. Must be closed.
+    """A load of one prompt's segments from the host pool. Must be closed.
 
     Args:
         hits: the hits, whose staging blocks this object frees.
@@ -38,7 +38,7 @@ class SegmentLoad:
         self._deadline_s = deadline_s
         self.hits = list(hits)
         self.lost: dict[int, str] = {}
-        """Segment -> why some of its pages did not come; known once this object is closed."""
+        """Segment -> why some of its pages did not arrive; known once this object is closed."""
 
     def rows(self, layer: int) -> list[StagedRows]:
         """The rows of a layer, for each hit; the layers arrive in order."""
@@ -58,7 +58,7 @@ class SegmentLoad:
             rows[:, at:end] = staging.rows[layer, block, :, : end - at]
 
     def close(self) -> None:
-        """Waits for pages that still move and frees the staging blocks, each once however often this is called.
+        """Waits for pages that still move, and frees the staging blocks. Idempotent.
 
         Raises:
             TransferError: some pages still move at the deadline. The cache frees their blocks once they do not.

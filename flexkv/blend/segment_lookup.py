@@ -1,4 +1,4 @@
-"""Looks up what is cached of a prompt's segments, and begins to load it."""
+"""Looks up the cached parts of a prompt's segments, and begins to load them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ class Asked:
 
     @property
     def tail_request(self) -> str:
-        """A request of its own: the tail is read from disk first, the whole blocks are loaded while they are read."""
+        """The tail's own request: the tail is read from disk before it is loaded, while whole blocks are loaded as they
+        are read.
+        """
         return f"{self.request}-tail"
 
 
@@ -48,7 +50,7 @@ class SegmentLookup:
         self._requests = itertools.count()
 
     def begin(self, segments: Sequence[Tokens | None], deadline_s: float) -> list[Hit]:
-        """Begins to load what is cached of each segment; None stands for a segment to skip.
+        """Begins to load the cached part of each segment; None stands for a segment to skip.
 
         Waits up to `deadline_s` seconds for the tokens after whole blocks to be read from disk. After an error only
         blocks of transfers that already move stay taken, until these have ended.
@@ -72,7 +74,7 @@ class SegmentLookup:
         return [hit for _, hit in found if hit.tokens]
 
     def _find(self, asked: Sequence[Asked], found: list[tuple[Asked, Hit]], deadline_s: float) -> None:
-        """Begins the loads, and keeps those that it has begun in `found` even when it raises."""
+        """Begins the loads, and records those that it has begun in `found`, even if it raises."""
         if self._unit.live.has_tiers:
             for one in asked[:MOST_HITS]:
                 self._match_tail(one)  # first of all, because these reads are waited for
@@ -87,7 +89,9 @@ class SegmentLookup:
             found[at] = (one, self._with_tail(one, hit))
 
     def _load_whole(self, asked: Asked) -> Hit | None:
-        """Begins to load what is cached of a segment's whole blocks; None if no tail can follow them either."""
+        """Begins to load the cached whole blocks of a segment. Returns None if it has whole blocks but none is loaded:
+        then no tail can follow them.
+        """
         whole = asked.keys.whole
         if not len(whole):
             return Hit(asked.segment, 0, np.empty(0, np.int32), (), ())
@@ -129,8 +133,9 @@ class SegmentLookup:
         )
 
     def _begin(self, request: str, blocks: NDArray[np.int32], tail: bool) -> Ticket | None:
-        """Begins the load of what was matched, layer by layer, so that the first layers can be used while the last ones
-        move. Returns None where there is no queue entry. The blocks are free again then, and after an error."""
+        """Begins to load the matched pages layer by layer, so that the first layers can be used while the last ones
+        move. Returns None if there is no queue entry. In that case, and after an error, the blocks are free again.
+        """
         try:
             graph = self._manager.begin_load(request, [blocks], tail=tail)
             ticket = None if graph is None else self._moves.submit(graph.layerwise())

@@ -46,7 +46,9 @@ class SegmentMoves:
         self._why_failed: dict[str, str] = {}
 
     def submit(self, graph: TransferGraph) -> Ticket | None:
-        """Submits a graph; None where there is no queue entry. Then, and after an error, the graph is cancelled."""
+        """Submits a graph. Returns None if there is no queue entry. In that case, and after an error, the graph is
+        cancelled.
+        """
         try:
             self._unit.poll()  # begins the reads, which loads wait for
             ticket = self.engine.submit(graph)
@@ -62,7 +64,9 @@ class SegmentMoves:
             self._manager.complete(0, OpResult.cancelled(op.op_id, op.pages, reason))
 
     def finish(self, hit: Hit, wait_s: float) -> bool:
-        """Frees a load's staging blocks. False: some still move after `wait_s` seconds, and are freed later."""
+        """Frees a load's staging blocks. Returns False if some still move after `wait_s` seconds; these are freed
+        later.
+        """
         ends_s = time.monotonic() + wait_s
         if not all(self.engine.wait(t, max(0.0, ends_s - time.monotonic())) for t in hit.tickets):
             self.leave(LateBlocks(hit.tickets, hit.blocks, hit.requests))
@@ -74,7 +78,7 @@ class SegmentMoves:
         return True
 
     def why_failed(self, hit: Hit) -> str:
-        """Why pages of a finished hit did not come; empty if all did. Answers once per hit."""
+        """Why pages of a finished hit did not arrive; empty if all did. Can be asked once per hit."""
         reasons = [self._why_failed.pop(request, "") for request in hit.requests]
         return "; ".join(reason for reason in reasons if reason)
 

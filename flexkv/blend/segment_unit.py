@@ -1,4 +1,4 @@
-"""The unit of a segment cache: host memory, and maybe folders that keep pages which host memory has lost."""
+"""The unit of a segment cache: host memory, and optionally folders that keep pages evicted from host memory."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ QUEUE_PLACES = 4
 entry until it was taken."""
 
 LOOK_EVERY_S = 0.05
-"""Seconds after which a wait for reads looks again whether a disk was lost, at the latest."""
+"""How often a wait for reads checks, at least, whether a disk was lost."""
 
 FLUSH_LOOK_S = 0.005
-"""Seconds between two looks of a flush whether everything has ended."""
+"""How often a flush checks whether everything has ended."""
 
 
 class SegmentUnit:
     """The unit of one segment cache, driven by the cache's thread; only `wait_while`, `flush` and `close` wait.
 
-    Pages are promised while they are being read from disk, and loaded layer by layer: a prompt computes what a load did
-    not bring. No page is left for the model to compute, because nobody measures how fast the model is.
+    Pages are promised while they are being read from disk, and loaded layer by layer: a prompt computes pages that a
+    load did not bring. No page is left to the model on purpose, because the model's speed is not measured.
 
     Args:
         slots: slots of the host pool.
@@ -119,12 +119,13 @@ class SegmentUnit:
             work.flush()
             self.live.poll()
             time.sleep(FLUSH_LOOK_S)
-        # Not by counts: pages that could not be written may have left host memory, or have been written since.
+        # Does not compare counts: pages that could not be written may have left host memory, or have been
+        # written since.
         return not self._down and not work.unwritten()
 
     @property
     def misses(self) -> Mapping[str, int]:
-        """Pages that were asked for and not served, by reason; see docs/disk-storage.md. Empty without disks."""
+        """How many requested pages were not served, by reason; see docs/disk-storage.md. Empty without disks."""
         return {
             reason: count
             for tier in self.live.manager.tiers
@@ -135,7 +136,7 @@ class SegmentUnit:
     def close(self) -> bool:
         """Writes pending pages and those only in host memory, and makes them durable. Later calls return the same.
 
-        False: not all of it within the deadline, or there is no disk. What is lost costs a later miss.
+        Returns False if the deadline passed first, or there is no disk. Pages that are lost become misses.
         """
         if self._survives is None:
             ended = self.live.close()

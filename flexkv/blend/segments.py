@@ -29,7 +29,7 @@ def as_tokens(tokens: Sequence[int] | Tokens) -> Tokens:
 def split_at_separators(tokens: Sequence[int] | Tokens, separator: Sequence[int] | Tokens) -> list[Segment]:
     """Cuts a prompt at every occurrence of `separator`, from left to right; occurrences do not overlap.
 
-    The separator is the tokens of its special string *inside* a text, without the token that a tokenizer may put at the
+    `separator` has the tokens of its special string *inside* a text, without the token that a tokenizer may put at the
     beginning of a text. The segments follow each other without gaps; each separator is a segment that is not reusable.
 
     Raises:

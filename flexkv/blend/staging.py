@@ -30,7 +30,7 @@ class StagingPool:
         self.block_tokens = block_tokens
         self.view = KvView(np.array(runs, np.int64), blocks, shape.layers * run_bytes)
         self.free = list(range(blocks - 1, -1, -1))
-        """Blocks that nothing moves to or from."""
+        """Free blocks, to and from which no page moves."""
 
     def take(self, blocks: int) -> NDArray[np.int32] | None:
         """Takes `blocks` blocks, int32 [blocks]; None if fewer are free."""

@@ -1,4 +1,4 @@
-"""What a person could change on a machine so that flexkv runs better there, each with the command."""
+"""Hints on what to change on a machine so that flexkv runs better, each with the command."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What the hints depend on.
+    """The facts on which the hints depend.
 
     Attributes:
         private_pages, shared_pages: the kernel's settings for huge pages of private and of shared memory.

@@ -117,7 +117,7 @@ def _cufile_words(cufile: Facts) -> str:
 
 
 def gds_pool_words(pool: Facts) -> str:
-    """Which pools pass through staging between disk and GPU although a block is one piece in them."""
+    """Describes which pools go through staging between disk and GPU although their blocks are contiguous."""
     if pool["register_pool"] == "off":
         return "not registered with cuFile: gds.register_pool is off"
     said = [f"gds.register_pool {pool['register_pool']}"]

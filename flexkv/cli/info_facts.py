@@ -98,7 +98,7 @@ def machine_facts(memory: MemoryState) -> Facts:
 
 
 def gds_pool_facts(config: FlexKVConfig, devices: list[Facts]) -> Facts:
-    """Up to which size a pool whose blocks are one piece each can be registered with cuFile, for each GPU.
+    """For each GPU, the largest pool of contiguous blocks that can be registered with cuFile.
 
     `most_bytes` is None where it is not known. The driver of cuFile is not opened for this; at an engine's start flexkv
     raises cuFile's own limit to the GPU's memory.
@@ -158,7 +158,7 @@ def _folder(folder: str, faults: Mapping[str, str]) -> Facts:
 
 
 def machine_hints(facts: Facts) -> list[str]:
-    """What could be changed about this machine."""
+    """Hints about this machine."""
     huge = facts["huge_pages"]
     return hints(
         Machine(
@@ -175,7 +175,7 @@ def machine_hints(facts: Facts) -> list[str]:
 
 
 def folder_hints(disk: DiskConfig) -> list[str]:
-    """What is odd about the folders, though they can be used."""
+    """Oddities of the folders that do not keep them from being used."""
     found = [
         f"{' and '.join(map(str, roots))} lie on one file system, which striping over them does not make faster"
         for roots in shared_file_systems(disk)

@@ -1,4 +1,4 @@
-"""Makes a failed write to standard output an error of its own: a result that nobody has is no success."""
+"""Turns a failed write to standard output into a separate error, because a command whose output is lost has failed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class OutputError(Exception):
-    """Standard output takes no more: its disk is full, its reader has gone, or it is closed."""
+    """Standard output cannot be written: its disk is full, its reader has gone, or it is closed."""
 
 
 class CheckedOutput:

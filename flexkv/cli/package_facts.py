@@ -1,4 +1,4 @@
-"""The version of flexkv and what its native core was built for; also where the core was not built."""
+"""The version of flexkv and the build of its native core; works without a native core."""
 
 from __future__ import annotations
 

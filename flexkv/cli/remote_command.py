@@ -1,4 +1,4 @@
-"""`flexkv remote`: asks whether the shared store is there, how fast it is, and what a value in it is."""
+"""`flexkv remote`: checks whether the shared store is alive, measures it, and inspects its values."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ TENSORRT_LLM_INSTEAD = (
 def refuse_other_flexkv(module: str, *instead: str) -> NoReturn:
     """Ends the import of a module that only the other package has.
 
-    It raises no ImportError: SGLang takes that for a missing package, and its own message would hide this one.
+    It does not raise ImportError, because SGLang treats that as a missing package, and its message would hide this one.
 
     Args:
         module: the name that was imported.

@@ -1,4 +1,4 @@
-"""A module of the other package named flexkv, where later SGLangs look for a connector: importing it is an error."""
+"""Raises when imported: later versions of SGLang look here for the connector of the other package named flexkv."""
 
 from flexkv.integration.other_flexkv import SGLANG_INSTEAD, refuse_other_flexkv
 

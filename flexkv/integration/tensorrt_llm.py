@@ -1,4 +1,4 @@
-"""A module of the other package named flexkv, where its TensorRT-LLM examples look: importing it is an error."""
+"""Raises when imported: the other package named flexkv has a module of this name, which its TensorRT-LLM examples use."""
 
 from flexkv.integration.other_flexkv import TENSORRT_LLM_INSTEAD, refuse_other_flexkv
 

@@ -1,9 +1,9 @@
 """The contract of a simulation: its random choices, the symbols that stand for KV, and how it judges a manager.
 
 A run (`run.Simulation`) takes the place of an engine and drives a real cache manager in one thread, without bytes,
-files or the machine's clock, so the same configuration takes the same steps. Two things judge the manager: a model, the
-rules written a second time, with which every answer is compared, and symbols in place of KV, which show what arrived
-where. A run that returns has broken no rule.
+files or the machine's clock, so that equal configurations take equal steps. The manager is checked in two ways: every
+answer is compared with a model, which implements the rules a second time; and symbols in place of KV show what arrived
+where. If a run returns, no rule was broken.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ManagerFactory = Callable[..., LocalCacheManager]
 
 
 class RuleBroken(ContractError):
-    """The manager did something that the rules forbid, or left out something that they demand."""
+    """The manager did something that the rules forbid, or did not do something that they require."""
 
 
 def require(holds: bool, what: str) -> None:
@@ -62,10 +62,10 @@ class SimulationConfig:
         requests: live requests at once.
         most_steps: greatest length of a request, in steps (`step_tokens`).
         failure_rate: share of moved pages that fail.
-        ordered_reports: each rank reports in the order in which its ops ended, as an engine's workers do. Only then do
-            requests share engine blocks whose load has not been verified yet.
+        ordered_reports: whether each rank reports in the order in which its ops ended, as an engine's workers do. Only
+            then do requests share engine blocks whose load has not been verified yet.
         tier_places: places of each group in a symbolic tier, after the disk tier if there is one; 0 for none.
-        remote: a store that other machines use too, behind all other tiers; not with `tier_places`.
+        remote: whether there is a store, which other machines use, too, behind all other tiers; not with `tier_places`.
         source_error_rate: share of failed pages of loads straight from disk whose cause is SOURCE or TRANSPORT. After
             such a failure, loads go through host memory for a minute, which is 6,000 steps.
         integrity_every: steps between calls of `check_integrity`; 0 for none but the last.
@@ -73,12 +73,12 @@ class SimulationConfig:
         load_queue_pages: `ManagerLimits.inflight_load_pages`.
         asks_again: `ManagerLimits.asks_again`.
         wait_s: `TierFacts.wait_s` of the disk tier.
-        policy: which pages leave every tier first.
+        policy: the eviction policy of every tier.
         disk_places: disk slots of each group; 0 for no disk tier.
         disk_mode: when pages are written to disk.
         disks: the disks over which the places are striped.
-        measured_steps: the manager sees how fast the engine computes, at times slowly, at times fast, so that it leaves
-            pages on disk for the engine to compute.
+        measured_steps: whether the manager learns how fast the engine computes (sometimes slowly, sometimes fast), so
+            that it leaves pages on disk for the engine to compute.
         stream: blocks are promised while they are being read from disk.
         gds_loads: blocks on disk are promised where they lie, and loaded without a slot of host memory; with
             `measured_steps` only where that was faster.
@@ -144,7 +144,7 @@ class SimulationReport:
         gds_pages: pages loaded from disk without a slot of host memory.
         room_waits: lookups that had to wait for room in host memory.
         room_given: lookups that got room after they had waited for it.
-        lookups_after_failures: lookups of requests after a load of theirs has failed.
+        lookups_after_failures: lookups of requests of which a load has failed before.
         stored_while_read: pages stored while they were being read from disk.
         actions: how often each action was taken, by its name.
         stats: the manager's own totals; `disk` has those of its disk tier, `symbolic` those of its last tier.

@@ -1,4 +1,4 @@
-"""Disks of a simulation: they move pages, fail some, drop ops, report late and in any order, and break for good."""
+"""The disks of a simulation: they move pages, fail some, drop ops, report late and in any order, and break permanently."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class DiskMoves:
         self._hand_over(planned)
 
     def take_orders(self) -> None:
-        """Hands planned ops to the lane. To be called right after anything that may plan."""
+        """Hands planned ops to the lane. Call it right after any call that may plan ops."""
         self._hand_over(self.world.manager.work.take_planned())
 
     def _hand_over(self, planned: list[tuple[TierId, TransferGraph]]) -> None:
@@ -117,7 +117,9 @@ class DiskMoves:
             world.manager.cost.compute.see(tokens, tokens * token_s, world.now_s)
 
     def lose(self) -> None:
-        """Breaks a disk for good and reports it to the manager. One is left whole, so that the run stays worthwhile."""
+        """Permanently breaks a disk and reports it to the manager. Leaves one disk working, so that the run stays
+        useful.
+        """
         world = self.world
         if not world.config.disk_places:
             return

@@ -1,4 +1,4 @@
-"""Which requests get room for reads and which have to wait for it: the rules of the line, written a second time."""
+"""Models which requests get room for reads and which have to wait: a second implementation of the queue's rules."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class LineModel:
         self._asked.clear()
 
     def ask(self, request_id: str) -> None:
-        """Notes that the engine asked for a request that has to wait."""
+        """Records that the engine asked for a request that has to wait."""
         self._questions += 1
         self._asked.setdefault(request_id, []).append(self._questions)
 

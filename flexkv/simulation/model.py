@@ -1,6 +1,7 @@
-"""The rules of a cache manager, written a second time: sets and dictionaries, no native code, no arrays.
+"""A second implementation of the rules of a cache manager, with sets and dictionaries instead of native code and
+arrays.
 
-The simulation passes every call and its answer to the model, which raises `RuleBroken` where they break a rule.
+The simulation passes every call and its answer to the model, which raises `RuleBroken` if they break a rule.
 """
 
 from __future__ import annotations

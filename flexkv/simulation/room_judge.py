@@ -1,4 +1,6 @@
-"""Judges what a lookup did with room for reads: was it its turn, and did it take all that it needs, or none."""
+"""Checks how a lookup used room for reads: whether it was its turn, and whether it took all the room that it needs or
+none.
+"""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ class Simulation:
     def run(self) -> SimulationReport:
         """
         Raises:
-            RuleBroken: the manager did what it must not, or a load delivered what its key does not promise.
+            RuleBroken: the manager broke a rule, or a load delivered other KV than its key promises.
             ContractError: the manager's own invariants do not hold.
         """
         world = self.world

@@ -1,4 +1,5 @@
-"""A simulated store that other machines use too, with symbols for values; it gives false answers wherever a store may.
+"""A simulated store that other machines use, too, with symbols as values. It gives false answers wherever a real store
+might.
 
 Questions wait here until `StoreMoves` answers them; it moves the pages, too. The tier above is the product's.
 """

@@ -1,7 +1,7 @@
 """Disks without bytes: each place holds a tag and one symbol per rank, or garbage.
 
-They keep the promises of `flexkv.storage.base.Volumes` that matter to a manager, and judge its requests: it must not
-give away a place in use, publish what was not written, or overwrite without announcing it.
+They keep the promises of `flexkv.storage.base.Volumes` that matter to a manager, and check its requests: it must not
+reuse a place in use, publish a page that was not written, or overwrite a page without announcing it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Attention of some rows of a prompt over all of its keys."""
+"""Attention of some rows of a prompt over all of the prompt's keys."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 def visible_keys(positions: Any, keys: int) -> Any:
     """The keys that each row may attend to: those at its own position and before, bool [rows, keys].
 
-    Computed rows need not be the last ones. The mask of a causal model's kernel aligns its last row with the last key,
-    so it would let rows see what comes after them.
+    Computed rows need not be the last ones. A causal kernel's own mask aligns its last row with the last key, so it
+    would let rows attend to later keys.
 
     Args:
         positions: positions of the rows, int64 [rows]. Key i stands at position i.

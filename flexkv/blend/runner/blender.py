@@ -1,4 +1,6 @@
-"""One blended prefill: takes reused rows from the cache, computes the others and the most different ones."""
+"""One blended prefill: takes reused rows from the cache, and computes all other rows and the reused ones that differ
+most.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,8 @@ class BlendReport:
         reused: rows of these that the cache covered.
         computed: the rows that each layer computed, int64 ascending.
         off: why nothing was blended; empty if it was.
-        lost: number and reason of each segment whose pages failed to come while others were in use already; the prompt
-            was begun again without it.
+        lost: number and reason of each segment whose pages failed to arrive while others were in use already; the
+            prompt was restarted without it.
     """
 
     tokens: int
@@ -41,7 +43,7 @@ class Prefill(NamedTuple):
 
     Attributes:
         logits: logits of the prompt's last token, [1, vocabulary].
-        kv: a transformers `DynamicCache` with all tokens, those that the engine had included.
+        kv: a transformers `DynamicCache` with all tokens, including those that the engine had.
     """
 
     logits: Any
@@ -69,7 +71,7 @@ class Blender:
             reused: which rows the cache covers, and their keys and values.
 
         Raises:
-            LostPages: some rows that the cache promised did not come.
+            LostPages: some rows that the cache promised did not arrive.
         """
         first = past[0][0].shape[1] if past else 0
         kept = np.arange(len(tokens), dtype=np.int64)
@@ -85,7 +87,7 @@ class Blender:
         return self._model.logits(hidden[-1:]), old.kept, computed
 
     def _layer(self, layer: int, hidden: Any, kept: Rows, first: int, old: ReusedLayers) -> tuple[Any, Rows]:
-        """The layer's output for the rows that go on, and these rows."""
+        """The layer's output for the rows that are kept, and these rows."""
         model = self._model
         query, key, value = model.project(layer, hidden, torch.from_numpy(kept + first))
         keys, values = old.layer(layer)
@@ -96,14 +98,14 @@ class Blender:
             kept = kept[going_on.numpy()]
             hidden, query, key, value = (rows[going_on] for rows in (hidden, query, key, value))
         at = torch.from_numpy(kept + first)
-        # In every layer, also before the first check: rows that nothing covers would otherwise be zeros there.
+        # Done in every layer, even before the first check: rows that nothing covers would otherwise be zeros.
         keys[:, at] = key.transpose(0, 1)
         values[:, at] = value.transpose(0, 1)
         attended = attend(query, keys, values, at, model.scale(layer))
         return model.finish(layer, hidden, attended), kept
 
     def _choose(self, fresh: Any, cached: Any, kept: Rows, covered: NDArray[np.bool_], ratio: float) -> Rows:
-        """Positions within `kept` of the rows that go on."""
+        """The positions within `kept` of the rows to keep computing."""
         distance = (fresh.transpose(0, 1).float() - cached.float()).square().sum(dim=(0, 2))
         reusable = covered[kept]
         reusable[-1] = False  # the last row is needed for the logits

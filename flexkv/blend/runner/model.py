@@ -1,4 +1,4 @@
-"""The steps of a registered transformers model, layer by layer, on chosen rows."""
+"""Runs the steps of a registered transformers model, layer by layer, on chosen rows."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class LayeredModel:
 
     @contextmanager
     def own_frequencies(self) -> Iterator[None]:
-        """Within the block, the model itself turns by `frequencies`; afterwards it is as before.
+        """Within the `with` block the model itself uses `frequencies`; afterwards it is restored.
 
         After a prompt beyond max_positions, a "dynamic" rope keeps its grown frequencies until a prompt below
         max_positions comes, and so also turns a prompt of exactly max_positions tokens by them.

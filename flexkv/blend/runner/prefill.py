@@ -45,9 +45,9 @@ def segment_cache(
     """A cache for the segments of `model`.
 
     Args:
-        namespace: fields that name the weights (a digest or a revision) and whatever else keeps two callers apart. The
+        namespace: fields that name the weights (a digest or a revision) and everything else that separates callers. The
             model's configuration is added.
-        prefetch_layers: layers of a prompt that are held at once, from 2 to 16; None: `load.prefetch_layers` of the
+        prefetch_layers: how many layers of a prompt are held at once, from 2 to 16; None: `load.prefetch_layers` of the
             configuration.
         disk: folders in which segments outlive host memory and the process; None: `disk` of the configuration, which
             has none by default.
@@ -74,7 +74,7 @@ def segment_cache(
 
 
 def off_reason(model: Any) -> str:
-    """Why keys of this model are not moved; empty if they are. Checked once, with one warning if they are not."""
+    """Why keys of this model are not moved; empty if they are. Checks once per model, and warns once if they are not."""
     if not hasattr(model, _CHECKED):
         reason = ""
         try:
@@ -119,11 +119,11 @@ def prefill(
     plan: BlendPlan = BlendPlan(),  # noqa: B008 - frozen
     past: Any = None,
 ) -> Prefill:
-    """Computes a prompt, the concatenation of `segments`, reusing what `cache` has of them.
+    """Computes a prompt, the concatenation of `segments`, and reuses what `cache` has of them.
 
-    A segment (or its leading blocks) that `cache` has is reused wherever it stands. Rows that `plan` chooses, and all
-    that is not cached, are computed. Nothing is stored: see `precompute`. Where the model's keys cannot be moved
-    (`off_reason`) everything is computed by the model itself.
+    Reuses each segment (or its leading blocks) that `cache` has, at any position. Computes the rows that `plan` chooses
+    and all that are not cached. Stores nothing: see `precompute`. If the model's keys cannot be moved (`off_reason`),
+    the model itself computes everything.
 
     Args:
         model: a transformers causal language model of a registered family, in host memory.
@@ -170,8 +170,8 @@ def _blend(
             reused = ReusedRows(cache, load, starts, len(tokens), device)
             logits, layers, computed = blender.run(tokens, past, reused)
         except LostPages as error:
-            # Rows of earlier layers were computed from the lost segments' rows, so the prompt is begun again without
-            # these. Each time there is one segment less to ask for.
+            # Earlier layers' rows were computed from the lost segments' rows, so the prompt is restarted
+            # without these segments. Every restart has at least one segment less.
             load.close()
             for segment in error.segments:
                 lost.append(f"segment {segment}: {load.lost.get(segment, str(error))}")
@@ -208,10 +208,10 @@ def _as_cache(layers: Sequence[tuple[Any, Any]]) -> Any:
 
 
 def precompute(model: Any, segments: Segments, cache: SegmentCache) -> int:
-    """Computes each reusable segment by itself, where it is not cached, and stores it. Returns the tokens cached now.
+    """Computes each reusable segment that is not cached by itself, and stores it. Returns the tokens cached now.
 
-    The content under a segment's key depends on the segment alone, so no prompt can leave traces in another's.
-    A segment that is too long for a "dynamic" rope's frequencies is left out, with a warning.
+    The content under a segment's key depends only on the segment, so one prompt cannot affect another. Skips a segment
+    that is too long for a "dynamic" rope's frequencies, with a warning.
 
     Raises:
         CapacityError: a segment is longer than the cache's staging pool.

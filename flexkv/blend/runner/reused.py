@@ -22,7 +22,7 @@ from flexkv.transfer.layerwise.paged import PagedLayers
 
 
 class LostPages(FlexKVError):
-    """Pages that the cache promised did not come; `segments` names the segments."""
+    """Pages that the cache promised did not arrive; `segments` names their segments."""
 
     def __init__(self, segments: Sequence[int], reason: str) -> None:
         super().__init__(reason)
@@ -123,7 +123,7 @@ class ReusedLayers:
     def layer(self, layer: int) -> tuple[Any, Any]:
         """Keys and values of all tokens, [heads, tokens, dim], turned to their positions; zeros in rows without any.
 
-        They are the returned cache's own layer, to be completed in place. The next layers load meanwhile.
+        They are the returned cache's own layer, which the caller completes in place. The next layers load meanwhile.
 
         Raises:
             LostPages: pages did not come.

@@ -1,4 +1,4 @@
-"""Checks that flexkv's rotation is this model's, before it moves a single key."""
+"""Checks that flexkv's rotation equals the model's, before any key is moved."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flexkv.blend.runner.model import LayeredModel
 
 ROWS = 64
 LONGEST = 4096
-"""Positions to try. Beyond them the float32 angles of the models themselves are off by more than the limits."""
+"""The highest position to test. Beyond it the models' own float32 angles are off by more than the limits."""
 FREQUENCY_LIMIT = 0.01
 """Relative. A model whose weights were cast as a whole has its frequencies in bfloat16, 0.4 % off; keys are turned by
 the model's own frequencies."""

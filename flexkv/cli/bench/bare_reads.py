@@ -1,4 +1,4 @@
-"""The rate that a folder's disk reaches by itself: large reads of one file, several at a time."""
+"""Measures the rate that a folder's disk reaches by itself, with several large reads of one file at a time."""
 
 from __future__ import annotations
 

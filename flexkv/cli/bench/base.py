@@ -1,4 +1,4 @@
-"""The comparisons of `flexkv bench transfer`: one row per comparison, also for those that cannot run here."""
+"""The comparisons of `flexkv bench transfer`: one row per comparison, including those that cannot run here."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ComparisonRow:
         path: what moved the bytes; empty where nothing ran.
         multiprocessors: multiprocessors that it takes from the engine's kernels.
         share: share of the rate that `note` names; None where there is none to compare with.
-        note: what the number rests on, or why there is none.
+        note: the conditions of the number, or why there is none.
     """
 
     what: str

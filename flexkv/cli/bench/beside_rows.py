@@ -29,16 +29,16 @@ POOL_BYTES = 512 << 20
 """Least size of a GPU's pool: each of six ops that share no block has 85 MiB, a prompt of some thousand tokens."""
 PAIRS = 5
 SECONDS = 40.0
-"""For all rows together, where the caller names no time."""
+"""For all rows together, if the caller gives no time."""
 SHARES = {"decoding step": 0.4, "large product": 0.25, "small D2H": 0.2, "small H2D": 0.15}
-"""How works share the time of a set of windows: those whose 99th percentile needs more samples have more."""
+"""How the kinds of work share the time of a set of windows: those whose 99th percentile needs more samples get more."""
 PAUSE_SHARE = 0.12
 """Share of a set's time that passes until its copies are under way, and until the last has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class CopyKind:
-    """Copies to measure beside."""
+    """One kind of copies that runs beside the engine's work."""
 
     direction: str
     kinds: tuple[OpKind, ...]
@@ -69,7 +69,7 @@ class BesideRow:
         load_gbps, store_gbps: 1e9 bytes per second meanwhile, the median of the pairs; None for a direction that did
             not run.
         pairs: number of pairs.
-        pinned: the GPU had taken or refused all host memory.
+        pinned: whether the GPU had registered or refused all host memory.
         note: why it was not measured, or what it was measured on.
     """
 

@@ -1,4 +1,4 @@
-"""Moves pages from disk to the engine's pool in every way there is: `flexkv bench transfer --folder`."""
+"""Measures every way to move pages from disk to the engine's pool: `flexkv bench transfer --folder`."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ class _DiskWays:
                 calls[way.what] = way.count() - before
                 if number:  # the first round touches memory and starts threads
                     seconds[way.what].append(taken)
-        # The best round, because a limit that one of the ways exceeds would be none.
+        # Takes the best round, because a limit that one of the ways exceeds would not be a limit.
         limit = self._bare.bytes / min(seconds[bare.what]) / 1e9
         cached = "" if self._bare.direct else ", through the page cache: the file system refuses O_DIRECT"
         rows = [
@@ -302,7 +302,7 @@ def _path_of(lane: c_ext.GdsLane, multiprocessors: int) -> tuple[str, int]:
 
 
 def path_of_totals(totals: c_ext.GdsTotals) -> str:
-    """ "direct" only where every byte of every page went straight between disk and pool."""
+    """ "direct" only if every byte of every page went directly between disk and pool."""
     if not totals["straight_pages"]:
         return "staged"
     if totals["straight_pages"] < totals["pages"]:

@@ -1,4 +1,5 @@
-"""The JSON of `flexkv bench transfer`, rewritten after every group of rows: a cut run keeps what it measured.
+"""The JSON of `flexkv bench transfer`, rewritten after every group of rows, so that an interrupted run keeps its
+measurements.
 
 A device or a pipe, such as /dev/stdout, is never replaced: each time it gets all results so far, as one line.
 """

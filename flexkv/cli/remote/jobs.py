@@ -1,4 +1,4 @@
-"""The questions that `flexkv remote` asks a store, each with a client that is closed at its end."""
+"""The jobs of `flexkv remote`, each with a client of the store that is closed at its end."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ def ping(options: StoreOptions, deadline_s: float) -> list[Reached]:
 
 
 def look(options: StoreOptions, names: Sequence[str], deadline_s: float) -> list[StoredValue | None]:
-    """What each value says of itself; None where the store has no such name.
+    """What each value's trailer says; None if the store has no such name.
 
     Raises:
-        StoreError: the store is not there.
+        StoreError: the store cannot be reached.
     """
     with opened(options) as store:
         return [_look_at(store, name, deadline_s) for name in names]
@@ -97,7 +97,7 @@ def _look_at(store: Store, name: str, deadline_s: float) -> StoredValue | None:
 def drop(
     options: StoreOptions, names: Sequence[str], deadline_s: float
 ) -> tuple[list[bool], list[bool], str]:
-    """Whether the store had each name, whether it does not have it any more, and why it still has some."""
+    """Removes values. Returns whether the store had each name, whether it no longer has it, and why it still has some."""
     with opened(options) as store:
         there = [presence is Presence.YES for presence in store.exists(names, deadline_s)]
         gone = store.remove(names, deadline_s)

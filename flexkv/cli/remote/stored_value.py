@@ -1,4 +1,4 @@
-"""Reads what a value in a store says of itself, as far as that is possible without the model's geometry."""
+"""Reads a value's trailer and checks it, as far as that is possible without the model's geometry."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def read_value(name: str, value: NDArray[np.uint8], now: int) -> StoredValue:
 
 
 def _trailer_start(value: NDArray[np.uint8]) -> int | None:
-    """Where the trailer begins whose runs end with the value; None if there is none."""
+    """Where the trailer begins whose run digests end exactly at the value's end; None if there is none."""
     end = value[-(HEAD.size + 8 * MOST_RUNS) :].tobytes()
     at = len(end) - HEAD.size - 8
     while (at := end.rfind(MAGIC, 0, at + len(MAGIC))) >= 0:
