@@ -1,4 +1,4 @@
-"""Raises when imported: the other package named flexkv has a module of this name, which its TensorRT-LLM examples use."""
+"""Raises when imported: the other package named flexkv has such a module, which its TensorRT-LLM examples use."""
 
 from flexkv.integration.other_flexkv import TENSORRT_LLM_INSTEAD, refuse_other_flexkv
 

@@ -1,4 +1,4 @@
-"""The disks of a simulation: they move pages, fail some, drop ops, report late and in any order, and break permanently."""
+"""Simulated disks: they move pages, fail some, drop ops, report late and in any order, and break permanently."""
 
 from __future__ import annotations
 

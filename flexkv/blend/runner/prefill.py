@@ -74,7 +74,7 @@ def segment_cache(
 
 
 def off_reason(model: Any) -> str:
-    """Why keys of this model are not moved; empty if they are. Checks once per model, and warns once if they are not."""
+    """Why keys of this model are not moved; empty if they are. Checks each model once, and warns if they are not."""
     if not hasattr(model, _CHECKED):
         reason = ""
         try:

@@ -97,7 +97,7 @@ def _look_at(store: Store, name: str, deadline_s: float) -> StoredValue | None:
 def drop(
     options: StoreOptions, names: Sequence[str], deadline_s: float
 ) -> tuple[list[bool], list[bool], str]:
-    """Removes values. Returns whether the store had each name, whether it no longer has it, and why it still has some."""
+    """Removes values. Returns whether the store had each name, whether it is gone, and why some are left."""
     with opened(options) as store:
         there = [presence is Presence.YES for presence in store.exists(names, deadline_s)]
         gone = store.remove(names, deadline_s)
