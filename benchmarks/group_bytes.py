@@ -22,8 +22,8 @@ from rich.table import Table
 from vllm.v1 import kv_cache_interface as specs
 from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 
-from flexkv.adapters.vllm.boundaries import Boundaries, pages_at
 from flexkv.adapters.vllm.pool_geometry import BlockGeometry, PoolGeometry, layer_specs, pool_geometry
+from flexkv.cache.stores.boundaries import Boundaries, pages_at
 from flexkv.facts.keys import Rule
 
 BLOCK_TOKENS = 16
@@ -164,7 +164,9 @@ class Stored:
 
 def stored_of(model: str, prompt: int, step: int) -> Stored:
     geometry, groups = groups_of(MODELS[model])
-    boundaries = list(boundaries_of(Boundaries(geometry, None), prompt, step))
+    boundaries = list(
+        boundaries_of(Boundaries(geometry.groups, geometry.alignment_tokens, None), prompt, step)
+    )
     pages = [pages_kept(group.geometry, boundaries, prompt) for group in groups]
     stored = sum(count * group.image_bytes for count, group in zip(pages, groups, strict=True))
     everything = sum(prompt // group.geometry.block_tokens * group.image_bytes for group in groups)

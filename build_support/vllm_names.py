@@ -123,6 +123,7 @@ _ATTRIBUTES: dict[str, tuple[str, ...]] = {
         "iter_blocks_after",
         "num_free_blocks",
     ),
+    "vllm.v1.core.kv_cache_utils:KVCacheBlock": ("block_hash", "block_hash_num_tokens", "is_null"),
     f"{_OUTPUT}:CachedRequestData": ("new_block_ids", "req_ids", "resumed_req_ids"),
     f"{_OUTPUT}:KVConnectorBlockState": ("boundary_state_offloads", "get_block_ids"),
     f"{_OUTPUT}:NewRequestData": ("block_ids", "req_id"),

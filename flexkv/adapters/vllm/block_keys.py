@@ -11,6 +11,7 @@ from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 from flexkv.adapters.common.framed import framed
 from flexkv.adapters.common.lora_names import LoraNames
 from flexkv.cache.keys import EngineKeyChain, TokenChain, chain_seed, namespace_digest
+from flexkv.cache.stores.base import GROUP
 from flexkv.facts.keys import Keys
 
 if TYPE_CHECKING:
@@ -18,9 +19,6 @@ if TYPE_CHECKING:
 
     from flexkv.adapters.vllm.input_names import InputNames
 
-
-GROUP = 0
-"""The group number in all keys. Groups are told apart by their namespaces instead."""
 
 REMEMBERED = 1024
 """Most namespaces of groups that are remembered: callers may name any number of namespaces."""
@@ -36,7 +34,7 @@ class RequestNamespaces:
     """
 
     def __init__(self, engine: bytes, adapters: Mapping[str, Any]) -> None:
-        self._engine = engine
+        self.engine = engine
         self._adapters = framed(dict(adapters))
         self._loras = LoraNames()
         self._made: dict[str, bytes] = {}
@@ -54,11 +52,11 @@ class RequestNamespaces:
     def _of_adapter(self, request: Request) -> bytes:
         adapter = request.lora_request
         if adapter is None:
-            return self._engine
+            return self.engine
         name = self._loras.name(adapter.lora_path)
         if (made := self._made.get(name)) is None:
             made = self._made[name] = namespace_digest(
-                {"engine": self._engine, "adapter": name, "settings": self._adapters}
+                {"engine": self.engine, "adapter": name, "settings": self._adapters}
             )
         return made
 

@@ -36,8 +36,8 @@ from flexkv.adapters.vllm.local_engines import (
 from flexkv.adapters.vllm.metadata import ConnectorMetadata
 from flexkv.adapters.vllm.pool_geometry import one_group_geometry
 from flexkv.adapters.vllm.scheduler import SchedulerSide
-from flexkv.adapters.vllm.store_watch import NoWatch
 from flexkv.adapters.vllm.worker import WorkerSide
+from flexkv.cache.stores.base import StoreWatch
 from flexkv.config import FlexKVConfig, load_config, without_effect
 from flexkv.errors import ConfigError
 from flexkv.observe import configure_logging, get_logger, log_package, warn_once
@@ -233,7 +233,7 @@ class FlexKVConnectorV1Impl:
         )
         spec = EngineSpec.of(self._vllm_config, geometry, self._settings, role)
         side = SchedulerSide(spec, events is not None and events.enable_kv_cache_events)
-        side.bind_watch(NoWatch())
+        side.bind_watch(StoreWatch())
         side.take_handshake({0: handshake})
         self._scheduler = side
         return side

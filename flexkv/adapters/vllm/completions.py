@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+import numpy as np
 from vllm.v1.request import RequestStatus
 
 from flexkv.adapters.vllm.engine_spec import RUNNER_V2, EngineSpec
@@ -12,10 +13,10 @@ from flexkv.adapters.vllm.events import EventLog
 from flexkv.adapters.vllm.loads import Loads
 from flexkv.adapters.vllm.metadata import WorkerMetadata
 from flexkv.adapters.vllm.requests import RequestTable, RequestTracker
-from flexkv.adapters.vllm.store_watch import StoreWatch
-from flexkv.adapters.vllm.stores import StoreMode, first_failed
 from flexkv.adapters.vllm.worker import WorkerSide
 from flexkv.cache.base import Completion, OpRole
+from flexkv.cache.stores.base import StoreWatch
+from flexkv.cache.stores.planner import StorePlanner
 from flexkv.facts.ranks import NO_UNIT
 from flexkv.observe import Counters, PageLoss, get_logger, warn_once
 from flexkv.transfer.graph import OpResult
@@ -57,7 +58,7 @@ class CompletionHandler:
         workers: Collection[WorkerSide],
         requests: RequestTable,
         loads: Loads,
-        stores: StoreMode,
+        stores: StorePlanner,
         watch: StoreWatch,
         counters: Counters,
         events: EventLog | None,
@@ -156,3 +157,11 @@ class CompletionHandler:
         if self._events is not None:
             self._events.ended(completion.op_id)
         self._stores.unpublished(completion.failed_blocks)
+
+
+def first_failed(block_ids: list[int], failed_blocks: set[int]) -> int | None:
+    """Index of the first block in a request's table that is among the failed ones; None if none is."""
+    if failed_blocks.isdisjoint(block_ids):
+        return None
+    held = np.array(block_ids, dtype=np.int64)
+    return int(np.flatnonzero(np.isin(held, np.fromiter(failed_blocks, dtype=np.int64)))[0])

@@ -23,6 +23,7 @@ from vllm.v1.core.kv_cache_utils import (
 from flexkv.adapters.vllm.pool_geometry import BlockGeometry, PoolGeometry
 from flexkv.adapters.vllm.requests import RequestTracker
 from flexkv.cache.base import CacheListener, StorePlan
+from flexkv.cache.stores.base import StoreRequest
 from flexkv.facts.keys import Keys
 from flexkv.transfer.graph import OpId, TransferGraph
 
@@ -45,25 +46,26 @@ class EventLog(CacheListener):
         self._keys_of_op: dict[OpId, list[bytes]] = {}
         self._announced: dict[bytes, list[ExternalBlockHash]] = {}
 
-    def planned(self, tracker: RequestTracker, group: int, plan: StorePlan, first_block: int) -> None:
+    def planned(self, request: StoreRequest, group: int, plan: StorePlan, first_block: int) -> None:
         """Prepares the events of a group's store, because the request may be gone when its blocks become visible."""
         if plan.graph is None:
             return
+        assert isinstance(request, RequestTracker)
         numbers = [first_block + position for position in plan.stored.tolist()]
-        of_group = tracker.tables[group].keys.keys()
+        of_group = request.tables[group].keys.keys()
         keys = [of_group[number].tobytes() for number in numbers]
         for number, key in zip(numbers, keys, strict=True):
-            self._planned[key] = self._stored(tracker.request, self._groups[group], number)
+            self._planned[key] = self._stored(request.request, self._groups[group], number)
         self._note_ops(plan.graph, keys)
 
-    def planned_by_hash(self, plan: StorePlan, keys: Keys, hashes: Sequence[BlockHash]) -> None:
+    def planned_by_hash(self, plan: StorePlan, keys: Keys, hashes: Sequence[bytes]) -> None:
         """Prepares the events of lazy stores, for which only the hashes of the blocks are known."""
         if plan.graph is None:
             return
         positions = plan.stored.tolist()
         for position in positions:
             self._planned[keys[position].tobytes()] = BlockStored(
-                block_hashes=[maybe_convert_block_hash(hashes[position])],
+                block_hashes=[maybe_convert_block_hash(BlockHash(hashes[position]))],
                 parent_block_hash=None,
                 token_ids=[],
                 block_size=self._groups[0].block_tokens,

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from flexkv.adapters.common.base import LoadJob
-from flexkv.adapters.vllm.block_keys import GROUP, tail_extra
+from flexkv.adapters.vllm.block_keys import tail_extra
 from flexkv.adapters.vllm.engine_spec import EngineSpec
 from flexkv.adapters.vllm.requests import Promise, RequestTracker
 from flexkv.cache.base import MatchResult, TailCandidates
 from flexkv.cache.keys import tail_candidates
+from flexkv.cache.stores.base import GROUP
 from flexkv.facts.keys import Keys
 from flexkv.observe import Counters, get_logger
 from flexkv.transfer.graph import NO_OPS, BlockIds, OpId, TransferGraph

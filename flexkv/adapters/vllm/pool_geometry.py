@@ -99,6 +99,11 @@ class PoolGeometry:
         """Whether the model has recurrent states."""
         return any(group.rule is Rule.STATE for group in self.groups)
 
+    @property
+    def states_handed_over(self) -> bool:
+        """Whether the engine names the boundaries of its steps, and the blocks that hold the states there."""
+        return any(group.states_handed_over for group in self.groups)
+
     def kv_groups(self) -> list[KvGroup]:
         """The groups in the form that the unit takes."""
         return [

@@ -4,20 +4,29 @@ which follow the engine's schedule of each step."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
+from vllm.v1.core.kv_cache_utils import get_block_hash
 
 from flexkv.adapters.common.common_keys import COMMON
-from flexkv.adapters.vllm.block_keys import BlockKeys, EngineBlockKeys, RequestNamespaces, TokenBlockKeys
+from flexkv.adapters.vllm.block_keys import (
+    BlockKeys,
+    EngineBlockKeys,
+    RequestNamespaces,
+    TokenBlockKeys,
+    tail_extra,
+)
 from flexkv.adapters.vllm.input_names import InputNames
 from flexkv.adapters.vllm.pool_geometry import PoolGeometry
-from flexkv.adapters.vllm.request_fields import KeptOut, RequestFields
+from flexkv.adapters.vllm.request_fields import RequestFields
 from flexkv.cache.base import MatchResult
+from flexkv.cache.keys import tail_key
+from flexkv.cache.stores.base import GROUP, BlockTable, StoreRequest
+from flexkv.cache.stores.kept_out import KeptOut
 from flexkv.facts.keys import Keys
 from flexkv.facts.request_settings import NO_SETTINGS, RequestSettings
-from flexkv.transfer.graph import BlockIds, OpId
+from flexkv.transfer.graph import OpId
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -38,37 +47,13 @@ class Promise:
 
 
 @dataclass(slots=True, eq=False)
-class BlockTable:
-    """A request's blocks of one KV group.
-
-    Attributes:
-        keys: makes the keys of the blocks.
-        ids: the engine's blocks, in order, as the engine gave them; 0 where it gave none. A block that has left the
-            window stays in the list, although the engine has taken it back.
-        cursor: all blocks before this index are stored, being stored, or not to be stored.
-        has_pending: certain blocks from the cursor on have found no room yet.
-    """
-
-    keys: BlockKeys
-    ids: list[int] = field(default_factory=list)
-    cursor: int = 0
-    has_pending: bool = False
-
-    def blocks(self, first: int, end: int) -> BlockIds:
-        """Engine block ids of blocks [first, end), int32."""
-        return np.array(self.ids[first:end], dtype=np.int32)
-
-
-@dataclass(slots=True, eq=False)
-class RequestTracker:
+class RequestTracker(StoreRequest):
     """One live request.
 
     Attributes:
         namespace: namespace of the request's keys, 32 bytes.
-        tables: one block table per KV group, in the order of `PoolGeometry.groups`.
-        kept_out: tokens that the caller keeps out of the cache.
+        has_own_namespace: the namespace is that of an adapter or one that the caller names, not the engine's.
         asked: the settings that the caller asks for; in a streaming session those of its last piece.
-        settings: the settings that hold.
         first_namespace: the caller's namespace when the request began, which is in its keys.
         read_from: sampling parameters that `asked` was read from; vLLM replaces the object with each piece of a
             streaming session.
@@ -76,14 +61,6 @@ class RequestTracker:
         reached: tokens that the request's steps have computed so far, including those that are not accepted.
         promise: the last promise that the engine has not taken up.
         loading: op of the async load in flight, if any.
-        stale: the request's KV was computed with weights that have been replaced, or from a failed load that the engine
-            did not take back; nothing of it may be stored.
-        suspect_from: index of the first group's first block that was computed from a failed load and not again yet.
-        own_from: index of the first group's first block that did not come from the engine's own prefix cache.
-        certain: tokens whose KV was certain after the last step that computed some of the request.
-        reached_tokens: boundaries up to here have been stored or passed over; see `Boundaries`. With states, the last
-            boundary that was stored.
-        states_at: the last boundary at which a step of the engine ended: the request's table has its state.
         shared_tokens: number of leading tokens that other requests had too, as far as the last lookup knows.
         counted: the metrics include the lookup of this admission.
         preemptions: number of the request's preemptions that its block tables take into account.
@@ -92,25 +69,16 @@ class RequestTracker:
         unloadable: the engine took up a promise without having the blocks for it: nothing more is promised.
     """
 
-    request_id: str
     request: Request
     namespace: bytes
-    tables: tuple[BlockTable, ...]
-    kept_out: KeptOut
+    has_own_namespace: bool
     read_from: SamplingParams | None
     sampling: SamplingParams | None
     asked: RequestSettings = NO_SETTINGS
-    settings: RequestSettings = NO_SETTINGS
     first_namespace: str = ""
     reached: int = 0
     promise: Promise | None = None
     loading: OpId | None = None
-    stale: bool = False
-    suspect_from: int | None = None
-    own_from: int = 0
-    certain: int = 0
-    reached_tokens: int = 0
-    states_at: int = 0
     shared_tokens: int = 0
     counted: bool = False
     preemptions: int = 0
@@ -118,24 +86,44 @@ class RequestTracker:
     made_way: bool = False
     unloadable: bool = False
 
-    def storable(self, tokens: int) -> int:
-        """How many of the request's first `tokens` tokens may be stored, as far as its settings say."""
-        most = self.settings.max_store_tokens
-        return tokens if most is None else min(tokens, most)
-
     def keys(self) -> list[Keys]:
         """The keys of all whole blocks whose tokens are known, per group."""
         return [table.keys.keys() for table in self.tables]
 
     @property
-    def block_ids(self) -> list[int]:
-        """The engine's blocks of the first group, in order. An engine that is not hybrid has no others."""
-        return self.tables[0].ids
-
-    @property
     def block_keys(self) -> BlockKeys:
         """Makes the keys of the first group's blocks."""
-        return self.tables[0].keys
+        keys = self.tables[0].keys
+        assert isinstance(keys, BlockKeys)
+        return keys
+
+    @property
+    def prompt_tokens(self) -> int:
+        return int(self.request.num_prompt_tokens)
+
+    @property
+    def leading_shared(self) -> int:
+        return int(max(self.shared_tokens, self.request.shared_prefix_boundary))
+
+    def tail_key(self, tokens: int) -> Keys | None:
+        keys = self.block_keys
+        block = tokens // keys.block_tokens
+        first = block * keys.block_tokens
+        extra = tail_extra(self.request, first, tokens)
+        if extra is None or block > len(keys.keys()):
+            return None
+        tail = self.request.all_token_ids[first:tokens]
+        return tail_key(keys.namespace, GROUP, keys.parent(block), extra, tail, block)
+
+    @property
+    def has_own_names(self) -> bool:
+        return self.has_own_namespace or self.block_keys.first_of_run() is not None
+
+    def key_part(self, block: int, block_hash: bytes) -> tuple[bytes, bytes]:
+        engine_key, first = bytes(get_block_hash(block_hash)), self.block_keys.first_of_run()
+        if first is not None and block >= first:
+            engine_key = self.block_keys.names.run + engine_key
+        return self.namespace, engine_key
 
     def restart(self) -> None:
         """Resets the tracker: the engine took all blocks away, and the request starts again with others."""
@@ -204,10 +192,11 @@ class RequestTable:
             sampling = request.sampling_params
             tracker = RequestTracker(
                 str(request.request_id),
-                request,
-                namespace,
                 tables,
                 KeptOut(),
+                request,
+                namespace,
+                namespace != self._namespaces.engine,
                 sampling,
                 sampling,
                 asked=settings,

@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Any
 from flexkv.adapters.common.settings_reader import SettingsReader
 from flexkv.adapters.vllm import local_engines
 from flexkv.adapters.vllm.completions import CompletionHandler
-from flexkv.adapters.vllm.eager_stores import EagerStores
 from flexkv.adapters.vllm.engine_spec import EngineSpec
 from flexkv.adapters.vllm.events import EventLog
 from flexkv.adapters.vllm.handshakes import Handshakes
-from flexkv.adapters.vllm.lazy_stores import LazyStores
 from flexkv.adapters.vllm.loads import Loads, forward_spares_loads
 from flexkv.adapters.vllm.metadata import ConnectorMetadata, Handshake, WorkerMetadata
 from flexkv.adapters.vllm.request_fields import RequestFields
 from flexkv.adapters.vllm.requests import RequestTable, RequestTracker
 from flexkv.adapters.vllm.step_times import StepTimes
-from flexkv.adapters.vllm.store_watch import BlockWatch, NoWatch, StoreWatch
-from flexkv.adapters.vllm.stores import BlocksByGroup, NoStores, StoreMode, StoreTables
+from flexkv.adapters.vllm.store_watch import BlockWatch
+from flexkv.adapters.vllm.stores import CertainTokens, ScheduledBlocks, in_our_order, make_planner
 from flexkv.adapters.vllm.worker import WorkerSide, current_device_is_host
 from flexkv.cache.base import CacheListener
+from flexkv.cache.stores.base import BlocksByGroup, StoreWatch
+from flexkv.cache.stores.planner import StorePlanner
 from flexkv.errors import ClosedError
 from flexkv.facts.ranks import NO_UNIT
 from flexkv.observe import Counters, PageLoss, get_logger
@@ -68,20 +68,22 @@ class SchedulerSide:
         scheme = spec.config.keys.scheme
         self.requests = RequestTable(spec.namespace, spec.geometry, scheme, spec.names, spec.adapters, fields)
         self.orders = ConnectorMetadata()
-        self._watch: StoreWatch = NoWatch()
+        self._watch = StoreWatch()
         self._watch_bound = False
         self._step = 0
         self._forward_step = 0
         self.handshakes = Handshakes(spec.ranks, self.counters)
         self.events = EventLog(spec.geometry) if with_events else None
         self._old_kv = False
-        self._serve(NullUnit(), (), NoStores())
+        self._certain = CertainTokens(spec.config.store.tokens == "prompt")
+        self._serve(NullUnit(), (), StorePlanner())
 
     # --- set up ---
 
     def bind_block_pool(self, pool: BlockPool) -> None:
         """Takes the engine's block pool, and watches which of its blocks are handed out again."""
-        self.bind_watch(BlockWatch(pool, self._spec.config.store.max_reference_share))
+        share, groups = self._spec.config.store.max_reference_share, self._spec.geometry.groups
+        self.bind_watch(BlockWatch(pool, share, groups[0].block_tokens))
 
     def bind_watch(self, watch: StoreWatch) -> None:
         """Takes the watch that reports which blocks are handed out again."""
@@ -125,20 +127,13 @@ class SchedulerSide:
                 worker.attach(unit.unit_id, unit.pool, unit.places[worker.rank], unit.slabs)
             if not workers:
                 unit.grant = unit.make_grant(not current_device_is_host())
-            stores = self._make_stores(unit)
+            stores = make_planner(unit, spec, self._watch, self.counters, self.events)
             if isinstance(stores, CacheListener):
                 unit.manager.hub.listeners.append(stores)
             self._serve(unit, workers, stores)
             on_error.pop_all()
 
-    def _make_stores(self, unit: LiveUnit) -> StoreMode:
-        spec = self._spec
-        if not spec.role.stores:
-            return NoStores()
-        mode = LazyStores if spec.config.store.mode == "lazy" else EagerStores
-        return mode(StoreTables(unit, spec, self.requests, self._watch, self.counters, self.events))
-
-    def _serve(self, unit: EngineUnit, workers: tuple[WorkerSide, ...], stores: StoreMode) -> None:
+    def _serve(self, unit: EngineUnit, workers: tuple[WorkerSide, ...], stores: StorePlanner) -> None:
         """Makes `unit` serve the engine from now on."""
         self.unit, self.workers, self._stores = unit, workers, stores
         self._loads = Loads(unit, self._spec, self.counters)
@@ -243,7 +238,7 @@ class SchedulerSide:
         if unit.growing:
             unit.grow()
         if unit.usable:
-            self._stores.plan_step(output, self._step, self.orders)
+            self._plan_stores(output)
         elif self._stores.holds:
             self._stores.holds.end_all(PageLoss.NO_SLOT)
         if self._watch.ops and (reused := self._watch.take_reused()):
@@ -263,6 +258,15 @@ class SchedulerSide:
         orders, self.orders = self.orders, ConnectorMetadata()
         return orders
 
+    def _plan_stores(self, output: SchedulerOutput) -> None:
+        live, scheduled = self.requests.live, []
+        for request_id, tokens in output.num_scheduled_tokens.items():
+            if (tracker := live.get(request_id)) is not None:
+                self._certain.note_step(tracker, tokens)
+                scheduled.append(tracker)
+        blocks = ScheduledBlocks(self._spec.geometry, output)
+        self._stores.plan_step(scheduled, blocks, self.orders, idle=not output.total_num_scheduled_tokens)
+
     def update(self, output: KVConnectorOutput) -> None:
         """Takes the workers' reports of a step. Failed blocks come first, so nothing made from them is published."""
         if output.invalid_block_ids:
@@ -278,7 +282,11 @@ class SchedulerSide:
                 self._take_reports(report)
 
     def finished(self, request: Request, blocks: BlocksByGroup | None = None) -> None:
-        """Called when the request has ended and its blocks are about to be freed; see `StoreMode.ended`."""
+        """Called when the request has ended and its blocks are about to be freed.
+
+        Args:
+            blocks: the request's blocks now, by the engine's numbers of the groups; None if the engine does not say.
+        """
         tracker = self.requests.live.pop(request.request_id, None)
         if tracker is None:
             return
@@ -288,7 +296,9 @@ class SchedulerSide:
         else:
             self._completions.collect_early()
             self._completions.retire(tracker, self._forward_step)
-            self.orders.early += self._stores.ended(tracker, self._step, blocks)
+            self._certain.note_end(tracker)
+            ours = None if blocks is None else in_our_order(self._spec.geometry, blocks)
+            self.orders.early += self._stores.ended(tracker, ours)
             if self.orders.early and self.workers and current_device_is_host():
                 self._submit_early()
         if not self._stores.holds or tracker.request_id not in self._stores.holds:
@@ -365,7 +375,7 @@ class SchedulerSide:
         self.unit.manager.reset()
         if self.unit.state is UnitState.AWAITING_RANKS:
             self._old_kv = any(tracker.block_ids for tracker in self.requests.live.values()) or bool(
-                self._hashed_blocks()
+                self._watch.hashes()
             )
             return True
         self.orders.void.extend(self._loads)
@@ -374,7 +384,7 @@ class SchedulerSide:
             tracker.stale = bool(tracker.block_ids)
             tracker.promise = None
         # Blocks whose hash survived the engine's own reset (it failed, or there was none) hold KV of the old weights.
-        self._stores.reset(self._hashed_blocks())
+        self._stores.reset(self._watch.hashes())
         if self._spec.role.ends_copies and not self._end_copies():
             return False
         return not self._loads
@@ -390,12 +400,6 @@ class SchedulerSide:
         else:
             self.unit.manager.reset()
             self.counters.add("flexkv_resets_total")
-
-    def _hashed_blocks(self) -> dict[int, bytes]:
-        """Blocks in the engine's own prefix cache, and their hashes."""
-        if not self._watch_bound:
-            return {}  # there is no block pool yet, so nothing was computed
-        return {b.block_id: b.block_hash for b in self._watch.pool.blocks if b.block_hash is not None}
 
     def _end_copies(self) -> bool:
         """Ends every copy, and drops stores that were not submitted yet; returns whether all copies have ended."""

@@ -15,10 +15,12 @@ page as failed. Otherwise the block is no longer held.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from itertools import islice
+from typing import TYPE_CHECKING
 
-from flexkv.adapters.vllm.block_keys import GROUP
-from flexkv.errors import ContractError
+from vllm.v1.core.kv_cache_utils import get_block_hash
+
+from flexkv.cache.stores.base import GROUP, HeldBlocks, PoolBlock, StoreWatch
 from flexkv.transfer.graph import BlockIds, OpId
 
 if TYPE_CHECKING:
@@ -26,106 +28,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 
-class HeldBlocks:
-    """Blocks of an ended request that wait for a copy.
-
-    Attributes:
-        lost: blocks that the engine has handed out since, or dropped in a reset.
-        was_reset: the engine has reset its pool since.
-    """
-
-    __slots__ = ("block_ids", "lost", "was_reset")
-
-    def __init__(self, block_ids: Sequence[int]) -> None:
-        self.block_ids = block_ids
-        self.lost: set[int] = set()
-        self.was_reset = False
-
-
-class StoreWatch(Protocol):
-    """The part of the engine's pool that a planner of stores needs. `BlockWatch` documents the methods.
-
-    Attributes:
-        ops: stores in flight, and their blocks.
-    """
-
-    ops: dict[OpId, BlockIds]
-
-    @property
-    def room(self) -> int:
-        """Number of further blocks that may have a store in flight although no request holds them."""
-
-    @property
-    def has_pool(self) -> bool: ...
-    @property
-    def pool(self) -> BlockPool:
-        """The engine's pool; use it only if `has_pool`."""
-
-    def has_cached(self, block_hash: bytes) -> bool:
-        """Whether the engine's own prefix cache has a block with this hash, as far as is known."""
-
-    def add(self, op_id: OpId, blocks: BlockIds, holder: str | None = None) -> None: ...
-    def add_free(self, op_id: OpId, blocks: BlockIds) -> None: ...
-    def add_held(self, op_id: OpId, blocks: BlockIds) -> None: ...
-    def release(self, holder: str) -> None:
-        """Called when a request no longer holds its blocks, or is about to lose them."""
-
-    def end(self, op_id: OpId) -> None: ...
-    def hold(self, block_ids: Sequence[int]) -> HeldBlocks: ...
-    def end_hold(self, held: HeldBlocks) -> None: ...
-    def still_held(self, block_ids: Sequence[int]) -> int: ...
-    def take_reused(self) -> dict[OpId, list[int]]: ...
-    def close(self) -> None: ...
-
-
-class NoWatch:
-    """For stores that end inside the step that computed their blocks: no block can be reused meanwhile."""
-
-    room = 1 << 31
-    has_pool = False
-
-    def __init__(self) -> None:
-        self.ops: dict[OpId, BlockIds] = {}
-
-    @property
-    def pool(self) -> BlockPool:
-        raise ContractError("this connector is not given the engine's block pool")
-
-    def has_cached(self, block_hash: bytes) -> bool:
-        return False
-
-    def add(self, op_id: OpId, blocks: BlockIds, holder: str | None = None) -> None:
-        self.ops[op_id] = blocks
-
-    def add_free(self, op_id: OpId, blocks: BlockIds) -> None:
-        self.ops[op_id] = blocks
-
-    def add_held(self, op_id: OpId, blocks: BlockIds) -> None:
-        self.ops[op_id] = blocks
-
-    def release(self, holder: str) -> None:
-        """Nothing is watched."""
-
-    def end(self, op_id: OpId) -> None:
-        self.ops.pop(op_id, None)
-
-    def hold(self, block_ids: Sequence[int]) -> HeldBlocks:
-        raise ContractError("this connector does not hear which blocks the engine hands out")
-
-    def end_hold(self, held: HeldBlocks) -> None:
-        """Nothing was held."""
-
-    def still_held(self, block_ids: Sequence[int]) -> int:
-        return 0
-
-    def take_reused(self) -> dict[OpId, list[int]]:
-        return {}
-
-    def close(self) -> None:
-        """Nothing was watched."""
-
-
-class BlockWatch:
+class BlockWatch(StoreWatch):
     """The engine blocks with a store in flight, and those of ended requests that wait for one.
 
     `share` bounds the number of blocks that have a store in flight and that no request holds, as a share of the pool:
@@ -136,12 +39,11 @@ class BlockWatch:
     called after ours, and `close` puts it back. If another watcher replaces ours later, the block counts as handed out.
     """
 
-    has_pool = True
-
-    def __init__(self, pool: BlockPool, share: float) -> None:
+    def __init__(self, pool: BlockPool, share: float, block_tokens: int) -> None:
+        super().__init__()
         self._pool = pool
+        self._block_tokens = block_tokens
         self._limit = max(1, int(pool.num_gpu_blocks * share))
-        self.ops: dict[OpId, BlockIds] = {}
         self._op_of_block: dict[int, OpId] = {}
         self._ops_of_holder: dict[str, set[OpId]] = {}
         self._holder_of_op: dict[OpId, str] = {}
@@ -156,26 +58,13 @@ class BlockWatch:
         self._callback = self._on_reuse
         self._others: dict[int, Callable[[KVCacheBlock], None]] = {}
 
-    @property
-    def room(self) -> int:
-        """Number of further blocks that may have a store in flight although no request holds them."""
-        return self._limit - self._unheld
-
-    @property
-    def pool(self) -> BlockPool:
-        return self._pool
-
-    def has_cached(self, block_hash: bytes) -> bool:
-        return self._pool.get_cached_block(block_hash, [GROUP]) is not None
-
     # --- stores in flight ---
 
-    def add(self, op_id: OpId, blocks: BlockIds, holder: str | None = None) -> None:
-        """Watches blocks that a live request holds.
+    @property
+    def room(self) -> int:
+        return self._limit - self._unheld
 
-        Args:
-            holder: the request if it holds the blocks until `release`; None if the engine may take them back before.
-        """
+    def add(self, op_id: OpId, blocks: BlockIds, holder: str | None = None) -> None:
         self._watch(self._enter(op_id, blocks))
         if holder is None:
             self._count_unheld(op_id)
@@ -184,7 +73,6 @@ class BlockWatch:
             self._holder_of_op[op_id] = holder
 
     def add_free(self, op_id: OpId, blocks: BlockIds) -> None:
-        """Watches blocks that lie in the engine's free queue with their hash, without moving them in the queue."""
         self._free[op_id] = [(block, block.block_hash) for block in self._enter(op_id, blocks)]
         self._unheld += len(blocks)
 
@@ -194,13 +82,11 @@ class BlockWatch:
         self._count_unheld(op_id)
 
     def release(self, holder: str) -> None:
-        """Called when a request no longer holds its blocks, or is about to lose them: they count towards the bound."""
         for op_id in self._ops_of_holder.pop(holder, ()):
             del self._holder_of_op[op_id]
             self._count_unheld(op_id)
 
     def end(self, op_id: OpId) -> None:
-        """Stops watching the blocks of a store that has ended on every rank."""
         self._reused.pop(op_id, None)
         blocks = self.ops.pop(op_id, None)
         if blocks is None:
@@ -220,7 +106,6 @@ class BlockWatch:
                 del self._op_of_block[block]
 
     def take_reused(self) -> dict[OpId, list[int]]:
-        """Takes the blocks handed out since the last call: op -> positions in the op."""
         watchers = self._pool._reuse_watchers
         for op_id, watched in self._watched.items():
             # Our watcher is gone if it was called, which has noted the block, or if another one replaced it. The usual
@@ -245,7 +130,6 @@ class BlockWatch:
     # --- blocks that wait for a store ---
 
     def hold(self, block_ids: Sequence[int]) -> HeldBlocks:
-        """Watches blocks that a request is about to lose, until `end_hold`. The engine may take them at any time."""
         held = HeldBlocks(block_ids)
         self._watch([self._pool.blocks[block] for block in block_ids])
         for block in block_ids:
@@ -268,6 +152,40 @@ class BlockWatch:
             if watchers.get(block) is not self._callback:
                 return number
         return len(block_ids)
+
+    # --- the pool ---
+
+    def has_cached(self, block_hash: bytes) -> bool:
+        return self._pool.get_cached_block(block_hash, [GROUP]) is not None
+
+    def hash_of(self, block: int) -> bytes | None:
+        return self._pool.blocks[block].block_hash
+
+    def hashes(self) -> dict[int, bytes]:
+        return {b.block_id: b.block_hash for b in self._pool.blocks if b.block_hash is not None}
+
+    @property
+    def free_head(self) -> tuple[int, int]:
+        queue = self._pool.free_block_queue
+        head = queue.fake_free_list_head.next_free_block
+        return (head.block_id if head is not None else -1, queue.num_free_blocks)
+
+    def free_blocks(self, count: int) -> list[PoolBlock]:
+        return self._whole(islice(self._pool.free_block_queue.iter_blocks_after(None), count))
+
+    def whole_blocks(self, block_ids: Sequence[int]) -> list[PoolBlock]:
+        return self._whole(self._pool.blocks[block] for block in block_ids)
+
+    def _whole(self, blocks: Iterable[KVCacheBlock]) -> list[PoolBlock]:
+        whole = self._block_tokens
+        return [
+            PoolBlock(block.block_id, block.block_hash)
+            for block in blocks
+            if block.block_hash is not None and not block.is_null and not block.block_hash_num_tokens % whole
+        ]
+
+    def engine_key(self, block_hash: bytes) -> bytes:
+        return bytes(get_block_hash(block_hash))
 
     # --- life ---
 

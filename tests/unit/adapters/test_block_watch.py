@@ -9,7 +9,7 @@ import numpy as np
 from flexkv.adapters.vllm.store_watch import BlockWatch
 from flexkv.transfer.graph import OpId
 from tests.unit.adapters.mini_engine import MiniEngine
-from tests.unit.adapters.vllm_objects import make_pool, make_request
+from tests.unit.adapters.vllm_objects import BLOCK_TOKENS, make_pool, make_request
 
 OP, OTHER = OpId(7), OpId(8)
 
@@ -20,7 +20,7 @@ def ids(blocks) -> np.ndarray:
 
 def test_watching_takes_no_reference_and_lets_the_cache_be_reset() -> None:
     pool = make_pool()
-    watch = BlockWatch(pool, 0.5)
+    watch = BlockWatch(pool, 0.5, BLOCK_TOKENS)
     blocks = pool.get_new_blocks(3)
     watch.add(OP, ids(blocks))
     assert [block.ref_cnt for block in blocks] == [1, 1, 1]
@@ -32,7 +32,7 @@ def test_watching_takes_no_reference_and_lets_the_cache_be_reset() -> None:
 
 def test_a_block_handed_out_again_is_named_by_its_position() -> None:
     pool = make_pool(8)
-    watch = BlockWatch(pool, 1.0)
+    watch = BlockWatch(pool, 1.0, BLOCK_TOKENS)
     blocks = pool.get_new_blocks(3)
     watch.add(OP, ids(blocks))
     pool.free_blocks([blocks[1]])
@@ -45,7 +45,7 @@ def test_a_block_handed_out_again_is_named_by_its_position() -> None:
 
 def test_a_reset_counts_as_reuse_because_the_pool_will_not_say_it_again() -> None:
     pool = make_pool()
-    watch = BlockWatch(pool, 1.0)
+    watch = BlockWatch(pool, 1.0, BLOCK_TOKENS)
     blocks = pool.get_new_blocks(2)
     watch.add(OP, ids(blocks))
     pool.free_blocks(blocks)
@@ -55,7 +55,7 @@ def test_a_reset_counts_as_reuse_because_the_pool_will_not_say_it_again() -> Non
 
 def test_an_ended_store_is_not_named() -> None:
     pool = make_pool(8)
-    watch = BlockWatch(pool, 1.0)
+    watch = BlockWatch(pool, 1.0, BLOCK_TOKENS)
     blocks = pool.get_new_blocks(3)
     watch.add(OP, ids(blocks))
     watch.end(OP)
@@ -67,7 +67,7 @@ def test_an_ended_store_is_not_named() -> None:
 
 def test_the_share_bounds_what_no_request_holds() -> None:
     pool = make_pool(16)
-    watch = BlockWatch(pool, 0.25)
+    watch = BlockWatch(pool, 0.25, BLOCK_TOKENS)
     assert watch.room == 4
     watch.add(OP, ids(pool.get_new_blocks(3)))
     assert watch.room == 1
@@ -82,7 +82,7 @@ def test_the_share_bounds_what_no_request_holds() -> None:
 
 def test_a_store_that_ends_before_its_request_does_is_forgotten() -> None:
     pool = make_pool(16)
-    watch = BlockWatch(pool, 0.25)
+    watch = BlockWatch(pool, 0.25, BLOCK_TOKENS)
     watch.add(OP, ids(pool.get_new_blocks(3)), "one")
     watch.end(OP)
     watch.release("one")
@@ -94,7 +94,7 @@ def test_a_store_that_ends_before_its_request_does_is_forgotten() -> None:
 def test_held_blocks_say_which_of_them_were_handed_out() -> None:
     """Each hold on a block is notified; a store that begins meanwhile does not move the blocks in the queue."""
     pool = make_pool(8)
-    watch = BlockWatch(pool, 1.0)
+    watch = BlockWatch(pool, 1.0, BLOCK_TOKENS)
     blocks = pool.get_new_blocks(3)
     first, second = (watch.hold([block.block_id for block in blocks]) for _ in range(2))
     pool.free_blocks(blocks)
@@ -115,7 +115,7 @@ def test_held_blocks_say_which_of_them_were_handed_out() -> None:
 
 def test_held_blocks_say_that_the_pool_was_reset() -> None:
     pool = make_pool(8)
-    watch = BlockWatch(pool, 1.0)
+    watch = BlockWatch(pool, 1.0, BLOCK_TOKENS)
     blocks = pool.get_new_blocks(2)
     held = watch.hold([block.block_id for block in blocks])
     pool.free_blocks(blocks)
@@ -131,7 +131,7 @@ def test_free_blocks_are_watched_without_moving_them_in_the_queue() -> None:
     pool.cache_full_blocks(request, blocks, 0, 3, block_size=4, kv_cache_group_id=0)
     pool.free_blocks(reversed(blocks))
     order = [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
-    watch = BlockWatch(pool, 1.0)
+    watch = BlockWatch(pool, 1.0, BLOCK_TOKENS)
     watch.add_free(OP, ids(blocks))
     assert [block.block_id for block in pool.free_block_queue.get_all_free_blocks()] == order
     assert watch.take_reused() == {}
@@ -151,7 +151,7 @@ def test_a_watcher_that_was_there_before_is_called_too() -> None:
     told: list[int] = []
     pool.touch(blocks)
     pool.unpin_blocks(blocks, lambda block: told.append(block.block_id))
-    watch = BlockWatch(pool, 1.0)
+    watch = BlockWatch(pool, 1.0, BLOCK_TOKENS)
     watch.add(OP, ids(blocks))
     watch.add(OP, ids(blocks))  # two watches of flexkv on one block do not count as another watcher
     pool.free_blocks([blocks[1]])
@@ -167,7 +167,7 @@ def test_closing_leaves_the_pool_as_it_was() -> None:
     pool.touch(blocks[:1])
     pool.unpin_blocks(blocks[:1], lambda block: told.append(block.block_id))
     before = dict(pool._reuse_watchers)
-    watch = BlockWatch(pool, 1.0)
+    watch = BlockWatch(pool, 1.0, BLOCK_TOKENS)
     watch.add(OP, ids(blocks))
     assert set(pool._reuse_watchers) == {block.block_id for block in blocks}
     watch.close()
@@ -181,7 +181,7 @@ def test_a_watcher_that_takes_our_place_makes_the_block_count_as_handed_out() ->
     """From then on flexkv would not learn that the block is handed out."""
     pool = make_pool(8)
     blocks = pool.get_new_blocks(3)
-    watch = BlockWatch(pool, 1.0)
+    watch = BlockWatch(pool, 1.0, BLOCK_TOKENS)
     watch.add(OP, ids(blocks))
     assert watch.take_reused() == {}
     pool.touch(blocks[2:])

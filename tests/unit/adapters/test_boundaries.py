@@ -8,9 +8,9 @@ import random
 import numpy as np
 import pytest
 
-from flexkv.adapters.vllm.boundaries import CHECKPOINT_WINDOWS, LEAST_CHECKPOINT_TOKENS, Boundaries, pages_at
 from flexkv.adapters.vllm.pool_geometry import BlockGeometry, PoolGeometry
 from flexkv.c_ext import BlockIndex, BoundaryLookup, GroupRule, TierLookup
+from flexkv.cache.stores.boundaries import CHECKPOINT_WINDOWS, LEAST_CHECKPOINT_TOKENS, Boundaries, pages_at
 from flexkv.facts.keys import Rule
 
 FULL = BlockGeometry(16, 16, 100, ("full",))
@@ -31,7 +31,8 @@ def state(number: int, handed_over: bool = False) -> BlockGeometry:
 
 
 def boundaries(*groups: BlockGeometry, checkpoint: int | None = None, alignment: int = 16) -> Boundaries:
-    return Boundaries(PoolGeometry((FULL, *groups), alignment), checkpoint)
+    handed_over = PoolGeometry((FULL, *groups), alignment).states_handed_over
+    return Boundaries((FULL, *groups), alignment, checkpoint, handed_over)
 
 
 def test_a_hit_may_end_at_checkpoints_and_before_the_prompts_last_token() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from flexkv.adapters.vllm import scheduler as scheduler_side
 from flexkv.adapters.vllm import worker
-from flexkv.adapters.vllm.eager_stores import EagerStores
+from flexkv.cache.stores.eager import EagerStores
 from flexkv.transfer.engine import TransferEngine
 from tests.unit.adapters.fake_gpu import A_WHILE_S, LONG_S, FakeGpuWorld
 from tests.unit.adapters.model_runners import RUNNERS, nothing

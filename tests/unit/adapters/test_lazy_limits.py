@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from flexkv.adapters.vllm.lazy_stores import LazyStores
 from flexkv.cache.base import NO_ENTRY
 from flexkv.cache.manager import LocalCacheManager
+from flexkv.cache.stores.lazy import LazyStores
 from flexkv.observe import Counters
 from tests import testing_ext
 from tests.unit.adapters.faulty_worker import faulty_worker
@@ -154,7 +154,7 @@ def test_what_the_next_step_may_be_handed_is_stored_at_a_requests_end(make_engin
 
 
 def test_control_what_nobody_looked_at_is_lost(make_engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LazyStores, "_plan_end", lambda self, tracker, certain: None)
+    monkeypatch.setattr(LazyStores, "_plan_end", lambda self, request: None)
     assert _pages_in_neither(make_engine) == [2, 3, 4]
 
 
@@ -213,7 +213,7 @@ def test_a_full_queue_is_offered_nothing_until_a_store_has_ended(
 def test_control_without_the_wait_each_step_plans_a_store(
     make_engine: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(LazyStores, "_places", 100)
+    monkeypatch.setattr(LazyStores, "places", 100)
     offers, _ = _offers_to_a_full_queue(make_engine, monkeypatch)
     assert offers == 8
 

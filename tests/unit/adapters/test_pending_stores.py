@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-from flexkv.adapters.vllm.eager_stores import PROBE_PAGES, EagerStores
 from flexkv.adapters.vllm.engine_spec import EngineRole
-from flexkv.adapters.vllm.holds import Hold, Holds
 from flexkv.adapters.vllm.store_watch import BlockWatch
 from flexkv.cache.base import OpRole
 from flexkv.cache.manager import LocalCacheManager
+from flexkv.cache.stores.eager import PROBE_PAGES, EagerStores
+from flexkv.cache.stores.holds import Hold, Holds
 from flexkv.observe import PageLoss
 from flexkv.observe.page_losses import NOT_STORED, reasons_of
 from tests import testing_ext
@@ -214,7 +214,7 @@ def test_a_store_for_which_a_rank_has_no_place_waits(
 def test_control_stores_beyond_a_ranks_places_are_lost(
     make_engine: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(EagerStores, "_places", 100)
+    monkeypatch.setattr(EagerStores, "places", 100)
     offers, stored, lost = _fill_lane(make_engine, monkeypatch)
     assert offers > 1
     assert lost == {"busy": PAGES - stored}
@@ -269,7 +269,7 @@ def test_ended_requests_wait_for_a_place_in_a_ranks_queue(make_engine: Make) -> 
 def test_control_stores_of_ended_requests_beyond_a_ranks_places_are_lost(
     make_engine: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(EagerStores, "_places", 100)
+    monkeypatch.setattr(EagerStores, "places", 100)
     stored, lost = _end_six(make_engine)
     assert lost == {"busy": 6 * PAGES - stored}
     assert stored < 6 * PAGES

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from flexkv.adapters.tensorrt_llm import worker as tensorrt_llm_worker
-from flexkv.adapters.vllm import scheduler
+from flexkv.adapters.vllm import stores
 from flexkv.adapters.vllm import worker as vllm_worker
 from flexkv.config import load_config
 from flexkv.errors import ClosedError, ConfigError
@@ -43,7 +43,7 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> list[HostPool]:
     return made
 
 
-@pytest.mark.parametrize(("module", "name"), [(build, "LiveUnit"), (scheduler, "EagerStores")])
+@pytest.mark.parametrize(("module", "name"), [(build, "LiveUnit"), (stores, "EagerStores")])
 def test_a_refused_start_holds_no_memory_and_no_folder(
     make_engine: Make,
     pools: list[HostPool],

@@ -12,7 +12,8 @@ from vllm import SamplingParams
 from vllm.v1.request import Request
 
 from flexkv.adapters.common.settings_reader import SettingsReader
-from flexkv.adapters.vllm.request_fields import NO_END, KeptOut, RequestFields
+from flexkv.adapters.vllm.request_fields import RequestFields
+from flexkv.cache.stores.kept_out import NO_END, KeptOut
 from flexkv.observe import Counters
 from tests.unit.adapters.mini_engine import MiniEngine
 from tests.unit.adapters.test_pending_stores import dropped, holds_of, two_in_flight

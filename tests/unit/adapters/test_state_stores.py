@@ -13,15 +13,15 @@ import pytest
 from vllm.v1.core.sched.output import KVConnectorBlockState
 
 from flexkv.adapters.common.settings_reader import SettingsReader
-from flexkv.adapters.vllm.eager_stores import EagerStores
 from flexkv.adapters.vllm.engine_spec import EngineSpec
 from flexkv.adapters.vllm.metadata import ConnectorMetadata
 from flexkv.adapters.vllm.pool_geometry import BlockGeometry, PoolGeometry
 from flexkv.adapters.vllm.request_fields import RequestFields
 from flexkv.adapters.vllm.requests import RequestTable
-from flexkv.adapters.vllm.store_watch import NoWatch
-from flexkv.adapters.vllm.stores import StoreTables
+from flexkv.adapters.vllm.stores import CertainTokens, ScheduledBlocks, make_planner
 from flexkv.cache.base import StorePlan
+from flexkv.cache.stores.base import StoreWatch
+from flexkv.cache.stores.boundary_stores import BoundaryStores
 from flexkv.config import load_config
 from flexkv.facts.keys import Keys, Rule
 from flexkv.facts.ranks import UnitOwner
@@ -73,9 +73,10 @@ class Steps:
         requests = RequestTable(bytes(32), geometry, "engine", spec.names, {}, fields)
         self.tracker = requests.of(self.request)
         self.offers = Offers()
-        unit: Any = SimpleNamespace(manager=self.offers, has_tiers=True)
-        self.watch, self.counters = NoWatch(), Counters()
-        self.stores = EagerStores(StoreTables(unit, spec, requests, self.watch, self.counters, None))
+        unit: Any = SimpleNamespace(manager=self.offers, has_tiers=True, slots=99)
+        self.geometry, self.certain = geometry, CertainTokens(prompt_only=False)
+        self.watch, self.counters = StoreWatch(), Counters()
+        self.stores = make_planner(unit, spec, self.watch, self.counters, None)
 
     def step(
         self, end: int, states: Sequence[int], handed_over: Sequence[tuple[int, int, int]] = ()
@@ -85,15 +86,21 @@ class Steps:
         full = list(range(50, 50 + -(-end // BLOCK_TOKENS)))
         self.tracker.tables[FULL].ids[:], self.tracker.tables[STATE].ids[:] = full, states
         output: Any = SimpleNamespace(
-            num_scheduled_tokens={name: end - request.num_computed_tokens},
             kv_connector_block_state=KVConnectorBlockState(
                 {name}, lambda _: (full, list(states)), {name: list(handed_over)} if handed_over else {}
             ),
         )
         self.offers.states.clear()
-        self.stores.plan_step(output, 0, ConnectorMetadata())
+        self.certain.note_step(self.tracker, end - request.num_computed_tokens)
+        blocks = ScheduledBlocks(self.geometry, output)
+        self.stores.plan_step([self.tracker], blocks, ConnectorMetadata(), idle=False)
         request.num_computed_tokens = end
         return list(self.offers.states)
+
+    def end(self, blocks: Sequence[Sequence[int]]) -> None:
+        """Ends the request, which has these blocks by group."""
+        self.certain.note_end(self.tracker)
+        self.stores.ended(self.tracker, blocks)
 
 
 def test_states_are_stored_where_steps_end_with_a_block() -> None:
@@ -129,7 +136,7 @@ def test_the_last_state_of_an_answer_is_stored_at_its_end() -> None:
     for end in (8, 10, 11):
         steps.step(end, [NULL, 31, 32])
     assert steps.step(12, [NULL, NULL, 32]) == []
-    steps.stores.ended(steps.tracker, 0, ([50, 51, 52], [NULL, NULL, 32]))
+    steps.end(([50, 51, 52], [NULL, NULL, 32]))
     assert steps.offers.states == [(2, 32)]
 
 
@@ -139,7 +146,7 @@ def test_what_a_failed_load_left_in_the_table_is_no_state() -> None:
     steps.request.num_computed_tokens = 4
     left = 77
     assert steps.step(24, [NULL, NULL, NULL, left, NULL, 32]) == []
-    steps.stores.ended(steps.tracker, 0, ([*range(50, 56)], [NULL, NULL, NULL, left, NULL, 32]))
+    steps.end(([*range(50, 56)], [NULL, NULL, NULL, left, NULL, 32]))
     assert steps.offers.states == [(5, 32)]
 
 
@@ -147,10 +154,10 @@ def test_control_a_table_tells_not_by_itself_what_is_a_state(monkeypatch: pytest
     steps = Steps(prompt=18, output=8)
     steps.request.num_computed_tokens = 4
 
-    def note_any(tracker: Any, tokens: int) -> None:
-        tracker.states_at = min(tokens, 18) // BLOCK_TOKENS * BLOCK_TOKENS
+    def note_any(_: Any, request: Any) -> None:
+        request.states_at = min(request.step_end, 18) // BLOCK_TOKENS * BLOCK_TOKENS
 
-    monkeypatch.setattr(steps.stores, "_note_end", note_any)
+    monkeypatch.setattr(BoundaryStores, "_note_end", note_any)
     assert steps.step(24, [NULL, NULL, NULL, 77, NULL, 32]) == [(3, 77)]
 
 
@@ -159,7 +166,7 @@ def test_a_request_that_lost_its_blocks_has_no_state() -> None:
     steps.step(8, [NULL, 31])
     steps.tracker.restart()
     steps.offers.states.clear()
-    steps.stores.ended(steps.tracker, 0, ([50, 51], [NULL, 31]))
+    steps.end(([50, 51], [NULL, 31]))
     assert steps.offers.states == []
 
 
@@ -173,7 +180,7 @@ def test_only_what_is_handed_over_is_stored_where_the_engine_says_it() -> None:
 def test_at_the_end_nothing_is_taken_by_position_where_the_engine_hands_states_over() -> None:
     steps = Steps(prompt=16, handed_over=True)
     steps.step(16, [NULL, NULL, NULL, 32])
-    steps.stores.ended(steps.tracker, 0, ([50, 51, 52, 53], [NULL, NULL, NULL, 32]))
+    steps.end(([50, 51, 52, 53], [NULL, NULL, NULL, 32]))
     assert steps.offers.states == []
 
 

@@ -57,7 +57,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "cli": BASE
     | {"cache", "facts", "transfer", "storage", "remote", "unit", "adapters", "simulation", "weights"},
 }
-CONTROL_PLANE = ("base", "keys", "ledger", "checks", "tiers", "moves", "promise", "manager")
+CONTROL_PLANE = ("base", "keys", "stores", "ledger", "checks", "tiers", "moves", "promise", "manager")
 """Files and folders of `flexkv/cache`, from the ground up: each imports only those before it."""
 ENGINES = frozenset({"vllm", "torch", "sglang", "tensorrt_llm", "transformers"})
 ADAPTER_ENGINES: dict[str, frozenset[str]] = {

@@ -1,5 +1,5 @@
-"""Holds: pages of ended requests whose stores are pending. Their blocks stay in the engine's free queue
-(`store_watch.py`) until earlier copies have made room, for `store.hold_s` at most."""
+"""Holds: pages of ended requests whose stores are pending. Their blocks stay in the engine's free queue until earlier
+copies have made room, for `store.hold_s` at most."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from flexkv.adapters.vllm.requests import RequestTracker
-from flexkv.adapters.vllm.store_watch import HeldBlocks, StoreWatch
 from flexkv.cache.base import CacheManager
+from flexkv.cache.stores.base import HeldBlocks, StoreRequest, StoreWatch
 from flexkv.observe import Counters, PageLoss
 
 
@@ -24,7 +23,7 @@ class Hold:
         until_s: when the hold expires (`time.monotonic`).
     """
 
-    tracker: RequestTracker
+    request: StoreRequest
     ends: list[int]
     blocks: list[HeldBlocks | None]
     numbers: list[dict[int, int]]
@@ -32,7 +31,7 @@ class Hold:
 
     def pending(self, group: int) -> int:
         """Number of pending pages of a group."""
-        return max(0, self.ends[group] - self.tracker.tables[group].cursor)
+        return max(0, self.ends[group] - self.request.tables[group].cursor)
 
     @property
     def pages(self) -> int:
@@ -63,19 +62,19 @@ class Holds:
     def __iter__(self) -> Iterator[Hold]:
         return iter(list(self._of_request.values()))
 
-    def begin(self, tracker: RequestTracker, ends: Sequence[int]) -> None:
+    def begin(self, request: StoreRequest, ends: Sequence[int]) -> None:
         """Begins the hold of a request that is about to lose its blocks: in each table, those from the cursor to the
         end in `ends` are pending."""
         blocks = [
             self._watch.hold(table.ids[table.cursor : end]) if end > table.cursor else None
-            for table, end in zip(tracker.tables, ends, strict=True)
+            for table, end in zip(request.tables, ends, strict=True)
         ]
         numbers = [
             {block: number for number, block in enumerate(table.ids[table.cursor : end], table.cursor)}
-            for table, end in zip(tracker.tables, ends, strict=True)
+            for table, end in zip(request.tables, ends, strict=True)
         ]
-        self._of_request[tracker.request_id] = Hold(
-            tracker, list(ends), blocks, numbers, time.monotonic() + self._hold_s
+        self._of_request[request.request_id] = Hold(
+            request, list(ends), blocks, numbers, time.monotonic() + self._hold_s
         )
 
     def drop_lost(self, hold: Hold) -> bool:
@@ -91,7 +90,7 @@ class Holds:
 
     def cut(self, hold: Hold, group: int, lost: set[int], reason: PageLoss | None) -> None:
         """Drops a group's pending blocks from the first of `lost` on; counts them if there is a reason."""
-        numbers, cursor, end = hold.numbers[group], hold.tracker.tables[group].cursor, hold.ends[group]
+        numbers, cursor, end = hold.numbers[group], hold.request.tables[group].cursor, hold.ends[group]
         # Blocks before the cursor have been offered and stay watched.
         first = min(
             (number for block in lost if cursor <= (number := numbers.get(block, -1)) < end), default=end
@@ -112,9 +111,9 @@ class Holds:
         for blocks in hold.blocks:
             if blocks is not None:
                 self._watch.end_hold(blocks)
-        del self._of_request[hold.tracker.request_id]
+        del self._of_request[hold.request.request_id]
         # Last, because this marks all the request's blocks as used together.
-        self._manager.end_request(hold.tracker.request_id)
+        self._manager.end_request(hold.request.request_id)
 
     def end_request(self, request_id: str, reason: PageLoss) -> None:
         """Calls `end` for the request's hold, if it has one."""

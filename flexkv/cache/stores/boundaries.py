@@ -11,9 +11,9 @@ of other lengths into the table; the only boundaries are then those that vLLM ha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from flexkv.adapters.vllm.pool_geometry import BlockGeometry, PoolGeometry
+from flexkv.cache.stores.base import StoreGroup
 from flexkv.facts.keys import Rule
 
 LEAST_CHECKPOINT_TOKENS = 4096
@@ -22,8 +22,8 @@ CHECKPOINT_WINDOWS = 8
 group of windows stores at most an eighth of a long prompt's pages."""
 
 StateBlocks = Mapping[int, int]
-"""For one boundary: the engine's number of a group of states -> the engine block that holds its states. Empty where the
-engine hands none over: the blocks are then in the request's own tables."""
+"""For one boundary: a group of states -> the engine block that holds its states. Empty where the engine hands none
+over: the blocks are then in the request's own tables."""
 
 NO_STATES: StateBlocks = {}
 
@@ -32,22 +32,29 @@ class Boundaries:
     """The boundaries of one engine: lengths at which hits on its requests may end.
 
     Args:
+        alignment_tokens: every hit is a multiple of so many tokens.
         checkpoint_tokens: distance between checkpoints; None for a default by the largest window. It is rounded up to a
-            multiple of the engine's alignment.
+            multiple of the alignment.
 
     Attributes:
-        groups: the groups of windows, chunks and states, by their index in `PoolGeometry.groups`.
+        groups: the groups of windows, chunks and states, by their index among the unit's groups.
         has_states: the model has recurrent states, so a hit ends only where a step of the engine has ended.
         handed_over: the engine names the boundaries of its steps, and the blocks that hold the states there.
         checkpoint_tokens: tokens from one checkpoint to the next.
     """
 
-    def __init__(self, geometry: PoolGeometry, checkpoint_tokens: int | None) -> None:
-        self._alignment = geometry.alignment_tokens
-        self.groups = {at: group for at, group in enumerate(geometry.groups) if group.rule is not Rule.FULL}
-        self._states = {group.number for group in self.groups.values() if group.rule is Rule.STATE}
-        self.has_states = geometry.has_states
-        self.handed_over = any(group.states_handed_over for group in self.groups.values())
+    def __init__(
+        self,
+        groups: Sequence[StoreGroup],
+        alignment_tokens: int,
+        checkpoint_tokens: int | None,
+        handed_over: bool = False,
+    ) -> None:
+        self._alignment = alignment_tokens
+        self.groups = {at: group for at, group in enumerate(groups) if group.rule is not Rule.FULL}
+        self._states = {at for at, group in self.groups.items() if group.rule is Rule.STATE}
+        self.has_states = bool(self._states)
+        self.handed_over = handed_over
         if checkpoint_tokens is None:
             window = max((_reach_tokens(group) for group in self.groups.values()), default=0)
             checkpoint_tokens = max(LEAST_CHECKPOINT_TOKENS, CHECKPOINT_WINDOWS * window)
@@ -72,13 +79,12 @@ class Boundaries:
         """The boundaries at which the engine hands over the states of every group, ascending, with their blocks.
 
         Args:
-            offers: the engine's offers for one request: (its number of the group, the block, the number of tokens that
-                the states cover).
+            offers: the engine's offers for one request: (group, block, number of tokens that the states cover).
         """
         found: dict[int, dict[int, int]] = {}
-        for number, block, tokens in offers:
-            if number in self._states and self.may_end_at(tokens):
-                found.setdefault(tokens, {})[number] = block
+        for group, block, tokens in offers:
+            if group in self._states and self.may_end_at(tokens):
+                found.setdefault(tokens, {})[group] = block
         return [(tokens, found[tokens]) for tokens in sorted(found) if found[tokens].keys() == self._states]
 
     def wants_states(self, boundary: int, after: int, prompt_tokens: int, shared_tokens: int) -> bool:
@@ -122,7 +128,7 @@ class Boundaries:
         return max(0, tokens) // self._alignment * self._alignment
 
 
-def pages_at(group: BlockGeometry, boundary: int) -> tuple[int, int]:
+def pages_at(group: StoreGroup, boundary: int) -> tuple[int, int]:
     """The pages [first, end) that a hit of `boundary` tokens needs from a group of windows, chunks or states.
 
     The rule is that of `GroupRule::first_page` in `csrc/index/group_rule.h`, which lookups use.
@@ -135,7 +141,7 @@ def pages_at(group: BlockGeometry, boundary: int) -> tuple[int, int]:
     return max(0, end - group.reach), end
 
 
-def _reach_tokens(group: BlockGeometry) -> int:
+def _reach_tokens(group: StoreGroup) -> int:
     """The most tokens that the pages of a hit hold in this group."""
     if group.rule is Rule.STATE:
         return group.block_tokens

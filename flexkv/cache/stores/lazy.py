@@ -4,25 +4,24 @@ request's end it also stores blocks that the next step may take before the queue
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import islice
-from typing import TYPE_CHECKING
 
 import numpy as np
-from vllm.v1.core.kv_cache_utils import get_block_hash
 
-from flexkv.adapters.vllm.block_keys import GROUP
-from flexkv.adapters.vllm.metadata import ConnectorMetadata
-from flexkv.adapters.vllm.requests import RequestTracker
-from flexkv.adapters.vllm.stores import BlocksByGroup, RequestStores, StoreTables
 from flexkv.cache.base import CacheListener
 from flexkv.cache.keys import EngineKeyChain
+from flexkv.cache.stores.base import (
+    GROUP,
+    BlocksByGroup,
+    PoolBlock,
+    StepBlocks,
+    StoreOrders,
+    StoreParts,
+    StoreRequest,
+)
+from flexkv.cache.stores.planner import RequestStores
 from flexkv.facts.keys import KEY_BYTES, Keys
 from flexkv.observe import PageLoss, get_logger, warn_once
 from flexkv.transfer.graph import BlockIds, TransferGraph
-
-if TYPE_CHECKING:
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock
-    from vllm.v1.core.sched.output import SchedulerOutput
 
 logger = get_logger(__name__)
 
@@ -42,30 +41,27 @@ class LazyStores(RequestStores, CacheListener):
     A block is offered once, and again if its store was not published or the cache has lost it.
     """
 
-    def __init__(self, tables: StoreTables) -> None:
-        super().__init__(tables)
-        spec = tables.spec
-        self._namespace = spec.namespace
+    def __init__(self, parts: StoreParts) -> None:
+        super().__init__(parts)
         # Bounded by half of the host tier: in a small tier, more blocks would evict one another and be stored over and
         # over.
-        step_blocks = -(-spec.step_tokens // self._block_tokens)
-        self._most = max(1, tables.unit.slots // 2)
+        step_blocks = -(-parts.step_tokens // self._block_tokens)
+        self._most = max(1, parts.slots // 2)
         self._ahead = min(STEPS_AHEAD * step_blocks, self._most)
-        self._step_blocks = min(step_blocks, tables.unit.slots)
+        self._step_blocks = min(step_blocks, parts.slots)
         self._seen: tuple[int, int] = (-1, -1)
         self._offered: dict[int, tuple[bytes, bytes]] = {}
         self._block_of_key: dict[bytes, int] = {}
         self.suspects: dict[int, bytes] = {}
         self._key_parts: dict[int, tuple[bytes, bytes, bytes]] = {}
         """For each block whose hash does not identify its content: the hash, the namespace of the request that left the
-        block, and the hash to use in its key."""
+        block, and the engine's key to use in its key."""
         self._passed_over: dict[int, bytes] = {}
 
-    def plan_step(self, output: SchedulerOutput, step: int, orders: ConnectorMetadata) -> None:
-        for request_id, scheduled in output.num_scheduled_tokens.items():
-            # A request's blocks are looked at only once it has lost them.
-            if tracker := self._requests.live.get(request_id):
-                tracker.certain = self._certain_after_step(tracker, scheduled)
+    def plan_step(
+        self, requests: Iterable[StoreRequest], step: StepBlocks, orders: StoreOrders, idle: bool
+    ) -> None:
+        # A request's blocks are looked at only once it has lost them.
         self._count_missed()
         graph = self._plan_head()
         if graph is not None:
@@ -76,18 +72,14 @@ class LazyStores(RequestStores, CacheListener):
         are handed out without being stored are counted."""
         return self._plan_free(blocks + self._ahead)
 
-    def preempted(self, tracker: RequestTracker) -> None:
-        # Uses the tracker's count, because the engine has already reset the request's computed tokens to none.
-        self._settle(tracker, tracker.certain)
-        if not tracker.stale:
-            self._count_preempted(tracker)
+    def preempted(self, request: StoreRequest) -> None:
+        self._settle(request)
+        if not request.stale:
+            self._count_preempted(request)
 
-    def ended(
-        self, tracker: RequestTracker, step: int, blocks: BlocksByGroup | None = None
-    ) -> list[TransferGraph]:
-        certain = self._certain_at_end(tracker)
-        self._settle(tracker, certain)
-        graph = self._plan_end(tracker, certain)
+    def ended(self, request: StoreRequest, blocks: BlocksByGroup | None = None) -> list[TransferGraph]:
+        self._settle(request)
+        graph = self._plan_end(request)
         return [graph] if graph is not None else []
 
     def load_failed(self, blocks: Iterable[int]) -> None:
@@ -120,49 +112,43 @@ class LazyStores(RequestStores, CacheListener):
         self._passed_over.clear()
         self._seen = (-1, -1)
 
-    def _settle(self, tracker: RequestTracker, certain_tokens: int) -> None:
+    def _settle(self, request: StoreRequest) -> None:
         """Finds out which blocks of a request that loses them hold the KV that their hash stands for; the others become
         suspects."""
-        if tracker.stale:
-            self._suspect(tracker.block_ids)
-            self._taint(tracker, tracker.block_ids)
+        if request.stale:
+            self._suspect(request.block_ids)
+            self.taint(request, request.block_ids)
             return
-        good = max(0, certain_tokens) // self._block_tokens
-        if tracker.suspect_from is not None:
-            for block in tracker.block_ids[tracker.suspect_from : good]:
+        good = max(0, request.certain) // self._block_tokens
+        if request.suspect_from is not None:
+            for block in request.block_ids[request.suspect_from : good]:
                 self.suspects.pop(block, None)  # the block was computed again
-        if tracker.namespace != self._namespace or tracker.block_keys.first_of_run() is not None:
-            self._note_key_parts(tracker)
+        if request.has_own_names:
+            self._note_key_parts(request)
         # Blocks that the caller or `store.tokens` keeps out must not be stored. No lookup reaches blocks behind one
         # that the caller keeps out, except through the engine's own cache. Blocks from there are other requests' too.
-        first = good if tracker.settings.max_store_tokens is None else max(good, tracker.own_from)
-        if kept := tracker.kept_out.within(0, len(tracker.block_ids) * self._block_tokens):
-            first = min(first, max(tracker.own_from, kept[0] // self._block_tokens))
-        self._suspect(tracker.block_ids[first:])
+        first = good if request.settings.max_store_tokens is None else max(good, request.own_from)
+        if kept := request.kept_out.within(0, len(request.block_ids) * self._block_tokens):
+            first = min(first, max(request.own_from, kept[0] // self._block_tokens))
+        self._suspect(request.block_ids[first:])
 
-    def _note_key_parts(self, tracker: RequestTracker) -> None:
+    def _note_key_parts(self, request: StoreRequest) -> None:
         """Notes how to make the keys of the request's blocks, because a block's hash does not identify the content of
         an adapter, nor that of an input whose name is valid for this run alone."""
-        blocks, keys = self._watch.pool.blocks, tracker.block_keys
-        first = keys.first_of_run()
-        for number, block_id in enumerate(tracker.block_ids):
-            if (block_hash := blocks[block_id].block_hash) is not None:
-                engine_key = bytes(get_block_hash(block_hash))
-                if first is not None and number >= first:
-                    engine_key = keys.names.run + engine_key
-                self._key_parts[block_id] = (block_hash, tracker.namespace, engine_key)
+        for number, block in enumerate(request.block_ids):
+            if (block_hash := self._watch.hash_of(block)) is not None:
+                self._key_parts[block] = (block_hash, *request.key_part(number, block_hash))
 
-    def _keys(self, blocks: Sequence[tuple[int, bytes]]) -> Keys:
-        """Keys of blocks that are given by number and hash, each in the namespace of the request that left it. Shape
-        [blocks, KEY_BYTES]."""
+    def _keys(self, blocks: Sequence[PoolBlock]) -> Keys:
+        """Keys of blocks, each in the namespace of the request that left it. Shape [blocks, KEY_BYTES]."""
         positions: dict[bytes, list[int]] = {}
         engine_keys: list[bytes] = []
-        for position, (block_id, block_hash) in enumerate(blocks):
-            noted = self._key_parts.get(block_id) if self._key_parts else None
+        for position, (number, block_hash) in enumerate(blocks):
+            noted = self._key_parts.get(number) if self._key_parts else None
             if noted is not None and noted[0] == block_hash:
                 _, namespace, engine_key = noted
             else:
-                namespace, engine_key = self._namespace, get_block_hash(block_hash)
+                namespace, engine_key = self.parts.namespace, self._watch.engine_key(block_hash)
             positions.setdefault(namespace, []).append(position)
             engine_keys.append(engine_key)
         keys = np.empty((len(blocks), KEY_BYTES), np.uint8)
@@ -172,28 +158,25 @@ class LazyStores(RequestStores, CacheListener):
             keys[those] = chain.keys
         return keys
 
-    def _suspect(self, block_ids: Iterable[int]) -> None:
+    def _suspect(self, blocks: Iterable[int]) -> None:
         """Marks blocks that must not be stored under the hash that they have now."""
-        blocks = self._watch.pool.blocks
-        for block_id in block_ids:
-            if (block_hash := blocks[block_id].block_hash) is not None:
-                self.suspects[block_id] = block_hash
+        for block in blocks:
+            if (block_hash := self._watch.hash_of(block)) is not None:
+                self.suspects[block] = block_hash
 
     def _plan_head(self) -> TransferGraph | None:
         """Plans stores of blocks that the engine may hand out next and that the cache does not have."""
-        queue = self._watch.pool.free_block_queue
-        head = queue.fake_free_list_head.next_free_block
-        seen = (head.block_id if head is not None else -1, queue.num_free_blocks)
+        seen = self._watch.free_head
         if seen == self._seen:
             return None
         self._seen = seen
         return self._plan_free(self._ahead)
 
     def _plan_free(self, count: int) -> TransferGraph | None:
-        """Plans stores of those of the first `count` blocks of the free queue that the cache does not have, as far as
-        there is room."""
-        candidates = self._candidates(count)
-        room = max(0, min(self._watch.room, self._most)) if self._places > 0 else 0
+        """Plans stores of those of the first `count` free blocks that the cache does not have, as far as there is
+        room."""
+        candidates = [block for block in self._watch.free_blocks(count) if self._is_new(block)]
+        room = max(0, min(self._watch.room, self._most)) if self.places > 0 else 0
         if len(candidates) > room:
             self._pass_over(candidates[room:])
             del candidates[room:]
@@ -206,23 +189,23 @@ class LazyStores(RequestStores, CacheListener):
             self._watch.add_free(op.op_id, op.blocks)
         return graph
 
-    def _plan_end(self, tracker: RequestTracker, certain_tokens: int) -> TransferGraph | None:
+    def _plan_end(self, request: StoreRequest) -> TransferGraph | None:
         """Plans stores of the last blocks of a request that ends, as far as the engine may hand them out in its next
         step, before the queue is read again: in a small pool these are all blocks. Like the blocks of a live request,
         they are not limited by `store.max_reference_share`."""
-        if tracker.stale:
+        if request.stale:
             return None
-        pool, ids = self._watch.pool, tracker.block_ids
-        end = min(certain_tokens // self._block_tokens, len(ids))
+        ids = request.block_ids
+        end = min(request.certain // self._block_tokens, len(ids))
         # Blocks behind the request's certain whole blocks are freed too, and handed out before those.
-        free = pool.free_block_queue.num_free_blocks + len(ids) - end
-        first = max(0, end - max(0, self._step_blocks - free))
+        _, free = self._watch.free_head
+        first = max(0, end - max(0, self._step_blocks - free - len(ids) + end))
         if first == end:
             return None
-        blocks = [block for block_id in ids[first:end] if self._is_new(block := pool.blocks[block_id])]
+        blocks = [block for block in self._watch.whole_blocks(ids[first:end]) if self._is_new(block)]
         if not blocks:
             return None
-        if self._places < 1:
+        if self.places < 1:
             self._pass_over(blocks)
             return None
         graph = self._offer(blocks)
@@ -230,28 +213,28 @@ class LazyStores(RequestStores, CacheListener):
             self._watch.add(op.op_id, op.blocks)
         return graph
 
-    def _offer(self, blocks: list[KVCacheBlock]) -> TransferGraph | None:
+    def _offer(self, blocks: list[PoolBlock]) -> TransferGraph | None:
         """Offers blocks in the order of their conversations. Blocks that find no room are offered again later."""
-        keys = self._keys([(block.block_id, block.block_hash) for block in blocks])
-        ids = np.array([block.block_id for block in blocks], dtype=np.int32)
+        keys = self._keys(blocks)
+        ids = np.array([block.number for block in blocks], dtype=np.int32)
         plan = self._manager.begin_store(LAZY_REQUEST, GROUP, keys, ids, 0)
         cached = self._manager.known(GROUP, keys) if plan.dropped else np.ones(len(blocks), np.bool_)
         for block, key, is_cached in zip(blocks, keys, cached.tolist(), strict=True):
-            self._withdraw(block.block_id)
+            self._withdraw(block.number)
             if is_cached:
-                self._offered[block.block_id] = (block.block_hash, key.tobytes())
-                self._block_of_key[key.tobytes()] = block.block_id
+                self._offered[block.number] = (block.block_hash, key.tobytes())
+                self._block_of_key[key.tobytes()] = block.number
             else:
                 self._pass_over([block])
-        if self._events is not None:
-            hashes = [get_block_hash(block.block_hash) for block in blocks]
-            self._events.planned_by_hash(plan, keys, hashes)
+        if self.parts.events is not None:
+            hashes = [self._watch.engine_key(block.block_hash) for block in blocks]
+            self.parts.events.planned_by_hash(plan, keys, hashes)
         self._manager.release(LAZY_REQUEST)
         return plan.graph
 
-    def _pass_over(self, blocks: Iterable[KVCacheBlock]) -> None:
+    def _pass_over(self, blocks: Iterable[PoolBlock]) -> None:
         """Notes blocks without room, which are offered again in the next step if the engine still has them."""
-        self._passed_over.update((block.block_id, block.block_hash) for block in blocks)
+        self._passed_over.update(blocks)
         self._seen = (-1, -1)
 
     def _count_missed(self) -> None:
@@ -259,12 +242,12 @@ class LazyStores(RequestStores, CacheListener):
         cache can no longer get them, unless it has them from elsewhere."""
         if not self._passed_over:
             return
-        blocks = self._watch.pool.blocks
-        gone = [known for known in self._passed_over.items() if blocks[known[0]].block_hash != known[1]]
+        known = [PoolBlock(*block) for block in self._passed_over.items()]
         self._passed_over.clear()
+        gone = [block for block in known if self._watch.hash_of(block.number) != block.block_hash]
         missed = int(np.count_nonzero(~self._manager.known(GROUP, self._keys(gone)))) if gone else 0
         if missed:
-            PageLoss.LAZY_MISSED.count(self._counters, missed)
+            self.count(missed, PageLoss.LAZY_MISSED)
             warn_once(
                 logger,
                 "lazy-missed",
@@ -274,35 +257,27 @@ class LazyStores(RequestStores, CacheListener):
                 missed,
             )
 
-    def _count_preempted(self, tracker: RequestTracker) -> None:
+    def _count_preempted(self, request: StoreRequest) -> None:
         """Counts the preempted request's blocks that the engine has handed out already and that were not offered: they
         are lost."""
-        keys, pool = tracker.block_keys.keys(), self._watch.pool
-        end = min(max(0, tracker.certain) // self._block_tokens, len(tracker.block_ids), len(keys))
-        if kept := tracker.kept_out.within(0, end * self._block_tokens):
+        keys, ids = request.tables[0].keys.keys(), request.block_ids
+        end = min(max(0, request.certain) // self._block_tokens, len(ids), len(keys))
+        if kept := request.kept_out.within(0, end * self._block_tokens):
             end = kept[0] // self._block_tokens
-        blocks = [pool.blocks[block] for block in tracker.block_ids[:end]]
-        hashed = [(block.block_id, block.block_hash) for block in blocks if block.block_hash is not None]
+        hashes = [(block, self._watch.hash_of(block)) for block in ids[:end]]
+        hashed = [PoolBlock(block, block_hash) for block, block_hash in hashes if block_hash is not None]
         there = {key.tobytes() for key in self._keys(hashed)}
         gone = {key.tobytes() for key in keys[:end]} - there - self._block_of_key.keys()
-        PageLoss.PREEMPTED.count(self._counters, len(gone))
+        self.count(len(gone), PageLoss.PREEMPTED)
 
     def _withdraw(self, block: int) -> None:
         """Makes a block count as never offered."""
         if (offered := self._offered.pop(block, None)) is not None:
             self._block_of_key.pop(offered[1], None)
 
-    def _candidates(self, count: int) -> list[KVCacheBlock]:
-        queue = self._watch.pool.free_block_queue.iter_blocks_after(None)
-        return [block for block in islice(queue, count) if self._is_new(block)]
-
-    def _is_new(self, block: KVCacheBlock) -> bool:
-        """Whether a block has a hash of all its tokens, was not offered yet, and may be offered."""
-        block_hash = block.block_hash
-        if block_hash is None or block.is_null:
+    def _is_new(self, block: PoolBlock) -> bool:
+        """Whether a block was not offered yet, and may be offered."""
+        number, block_hash = block
+        if (offered := self._offered.get(number)) is not None and offered[0] == block_hash:
             return False
-        if (offered := self._offered.get(block.block_id)) is not None and offered[0] == block_hash:
-            return False
-        if self.suspects and self.suspects.get(block.block_id) == block_hash:
-            return False
-        return not block.block_hash_num_tokens % self._block_tokens
+        return not self.suspects or self.suspects.get(number) != block_hash

@@ -1,0 +1,269 @@
+"""Eager stores: each block is offered as soon as the step that completes it is planned. Windows, chunks and states are
+offered at the boundaries that the step reaches (`boundary_stores.py`).
+
+A block of full attention that finds no room is pending: it is offered again at every step while its request lives, and
+then while it is held (`holds.py`). The pending blocks of each block table are a range, so they need no list.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable, Iterator
+
+from flexkv.cache.stores.base import (
+    GROUP,
+    BlocksByGroup,
+    StepBlocks,
+    StoreOrders,
+    StoreParts,
+    StoreRequest,
+)
+from flexkv.cache.stores.boundary_stores import BoundaryStores
+from flexkv.cache.stores.holds import Hold, Holds
+from flexkv.cache.stores.planner import RequestStores
+from flexkv.facts.keys import Rule
+from flexkv.observe import PageLoss
+from flexkv.transfer.graph import BlockIds, TransferGraph
+
+PROBE_PAGES = 64
+PROBE_GROWTH = 4
+"""A request with pending pages first offers PROBE_PAGES of them, and PROBE_GROWTH times as many each time all found
+room. So a step without room makes one small offer, however many pages of however many requests are pending."""
+
+
+class EagerStores(RequestStores):
+    """Offers the certain blocks of every scheduled request.
+
+    With `store.mode` layerwise, a step's stores are copied layer by layer while its forward runs. Where stores end in
+    the step (`StoreParts.ends_in_step`), blocks that no step stored are not stored at the request's end either,
+    because no hook names the blocks that the engine hands out again.
+    """
+
+    holds: Holds
+
+    def __init__(self, parts: StoreParts) -> None:
+        super().__init__(parts)
+        settings = parts.settings
+        self._boundary_stores = BoundaryStores(self)
+        self._has_boundaries = bool(self._boundary_stores.boundaries.groups)
+        # Tails have no key in a group's namespace.
+        self._with_tails = settings.partial_blocks and len(parts.groups) == 1 and not self._has_boundaries
+        self._full_groups = [at for at, group in enumerate(self._groups) if group.rule is Rule.FULL]
+        # With a tier behind host memory, pages that are evicted from host memory are still cached.
+        self._most_blocks = sys.maxsize if parts.has_tiers else parts.slots
+        self._by_layer = settings.mode == "layerwise"
+        self.holds = Holds(parts.manager, parts.watch, settings.hold_s, parts.counters)
+        self._full: set[int] = set()
+        """Groups that had no room for a page since the step began: none of their pages is offered again in the step."""
+
+    def plan_step(
+        self, requests: Iterable[StoreRequest], step: StepBlocks, orders: StoreOrders, idle: bool
+    ) -> None:
+        self._full.clear()
+        if self.holds:
+            orders.early += self._plan_holds(idle)
+        for request in requests:
+            if self._has_boundaries:
+                # Windows go first, because they cannot be offered again, while blocks of full attention can.
+                orders.stores += self._boundary_stores.plan(request, step)
+            # Forwards of earlier steps wrote the KV of generated tokens. This step's forward only reads it.
+            settled = request.certain <= request.computed
+            for graph in self._plan(request, request.request_id):
+                if settled:
+                    orders.settled.append(graph)
+                else:
+                    orders.stores.append(graph.layerwise() if self._by_layer else graph)
+
+    def preempted(self, request: StoreRequest) -> None:
+        """Counts pages that found no room until now: certain blocks were offered at every step, so these are lost."""
+        self._watch.release(request.request_id)
+        self._give_up(request, PageLoss.PREEMPTED)
+
+    def ended(self, request: StoreRequest, blocks: BlocksByGroup | None = None) -> list[TransferGraph]:
+        """Plans stores of whole blocks that were generated since the last store, and of the tail. Pages of full
+        attention that find no room are held."""
+        if self.parts.ends_in_step:
+            self._give_up(request, PageLoss.ENDED)
+            return []
+        self._watch.release(request.request_id)
+        self._full.clear()
+        graphs = self._plan(request, None)
+        if self._with_tails and (tail := self._plan_tail(request)) is not None:
+            graphs.append(tail)
+        if self._has_boundaries and blocks is not None:
+            graphs += self._boundary_stores.plan_end(request, blocks)
+        if any(table.has_pending for table in request.tables):
+            self.holds.begin(request, [self._end_of_hold(request, at) for at in range(len(self._groups))])
+        return graphs
+
+    def load_failed(self, blocks: Iterable[int]) -> None:
+        """Drops pending blocks of holds from the first of these on. Stores in flight need nothing here: they belong to
+        requests, and their publishing is revoked by request."""
+        if self.holds:
+            bad = set(blocks)
+            for hold in self.holds:
+                for group in self._full_groups:
+                    self.holds.cut(hold, group, bad, None)
+
+    def unpublished(self, blocks: BlockIds) -> None:
+        """Does nothing: a request offers its blocks once. The next request with the same tokens offers them again."""
+
+    def reset(self, stale_hashes: dict[int, bytes]) -> None:
+        self.holds.end_all(PageLoss.RESET)
+        self._stale_hashes = stale_hashes
+
+    # --- whole blocks of full attention ---
+
+    def _plan(self, request: StoreRequest, holder: str | None) -> list[TransferGraph]:
+        """Plans stores of certain whole blocks that are not stored yet, as far as there is room.
+
+        Args:
+            holder: the request while it holds its blocks; None at its end.
+        """
+        graphs: list[TransferGraph] = []
+        for group in self._full_groups:
+            table = request.tables[group]
+            end = min(request.certain // self._groups[group].block_tokens, len(table.ids))
+            if end <= table.cursor:
+                table.has_pending = False
+                continue
+            if request.stale:
+                self.taint(request, table.ids[table.cursor : end])
+                self.count(
+                    sum(last - first for first, last in self._runs(request, group, end)), PageLoss.RESET
+                )
+                table.cursor, table.has_pending = end, False
+                continue
+            end = self._end_of(request, group)
+            for first, end_of_run in self._runs(request, group, end):
+                table.cursor = first
+                graphs += self._offer(request, group, end_of_run, holder)
+                if table.has_pending:
+                    break
+            else:
+                table.cursor, table.has_pending = max(table.cursor, end), False
+        return graphs
+
+    def _runs(self, request: StoreRequest, group: int, end: int) -> Iterator[tuple[int, int]]:
+        """The runs [first, end) of a group's blocks from the cursor to `end` that have no token that the caller keeps
+        out."""
+        first, block = request.tables[group].cursor, self._groups[group].block_tokens
+        while first < end:
+            kept = request.kept_out.within(first * block, end * block)
+            end_of_run = end if kept is None else kept[0] // block
+            if first < end_of_run:
+                yield first, end_of_run
+            first = end if kept is None else min(end, -(-kept[1] // block))
+
+    def _end_of(self, request: StoreRequest, group: int) -> int:
+        """End of a group's blocks that are certain and have a key; 0 for a group that is not of full attention."""
+        if group not in self._full_groups:
+            return 0
+        table = request.tables[group]
+        end = min(request.certain // self._groups[group].block_tokens, len(table.ids))
+        return end if end <= table.cursor else min(end, len(table.keys.keys()))
+
+    def _offer(
+        self, request: StoreRequest, group: int, end: int, holder: str | None, held: bool = False
+    ) -> list[TransferGraph]:
+        """Offers blocks from the cursor to `end`, and moves the cursor past all that need not be offered again."""
+        table = request.tables[group]
+        graphs: list[TransferGraph] = []
+        fits = min(end, self._most_blocks)
+        pages = PROBE_PAGES if table.has_pending else fits
+        while table.cursor < fits and group not in self._full and self.places > 0:
+            first = table.cursor
+            last = min(fits, first + pages)
+            if holder is None:
+                last = min(last, first + max(0, self._watch.room))
+            if held:
+                last = first + self._watch.still_held(table.ids[first:last])
+            if last == first:
+                break
+            plan = self._manager.begin_store(
+                request.request_id, group, table.keys.keys()[first:last], table.blocks(first, last), first
+            )
+            if plan.dropped:
+                table.cursor = first + plan.accepted
+                self._full.add(group)
+            else:
+                table.cursor = last
+                pages *= PROBE_GROWTH
+            if (graph := self.note_plan(request, group, plan, first, holder, held)) is not None:
+                graphs.append(graph)
+        if fits < end and table.cursor >= fits:
+            # The other blocks would evict the request's own blocks before them, without which no hit reaches them.
+            self.count(end - table.cursor, PageLoss.NO_SLOT)
+            table.cursor = end
+        table.has_pending = table.cursor < end
+        return graphs
+
+    def _give_up(self, request: StoreRequest, reason: PageLoss) -> None:
+        """Counts the pending pages of a request whose blocks are lost."""
+        for group in self._full_groups:
+            for first, end in self._runs(request, group, self._end_of(request, group)):
+                self.count(end - first, reason)
+
+    def _end_of_hold(self, request: StoreRequest, group: int) -> int:
+        """End of the pending blocks that are worth a hold. Counts the pending blocks after it as lost: no lookup
+        reaches blocks behind one that the caller keeps out."""
+        runs = list(self._runs(request, group, self._end_of(request, group)))
+        for first, end in runs[1:]:
+            self.count(end - first, PageLoss.NO_SLOT)
+        return runs[0][1] if runs else 0
+
+    # --- ended requests ---
+
+    def _plan_holds(self, idle: bool) -> list[TransferGraph]:
+        """Plans stores of the pending pages of ended requests, as far as there is room. Ends holds that have no pages
+        left or have expired."""
+        graphs: list[TransferGraph] = []
+        now_s = time.monotonic()
+        for hold in self.holds:
+            has_changed = self.holds.drop_lost(hold)
+            # Without room, each hold costs a step only a few comparisons.
+            if len(self._full) < len(self._full_groups) and self._watch.room > 0 and self.places > 0:
+                has_changed = True
+                for group in self._full_groups:
+                    if hold.pending(group):
+                        graphs += self._offer(hold.request, group, hold.ends[group], None, held=True)
+                        self._drop_unwatched(hold, group)
+            if has_changed and not hold.pages:
+                self.holds.end(hold)
+            elif now_s > hold.until_s:
+                self.holds.end(hold, PageLoss.HOLD_EXPIRED)
+            elif idle and not graphs and not self._manager.inflight_ops() and not self.parts.is_busy():
+                # No copy is under way that could make room when it ends.
+                self.holds.end(hold, PageLoss.NO_SLOT)
+        return graphs
+
+    def _drop_unwatched(self, hold: Hold, group: int) -> None:
+        """Drops pending blocks whose watcher was replaced, because their reuse would go unnoticed."""
+        table = hold.request.tables[group]
+        if hold.pending(group) and not self._watch.still_held(table.ids[table.cursor : table.cursor + 1]):
+            self.holds.cut_at(hold, group, table.cursor, PageLoss.REUSED)
+
+    def _plan_tail(self, request: StoreRequest) -> TransferGraph | None:
+        """Plans the store of the tokens after the last whole block, at the request's end."""
+        block, tokens = divmod(request.certain, self._block_tokens)
+        if request.stale or request.kept_out.within(request.certain - tokens, request.certain):
+            return None
+        if tokens == 0 or block >= len(request.block_ids):
+            return None
+        key = request.tail_key(request.certain)
+        if key is None:
+            return None
+        if self._watch.room < 1:
+            self.count(1, PageLoss.REFERENCE_LIMIT)
+            return None
+        if self.places < 1:
+            self.count(1, PageLoss.BUSY)
+            return None
+        plan = self._manager.begin_store(
+            request.request_id, GROUP, key, request.tables[0].blocks(block, block + 1), block, tokens
+        )
+        self.count(plan.dropped, PageLoss.NO_SLOT)
+        for op in plan.graph.ops if plan.graph is not None else ():
+            self._watch.add(op.op_id, op.blocks)
+        return plan.graph
