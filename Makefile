@@ -96,9 +96,9 @@ soak: build-test env-sglang  ## simulation, stress, fuzz, flipped bits, engine p
 	@$(PYTHON) -m build_support.vllm33_environment || true
 	@FLEXKV_SOAK=$${FLEXKV_SOAK:-20} $(PYTEST) $(PARALLEL) -m "soak or long" --timeout 14400
 
-# Every program in benchmarks/ takes --json, but for gpu_results, which writes a page and wants a GPU, and those that want
-# a trace.
-BENCHMARKS = $(filter-out gpu_results eviction window_eviction,$(basename $(notdir $(shell grep -l __main__ benchmarks/*.py))))
+# Every program in benchmarks/ takes --json, but for gpu_results, which writes a page and wants a GPU, those that want a
+# trace, and vllm_beside_engine, which another program starts.
+BENCHMARKS = $(filter-out gpu_results eviction window_eviction vllm_beside_engine,$(basename $(notdir $(shell grep -l __main__ benchmarks/*.py))))
 bench: build env-sglang  ## all benchmarks: tables, and JSON in out/
 	@mkdir -p out
 	@set -e; for name in $(BENCHMARKS); do echo "== $$name"; $(PY) -m benchmarks.$$name --json out/$$name.json; done
