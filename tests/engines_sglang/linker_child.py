@@ -241,9 +241,12 @@ class EagerLanes:
         self._streams = {stream.cuda_stream: stream for stream in streams}
         self.waits: list[int | None] = []
 
-    def submit(self, graph: Any, stream: int | None = None) -> Ticket:
-        if stream is not None:
-            self._streams[stream].drain()
+    def record(self, stream: int | None) -> int | None:
+        return stream
+
+    def submit(self, graph: Any, gated: bool = False, after: int | None = None) -> Ticket:
+        if after is not None:
+            self._streams[after].drain()
         ticket: Ticket = self._lanes.submit(graph)
         assert self._lanes.wait(ticket, DONE_S)
         return ticket
@@ -271,7 +274,7 @@ def fenced(kind: type[FlexKVLinker], with_forward_stream: bool = True) -> dict[s
     # The linker believes that it is on a device.
     linker._on_device = True
     vars(linker_module).update(_current_stream=lambda device: current.cuda_stream)
-    lanes = linker._cache.lanes = EagerLanes(linker._cache.lanes, current, forward)  # type: ignore[assignment]
+    lanes = linker._cache._ops.engine = EagerLanes(linker._cache._ops.engine, current, forward)
     writer = forward if with_forward_stream else current
 
     fill(pool)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import select
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -76,10 +76,14 @@ class RankOps:
 
     # --- submit ---
 
-    def point(self) -> StreamPoint | None:
-        """A point after all work enqueued on the engine's stream so far, for `submit_load` and `submit_store`; None
-        where the pool is plain memory, or no op may touch it."""
-        return None if self.engine is None or self.released else self.engine.record()
+    def point(self, stream: int | None = None) -> StreamPoint | None:
+        """A point after all work enqueued on a stream so far, for `submit_load` and `submit_store`; None where the pool
+        is plain memory, or no op may touch it.
+
+        Args:
+            stream: None for the stream that this thread enqueues the engine's work on.
+        """
+        return None if self.engine is None or self.released else self.engine.record(stream)
 
     def submit_load(self, job: LoadJob, after: StreamPoint | None = None) -> None:
         """Starts a load, or keeps it for the next poll while the lane's queue is full.
@@ -200,23 +204,35 @@ class RankOps:
 
     # --- wait ---
 
-    def finish_load(self, job: LoadJob) -> None:
-        """Waits for a load that the forward reads. Blocks that did not arrive are reported in this step.
+    def finish_load(self, *jobs: LoadJob) -> None:
+        """Waits for loads that the forward reads. Blocks that did not arrive are reported in this step.
 
         Raises:
             ClosedError: a copy neither ended nor could be recalled. Its blocks may still be written at any time, so the
                 engine can neither use them nor compute into them.
         """
         ends_s = time.monotonic() + self._config.load.deadline_s
-        self._wait_for_entry(job)
-        ops = [self._ops[op.op_id] for op in job.graph.ops if op.op_id in self._ops]
+        for job in jobs:
+            self._wait_for_entry(job)
+        self._finish([job.graph for job in jobs], ends_s, "a load")
+
+    def finish_store(self, graph: TransferGraph) -> None:
+        """Waits up to `load.deadline_s` for a store whose blocks the engine may write as soon as this returns.
+
+        Raises:
+            ClosedError: as for `finish_load`.
+        """
+        self._finish([graph], time.monotonic() + self._config.load.deadline_s, "a store")
+
+    def _finish(self, graphs: Sequence[TransferGraph], ends_s: float, what: str) -> None:
+        ops = [self._ops[op.op_id] for graph in graphs for op in graph.ops if op.op_id in self._ops]
         tickets = {op.ticket for op in ops}
         if not wait_all(self.engine, tickets, max(0.0, ends_s - time.monotonic())):
             for op in ops:
-                op.given_up = PAST_DEADLINE
+                op.given_up = op.given_up or PAST_DEADLINE
             pages = sum(op.pages for op in ops)
             cancel_and_drain(
-                self.engine, tickets, self._config, f"rank {self._rank}: a load of {pages} pages"
+                self.engine, tickets, self._config, f"rank {self._rank}: {what} of {pages} pages"
             )
         self.poll()
 

@@ -229,7 +229,7 @@ class FlexKVLinker(UnifiedCacheLinker):
 
     def _stream(self) -> int | None:
         """The stream that this thread enqueues the engine's work on; None for plain memory."""
-        return _current_stream(self._cache.lanes.device) if self._on_device else None
+        return _current_stream(self._cache.device) if self._on_device else None
 
     def _writer_stream(self) -> int | None:
         """The stream whose work writes the pool's pages: stores and loads start after that work."""

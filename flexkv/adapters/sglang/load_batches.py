@@ -6,21 +6,18 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from flexkv.adapters.common.cancel import cancel_and_drain, wait_all
+from flexkv.adapters.common.base import LoadJob
+from flexkv.adapters.common.submitted_op import PAST_DEADLINE
 from flexkv.adapters.sglang.rank_cache import RankCache
 from flexkv.cache.base import Completion
 from flexkv.facts.keys import Keys
 from flexkv.observe import FailedOps, get_logger
-from flexkv.transfer.base import Ticket
-from flexkv.transfer.graph import BlockIds, OpId
+from flexkv.transfer.graph import BlockIds
 
 logger = get_logger(__name__)
 
 NO_BATCH = -1
 """The batch number that tells SGLang that a forward waits for no load."""
-
-REQUEUE_S = 0.001
-"""Seconds between two tries to submit a load while the lane's queue is full."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +35,7 @@ class LoadBatch:
     Attributes:
         ends_s: when a layer that is not in place is given up (`time.monotonic`).
         pages: number of pages that the batch loads.
-        tickets: ticket of each submitted op whose result was not taken. Others are removed, because the lanes forget
-            graphs that ended long ago.
+        jobs: the loads, one for each request.
         failed: number of those pages that are known to have failed.
         layers: number of layers in place, from the first on.
         lost: why the batch is incomplete; empty while all of it may arrive.
@@ -48,13 +44,12 @@ class LoadBatch:
     requests: tuple[str, ...]
     ends_s: float
     pages: int
-    tickets: dict[OpId, Ticket] = field(default_factory=dict)
+    jobs: list[LoadJob] = field(default_factory=list)
     failed: int = 0
     layers: int = 0
     lost: str = ""
 
     def ended(self, done: Completion) -> None:
-        self.tickets.pop(done.op_id, None)
         if len(done.failed_blocks):
             self.failed += len(done.failed_blocks)
             self.lost = self.lost or done.reason or "pages failed"
@@ -97,11 +92,9 @@ class LoadBatches:
         batch = self._batches.get(self.consumer_index)
         if batch is None or layer < batch.layers or batch.lost:
             return
-        for ticket in batch.tickets.values():
-            left_s = max(0.0, batch.ends_s - time.monotonic())
-            result = self._cache.lanes.wait_layer(ticket, layer, left_s, self._current_stream())
-            if not result.ok:
-                batch.lost = "pages failed" if result.in_time else "past load.deadline_s"
+        for job in batch.jobs:
+            if not self._cache.wait_layer(job, layer, batch.ends_s, self._current_stream()):
+                batch.lost = PAST_DEADLINE
                 return
         batch.layers = layer + 1
 
@@ -135,15 +128,7 @@ class LoadBatches:
         graph = manager.begin_load(request_id, [load.blocks])
         if graph is None:
             return
-        graph = graph.layerwise()
-        while (ticket := self._cache.submit(graph, batch.ended, stream)) is None:
-            # The batch has more requests than the queue has entries. The first of them will end soon.
-            if time.monotonic() > batch.ends_s:
-                self._cache.drop(graph, "the queue was full until load.deadline_s")
-                return
-            time.sleep(REQUEUE_S)
-            self._cache.take_results()
-        batch.tickets.update((op.op_id, ticket) for op in graph.ops)
+        batch.jobs.append(self._cache.load(request_id, graph.layerwise(), batch.ended, stream))
         self._cache.counters.add("flexkv_hit_tokens_total", len(load.blocks) * self._cache.page_tokens)
 
     def finish(self, index: int) -> bool:
@@ -156,13 +141,8 @@ class LoadBatches:
         batch = self._batches.get(index)
         if batch is None:
             return True
-        cache, tickets = self._cache, set(batch.tickets.values())
-        if not wait_all(cache.lanes, tickets, cache.config.load.deadline_s):
-            batch.lost = batch.lost or "past load.deadline_s"
-            cancel_and_drain(
-                cache.lanes, tickets, cache.config, f"a load of {len(batch.requests)} request(s)"
-            )
-        cache.take_results()
+        cache = self._cache
+        cache.finish_load(*batch.jobs)
         del self._batches[index]
         for request_id in batch.requests:
             # The engine ends all requests of a batch that failed, without a call to its caches.

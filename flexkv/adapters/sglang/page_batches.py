@@ -59,7 +59,7 @@ class PageBatches:
         """Fills engine pages; returns for each whether it was filled, bool [pages].
 
         Raises:
-            ClosedError: see `RankCache.finish`; or `close` was called before.
+            ClosedError: see `RankCache.finish_load`; or `close` was called before.
         """
         with self.lock:
             request, cache = self._request(), self._open
@@ -68,9 +68,7 @@ class PageBatches:
             arrived = np.zeros(len(hashes), np.bool_)
             if graph is not None:
                 ended: list[Completion] = []
-                if cache.submit(graph, ended.append) is None:
-                    cache.drop(graph, "the load lane's queue is full")
-                cache.finish(graph)
+                cache.finish_load(cache.load(request, graph, ended.append))
                 arrived[:found] = ~_failed(blocks[:found], ended)
             cache.manager.end_request(request)
             return arrived
@@ -93,7 +91,7 @@ class PageBatches:
                 stored[:] = False
                 stored[plan.stored] = True
             if plan.graph is not None:
-                cache.finish(plan.graph)
+                cache.finish_store(plan.graph)
                 stored[_failed(blocks, ended)] = False
             cache.manager.end_request(request)
             self._stored.set()

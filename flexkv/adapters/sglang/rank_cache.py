@@ -8,19 +8,17 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from flexkv.adapters.common.cancel import cancel_and_drain, wait_all
+from flexkv.adapters.common.base import LoadJob
 from flexkv.adapters.common.metric_report import MetricReport
-from flexkv.adapters.common.rank_lanes import open_gds_lane, open_lanes
-from flexkv.adapters.common.submitted_op import count_ended
+from flexkv.adapters.common.rank_worker import RankWorker
 from flexkv.adapters.sglang.pages import GROUP, page_keys
 from flexkv.cache.base import Completion, StorePlan
 from flexkv.cache.keys import namespace_digest
 from flexkv.config import FlexKVConfig
 from flexkv.facts.keys import Keys
-from flexkv.facts.ranks import GroupFacts, KvGroup, RankFacts, UnitOwner
+from flexkv.facts.ranks import GroupFacts, KvGroup, UnitOwner
 from flexkv.layout.tensor import dtype_name
-from flexkv.observe import Counters, PageLoss, get_logger
-from flexkv.transfer.base import Ticket
+from flexkv.observe import PageLoss, get_logger
 from flexkv.transfer.graph import BlockIds, OpId, OpResult, TransferGraph
 from flexkv.unit.base import CacheRole
 from flexkv.unit.build import build_unit
@@ -39,7 +37,7 @@ Pause = Callable[[float], None]
 """Waits for a number of seconds."""
 
 
-class RankCache:
+class RankCache(RankWorker):
     """The manager of one rank and its transfers. One thread calls it; completions are handled inside `take_results`.
 
     Args:
@@ -47,14 +45,13 @@ class RankCache:
         tensors: the tensors that hold the pool's memory.
         pages: number of pages of the pool.
         owner: the owner of the pages; its namespace is that of the keys.
-        stream_of: see `open_lanes`.
-        mover: see `open_lanes`.
+        stream_of: see `RankWorker`.
+        mover: see `RankWorker.make_mover`.
         heads: number of heads of K and V; 0 where a page is not made of heads.
         fails_requests: see `CacheRole`.
         prompt_limit: see `build_unit`.
 
     Attributes:
-        lanes: the rank's transfer engine.
         manager: the control plane.
     """
 
@@ -74,15 +71,16 @@ class RankCache:
         fails_requests: bool = True,
         prompt_limit: PromptLimit | None = None,
     ) -> None:
+        super().__init__(config, 0, stream_of)
         self.config = config
         self.page_tokens = page_tokens
-        self.counters = Counters()
+        self._mover = mover
         self._namespace = owner.namespace
         self._watchers: dict[OpId, Watcher] = {}
-        self._tickets: dict[OpId, Ticket] = {}
-        self._started_s: dict[OpId, float] = {}
-        self._page_bytes = int(view.stripe_bytes)
-        facts = RankFacts.here(0, pages, GroupFacts.of_view(view, format_id, heads, dtype_name(tensors[0])))
+        of_group = GroupFacts.of_view(view, format_id, heads, dtype_name(tensors[0]))
+        self.take_pool([view], [of_group], tensors, pages, replicas=1)
+        facts = self.facts()
+        assert facts is not None
         self._unit = build_unit(
             config,
             [KvGroup(page_tokens)],
@@ -94,20 +92,10 @@ class RankCache:
         self.manager = self._unit.manager
         with ExitStack() as taken:
             taken.callback(self._unit.close)
-            gds_lane = None
-            if self._unit.slabs is not None:
-                gds_lane, _ = open_gds_lane(config, self._unit.slabs, 0, [view], tensors)
-            self.lanes = open_lanes(
-                config,
-                [view],
-                tensors,
-                self._unit.pool,
-                self._unit.places[0],
-                stream_of=stream_of,
-                mover=mover,
-                gds_lane=gds_lane,
-            )
-            taken.callback(self.lanes.close, config.transfer.close_s)
+            self.attach(self._unit.unit_id, self._unit.pool, self._unit.places[0], self._unit.slabs)
+            taken.callback(super().close)
+            if self._ops.gds_refusal:
+                self._unit.stop_straight_loads(0, self._ops.gds_refusal)
             self._unit.grow()
             self._report = MetricReport(
                 self.counters,
@@ -118,6 +106,9 @@ class RankCache:
                 config.observe.metrics_log_s,
             )
             taken.pop_all()
+
+    def make_mover(self) -> Any:
+        return self._mover
 
     # --- lookups ---
 
@@ -165,57 +156,68 @@ class RankCache:
 
     # --- transfers ---
 
-    def submit(self, graph: TransferGraph, watcher: Watcher, stream: int | None = None) -> Ticket | None:
-        """Submits a graph that the manager planned; `watcher` is called once for each op.
+    def load(
+        self, request_id: str, graph: TransferGraph, watcher: Watcher, stream: int | None = None
+    ) -> LoadJob:
+        """Starts a load that the manager planned, once the lane's queue has room; `watcher` is called once for each of
+        its ops.
 
-        Returns:
-            None if the lane's queue is full. The graph stays planned: submit it again, or `drop` it.
+        Args:
+            stream: the copies start after all work enqueued on it so far; None for the engine's stream.
         """
-        for op in graph.ops:
-            self._watchers[op.op_id] = watcher
-        ticket = self.lanes.submit(graph, stream)
-        if ticket is not None:
-            now_s = time.monotonic()
-            self._tickets.update((op.op_id, ticket) for op in graph.ops)
-            self._started_s.update((op.op_id, now_s) for op in graph.ops)
-        return ticket
-
-    def drop(self, graph: TransferGraph, reason: str, loss: PageLoss | None = None) -> None:
-        """Ends ops that were planned but not submitted. Their pages are counted by `loss`; None counts as cancelled."""
-        for op in graph.ops:
-            self._end(OpResult.cancelled(op.op_id, op.pages, reason, loss))
+        job = LoadJob(request_id, graph, sync=True)
+        self._watchers.update((op.op_id, watcher) for op in graph.ops)
+        self._ops.submit_load(job, self._ops.point(stream))
+        return job
 
     def store(
         self, request_id: str, keys: Keys, blocks: BlockIds, watcher: Watcher, stream: int | None
     ) -> StorePlan:
         """Stores pages that are not stored yet, as far as there is room. If the plan has a graph, `watcher` is called
-        once for each of its ops."""
+        once for each of its ops.
+
+        Args:
+            stream: see `load`.
+        """
         plan = self.manager.begin_store(request_id, GROUP, keys, blocks, 0)
         PageLoss.NO_SLOT.count(self.counters, plan.dropped)
-        if plan.graph is not None and self.submit(plan.graph, watcher, stream) is None:
-            self.drop(plan.graph, "the store lane's queue is full", PageLoss.BUSY)
+        if plan.graph is not None:
+            self._watchers.update((op.op_id, watcher) for op in plan.graph.ops)
+            self._ops.submit_store(plan.graph, after=self._ops.point(stream))
         return plan
 
-    def finish(self, graph: TransferGraph) -> None:
-        """Waits until no copy of the graph is under way; its watcher has been called for every op when this returns.
+    def wait_layer(self, job: LoadJob, layer: int, ends_s: float, stream: int | None) -> bool:
+        """See `RankOps.wait_layer`."""
+        return self._ops.wait_layer(job, layer, ends_s, stream)
 
-        After `load.deadline_s` the pages that no lane has taken are dropped, and count as failed.
+    def finish_load(self, *jobs: LoadJob) -> None:
+        """Waits until no copy of the loads is under way; their watchers have been called for every op when this
+        returns. Pages that take longer than `load.deadline_s` count as failed.
 
         Raises:
-            ClosedError: a copy neither ended nor could be recalled: its pages may be read or written at any time.
+            ClosedError: a copy neither ended nor could be recalled: its pages may be written at any time.
         """
-        tickets = {self._tickets[op.op_id] for op in graph.ops if op.op_id in self._tickets}
-        if not wait_all(self.lanes, tickets, self.config.load.deadline_s):
-            pages = sum(op.pages for op in graph.ops)
-            cancel_and_drain(self.lanes, tickets, self.config, f"a copy of {pages} pages")
+        self._ops.finish_load(*jobs)
+        self.take_results()
+
+    def finish_store(self, graph: TransferGraph) -> None:
+        """Waits until no copy of a store is under way, as `finish_load` does.
+
+        Raises:
+            ClosedError: a copy neither ended nor could be recalled: its pages may be read at any time.
+        """
+        self._ops.finish_store(graph)
         self.take_results()
 
     def take_results(self) -> None:
         """Takes the results of ended ops and calls their watchers."""
-        if self._watchers:
-            while results := self.lanes.poll():
-                for result in results:
-                    self._end(result)
+        if not self._watchers:
+            return
+        self._ops.poll()
+        for result in self._ops.reports.take_results():
+            self._end(result)
+        # SGLang asks by batch whether pages have arrived, not by block or request.
+        self._ops.reports.take_failed_blocks()
 
     def poll(self) -> None:
         """Takes results, drives the disks and the pool's growth, and ends expired leases. Costs a few microseconds;
@@ -237,18 +239,13 @@ class RankCache:
         return self._unit.busy
 
     def _end(self, result: OpResult) -> None:
-        watcher = self._watchers.pop(result.op_id, None)
-        self._tickets.pop(result.op_id, None)
-        started_s = self._started_s.pop(result.op_id, None)
+        watcher = self._watchers.pop(result.op_id)
         done = self.manager.complete(0, result)
         if done is None:
             return
-        if result.loss is None:
-            count_ended(self.counters, done.role.value, result, len(done.blocks), self._page_bytes, started_s)
-        else:
-            result.loss.count(self.counters, len(result.failed))
-        if watcher is not None:
-            watcher(done)
+        if done.loss is not None:
+            done.loss.count(self.counters, len(done.failed_blocks))
+        watcher(done)
 
     # --- life ---
 
@@ -276,7 +273,7 @@ class RankCache:
         """Closes the lanes, writes the pages that wait for the disk, and frees the memory. Waits up to
         `transfer.close_s` for copies, and as long again for the lanes."""
         self.quiesce(self.config.transfer.close_s)
-        self.lanes.close(self.config.transfer.close_s)
+        super().close()
         self.take_results()
         self._report.close()
         self._unit.close()

@@ -192,7 +192,8 @@ def test_an_offload_by_two_ways_ends_with_the_last_of_them(
     ended: dict[OpId, OpResult] = {}
     give_up_s = time.monotonic() + WAIT_S
     while len(ended) < 2 and time.monotonic() < give_up_s:
-        ended |= {result.op_id: result for result in world.cache.lanes.poll()}
+        world.cache._ops.poll()
+        ended |= {result.op_id: result for result in world.cache._ops.reports.take_results()}
     assert world.offloads.completed() == 0
     world.cache._end(ended[first])
     assert world.offloads.completed() == 0, "the engine would use its pages again, which are being read"

@@ -146,12 +146,12 @@ def test_a_load_that_did_not_run_costs_its_own_pages_alone(
 ) -> None:
     """Each page of a batch gets its own answer. Control: an engine that ends failed requests is promised nothing for a
     while."""
-    world = worlds(fails_requests=fails_requests)
+    world = worlds(fails_requests=fails_requests, load__deadline_s=0.5)
     batches = PageBatches(world.cache, LONG_S)
     assert batches.store(hashes_of(1, 2), blocks([1, 2])).all()
     assert batches.store(hashes_of(7, 8), blocks([7, 8])).all()
     with monkeypatch.context() as full:
-        full.setattr(world.cache.lanes, "submit", lambda *graph, **stream: None)
+        full.setattr(world.cache._ops.engine, "submit", lambda *graph, **after: None)
         assert not batches.load(hashes_of(1, 2), blocks([4, 5])).any()
     assert batches.exists(hashes_of(7, 8)) == (0 if fails_requests else 2)
     batches.close()

@@ -180,16 +180,16 @@ def test_a_copy_past_its_deadline_is_recalled_or_stops_the_rank(worlds):
     world.store(hashes_of(1), [1])
     keys = world.cache.keys(hashes_of(1))
     ended: list[Completion] = []
-    graphs = []
+    jobs = []
     for number in range(2):
         assert world.cache.match(f"r{number}", keys, WAIT_S) == 1
-        graphs.append(world.cache.manager.begin_load(f"r{number}", [blocks([20 + number])]))
-        assert world.cache.submit(graphs[-1], ended.append) is not None
+        graph = world.cache.manager.begin_load(f"r{number}", [blocks([20 + number])])
+        jobs.append(world.cache.load(f"r{number}", graph, ended.append))
         assert mover.wait_stalled(1, 60.0)
-    world.cache.finish(graphs[1])
+    world.cache.finish_load(jobs[1])
     assert [done.failed_blocks.tolist() for done in ended] == [[21]], "it had not been taken"
     with pytest.raises(ClosedError, match="may be read or written"):
-        world.cache.finish(graphs[0])
+        world.cache.finish_load(jobs[0])
     mover.release()
     assert world.cache.quiesce(60)
 
@@ -224,7 +224,10 @@ def test_what_is_known_of_a_failed_load_ends_with_its_request(worlds):
     """The engine ends the requests of a load that failed, and may use their names again."""
     late = testing_ext.FaultRule(1, kind=int(OpKind.H2D), delay_s=0.2)
     world = worlds(
-        testing_ext.FaultyMover(c_ext.HostMover(), [late]), load__deadline_s=0.01, transfer__stuck_s=30.0
+        testing_ext.FaultyMover(c_ext.HostMover(), [late]),
+        fails_requests=False,  # or else nothing would be promised for a while
+        load__deadline_s=0.01,
+        transfer__stuck_s=30.0,
     )
     world.store(hashes_of(1, 2), [1, 2])
     keys = world.cache.keys(hashes_of(1, 2))
@@ -314,15 +317,11 @@ def test_pages_that_find_no_slot_are_counted_by_that_name(worlds):
     assert world.cache.counters.value("flexkv_dropped_store_pages_total", reason="busy") == 0
 
 
-def test_stores_that_are_called_off_are_counted_and_are_no_failures(worlds):
+def test_stores_that_find_the_queue_full_are_counted_and_are_no_failures(worlds, monkeypatch):
     world = worlds(mover=None)
-    graph = world.cache.manager.begin_store(
-        "r", 0, world.cache.keys(hashes_of(1, 2)), blocks([5, 6]), 0
-    ).graph
-    for op in graph.ops:
-        world.cache._watchers[op.op_id] = lambda done: None
-    world.cache.drop(graph, "the store lane's queue is full")
-    assert world.cache.counters.value("flexkv_cancelled_pages_total", direction="store") == 2
+    monkeypatch.setattr(world.cache._ops.engine, "submit", lambda *_, **__: None)
+    assert not world.store(hashes_of(1, 2), [5, 6])
+    assert world.cache.counters.value("flexkv_dropped_store_pages_total", reason="busy") == 2
     assert "flexkv_failed_pages_total" not in world.cache.counters.data
     assert world.cache.counters.value("flexkv_moved_pages_total", direction="store") == 0
 
