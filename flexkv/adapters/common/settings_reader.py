@@ -45,7 +45,7 @@ class SettingsReader:
         self._left_out = 0
 
     def take(self, request_id: str, place: str, name: str, value: object, given: Given) -> None:
-        """Adds a known setting to `given`. Of two values for one field, the one that allows less holds.
+        """Adds a known setting to `given`. If two names give one field, the value that allows less holds.
 
         Args:
             place: where in the request the name is.

@@ -31,7 +31,6 @@ STEMS_OF_OTHERS = ("do_remote_", "remote_")
 behind a proxy, such fields are no mistake."""
 
 
-
 class RequestFields:
     """Reads the settings that callers give in vLLM's requests: in `kv_transfer_params`, and in the sampling parameters'
     extra_args (`vllm_xargs` over HTTP)."""
