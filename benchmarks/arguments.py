@@ -1,4 +1,4 @@
-"""What several programs of this folder want of their command lines."""
+"""Argument types that several programs of this folder share."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import argparse
 
 
 def at_least_one(text: str) -> int:
-    """A type for `argparse`: how often something is measured, or how much of it. A median of nothing is none.
+    """A type for `argparse`: a count of at least 1, because there is no median of nothing.
 
     Raises:
-        argparse.ArgumentTypeError: no whole number from 1 on; the program then ends with its usage.
+        argparse.ArgumentTypeError: not a whole number of at least 1; the program then prints its usage and ends.
     """
     number = int(text) if text.strip().lstrip("+").isdecimal() else 0
     if number < 1:

@@ -1,4 +1,4 @@
-"""Blending: how far its answers are from a full recompute, and how long it takes, by ratio.
+"""Measures blending by ratio: how far its answers are from a full recompute, and how long it takes.
 
 Quality is measured on a byte-level language model of Llama's architecture that this program first trains on the source
 code of Python's own standard library, because no small package carries trained weights. Prompts are four segments of
@@ -131,7 +131,7 @@ def quality(model: Any, text: Text, prompts: int) -> list[dict[str, Any]]:
 
 
 class Prompts:
-    """A prompt of segments that are cached in host memory, and on disk by an earlier run of the cache."""
+    """A prompt whose segments are cached in host memory, and on disk by an earlier run of the cache."""
 
     def __init__(self, folder: Path) -> None:
         self.model = make_model(8, 512, 1024).eval()

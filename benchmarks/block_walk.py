@@ -1,8 +1,8 @@
-"""The way of one block through flexkv's Python: which files it visits, and how many calls it takes.
+"""Follows one block through flexkv's Python code: counts the files that it visits and the calls that it takes.
 
 A real vLLM in one process stores one block and loads it again, and every call into flexkv on the engine's thread is
-counted. The number of files is what a newcomer must read to follow a block; the number of changes from one file to
-another is how often they turn a page. Waiting adds calls, so the least of several runs counts.
+counted. The number of files is how many a newcomer must read to follow a block; the number of changes from one file to
+another is how often they must switch. Waiting adds calls, so the minimum of several runs counts.
 
     python -m benchmarks.block_walk [--runs 7] [--mode async] [--json out/block_walk.json] [--list]
 """
@@ -57,7 +57,7 @@ class Walk:
     def profile(self, frame: FrameType, event: str, _argument: object) -> None:
         """The function for `sys.setprofile`."""
         code = frame.f_code
-        # For a reader comprehensions are no step of their own, and later Pythons make no frame for them.
+        # Comprehensions are not a separate step for a reader, and later Pythons make no frame for them.
         if event != "call" or code.co_name.startswith("<") or not code.co_filename.startswith(str(PACKAGE)):
             return
         file = code.co_filename[len(str(PACKAGE)) + 1 :]
@@ -103,7 +103,7 @@ def measure(engine: EngineProcess, runs: int) -> dict[str, dict[str, Any]]:
                 raise RuntimeError(f"{name}: {answer['cached']} tokens came from a cache, not {cached}")
             engine.call("reset")
             found = answer["walk"]
-            # The first run imports and builds things that later runs find.
+            # The first run imports and builds things that later runs reuse.
             if number and (name not in least or found["calls"] < least[name]["calls"]):
                 least[name] = found
     return least

@@ -42,7 +42,7 @@ from flexkv.transfer.graph import OpResult, OpStatus
 CACHED_BLOCKS = 1 << 20
 REQUEST_BLOCKS = 8192
 SHORT_BLOCKS = 64
-"""Blocks of a request so short that a lookup's fixed cost is nearly all that it costs."""
+"""Blocks of a request so short that its lookup costs little more than the fixed cost."""
 BLOCK_TOKENS = 16
 NAMESPACE = namespace_digest({"model": "benchmark"})
 OK = np.empty(0, np.int32)
@@ -65,7 +65,7 @@ SLOWER = 1.3
 some 15 %."""
 
 LEAST_US = 2.0
-"""Rows below this are not compared: a cache line more or less decides them."""
+"""Faster rows are not compared: a single cache line can change them."""
 
 
 def slower_rows(rows: Sequence[Row], before: Mapping[str, Any]) -> list[str]:
@@ -116,7 +116,7 @@ def resident_bytes() -> int:
 
 
 def new_manager() -> LocalCacheManager:
-    """A manager with room for the cached blocks, beside the slots that a manager keeps free."""
+    """A manager with room for the cached blocks, in addition to the slots that a manager keeps free."""
     slots = CACHED_BLOCKS + RESERVE_MAX_PAGES
     manager = LocalCacheManager([GroupSpec(BLOCK_TOKENS, slots)], ManagerLimits(), tiers=unit_tiers())
     manager.grow(0, slots)
@@ -194,7 +194,7 @@ def bench_manager(rounds: int) -> tuple[list[Row], float]:
 
 
 def evict_all(manager: LocalCacheManager) -> None:
-    """Evicts all blocks that nobody leases from host memory; the manager keeps those on disk."""
+    """Evicts all blocks without leases from host memory; the manager keeps those on disk."""
     manager.hub.presence.evict(0, CACHED_BLOCKS)
 
 
@@ -245,7 +245,7 @@ def bench_disk_lookup(rounds: int) -> list[Row]:
 
 
 def bench_short_match(manager: LocalCacheManager, keys: Keys, rounds: int) -> Row:
-    """Lookups of a short request: all of its cost that does not depend on its length."""
+    """Lookups of a short request, which show the cost that does not depend on the length."""
     watch = Stopwatch()
     for number in range(rounds):
         request = f"short{number}"
@@ -331,7 +331,7 @@ def full_index(keys: Keys) -> c_ext.BlockIndex:
 
 
 def in_turns(first: Keys, second: Keys, blocks: int) -> Keys:
-    """A request whose blocks come in turn from either chain, `blocks` at a time, from its first ones on."""
+    """A request whose blocks alternate between two chains, `blocks` at a time, from the chains' first blocks on."""
     parts = (chain[: len(chain) // 2].reshape(-1, 1, blocks, 16) for chain in (first, second))
     return np.ascontiguousarray(np.concatenate(list(parts), 1).reshape(-1, 16))
 
@@ -355,7 +355,7 @@ def bench_tier_lookup(rounds: int) -> list[Row]:
     for number in range(rounds):
         at = number * 37 % chains * REQUEST_BLOCKS
         in_host, on_disk = (keys[at : at + REQUEST_BLOCKS] for keys in tiers[:2])
-        # The first to run finds the keys cold, so each is first in turn.
+        # The first to run finds the keys cold, so they take turns at being first.
         plain = watches.setdefault("match and lease 8,192 of one index", Stopwatch())
         for way in np.roll((0, 1, 3), number).tolist():
             if way == 0:

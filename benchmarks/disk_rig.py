@@ -86,9 +86,9 @@ class Rig:
         self.op_ids = itertools.count(1)
         self.generations = np.zeros(slots, np.uint64)
         self.written_s = np.zeros(slots)
-        """When the end of each place's write was seen."""
+        """When the end of the write to each place was seen."""
         self.lags_s: list[NDArray[np.float64]] = []
-        """Seconds from there until each page was seen to be durable."""
+        """Seconds from then until each page was seen to be durable."""
         self.keys = np.random.default_rng(0).integers(0, 256, (slots, 16), dtype=np.uint8)
         slab = next(folder.rglob("group0.slab"))
         header = read_header(str(slab))

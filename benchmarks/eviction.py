@@ -1,7 +1,7 @@
-"""Share of the blocks of a request trace that each eviction policy of the native index serves, in caches of many sizes.
+"""Measures which share of a request trace's blocks each eviction policy of the native index serves, by cache size.
 
 In a trace each line is one JSON object, a request, whose `hash_ids` name its blocks in order (as in Mooncake's traces).
-Requests come one after the other: blocks that are there are hits, the others are stored, and all of them count as used
+Requests come one after another: blocks that are cached are hits, the others are stored, and all of them count as used
 together. Prints the share of blocks that were hits.
 
     python -m benchmarks.eviction TRACE [--blocks 1000 2000 4000]
@@ -37,7 +37,7 @@ def read_trace(path: Path) -> list[np.ndarray]:
 
 
 def hit_rate(requests: list[np.ndarray], policy: str, blocks: int) -> float:
-    """The share of all blocks that were there when their request came."""
+    """The share of all blocks that were cached when their request came."""
     index = c_ext.BlockIndex([blocks], policy)
     index.grow(0, blocks)
     hits = asked = 0

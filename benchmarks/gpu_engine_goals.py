@@ -1,4 +1,4 @@
-"""Goals for what the engine notices of copies: its own work beside them, single loads and stores, the CPU."""
+"""Goals for the effect of copies on the engine: its own work beside them, single loads and stores, and CPU time."""
 
 from __future__ import annotations
 

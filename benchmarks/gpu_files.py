@@ -1,4 +1,6 @@
-"""The files in a folder of results: written whole, read or refused by name, and used by one call at a time."""
+"""The files in a folder of results: writes them atomically, reports unreadable ones by name, and admits one call at a
+time.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ LOCK = ".lock"
 
 
 class RefusedError(Exception):
-    """A stage was not begun; says why, and what helps."""
+    """A stage was not started; says why, and what to do."""
 
 
 class UnreadableError(Exception):
@@ -43,7 +45,7 @@ def reading(path: Path) -> Iterator[None]:
 
 @contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """Keeps other calls away from the folder; the lock ends with the process, even if that is killed.
+    """Locks the folder against other calls; the lock ends with the process, even if it is killed.
 
     Raises:
         RefusedError: another call has it.

@@ -1,4 +1,4 @@
-"""Describes a machine with a GPU, and what it lacks. Imports nothing that has to be built first."""
+"""Describes a machine with a GPU, and what it lacks. Imports no module that must be built first."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def gpus() -> int:
 
 
 def not_here() -> dict[str, str]:
-    """What cannot run on this machine, and why, by the name that the page uses."""
+    """Which parts cannot run on this machine, and why, under the names that the page uses."""
     found = {}
     if (count := gpus()) < 2:
         for name in ("a device other than 0", "tensor parallel ranks on GPUs of their own"):

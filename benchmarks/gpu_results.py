@@ -45,7 +45,7 @@ def waiting_rows(status: str) -> list[str]:
 
 
 def closing_words(page: Path, status: str) -> str:
-    """Says what the person with the GPU does next."""
+    """Says what the user with the GPU should do next."""
     lines = [
         f"{page}: commit it, with a row in docs/README.md. In docs/gpu.md say what has run; in README.md "
         "and docs/status.md, of these rows, those that have:"

@@ -1,7 +1,7 @@
 """Runs the steps of a stage as child processes within a time limit, and writes the outcome of each as it ends.
 
-The file of a stage names the machine before the first step starts, and is replaced as a whole after every step: a run
-that is cut keeps its measurements, and the next call continues after them.
+The file of a stage names the machine before the first step starts, and is replaced as a whole after every step: an
+interrupted run keeps its measurements, and the next call continues after them.
 """
 
 from __future__ import annotations

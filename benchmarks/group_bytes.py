@@ -1,4 +1,5 @@
-"""How many bytes of a long prompt are stored for models with several KV groups, by the shapes of published models.
+"""Computes how many bytes of a long prompt are stored for models with several KV groups, with the shapes of published
+models.
 
 vLLM's own code makes the groups, with blocks outermost, as on a GPU; flexkv's code says which pages a prompt's
 boundaries take. `kept` is the stored share of all pages' bytes. A slot holds a page of any group and has the size of

@@ -1,4 +1,4 @@
-"""Clocks on the hooks that an engine calls, and how another process reads them.
+"""Puts clocks on the hooks that an engine calls, and lets another process read them.
 
 Clocks measure the calling thread's CPU time, so that other work on the machine does not count. Every process of the
 engine keeps its sums in a memory-mapped file of its own: reading them disturbs no engine. flexkv's own threads are

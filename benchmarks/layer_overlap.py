@@ -1,4 +1,4 @@
-"""Layer by layer: a real copy and a real matrix product for each of 32 layers, alone and together.
+"""Measures layerwise loads: a real copy and a real matrix product for each of 32 layers, alone and together.
 
 `blocks` moves pages from host memory to an engine's blocks with a layerwise op, and waits for each layer before its
 product, as vLLM's forward does. `pipeline` is the load pipeline of docs/layerwise.md: pages to buffers, a transform

@@ -1,4 +1,4 @@
-"""Relates an engine's steps to the loads and stores beside them, and to what these cost. Arithmetic only."""
+"""Relates an engine's steps to the loads and stores beside them, and computes what these cost. Arithmetic only."""
 
 from __future__ import annotations
 

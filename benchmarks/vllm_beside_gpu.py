@@ -1,4 +1,5 @@
-"""What a running request of the real vLLM notices while other requests' KV is stored and loaded: the time of its steps.
+"""Measures how storing and loading other requests' KV affects a running request of the real vLLM: the time of its
+steps.
 
 Engines of the same random Llama, with CUDA graphs: without a connector, with flexkv, with vLLM's OffloadingConnector.
 In each, one request decodes. Beside it others' prompts are computed (and stored, where there is a connector); then
@@ -365,7 +366,7 @@ def _mostly_kernel(moved: Mapping[str, int]) -> bool:
 
 
 def failures(summaries: Mapping[str, Mapping[str, Any]], least_steps: int) -> list[str]:
-    """Why a measurement says nothing; empty where it does say something."""
+    """Why a measurement is inconclusive; empty if it is conclusive."""
     found = []
     for name, mine in summaries.items():
         if name == BASE:

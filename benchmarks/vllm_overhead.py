@@ -1,4 +1,4 @@
-"""What flexkv costs vLLM when nothing can hit: CPU time per request, stores included, and CPU when nothing runs.
+"""Measures what flexkv costs vLLM if there are no hits: CPU time per request, stores included, and CPU time when idle.
 
 Two engines, as deployed (the scheduler in a process of its own), get the same fresh prompts in turns. CPU time is user
 and system time of all of an engine's processes and threads. Both engines compute on one and the same CPU. By itself,

@@ -1,5 +1,5 @@
-"""What naming the weights by all of their content costs the start of an engine: the same vLLM with a disk tier, with
-the weights' name given (nothing is read for it) and without, in turns.
+"""Measures how much naming the weights by all of their content delays an engine's start: the same vLLM with a disk
+tier, alternately with the weights' name given (so that nothing is read for it) and without.
 
 Each start reads the weights from the disk, past what the start before has left in the page cache, and has a folder of
 its own, so that nothing is known of them. Prints medians of the time from the start of the process until the engine is
@@ -31,7 +31,7 @@ WAYS = ("named", "digest")
 
 
 def forget(folder: Path) -> int:
-    """Takes the weights out of the page cache; returns their bytes."""
+    """Drops the weights from the page cache; returns their size in bytes."""
     size = 0
     for file in folder.glob("*.safetensors"):
         size += file.stat().st_size

@@ -1,4 +1,4 @@
-"""How many tokens of a request trace are served to a model with sliding windows, in caches of several sizes.
+"""Computes how many tokens of a request trace are served to a model with sliding windows, by cache size.
 
 One group of full attention and five of windows share the slots of a native index. A hit ends where all of them have the
 pages that it needs. Windows are stored at the end of each prompt, every `--checkpoint` tokens between, and where a

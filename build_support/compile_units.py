@@ -1,9 +1,10 @@
 """Which source files are compiled as one unit.
 
-Variants with a sanitizer are for tests alone, and much of the compiler's time goes into headers that most files of a
-folder include. So there the compiler gets up to `TOGETHER` files of a folder at once, as a unit: a file that includes
-them. Its messages name the included file. All files of a folder can meet in one unit, so what two of them declare in
-anonymous namespaces needs different names; otherwise the compiler reports a redefinition, and names both files.
+Variants with a sanitizer are only for tests, and the compiler spends much of its time on headers that most files of a
+folder include. So for these variants it gets up to `TOGETHER` files of a folder at once, as a unit: a file that
+includes them. Its messages name the included file. All files of a folder can meet in one unit, so what two of them
+declare in anonymous namespaces needs different names; otherwise the compiler reports a redefinition, and names both
+files.
 
 Variants that users run have one object for each file: after a change one file is compiled again.
 """
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TOGETHER = 12
-"""Files of a unit, at most. With more the compiler saves little, and a change in one file compiles more again."""
+"""Most files per unit. More files save little compile time, and a change in one file would recompile more."""
 
 EMULATES_CUDA = "emulated_cuda.h defines words of CUDA as macros, and must come before headers that use them"
 
@@ -28,7 +29,7 @@ ALONE = {
     "tests/native/test_emulated_copies.cpp": EMULATES_CUDA,
     "tests/native/test_emulated_transform.cpp": EMULATES_CUDA,
 }
-"""File -> why it is in no unit with others."""
+"""File -> why it must not share a unit with others."""
 
 BEGINNING = """\
 // Written by build_support/compile_units.py.
@@ -53,7 +54,7 @@ class Unit:
 
     @property
     def text(self) -> str:
-        """What the compiler gets."""
+        """The text that the compiler gets."""
         return BEGINNING + "".join(f'#include "{source}"\n' for source in self.sources)
 
 

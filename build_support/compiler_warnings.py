@@ -1,8 +1,8 @@
-"""Makes compiler warnings errors where FLEXKV_WERROR asks for it, without recompiling what compiled cleanly.
+"""Makes compiler warnings errors if FLEXKV_WERROR asks for it, without recompiling files that compiled cleanly.
 
 ninja recompiles a file whose command has changed. An object that compiled without a warning is the same with the flag
 and without, so the flag reaches the compiler through the environment instead. An object that compiled with a warning
-has a note beside it, and is compiled again where warnings are errors.
+has a note beside it, and is recompiled if warnings are errors.
 """
 
 from __future__ import annotations

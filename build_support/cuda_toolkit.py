@@ -1,4 +1,4 @@
-"""Finds a CUDA toolkit and proves that it can compile and link before anything relies on it."""
+"""Finds a CUDA toolkit, and checks that it can compile and link before anything relies on it."""
 
 from __future__ import annotations
 

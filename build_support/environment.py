@@ -1,8 +1,8 @@
 """Makes the virtual environment, step by step; a step whose inputs have not changed is not run again.
 
-`python -m build_support.environment [FOLDER] [--tests]` (default .venv), run by the Python that the environment shall
-have, installs what builds and runs flexkv and the demo, and with --tests also what tests and lints it. pip's own
-configuration (pip.conf, PIP_* variables) decides where packages come from. Uses the standard library only.
+`python -m build_support.environment [FOLDER] [--tests]` (default .venv), run by the Python for the environment,
+installs everything that builds and runs flexkv and the demo, and with --tests also everything that tests and lints it.
+pip's own configuration (pip.conf, PIP_* variables) decides where packages come from. Uses the standard library only.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def run_steps(folder: Path, plan: Sequence[Step], give_up_s: float | None = None
     """
     python = folder / "bin" / "python"
     stamps = folder / ".flexkv"
-    # A half-made environment (an interrupted run) has no stamps folder.
+    # An unfinished environment, from an interrupted run, has no stamps folder.
     if not (python.exists() and stamps.is_dir()):
         say(f"making {folder} with Python {sys.version.split()[0]}")
         venv.create(folder, with_pip=True, clear=True)
@@ -207,7 +207,7 @@ def _wait_visibly(process: subprocess.Popen[bytes], title: str, give_up_s: float
 
 def _last_line(output: int) -> str:
     """ ": " and the last line of the output, cut to fit beside a title; "" where there is none."""
-    # pread leaves the position alone, at which pip writes.
+    # pread does not move the file position, at which pip writes.
     tail = os.pread(output, TAIL_BYTES, max(0, os.fstat(output).st_size - TAIL_BYTES))
     lines = tail.decode(errors="replace").split("\n")
     last = next((line.strip() for line in reversed(lines) if line.strip()), "")

@@ -1,4 +1,4 @@
-"""Checks that the machine has what a build needs, and names the command that brings what is missing.
+"""Checks that the machine has what a build needs, and names the command that installs what is missing.
 
 `python -m build_support.preflight build` for `make demo`, `... test` for `make test`. Uses the standard library only.
 """
@@ -35,12 +35,12 @@ int main() { int a[2] = {1, 2}; return twice(static_cast<int>(std::span(a).size(
 
 @dataclass(frozen=True)
 class Need:
-    """Something the machine must have.
+    """A program or library that the machine must have.
 
     Attributes:
         name: as in `system_packages`.
         reason: what it is for.
-        missing: returns None where the machine has it, else what was found instead.
+        missing: returns None if the machine has it, else what was found instead.
     """
 
     name: str
@@ -150,7 +150,7 @@ def engine_name() -> str:
 
 
 def check(needs: tuple[Need, ...]) -> None:
-    """Returns if all `needs` are met, installing them where that is allowed; ends the program otherwise."""
+    """Checks that all `needs` are met, and installs missing ones if that is allowed; else ends the program."""
     if sys.version_info < OLDEST_PYTHON:
         wanted = ".".join(map(str, OLDEST_PYTHON))
         fail(

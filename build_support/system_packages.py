@@ -1,4 +1,4 @@
-"""System packages by distribution: names the command that installs them, and runs it where that is allowed."""
+"""System packages by distribution: names the command that installs them, and runs it if that is allowed."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def manager() -> PackageManager | None:
 
 
 def install_command(needs: list[str]) -> str | None:
-    """The command with which a person installs `needs`, or None where we do not know it."""
+    """The command that installs `needs`, or None if it is not known."""
     found = manager()
     if found is None:
         return None
@@ -107,7 +107,7 @@ def install(needs: list[str]) -> bool:
 
 
 def _without_password() -> tuple[str, ...]:
-    """Words before a command that make it run as root, or fail where that takes a password."""
+    """The words before a command that run it as root, or make it fail if that would need a password."""
     return () if os.geteuid() == 0 else ("sudo", "-n")
 
 

@@ -167,10 +167,10 @@ ADDED = {
         }
     )
 }
-"""Names that are new in a version, and without which the adapter works in earlier versions."""
+"""Names that are new in a version; the adapter works without them in earlier versions."""
 
 GONE = frozenset({"vllm.config:CacheConfig.calculate_kv_scales"})
-"""Names of earlier versions, without which the adapter works in these."""
+"""Names that only earlier versions have; the adapter works without them in later versions."""
 
 MODULES = {"KernelConfig": "vllm.config.kernel", "MambaConfig": "vllm.config.mamba"}
 """The modules of configuration classes that `vllm.config` does not have."""
@@ -259,8 +259,9 @@ def _exists(name: str) -> bool:
 
 
 def _has_attribute(owner: Any, name: str) -> bool:
-    """Whether objects of the class, or of a derived one, have the name: defined, annotated, or set by a method; for a
-    function, whether it has such a parameter."""
+    """Whether objects of the class, or of a derived class, have the attribute (defined, annotated, or set by a method);
+    for a function, whether it has such a parameter.
+    """
     if hasattr(owner, name):
         return True
     if inspect.isfunction(owner):

@@ -1,1 +1,1 @@
-"""A conversation through a real engine with flexkv behind it, and the means to steer an engine."""
+"""A conversation with a real engine that uses flexkv, and the tools to drive an engine."""

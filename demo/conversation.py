@@ -62,7 +62,7 @@ class Turn:
 class Script:
     """Plays the script on two engines in turns, so that other load on the machine affects both alike.
 
-    Both get the same prompts: the answers that the next prompt contains are those of the engine without flexkv.
+    Both get the same prompts: each prompt contains the earlier answers of the engine without flexkv.
     """
 
     engine: EngineProcess
@@ -95,7 +95,7 @@ class Script:
             engine.call("drain")
 
     def cold(self) -> None:
-        """Plays one conversation that nobody has seen before."""
+        """Plays a conversation that is new to both engines."""
         prompt = self._tokens(FIRST_PROMPT_TOKENS, 0)
         for number in range(TURNS):
             self._prompts.append(prompt)
@@ -103,7 +103,9 @@ class Script:
             prompt = [*prompt, *answer, *self._tokens(FOLLOW_UP_TOKENS, 1000 + number)]
 
     def warm(self) -> None:
-        """Asks the same prompts, each after the engine forgot, as when other users came in between."""
+        """Asks the same prompts again, each after the engine has dropped its cache, as if other users had come in
+        between.
+        """
         for number, prompt in enumerate(self._prompts):
             self._forget()
             self._turn("warm", 0, number, prompt, expects=whole_blocks(len(prompt)))
@@ -188,7 +190,7 @@ def whole_blocks(prompt_tokens: int) -> int:
 
 
 def problems(turns: list[Turn], reference: list[Turn]) -> Iterator[str]:
-    """Says what is wrong with a run; nothing if flexkv served and every answer is the reference's."""
+    """Yields what is wrong with a run; nothing if flexkv served tokens and every answer equals the reference's."""
     if not len(turns) == len(reference) == turn_count():
         yield f"{len(turns)} turns were played, {len(reference)} without flexkv, of {turn_count()}"
     for mine, theirs in zip(turns, reference, strict=False):

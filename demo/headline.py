@@ -1,4 +1,4 @@
-"""Sums a run up in a few lines, and says what to type next."""
+"""Summarises a run in a few lines, and says which commands to try next."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shows what a run did: a table for the terminal, a chart, and JSON for further computation."""
+"""Shows the results of a run: a table for the terminal, a chart, and JSON for further processing."""
 
 from __future__ import annotations
 

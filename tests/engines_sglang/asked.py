@@ -1,4 +1,6 @@
-"""An engine with flexkv in it, and what every integration has to show: the same prompts, whatever holds the pages."""
+"""An engine with flexkv, and the checks that every integration must pass: the same prompts,
+whatever holds the pages.
+"""
 
 from __future__ import annotations
 

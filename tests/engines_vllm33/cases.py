@@ -1,4 +1,4 @@
-"""What one engine does in a test: each case starts it in this process, and returns its answers.
+"""The cases that a test runs on one engine: each starts it in this process, and returns its answers.
 
 `transfer` is vLLM's `kv_transfer_config`, None to run without flexkv. The cases of sleeps are in `sleeping.py`.
 """

@@ -1,5 +1,6 @@
-"""A second implementation of one group of a block index, in plain Python: which blocks are there, and which leaves
-next."""
+"""A second implementation of one group of a block index, in plain Python: which blocks it holds, and which it evicts
+next.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def oldest_with_bonus(blocks: Sequence[tuple[bytes, Block]], capacity: int) -> b
 
 
 SPARE_SHARE = 16
-"""One slot in so many is left to spare blocks."""
+"""One slot in this many is left to spare blocks."""
 
 Choice = Callable[[Sequence[tuple[bytes, Block]], int], bytes]
 

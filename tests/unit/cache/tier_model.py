@@ -1,4 +1,6 @@
-"""What lookups over several tiers find and lease, computed slowly: dictionaries instead of indexes, page by page."""
+"""Computes what lookups over several tiers find and lease, slowly: page by page, with dictionaries
+instead of indexes.
+"""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 
 `python -m tests.unit.native_border.fuzz_child MODULE SEED FIRST END FOLDER LOG CASE_S AT_ONCE [CALLS]`
 
-LOG has the next call, so that the parent knows it when this process dies. Exit code 0: all calls ended as allowed; 3:
-one did not, and the last line of the output names how; 1: a case took longer than CASE_S. `valid` for SEED makes each
-call once with valid arguments.
+LOG contains the call about to be made, so that the parent knows it if this process dies. Exit code 0: all calls ended
+as allowed; 3: one did not, and the last line of the output names how; 1: a case took longer than CASE_S. `valid` for
+SEED makes each call once with valid arguments.
 """
 
 from __future__ import annotations
