@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from copy import copy
 from typing import Any
 
 from demo.engine_child import Operation, RequestTracker
@@ -148,12 +149,56 @@ def embed(llm: Any, ids: list[int]) -> dict[str, Any]:
     return {"embedding": list(output.outputs.embedding), "cached": output.num_cached_tokens or 0}
 
 
+def stream(llm: Any, pieces: list[dict[str, Any]], deadline_s: float = 30.0) -> dict[str, Any]:
+    """Runs one streaming session: gives the engine a piece when it has ended the one before."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    engine, scheduler = llm.llm_engine, _scheduler(llm)
+    name, ends_at = f"s-{time.monotonic_ns()}", time.monotonic() + deadline_s
+
+    def add(piece: dict[str, Any], goes_on: bool) -> None:
+        params = SamplingParams(
+            temperature=0,
+            max_tokens=piece["max_tokens"],
+            ignore_eos=True,
+            extra_args=piece["extra"],
+            output_kind=RequestOutputKind.DELTA,
+        )
+        prompt = {"prompt_token_ids": piece["ids"]}
+        tasks = engine.get_supported_tasks()
+        request = engine.input_processor.process_inputs(
+            name, prompt, params, supported_tasks=tasks, resumable=goes_on
+        )
+        request.external_req_id = name
+        engine.output_processor.add_request(request, None, None, 0)
+        # Both extend the session's tokens. A core in its own process has a list of its own.
+        sent = copy(request)
+        sent.prompt_token_ids = list(piece["ids"])
+        engine.engine_core.add_request(sent)
+
+    def run_until(status: str) -> None:
+        while request_status(scheduler, name) != status:
+            if time.monotonic() > ends_at:
+                raise TimeoutError(f"the session is {request_status(scheduler, name)} and not {status}")
+            engine.step()
+
+    for piece in pieces:
+        add(piece, goes_on=True)
+        run_until("WAITING_FOR_STREAMING_REQ")
+    tokens = list(scheduler.requests[name].all_token_ids)
+    add(pieces[-1], goes_on=False)
+    run_until("GONE")
+    return {"tokens": tokens}
+
+
 OPERATIONS: dict[str, Operation] = {
     "embed": embed,
     "abort": abort,
     "load_new_weights": load_new_weights,
     "reset_while_running": reset_while_running,
     "requests_held": requests_held,
+    "stream": stream,
     "ask_embeddings": ask_embeddings,
     "ask_with_lora": ask_with_lora,
 }
