@@ -24,7 +24,8 @@ class Operations:
         self._engine = engine
 
     def generate(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Runs requests together: `ids`, `tokens`, and for another tenant `extra_key` or `cache_salt`."""
+        """Runs requests together: `ids`, `tokens`, maybe `custom_params`, and for another tenant `extra_key` or
+        `cache_salt`."""
         return list(self._run(self._generate_all(requests)))
 
     def abort(self, request: dict[str, Any], after_tokens: int) -> dict[str, Any]:
@@ -112,7 +113,12 @@ class Operations:
         asked = GenerateReqInput(
             rid=rid,
             input_ids=request["ids"],
-            sampling_params={"max_new_tokens": request["tokens"], "temperature": 0, "ignore_eos": True},
+            sampling_params={
+                "max_new_tokens": request["tokens"],
+                "temperature": 0,
+                "ignore_eos": True,
+                "custom_params": request.get("custom_params"),
+            },
             return_logprob=True,
             stream=True,
             extra_key=request.get("extra_key"),

@@ -70,8 +70,9 @@ class SpyingLinker(FlexKVLinker):
         return landed
 
     def offload(self, transfers: list[Any], session_id: str | None = None) -> bool:
-        self._note("offload", pages=pages_of(transfers[0].device_indices, self._page_size).tolist())
         taken = super().offload(transfers, session_id)
+        if taken:
+            self._note("offload", pages=pages_of(transfers[0].device_indices, self._page_size).tolist())
         self._die_if_told("offload")
         return taken
 

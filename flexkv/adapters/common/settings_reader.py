@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from flexkv.config.names import shown
@@ -64,9 +64,16 @@ class SettingsReader:
             given.update(instead)
             self.warn(request_id, f"{place}.{name}", value, "value", f"{error}{words}")
 
-    def name_unknown(self, request_id: str, place: str, name: object, value: object) -> None:
-        """Names a field that is meant for flexkv and that it does not know."""
-        self.warn(request_id, f"{place}.{shown(name)}", value, "name", ", ".join(OWN_NAMES))
+    def name_unknown(
+        self,
+        request_id: str,
+        place: str,
+        name: object,
+        value: object,
+        known: Sequence[str] = OWN_NAMES,
+    ) -> None:
+        """Names a field that is meant for flexkv and that it does not know, or not under this engine."""
+        self.warn(request_id, f"{place}.{shown(name)}", value, "name", ", ".join(known))
 
     def warn(self, request_id: str, place: str, value: object, what: str, allowed: str) -> None:
         """Counts a field that cannot be read, and names it in the log, once a minute at most.

@@ -28,6 +28,9 @@ QUEUE_METHOD = "_prefetch_kvcache"
 ENTRY_METHOD = "_add_request_to_queue"
 """The scheduler calls this for each request before it enters any queue, and before any of it is looked up."""
 
+INSERT_METHOD = "checkpoint_into_tree"
+"""The tree takes a request's KV within this method, and offloads nodes there."""
+
 RUN_INPUTS = f"flexkv-inputs-{os.urandom(16).hex()}"
 """Is put into the extra key of this run's requests with images or other inputs."""
 
@@ -61,10 +64,21 @@ class Prefetches(Protocol):
         """Called by the engine's scheduler thread when the request enters the queue."""
 
 
+class ReadsRequests(Protocol):
+    """An object that reads what callers ask with a request."""
+
+    def enter(self, request: Any) -> None:
+        """Called by the engine's scheduler thread when the request enters a queue, before any of it is looked up."""
+
+    def begin_insert(self, request: Any) -> None:
+        """Called when the engine's tree begins to take the request's KV, and with None when it has taken it."""
+
+
 _watching: WeakSet[Watching] = WeakSet()
 _holding: WeakSet[HoldsPool] = WeakSet()
 _prefetching: WeakSet[Prefetches] = WeakSet()
-_hooked: set[tuple[str, Callable[..., None]]] = set()
+_reading: WeakSet[ReadsRequests] = WeakSet()
+_hooked: set[tuple[str, Callable[..., Any]]] = set()
 
 
 def watch_weights(watching: Watching) -> bool:
@@ -117,12 +131,25 @@ def watch_inputs() -> bool:
     return _hook(Scheduler, ENTRY_METHOD, _name_request)
 
 
-def _hook(owner: type, method: str, hook: Callable[..., None]) -> bool:
+def watch_requests(reads: ReadsRequests) -> bool:
+    """Calls `reads.enter` for every request of this process, and `reads.begin_insert` around every insert of one.
+
+    Returns:
+        False where this SGLang has not both methods.
+    """
+    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+    _reading.add(reads)
+    # One hook does both at the entry: SGLang applies no further hook to a method that has one.
+    return watch_inputs() and _hook(UnifiedRadixCache, INSERT_METHOD, _tell_of_insert, HookType.AROUND)
+
+
+def _hook(owner: type, method: str, hook: Callable[..., Any], when: HookType = HookType.BEFORE) -> bool:
     if (method, hook) not in _hooked:
         before = getattr(owner, method, None)
         if before is None:
             return False
-        HookRegistry.register(f"{owner.__module__}.{owner.__qualname__}.{method}", hook, HookType.BEFORE)
+        HookRegistry.register(f"{owner.__module__}.{owner.__qualname__}.{method}", hook, when)
         HookRegistry.apply_hooks()
         if getattr(owner, method) is before:
             return False
@@ -143,13 +170,14 @@ def _tell_of_release(*_arguments: object, **_named: object) -> None:
 def name_inputs(request: Any) -> None:
     """Changes the request's extra key where its tokens do not say all that it computes. Idempotent."""
     if getattr(request, "multimodal_inputs", None) is not None:
-        _add_to_extra_key(request, RUN_INPUTS, RUN_INPUTS)
+        add_to_extra_key(request, RUN_INPUTS, RUN_INPUTS)
     brought = ("input_embeds", "positional_embed_overrides")
     if any(getattr(request, name, None) is not None for name in brought):
-        _add_to_extra_key(request, OWN_EMBEDDINGS, OWN_EMBEDDINGS + os.urandom(16).hex())
+        add_to_extra_key(request, OWN_EMBEDDINGS, OWN_EMBEDDINGS + os.urandom(16).hex())
 
 
-def _add_to_extra_key(request: Any, mark: str, name: str) -> None:
+def add_to_extra_key(request: Any, mark: str, name: str) -> None:
+    """Adds a name to the request's extra key, unless the key has the mark already."""
     before = request.extra_key or ""
     if mark not in before:
         request.extra_key = f"{before}|{name}"
@@ -157,10 +185,22 @@ def _add_to_extra_key(request: Any, mark: str, name: str) -> None:
 
 def _name_request(_scheduler: Any, request: Any, *_arguments: object, **_named: object) -> None:
     name_inputs(request)
+    for reads in list(_reading):
+        reads.enter(request)
+
+
+def _tell_of_insert(insert: Callable[..., Any], cache: Any, req: Any, *arguments: Any, **named: Any) -> Any:
+    for reads in list(_reading):
+        reads.begin_insert(req)
+    try:
+        return insert(cache, req, *arguments, **named)
+    finally:
+        for reads in list(_reading):
+            reads.begin_insert(None)
 
 
 def _tell_of_request(scheduler: Any, request: Any, *_arguments: object, **_named: object) -> None:
     # This hook may run before that of ENTRY_METHOD, and a prefetch looks the request up.
-    name_inputs(request)
+    _name_request(scheduler, request)
     for prefetches in list(_prefetching):
         prefetches.prefetch(scheduler.tree_cache, request)

@@ -11,13 +11,15 @@ from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
 from flexkv.adapters.common.refusals import log_refusal
-from flexkv.adapters.sglang.engine_watch import watch_memory, watch_queue, watch_weights
+from flexkv.adapters.common.settings_reader import SettingsReader
+from flexkv.adapters.sglang.engine_watch import watch_memory, watch_queue, watch_requests, watch_weights
 from flexkv.adapters.sglang.identity import Place, owner_of, prompt_limit
 from flexkv.adapters.sglang.load_batches import NO_BATCH, LoadBatches, QueuedLoad
 from flexkv.adapters.sglang.offloads import Offloads
 from flexkv.adapters.sglang.pages import pages_of
 from flexkv.adapters.sglang.pools import view_of
 from flexkv.adapters.sglang.rank_cache import RankCache
+from flexkv.adapters.sglang.request_settings import RequestBook
 from flexkv.config import FlexKVConfig, load_config, without_effect
 from flexkv.errors import ClosedError, GeometryError
 from flexkv.observe import configure_logging, get_logger, log_package
@@ -30,8 +32,9 @@ logger = get_logger(__name__)
 class FlexKVLinker(UnifiedCacheLinker):
     """One rank's linker. SGLang's scheduler thread calls all methods.
 
-    Ranks answer alike by construction: `load` and `offload` never refuse, and offloads complete in the order in which
-    they began. Whether a rank had room shows only in a completion's result, which SGLang reduces over its ranks.
+    Ranks answer alike by construction: `load` never refuses, `offload` only what a request's settings keep out, and
+    offloads complete in the order in which they began. Whether a rank had room shows only in a completion's result,
+    which SGLang reduces over its ranks.
 
     Args:
         components: parts of the engine's tree; only full attention can be stored.
@@ -84,6 +87,7 @@ class FlexKVLinker(UnifiedCacheLinker):
         self._loads = LoadBatches(self._cache, pool.layers, self._stream)
         self.layer_done_counter = self._loads
         self._offloads = Offloads(self._cache)
+        self._requests = RequestBook(SettingsReader(self._cache.counters, logger))
         self._queued: dict[str, QueuedLoad] = {}
         self._prefetching = False
         try:
@@ -104,6 +108,11 @@ class FlexKVLinker(UnifiedCacheLinker):
                 "release_memory_occupation, or a store that is under way reads memory that is gone"
             )
 
+        if not watch_requests(self._requests):
+            logger.warning(
+                "this SGLang does not say when a request enters: settings of single requests are not read"
+            )
+
         # Decided by the settings alone: SGLang reduces a lookup over its ranks, so all ranks must prefetch, or none.
         if config.disk.folders and config.disk.prefetch_requests and not watch_queue(self):
             logger.warning(
@@ -120,11 +129,12 @@ class FlexKVLinker(UnifiedCacheLinker):
         """Returns the lengths of all prefixes that can be restored: every prefix of the pages found can, because each
         page has an index entry of its own."""
         hashes = _only(transfers).keys
+        settings = self._requests.of(rid)
         if self._prefetching:
-            self._cache.prefetch(rid, self._cache.keys(hashes))
+            self._cache.prefetch(rid, self._cache.keys(hashes), settings)
             return []
         self._cache.counters.add("flexkv_lookup_tokens_total", len(hashes) * self._page_size)
-        pages = self._cache.match(rid, self._cache.keys(hashes), self._wait_s)
+        pages = self._cache.match(rid, self._cache.keys(hashes), self._wait_s, settings=settings)
         return list(range(1, pages + 1))
 
     def prefetch(self, tree_cache: Any, request: Any) -> None:
@@ -165,7 +175,10 @@ class FlexKVLinker(UnifiedCacheLinker):
     # --- offloads ---
 
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
-        """Never refuses: an offload without room completes as not stored."""
+        """Refuses what the request that the tree takes is not to store. An offload without room completes as not
+        stored."""
+        if self._requests.inserting.skip_save:
+            return False
         transfer = _only(transfers)
         blocks = pages_of(transfer.device_indices, self._page_size)
         self._offloads.add(self._cache.keys(transfer.keys), blocks, self._writer_stream())

@@ -17,6 +17,7 @@ from flexkv.cache.keys import namespace_digest
 from flexkv.config import FlexKVConfig
 from flexkv.facts.keys import Keys
 from flexkv.facts.ranks import GroupFacts, KvGroup, UnitOwner
+from flexkv.facts.request_settings import NO_SETTINGS, RequestSettings
 from flexkv.layout.tensor import dtype_name
 from flexkv.observe import PageLoss, get_logger
 from flexkv.transfer.graph import BlockIds, OpId, OpResult, TransferGraph
@@ -116,7 +117,14 @@ class RankCache(RankWorker):
         """Index keys of SGLang's page hashes."""
         return page_keys(self._namespace, hashes)
 
-    def match(self, request_id: str, keys: Keys, wait_s: float, pause: Pause = time.sleep) -> int:
+    def match(
+        self,
+        request_id: str,
+        keys: Keys,
+        wait_s: float,
+        pause: Pause = time.sleep,
+        settings: RequestSettings = NO_SETTINGS,
+    ) -> int:
         """Leases for `request_id` the leading pages that can be loaded, and returns their number: pages that are
         verified in host memory and, where `loads_from_disk`, pages on disk.
 
@@ -126,7 +134,7 @@ class RankCache(RankWorker):
         ends_s = time.monotonic() + wait_s
         while True:
             self.poll()
-            match = self.manager.match(request_id, [keys], 0)
+            match = self.manager.match(request_id, [keys], 0, None, settings)
             if match.is_final or time.monotonic() >= ends_s:
                 break
             self.poll()
@@ -138,13 +146,13 @@ class RankCache(RankWorker):
             self.manager.release(request_id)
         return match.blocks
 
-    def prefetch(self, request_id: str, keys: Keys) -> None:
+    def prefetch(self, request_id: str, keys: Keys, settings: RequestSettings = NO_SETTINGS) -> None:
         """Starts reading the request's pages on disk before `match` needs them.
 
         If no `match` follows, the pages are kept from eviction for twice `disk.wait_s` at most.
         """
         self.poll()
-        if self.manager.prefetch(request_id, [keys]):
+        if self.manager.prefetch(request_id, [keys], 0, settings):
             self.poll()
 
     def _pause(self, request_id: str, pause: Pause) -> None:

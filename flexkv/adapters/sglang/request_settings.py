@@ -1,0 +1,66 @@
+"""The settings that callers give in SGLang's requests: names with a prefix in the sampling parameters'
+`custom_params`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+from weakref import WeakValueDictionary
+
+from flexkv.adapters.common.settings_reader import Given, SettingsReader
+from flexkv.adapters.sglang.engine_watch import add_to_extra_key
+from flexkv.cache.keys import namespace_digest
+from flexkv.facts.request_settings import NAMES, NO_SETTINGS, PREFIX, RequestSettings
+
+PLACE = "custom_params"
+
+SERVED = ("skip_save", "skip_load", "max_load_tokens", "tiers", "namespace")
+"""The fields that SGLang's hooks allow to heed. A store is of a node of its tree as a whole, so no limit can end it."""
+
+SERVED_NAMES = tuple(PREFIX + name for name in SERVED)
+
+
+class RequestBook:
+    """The settings of an engine's requests, as long as the engine has the requests."""
+
+    def __init__(self, reader: SettingsReader) -> None:
+        self._reader = reader
+        self._requests: WeakValueDictionary[str, Any] = WeakValueDictionary()
+        self.inserting = NO_SETTINGS
+        """The settings of the request whose KV the engine's tree takes now."""
+
+    def enter(self, request: Any) -> None:
+        """Called when a request enters a queue, also again: reads its settings, and makes its namespace a part of its
+        extra key, which SGLang's page hashes and tree have. Idempotent."""
+        custom = getattr(request.sampling_params, PLACE, None)
+        if not isinstance(custom, Mapping) or self._requests.get(request.rid) is request:
+            return
+        given = self._given(request.rid, custom)
+        if not given:
+            return
+        settings = request.flexkv_settings = replace(NO_SETTINGS, **given)
+        self._requests[request.rid] = request
+        if settings.namespace:
+            name = f"flexkv-namespace-{namespace_digest({'named': settings.namespace}).hex()}"
+            add_to_extra_key(request, name, name)
+
+    def _given(self, rid: str, custom: Mapping[Any, Any]) -> Given:
+        given: Given = {}
+        for name, value in custom.items():
+            if not (isinstance(name, str) and "." in name):
+                continue
+            if name in NAMES and NAMES[name].field in SERVED:
+                self._reader.take(rid, PLACE, name, value, given)
+            elif name in NAMES or name.startswith(PREFIX):
+                self._reader.name_unknown(rid, PLACE, name, value, SERVED_NAMES)
+        return given
+
+    def begin_insert(self, request: Any) -> None:
+        """Called when the engine's tree begins to take a request's KV; None when it has taken it."""
+        self.inserting = getattr(request, "flexkv_settings", NO_SETTINGS)
+
+    def of(self, rid: str) -> RequestSettings:
+        """The settings of the request with this id."""
+        request = self._requests.get(rid)
+        return NO_SETTINGS if request is None else request.flexkv_settings
