@@ -1,7 +1,7 @@
-"""Two habits of prose that a native reader stumbles over stay out of docstrings, comments and Markdown.
+"""Habits of prose over which a native reader stumbles stay out of docstrings, comments and Markdown.
 
-A sentence opens with its subject or its verb, so not with "Of" or "As of". A rate is "bytes per page": "per", and no
-article.
+A sentence opens with its subject or its verb, so not with "Of", "As of" or "As check()". A rate is "bytes per page":
+"per", and no article. Words that only contracts still use give way to plain ones, such as "must" and "of it".
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NEWLINE = "\n"
 OPENING = re.compile(
     r"""(?: \A | [.!?:;]["')`*]*\s | \n\s*\n )  # where a passage, a sentence or a paragraph begins
         [\s"'(`*\[]*
-        (?P<found> (?: Of | As\s+of ) \b (?!\s+course\b) )""",
+        (?P<found> (?: Of | As\s+of ) \b (?!\s+course\b) | As\s+ (?: `[^`]*` | [\w.:]+\(\) ) )""",
     re.VERBOSE,
 )
 
@@ -39,6 +39,16 @@ RATE = re.compile(
             | \s+ (?: can | could | had | may | might | must | will | would ) \b  # not "bytes a page may hold"
         )""",
     re.VERBOSE,
+)
+
+LEGALESE = re.compile(
+    r"""\b(?P<found>
+        shall | albeit | whence | whilst | hitherto | hence(?:forth|forward)
+        | thereof | therein | thereto | thereafter | thereupon | hereby | herein | hereof | heretofore | hereinafter
+        | wherein | whereof | whereby | whereupon
+        | aforesaid | aforementioned
+    )\b""",
+    re.VERBOSE | re.IGNORECASE,
 )
 
 
@@ -180,6 +190,11 @@ def test_rates_are_per_page_or_per_second(tree: dict[str, list[Passage]]) -> Non
     assert not found, "write per"
 
 
+def test_words_of_contracts_are_not_used(tree: dict[str, list[Passage]]) -> None:
+    found = [use for name, prose in tree.items() for use in uses(LEGALESE, name, prose)]
+    assert not found, "use the plain word: must, of it, in which, while"
+
+
 WRITTEN = {
     "module.py": '"""{}"""\n',
     "attribute.py": 'LIMIT = 1\n"""{}"""\n',
@@ -220,8 +235,32 @@ def test_control_a_sentence_that_begins_with_of_is_found(name: str, prose: str) 
 
 
 @written
+@pytest.mark.parametrize("prose", ["As check_digests().", "Ends it. As `check`, but for one page."])
+def test_control_a_sentence_that_begins_with_as_and_a_name_is_found(name: str, prose: str) -> None:
+    assert len(uses_in(name, OPENING, prose)) == 1
+
+
+@written
+@pytest.mark.parametrize("prose", ["Each page shall be read.", "The page, and the digest thereof."])
+def test_control_a_word_of_contracts_is_found(name: str, prose: str) -> None:
+    assert len(uses_in(name, LEGALESE, prose)) == 1
+
+
+@written
+@pytest.mark.parametrize("prose", ["A shallow copy.", "It is therefore read.", "The rest is inherent."])
+def test_control_words_that_only_look_like_those_pass(name: str, prose: str) -> None:
+    assert not uses_in(name, LEGALESE, prose)
+
+
+@written
 @pytest.mark.parametrize(
-    "prose", ["Of course it is.", "Bytes of a page. Off it goes.", "Two; of these, one."]
+    "prose",
+    [
+        "Of course it is.",
+        "Bytes of a page. Off it goes.",
+        "Two; of these, one.",
+        "As a page is read, it is verified.",
+    ],
 )
 def test_control_other_sentences_pass(name: str, prose: str) -> None:
     assert not uses_in(name, OPENING, prose)
