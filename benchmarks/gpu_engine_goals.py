@@ -52,7 +52,7 @@ def latency_goals(rows: Sequence[Row], link_gbps: float | None) -> list[Goal]:
     """Goals of single loads by layer and stores, with nothing beside them.
 
     Args:
-        link_gbps: rate of one contiguous load; None where it was not measured.
+        link_gbps: rate of one contiguous load; None if it was not measured.
     """
     pinned = [row for row in rows if row["pinned"]]
 

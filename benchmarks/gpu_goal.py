@@ -14,7 +14,7 @@ class Goal:
     """A figure to reach.
 
     Attributes:
-        found: the measured figure, the worst of its rows; None where nothing was measured.
+        found: the measured figure, the worst of its rows; None if nothing was measured.
         at_most: `reach` is an upper bound.
     """
 

@@ -261,7 +261,7 @@ def _limits(bench: Mapping[str, Any]) -> str:
 
 
 def _copies(bench: Mapping[str, Any]) -> list[str]:
-    """The ways in which the lane copied, one line per direction; empty where no part has them."""
+    """The ways in which the lane copied, one line per direction; empty if no part has them."""
     return [f"{name.upper()}: {ways}." for name, ways in bench["copies"].items()]
 
 

@@ -84,7 +84,7 @@ def run_all(
 
     Args:
         ends_s: when the last step must have ended, by `time.monotonic`.
-        lacking: why the core that is here cannot be used; empty where it can.
+        lacking: why the core that is here cannot be used; empty if it can.
 
     Raises:
         RefusedError: as for `run_stage`; nothing more was run.

@@ -49,7 +49,7 @@ class Step:
         command: its argument vector, run in the project's folder.
         limit_s: seconds after which it is ended, if the stage's own limit does not come first.
         result: name of the file that it writes in the folder of results.
-        missing: why it cannot run here; empty where it can.
+        missing: why it cannot run here; empty if it can.
         required: the stage ends where this step fails.
         environ: variables beside this process's own.
     """

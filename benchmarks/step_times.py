@@ -63,7 +63,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Percentiles over steps, milliseconds; None where there are no steps.
+    """Percentiles over steps, milliseconds; None if there are no steps.
 
     Attributes:
         connector_p50_ms: of the time in calls of the connector.
@@ -136,7 +136,7 @@ class Verdict:
     """A measure that has a limit.
 
     Attributes:
-        value: None where it was not measured.
+        value: None if it was not measured.
     """
 
     what: str

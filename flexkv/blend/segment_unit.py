@@ -106,7 +106,7 @@ class SegmentUnit:
     def flush(self, deadline_s: float) -> bool:
         """Writes what only host memory has; returns whether all of it would survive a crash by `deadline_s` seconds.
 
-        False where there is no disk, and where some of it is pinned, could not be written, or found no room.
+        False if there is no disk, or if some of it is pinned, could not be written, or found no room.
         """
         if not self.live.has_tiers:
             return False

@@ -216,7 +216,7 @@ def _small_copies(device: int | None, bench: TransferBench) -> list[ComparisonRo
 
 @contextmanager
 def _doing(console: Console, what: str) -> Iterator[None]:
-    """Shows what goes on: by a spinner, or by a line where nothing can spin, as in a log."""
+    """Shows the current step, with a spinner on a terminal and as a line elsewhere, for example in a log."""
     if console.is_terminal:
         with console.status(what):
             yield

@@ -10,7 +10,7 @@ class DriverRefused(Exception):
 
 
 def done(answer: tuple[Any, ...], call: str) -> Any:
-    """The value that a call returned after its code; None where there is none.
+    """The value that a call returned after its code; None if there is none.
 
     Raises:
         DriverRefused: the code is not 0.

@@ -100,7 +100,7 @@ def machine_facts(memory: MemoryState) -> Facts:
 def gds_pool_facts(config: FlexKVConfig, devices: list[Facts]) -> Facts:
     """For each GPU, the largest pool of contiguous blocks that can be registered with cuFile.
 
-    `most_bytes` is None where it is not known. The driver of cuFile is not opened for this; at an engine's start flexkv
+    `most_bytes` is None if it is not known. The driver of cuFile is not opened for this; at an engine's start flexkv
     raises cuFile's own limit to the GPU's memory.
     """
     limits = [
@@ -115,7 +115,7 @@ def gds_pool_facts(config: FlexKVConfig, devices: list[Facts]) -> Facts:
 
 
 def tier_facts(config: FlexKVConfig, memory: MemoryState, lost: Mapping[str, str]) -> Facts:
-    """The tiers with the current settings and one rank. `bytes` is None where there can be no host tier.
+    """The tiers with the current settings and one rank. `bytes` is None if a host tier is impossible.
 
     Args:
         lost: folders that cannot be used, and why.

@@ -12,7 +12,7 @@ Facts = dict[str, Any]
 
 
 def package_facts() -> Facts:
-    """Facts about the package and the build of its native core; `native_core` is None where that is missing."""
+    """Facts about the package and the build of its native core; `native_core` is None if that is missing."""
     facts: Facts = {
         "flexkv": {
             "version": flexkv.__version__,

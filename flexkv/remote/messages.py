@@ -166,7 +166,7 @@ class Done:
         failed, causes: positions of the pages that must not be used, int32, and the cause of each.
         outcomes: number of pages by outcome: "ok", "known", the name of a miss, or of the store's `Outcome`.
         reason: reason of the first failure.
-        lost: why the store cannot be reached; empty where it can.
+        lost: why the store cannot be reached; empty if it can.
         bytes: bytes that were moved.
     """
 
@@ -185,7 +185,7 @@ class Answer(Packed):
 
     Attributes:
         presence: per group, `Presence` of the leading keys that were asked for, one byte per key.
-        lost: why the store cannot be reached; empty where it can.
+        lost: why the store cannot be reached; empty if it can.
     """
 
     number: int

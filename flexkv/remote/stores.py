@@ -13,7 +13,9 @@ SCHEMES: dict[str, tuple[str, str]] = {
     "rediss": ("flexkv.remote.redis.store", "RedisStore"),
     "mooncake": ("flexkv.remote.mooncake", "MooncakeStore"),
 }
-"""Module and class of each scheme. A module, and its library, is imported when a store of its scheme is opened."""
+"""Module and class of each scheme. The module and its library are imported only when a store of
+that scheme is opened.
+"""
 
 
 def open_store(options: StoreOptions) -> Store:

@@ -28,7 +28,7 @@ class ValueOwner:
 
     Attributes:
         fingerprint: 32 bytes; everything that must be equal before two blocks' KV may be exchanged.
-        weights: 32 bytes that name all content of the weights; empty where the fingerprint does so.
+        weights: 32 bytes that name all content of the weights; empty if the fingerprint does so.
         tenant: separates users of one store; values of other tenants are never found.
     """
 

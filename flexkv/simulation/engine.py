@@ -107,7 +107,7 @@ class SimEngine:
             rank.slot[group][slot] = symbols[number] if symbols is not None else self.garbage()
 
     def arrived(self, op: TransferOp, page: int) -> list[Symbol | None]:
-        """The symbol that the page brought on each rank; None where it was not moved."""
+        """The symbol that the page brought on each rank; None if it was not moved."""
         return [movement.arrived.get(page) for movement in self._movements[op.op_id]]
 
     def ended(self, op: TransferOp) -> None:

@@ -21,7 +21,7 @@ SOURCE_ERRORS = (FailureCause.SOURCE, FailureCause.TRANSPORT)
 def causes_of(
     random: Random, kind: OpKind, failed: Sequence[int], missing: Collection[int], source_error_rate: float
 ) -> PageCauses:
-    """`FailureCause` of each page in `failed`; empty where the result names none.
+    """`FailureCause` of each page in `failed`; empty if the result names none.
 
     Args:
         missing: the failed pages that are not where the op looked for them. Their cause is CONTENT or unknown.

@@ -48,7 +48,7 @@ def opens_so_far(written: int | None, others: Iterable[int]) -> int:
     """The highest number of times that the tier may have been opened.
 
     Args:
-        written: what `read_opens` found; None where there is nothing, or it is damaged.
+        written: what `read_opens` found; None if there is nothing, or it is damaged.
         others: counts in the index, or in the trailers of a group. All may be too low: pages of the latest opens may
             never have reached the disk, and an index that lost its log is an earlier commit's.
     """

@@ -209,7 +209,7 @@ class PeerReader:
         return OpResult(op.op_id, OpStatus.FAILED, every, f"{type(error).__name__}: {error}")
 
     def _settle(self, op: TransferOp, page: int, verified: bool) -> None:
-        """Lets loads that were promised the page while it was being read continue, or fail."""
+        """Ends the wait of loads that were promised the page before it was read: they continue, or fail."""
         self._pool.native.settle(np.ascontiguousarray(op.slots[page : page + 1]), op.op_id, verified)
 
     def _bring(self, place: int, slot: int, tag: PageTags) -> str:

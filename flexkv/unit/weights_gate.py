@@ -26,7 +26,7 @@ OPEN_S = 10.0
 """How long the tiers together may take to forget pages computed with other weights; host memory serves meanwhile."""
 
 OPEN_LOOK_S = 0.002
-"""How often a start checks whether the tiers have forgotten these pages."""
+"""How often a start checks whether the tiers have forgotten pages of other weights."""
 
 STOP_S = 1.0
 """How long a close waits for a reader to end its read of 4 MiB; a read that hangs ends only with the process."""
@@ -40,7 +40,7 @@ class WeightsGate:
     Host memory serves all the time. Pages stored there meanwhile go to the other tiers once these are open.
 
     Args:
-        check: names the weights; None where the keys' namespace names them already.
+        check: names the weights; None if the keys' namespace names them already.
     """
 
     def __init__(self, manager: LocalCacheManager, check: WeightsCheck | None) -> None:

@@ -101,7 +101,7 @@ class HttpServer:
         return sum(self.series(name, **labels))
 
     def series(self, name: str, **labels: str) -> list[float]:
-        """The values of a metric's series that have these labels; empty where none is exported."""
+        """The values of a metric's series that have these labels; empty if none is exported."""
         found = []
         for line in self._fetch("/metrics").decode().splitlines():
             series, _, value = line.rpartition(" ")

@@ -17,12 +17,12 @@ class ComparisonRow:
 
     Attributes:
         what: the method.
-        gbps: 1e9 bytes per second, median; None where the method did not run or has no rate.
-        calls: I/O or driver calls of one round; None where they are not counted.
+        gbps: 1e9 bytes per second, median; None if the method did not run or has no rate.
+        calls: I/O or driver calls of one round; None if they are not counted.
         p99_ms: 99th percentile of single copies, milliseconds; None for other methods.
-        path: what moved the bytes; empty where nothing ran.
+        path: what moved the bytes; empty if nothing ran.
         multiprocessors: multiprocessors that it takes from the engine's kernels.
-        share: share of the rate that `note` names; None where there is none to compare with.
+        share: share of the rate that `note` names; None if there is none to compare with.
         note: the conditions of the number, or why there is none.
     """
 

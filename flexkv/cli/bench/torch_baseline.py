@@ -23,7 +23,7 @@ PAUSE_S = 1e-4
 
 
 def load_torch() -> Any | None:
-    """torch, or None where it is not installed."""
+    """torch, or None if it is not installed."""
     try:
         import torch
     except ImportError:

@@ -41,8 +41,8 @@ class TransferRow:
         pinned: the GPU took all of the host pool's slots, or refused some (`TransferBench` waits for either).
         multiprocessors: multiprocessors that the path takes from the engine's kernels.
         gbps: 1e9 bytes per second, median; of both directions together where `direction` says so.
-        share_of_limit: share of one contiguous copy of the same bytes, or of one each way at once; None where that was
-            not measured.
+        share_of_limit: share of one contiguous copy of the same bytes, or of one each way at once; None if that was not
+            measured.
         share_of_one_way: ratio to the faster direction alone; None for one way.
         single_calls_gbps: rate of the same bytes by one driver call per run; None without a GPU.
     """
@@ -215,7 +215,7 @@ class TransferBench:
 
     def loads_by_events(self, run_bytes: int, clock: EventClock) -> tuple[float, str, int] | None:
         """GB/s of a layerwise load between the stream's work before it and the stream's work after it, with path and
-        multiprocessors; None where a block has more than all bytes.
+        multiprocessors; None if a block has more than all bytes.
 
         Raises:
             DriverRefused: the clock cannot be read.

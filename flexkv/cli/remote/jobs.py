@@ -28,7 +28,7 @@ class Reached:
         url: a server's URL, without secrets.
         why_not: why it cannot be used; empty if it can.
         first_ms: time of the first question, with the connection, the login and the library's start.
-        round_trip_ms: time of the next one; None where the server did not answer.
+        round_trip_ms: time of the next one; None if the server did not answer.
     """
 
     url: str

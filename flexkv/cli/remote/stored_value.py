@@ -30,7 +30,7 @@ class StoredValue:
         bytes: size of the whole value.
         fault: why no engine would take the value, as far as that can be told; empty if nothing was found.
         runs: runs whose digests the trailer has.
-        runs_matching: how many match if the stripes are cut into as many equal parts; None where they cannot be.
+        runs_matching: how many match if the stripes are cut into as many equal parts; None if they cannot be.
         key: 32 hex digits.
         tokens: number of valid tokens.
         written, expiry: unix seconds; an expiry of 0 is never.

@@ -147,7 +147,7 @@ OWN = "flexkv.cache."
 
 
 def circle_in(imports: Mapping[str, Iterable[str]]) -> list[str]:
-    """Modules that import each other in a circle; empty where there is none."""
+    """Modules that import each other in a circle; empty if there is none."""
     try:
         TopologicalSorter(imports).prepare()
     except CycleError as error:
