@@ -123,9 +123,9 @@ class KeyRotation:
     ) -> None:
         """Turns rows of `source` and writes them to `target` in one pass; see `flexkv.c_ext.rotate_rows`.
 
-        The tensors are contiguous, of any library; where both are the same, rows turn in place. Values go through the
-        same call with `TurnTable.copies`. Tensors and tables must all lie in host memory or all on one GPU. On a GPU
-        the launch is enqueued on `stream`, and the tables must have passed `check` before.
+        The tensors are contiguous, of any library; if both are the same tensor, rows turn in place. Values go through
+        the same call with `TurnTable.copies`. Tensors and tables must all lie in host memory or all on one GPU. On a
+        GPU the launch is enqueued on `stream`, and the tables must have passed `check` before.
         """
         rotate_rows(
             *_arguments(source, source_places, target, target_places, table),

@@ -50,7 +50,8 @@ class PageEncoding:
     """What one rank's stripes hold, and in which order.
 
     Attributes:
-        dtype: name of the elements' type. Two types of the same size still do not convert.
+        dtype: name of the elements' type. Pages of different types do not convert, even if the types have the same
+            size.
         layers, heads: counts on this rank.
         row_bytes: bytes of K, or of V, of one token and head; 0 if the interior has no rows.
         order: None if the interior has no rows.

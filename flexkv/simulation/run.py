@@ -83,7 +83,7 @@ class Simulation:
     def run(self) -> SimulationReport:
         """
         Raises:
-            RuleBroken: the manager broke a rule, or a load delivered other KV than its key promises.
+            RuleBroken: the manager broke a rule, or a load delivered KV that does not belong to its key.
             ContractError: the manager's own invariants do not hold.
         """
         world = self.world

@@ -1,7 +1,8 @@
 """A simulated store that other machines use, too, with symbols as values. It gives false answers wherever a real store
 might.
 
-Questions wait here until `StoreMoves` answers them; it moves the pages, too. The tier above is the product's.
+Questions wait here until `StoreMoves` answers them; it moves the pages, too. The tier above it is the product's own
+code.
 """
 
 from __future__ import annotations

@@ -58,8 +58,8 @@ class SlabReport:
         orphans: whole pages of the current epoch that the index does not name. They were evicted, or a crash came
             before they were published; the two look alike.
         damaged: slots that hold anything but a whole page, and why.
-        missing: slots for which the index names a page that is not there; such pages are misses.
-        groups: groups that the slab is for.
+        missing: slots that do not hold the page that the index names there; such pages are misses.
+        groups: a report for each KV group whose pages the slab holds.
     """
 
     path: Path

@@ -152,7 +152,7 @@ class Journal:
             raise DiskError(f"{index.path}: no thread for its journal: {error}") from error
 
     def put(self, record: Record) -> bool:
-        """Takes a record; returns False when too much waits, or after the journal has failed or was stopped."""
+        """Takes a record. Returns False if too many rows wait, or if the journal has failed or was stopped."""
         with self._lock:
             is_use = isinstance(record, Use)
             # Uses may take only half of the room, because the other records must not be lost.
