@@ -15,9 +15,6 @@ TIER_NAMES = ("host", "disk", "peers", "remote")
 MOST_TOKENS = 2**62
 """More than any request has."""
 
-MOST_TTL_S = 2**31
-"""Longest time to live, in seconds: 68 years."""
-
 MOST_NAMESPACE_BYTES = 256
 
 WORDS = {"true": True, "false": False}
@@ -50,10 +47,10 @@ def _flag(value: object) -> bool:
     raise UnreadableError("true, false, 1 or 0")
 
 
-def _whole(value: object, least: int, most: int) -> int:
-    if isinstance(value, int) and not isinstance(value, bool) and least <= value <= most:
+def _tokens(value: object) -> int:
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_TOKENS:
         return value
-    raise UnreadableError(f"a whole number from {least} to {most}")
+    raise UnreadableError(f"a whole number from 0 to {MOST_TOKENS}")
 
 
 def _tiers(value: object) -> frozenset[str]:
@@ -98,9 +95,8 @@ def _one_namespace(one: str, other: str) -> str:
 
 
 FLAG = Kind(_flag, lambda one, other: one or other)
-TOKENS = Kind(lambda value: _whole(value, 0, MOST_TOKENS), min)
+TOKENS = Kind(_tokens, min)
 TIERS = Kind(_tiers, frozenset.intersection)
-SECONDS = Kind(lambda value: _whole(value, 1, MOST_TTL_S), min)
 NAMESPACE = Kind(_namespace, _one_namespace)
 
 

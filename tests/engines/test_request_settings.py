@@ -114,7 +114,7 @@ def test_every_name_was_tried(request: pytest.FixtureRequest) -> None:
 def test_what_cannot_be_read_ends_no_engine(session: EngineSession, ask: Ask) -> None:
     before = session.metric(UNREAD)
     bad = {name: 3.5 for name in NAMES if not name.endswith("skip_save")}
-    assert ask("flexkv.ttl", 3, **bad) == 0
+    assert ask("flexkv.ttl_s", 3, **bad) == 0
     assert session.metric(UNREAD) - before == len(bad) + 1
     assert ask("flexkv.skip_save", "maybe") == 0, (
         "a namespace that cannot be read keeps a request out of the cache"

@@ -63,7 +63,7 @@ def test_namespaces_share_nothing(ask: Ask) -> None:
 def test_what_cannot_be_read_ends_no_engine_and_is_named(spied: Spied, ask: Ask) -> None:
     bad = {
         "flexkv__tiers": "disk",
-        "flexkv__ttl": 3,
+        "flexkv__ttl_s": 3,
         "flexkv__max_store_tokens": 8,
         "flexkv__max_load_tokens": -1,
     }

@@ -18,6 +18,7 @@ QUICK = (
     "test_events_and_stats.py",
     "test_identity_fields.py",
     "test_request_fields.py",
+    "test_request_settings.py",
     "test_roles_and_resets.py",
     "test_store_and_load.py",
     "test_vllm_names.py",

@@ -130,7 +130,7 @@ def test_a_value_that_cannot_be_read_is_named_and_counted(
     assert read.counters.data["flexkv_unread_request_fields_total"] == {"value": 1}
 
 
-@pytest.mark.parametrize("name", ["flexkv.ttl", "flexkv.", "flexkv.skip-save", "flexkv.blend"])
+@pytest.mark.parametrize("name", ["flexkv.ttl_s", "flexkv.", "flexkv.skip-save", "flexkv.blend"])
 def test_a_name_that_is_not_built_is_named_with_those_that_are(read: Read, name: str) -> None:
     assert read(**{name: 5}) == {}
     (said,) = read.said()

@@ -57,7 +57,12 @@ class Steps:
     """
 
     def __init__(
-        self, prompt: int, output: int = 0, handed_over: bool = False, checkpoint: int = BLOCK_TOKENS
+        self,
+        prompt: int,
+        output: int = 0,
+        handed_over: bool = False,
+        checkpoint: int = BLOCK_TOKENS,
+        extra: dict[str, Any] | None = None,
     ) -> None:
         def group(number: int, **fields: Any) -> BlockGeometry:
             return BlockGeometry(BLOCK_TOKENS, BLOCK_TOKENS, 99, (f"l.{number}",), number=number, **fields)
@@ -66,7 +71,7 @@ class Steps:
         geometry = PoolGeometry((group(FULL), state), BLOCK_TOKENS)
         config = load_config({"store.checkpoint_tokens": checkpoint, "transfer.queue_ops": PLACES}, {})
         spec = EngineSpec(config, geometry, UnitOwner("", bytes(32), "unit0"), 1, 64)
-        self.request = make_request(range(prompt))
+        self.request = make_request(range(prompt), extra_args=extra)
         if output:
             self.request.append_output_token_ids(list(range(1000, 1000 + output)))
         fields = RequestFields(SettingsReader(Counters(), logging.getLogger()))
@@ -109,6 +114,19 @@ def test_states_are_stored_where_steps_end_with_a_block() -> None:
     assert steps.step(16, [NULL, 31, NULL, 32]) == [(3, 32)]
     assert steps.step(20, [NULL, NULL, NULL, 32, 33]) == [(4, 33)]
     assert steps.step(22, [NULL, NULL, NULL, NULL, 33, 34]) == []
+
+
+@pytest.mark.parametrize(("most", "stored"), [(None, [(1, 31), (3, 32)]), (15, [(1, 31)]), (7, [])])
+@pytest.mark.parametrize("handed_over", [False, True])
+def test_states_behind_a_requests_limit_are_not_stored(
+    handed_over: bool, most: int | None, stored: list[tuple[int, int]]
+) -> None:
+    steps = Steps(prompt=22, handed_over=handed_over, extra={"flexkv.max_store_tokens": most})
+    given: tuple[list[tuple[int, int, int]], ...] = ([], [])
+    if handed_over:
+        given = ([(STATE, 31, 8)], [(STATE, 32, 16)])
+    offered = steps.step(8, [NULL, 31], given[0]) + steps.step(16, [NULL, 31, NULL, 32], given[1])
+    assert offered == stored
 
 
 def test_a_state_for_which_a_rank_has_no_place_is_counted() -> None:

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from flexkv.cache.base import Outcome
+from flexkv.cache.base import GroupSpec, Outcome
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.cache.promise.ask import Ask
+from flexkv.facts.keys import Rule
 from flexkv.facts.request_settings import NO_SETTINGS, RequestSettings
 from flexkv.observe import MissReason
 from tests.unit.cache.disk_world import BLOCK_TOKENS, DiskWorld, chain
@@ -134,3 +135,17 @@ def test_a_lookup_carries_the_settings() -> None:
     settings = RequestSettings(max_load_tokens=4)
     manager.match("r", [KEYS], 0, None, settings)
     assert [ask.settings for ask in asks] == [settings]
+
+
+# --- groups that need other pages each, and tiers that have to be asked ---
+
+
+@pytest.mark.parametrize(("most", "tokens"), [(None, 12), (3 * 4 - 1, 8), (2 * 4, 8), (3, 0)])
+def test_a_hit_of_several_groups_ends_at_a_boundary_within_the_limit(most: int | None, tokens: int) -> None:
+    groups = (GroupSpec(4, 16), GroupSpec(4, 16, Rule.STATE))
+    manager, full, states = make(groups=groups), chain(3), chain(3, 1)
+    store(manager, full)
+    store(manager, states, group=1)
+    match = manager.match("r", [full, states], 0, None, RequestSettings(max_load_tokens=most))
+    assert match.tokens == tokens
+    manager.check_integrity()

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from flexkv.cache.tiers.remote.tier import RemoteTier
+from flexkv.facts.request_settings import RequestSettings
 from flexkv.remote.base import Store
 from flexkv.remote.breaker import WATCHED
 from flexkv.remote.values import ValueFormat
 from tests.servers.redis import RedisServer
 from tests.unit.remote.helper_faults import leased
-from tests.unit.remote.remote_unit import TWO_GROUPS, RemoteUnit, Shape, chain
+from tests.unit.remote.remote_unit import BLOCK_TOKENS, TWO_GROUPS, RemoteUnit, Shape, chain
 
 Build = Callable[..., RemoteUnit]
 
@@ -176,6 +177,29 @@ def test_a_prefetch_goes_on_when_the_store_has_answered(build: Build) -> None:
     assert unit.plane.totals.gets["ok"] == 12
     _, result = unit.match([keys], "queued")
     assert result.tokens == 48
+    unit.manager.end_request("queued")
+
+
+@pytest.mark.parametrize(
+    ("settings", "pages"),
+    [
+        (RequestSettings(tiers=frozenset(("host", "disk"))), 0),
+        (RequestSettings(skip_load=True), 0),
+        (RequestSettings(max_load_tokens=5 * BLOCK_TOKENS), 5),
+        (RequestSettings(tiers=frozenset(("remote",))), 12),
+    ],
+)
+def test_a_prefetch_asks_the_store_and_reads_it_as_its_request_allows(
+    build: Build, settings: RequestSettings, pages: int
+) -> None:
+    """Also when it goes on with the store's answer."""
+    keys = chain("prompt", 12)
+    written(build(), keys)
+    unit = build()
+    assert bool(unit.manager.prefetch("queued", [keys], 0, settings)) is bool(pages)
+    unit.settle()
+    assert unit.plane.totals.gets.get("ok", 0) == pages
+    assert unit.manager.match("queued", [keys], 0, None, settings).blocks == pages
     unit.manager.end_request("queued")
 
 
