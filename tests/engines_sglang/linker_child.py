@@ -196,6 +196,8 @@ def released(hooked: bool, ends: bool = True) -> dict[str, Any]:
         linker._cache.take_results()
         moving.append(len(linker._cache._watchers))
 
+    unregistered: list[int] = []
+    linker._cache.end_registrations = lambda: unregistered.append(len(moving))  # type: ignore[method-assign]
     manager = SchedulerWeightUpdaterManager.__new__(SchedulerWeightUpdaterManager)
     manager.scheduler, manager.offload_tags = None, set()
     manager.memory_saver_adapter = SimpleNamespace(pause=pause)
@@ -209,7 +211,7 @@ def released(hooked: bool, ends: bool = True) -> dict[str, Any]:
         (release if hooked else release.__wrapped__)(manager, SimpleNamespace(tags=["kv_cache"]))
     except ClosedError as error:
         found["refused"] = str(error)
-    found["moving"] = moving
+    found |= {"moving": moving, "unregistered before releases": unregistered}
     linker.mover.release()
     linker.reset()
     found["stored"] = linker.lookup("later", transfers("a"))

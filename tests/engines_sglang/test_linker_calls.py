@@ -39,8 +39,10 @@ def test_a_flush_ends_what_is_queued_and_keeps_what_is_stored(parts: Parts) -> N
 
 def test_memory_is_released_after_the_copies_have_ended(parts: Parts) -> None:
     """SGLang's own code releases the memory, and does not ask its caches whether copies are under way."""
-    assert parts["linker_child"]["released"] == {"moving": [0], "stored": [1]}
+    released = {"moving": [0], "unregistered before releases": [0], "stored": [1]}
+    assert parts["linker_child"]["released"] == released
     assert parts["linker_child"]["released without the hook"]["moving"] == [1]
+    assert parts["linker_child"]["released without the hook"]["unregistered before releases"] == []
     hangs = parts["linker_child"]["released under a copy that hangs"]
     assert hangs["moving"] == []
     assert "must not be released" in hangs["refused"]

@@ -214,6 +214,8 @@ class FlexKVLinker(UnifiedCacheLinker):
             ClosedError: a copy did not end.
         """
         self._wait_for_copies("a copy has not ended: the memory that it reads or writes must not be released")
+        # cuFile pins what is registered; the next copy between disk and pool registers the pool again.
+        self._cache.end_registrations()
 
     def close(self) -> None:
         self._settle()
