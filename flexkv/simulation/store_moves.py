@@ -12,7 +12,7 @@ from flexkv.facts.keys import Keys
 from flexkv.remote.base import Presence
 from flexkv.simulation.base import Key, Symbol, require
 from flexkv.simulation.symbolic_store import Question, SymbolicStore, Value, keys_of
-from flexkv.simulation.tier_moves import Moving, TierMoves
+from flexkv.simulation.tier_moves import SimulatedMove, TierMoves
 from flexkv.simulation.world import World
 from flexkv.transfer.graph import OpKind, OpResult, TransferOp
 
@@ -42,7 +42,7 @@ class StoreMoves(TierMoves):
         self.tier = tier
         self.store = store
         self._orders_planned = orders_planned
-        self._moving: dict[int, Moving] = {}
+        self._moving: dict[int, SimulatedMove] = {}
 
     def submit(self, op: TransferOp) -> None:
         if self.store.down_reason:
@@ -57,7 +57,7 @@ class StoreMoves(TierMoves):
     def _epoch(self) -> int:
         return 0
 
-    def _move_page(self, each: Moving, fails: bool) -> None:
+    def _move_page(self, each: SimulatedMove, fails: bool) -> None:
         world, page, group = self.world, each.done, each.op.group
         slot, key = int(each.op.slots[page]), each.keys[page]
         each.done += 1
@@ -151,12 +151,12 @@ class StoreMoves(TierMoves):
         self.tier.poll(world.now_s)
         self.answer()
 
-    def _write_some(self, each: Moving) -> None:
+    def _write_some(self, each: SimulatedMove) -> None:
         """Leaves garbage for a get's page that was under way when the process died: part of a page is worth nothing."""
         if each.op.kind is OpKind.DISK_READ and each.done < each.op.pages:
             self.world.engine.fill_slot(each.op.group, int(each.op.slots[each.done]), None)
 
-    def ended_by_death(self, each: Moving) -> OpResult:
+    def ended_by_death(self, each: SimulatedMove) -> OpResult:
         return OpResult.cancelled(each.op.op_id, each.op.pages, "the helper has died")
 
     def lose(self) -> None:

@@ -17,7 +17,7 @@ from flexkv.transfer.graph import FailureCause, OpId, OpKind, OpResult, OpStatus
 
 
 @dataclass
-class Moving:
+class SimulatedMove:
     """An op that was handed over; sets hold positions of pages.
 
     Attributes:
@@ -42,7 +42,7 @@ class TierMoves:
     def __init__(self, world: World, tier: SymbolicTier) -> None:
         self.world = world
         self.tier = tier
-        self._moving: dict[int, Moving] = {}
+        self._moving: dict[int, SimulatedMove] = {}
 
     def submit(self, op: TransferOp) -> None:
         """Takes over an op that was planned just now."""
@@ -59,7 +59,7 @@ class TierMoves:
         world.model.add_disk_op(
             op.op_id, ModelOp("", role, keys, host_slots(op), [], world.model.epoch, set())
         )
-        self._moving[op.op_id] = Moving(op, names, self._epoch)
+        self._moving[op.op_id] = SimulatedMove(op, names, self._epoch)
 
     @property
     def _epoch(self) -> int:
@@ -80,7 +80,7 @@ class TierMoves:
                 each.result = self._result(each)
                 return
 
-    def _move_page(self, each: Moving, fails: bool) -> None:
+    def _move_page(self, each: SimulatedMove, fails: bool) -> None:
         world, page, group = self.world, each.done, each.op.group
         place, slot, key = int(each.op.places[page]), int(each.op.slots[page]), each.keys[page]
         each.done += 1
@@ -103,7 +103,7 @@ class TierMoves:
         found = self.tier.content[group].get(place)
         return found[2] if found is not None and found[:2] == (epoch, key) else None
 
-    def _result(self, each: Moving) -> OpResult:
+    def _result(self, each: SimulatedMove) -> OpResult:
         op = each.op
         if not each.failed:
             return OpResult(op.op_id, OpStatus.OK, np.empty(0, np.int32))
@@ -147,7 +147,7 @@ class TierMoves:
         if each.op.kind is OpKind.DISK_READ and each.epoch == self._epoch:
             self._check_forgotten(each, result)
 
-    def _check_forgotten(self, each: Moving, result: OpResult) -> None:
+    def _check_forgotten(self, each: SimulatedMove, result: OpResult) -> None:
         """Checks that no entry is left at the place of a page that was not what was asked for."""
         for page, cause in causes_by_page(result).items():
             if cause > FailureCause.SOURCE:

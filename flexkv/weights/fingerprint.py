@@ -49,7 +49,7 @@ Chosen = TypeVar("Chosen")
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class SampledRun:
     """Bytes [start, end) of a file."""
 
     start: int
@@ -116,14 +116,14 @@ def _sample_file(file: Path, budget: Budget) -> bytes:
     return digest.digest()
 
 
-def even_runs(size: int) -> list[Run]:
+def even_runs(size: int) -> list[SampledRun]:
     """Samples spread evenly over a file, its end among them."""
     step = max(SAMPLE_BYTES, size // EVEN_SAMPLES)
-    runs = [Run(start, min(start + SAMPLE_BYTES, size)) for start in range(0, size, step)]
-    return [*runs, Run(max(0, size - SAMPLE_BYTES), size)]
+    runs = [SampledRun(start, min(start + SAMPLE_BYTES, size)) for start in range(0, size, step)]
+    return [*runs, SampledRun(max(0, size - SAMPLE_BYTES), size)]
 
 
-def tensor_runs(tensors: Sequence[tuple[str, Run]], budget: Budget) -> list[Run]:
+def tensor_runs(tensors: Sequence[tuple[str, SampledRun]], budget: Budget) -> list[SampledRun]:
     """The runs to read from a file with these tensors: small tensors whole, and from each other tensor a sample at a
     place that depends on its name. If the budget is too small for all, evenly chosen ones of each kind are read.
     """
@@ -137,25 +137,25 @@ def tensor_runs(tensors: Sequence[tuple[str, Run]], budget: Budget) -> list[Run]
     return small + _spread(large, budget.reads - len(small))
 
 
-def _together(runs: Sequence[Run]) -> list[Run]:
+def _together(runs: Sequence[SampledRun]) -> list[SampledRun]:
     """The runs in order, with neighbours joined."""
-    joined: list[Run] = []
+    joined: list[SampledRun] = []
     for run in runs:
         if (
             joined
             and run.start - joined[-1].end <= GAP_BYTES
             and run.end - joined[-1].start <= MOST_RUN_BYTES
         ):
-            joined[-1] = Run(joined[-1].start, max(joined[-1].end, run.end))
+            joined[-1] = SampledRun(joined[-1].start, max(joined[-1].end, run.end))
         else:
             joined.append(run)
     return joined
 
 
-def _sample_of(name: str, run: Run) -> Run:
+def _sample_of(name: str, run: SampledRun) -> SampledRun:
     place = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
     start = run.start + place % (len(run) - SAMPLE_BYTES)
-    return Run(start, start + SAMPLE_BYTES)
+    return SampledRun(start, start + SAMPLE_BYTES)
 
 
 def _spread(items: Sequence[Chosen], most: int) -> list[Chosen]:
@@ -177,7 +177,7 @@ def _read_header(file: Path, descriptor: int, size: int) -> bytes:
     return head + os.pread(descriptor, length, 8)
 
 
-def _tensors(file: Path, head: bytes, size: int) -> list[tuple[str, Run]]:
+def _tensors(file: Path, head: bytes, size: int) -> list[tuple[str, SampledRun]]:
     """Name and place of every tensor.
 
     Raises:
@@ -196,7 +196,7 @@ def _tensors(file: Path, head: bytes, size: int) -> list[tuple[str, Run]]:
         offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
         match offsets:
             case [int(start), int(end)] if 0 <= start <= end <= size - len(head):
-                tensors.append((name, Run(len(head) + start, len(head) + end)))
+                tensors.append((name, SampledRun(len(head) + start, len(head) + end)))
             case _:
                 raise _damaged(file, f"tensor {name!r:.80} has the offsets {offsets!r:.80}")
     return tensors

@@ -152,6 +152,7 @@ class RequestTable:
         scheme: `keys.scheme`.
         names: names of the engine's images and other inputs.
         adapters: see `RequestNamespaces`.
+        prompt_only: generated tokens are not stored, so they do not count as certain.
 
     Attributes:
         live: the trackers by request id.
@@ -165,12 +166,14 @@ class RequestTable:
         names: InputNames,
         adapters: Mapping[str, Any],
         fields: RequestFields,
+        prompt_only: bool = False,
     ) -> None:
         self._names = names
         self._namespaces = RequestNamespaces(namespace, adapters)
         self._groups = geometry.groups
         self._signatures = [group.signature for group in geometry.kv_groups()]
         self._fields = fields
+        self._prompt_only = prompt_only
         self._keys = TokenBlockKeys if scheme == COMMON else EngineBlockKeys
         self.live: dict[str, RequestTracker] = {}
 
@@ -225,12 +228,16 @@ class RequestTable:
         output: SchedulerOutput,
         started: OnRequest,
         preempted: OnRequest,
-    ) -> None:
-        """Updates the block tables by a step's schedule. Costs O(requests + new blocks).
+    ) -> list[RequestTracker]:
+        """Updates the block tables by a step's schedule, and notes what the step computes. Costs O(requests + new
+        blocks).
 
         Args:
             started: called with each request that gets a new block table.
             preempted: called with each request that loses its blocks, while the tracker still has them.
+
+        Returns:
+            The requests that the step computes.
         """
         for request_id in output.preempted_req_ids or ():
             tracker = self.live.get(request_id)
@@ -249,20 +256,48 @@ class RequestTable:
                     self._start(tracker, blocks, started)
                 else:
                     self._extend(tracker, blocks)
+        scheduled = []
         for request_id, tokens in output.num_scheduled_tokens.items():
             if tracker := self.live.get(request_id):
-                self._reach(tracker, tokens)
+                self._note_step(tracker, tokens)
+                scheduled.append(tracker)
+        return scheduled
 
-    def _reach(self, tracker: RequestTracker, scheduled_tokens: int) -> None:
-        """Notes which tokens the step computes, and whether a piece of a session that begins with it is kept out. A
-        piece that does not say is treated like the one before."""
+    def _note_step(self, tracker: RequestTracker, scheduled_tokens: int) -> None:
+        """Notes which tokens a step computes, whether a piece of a session that begins with it is kept out, and how much
+        is certain once the step's forward has run. A piece that does not say is treated like the one before.
+
+        Prompt tokens of this step are certain, because they are known. Tokens that the step generates are not, nor are
+        drafts of earlier steps that are not accepted yet.
+        """
         request = tracker.request
         computed = request.num_computed_tokens
         if request.sampling_params is not tracker.sampling:
             tracker.sampling = request.sampling_params
             self._read_piece(tracker)
             tracker.kept_out.ask(tracker.settings.skip_save, computed, max(computed, tracker.reached))
-        tracker.reached = max(tracker.reached, computed + scheduled_tokens)
+        tracker.computed = computed
+        tracker.step_end = end = computed + scheduled_tokens
+        if end > tracker.reached:
+            tracker.reached = end
+        prompt = request.num_prompt_tokens
+        if computed < prompt:
+            certain = min(end, prompt)
+        elif self._prompt_only:
+            certain = prompt
+        else:
+            certain = min(computed - request.num_output_placeholders, request.num_tokens)
+        # Compared here, because a call for each request would be a tenth of what a step costs.
+        tracker.certain = certain if tracker.settings is NO_SETTINGS else tracker.storable(certain)
+
+    def note_end(self, tracker: RequestTracker) -> None:
+        """Notes how much of a request that has ended is certain, without steps still under way."""
+        request = tracker.request
+        # A preemption or a failed load takes computed tokens back while their steps are still under way.
+        certain = min(max(0, request.num_computed_tokens - request.num_in_flight_tokens), request.num_tokens)
+        if self._prompt_only:
+            certain = min(certain, request.num_prompt_tokens)
+        tracker.certain = tracker.storable(certain)
 
     def _read_piece(self, tracker: RequestTracker) -> None:
         """Takes the settings of a session's new piece, if there is one. What the piece does not give stays as it was.

@@ -18,7 +18,7 @@ from flexkv.adapters.vllm.request_fields import RequestFields
 from flexkv.adapters.vllm.requests import RequestTable, RequestTracker
 from flexkv.adapters.vllm.step_times import StepTimes
 from flexkv.adapters.vllm.store_watch import BlockWatch
-from flexkv.adapters.vllm.stores import CertainTokens, ScheduledBlocks, in_our_order, make_planner
+from flexkv.adapters.vllm.stores import ScheduledBlocks, in_our_order, make_planner
 from flexkv.adapters.vllm.worker import WorkerSide, current_device_is_host
 from flexkv.cache.base import CacheListener
 from flexkv.cache.stores.base import BlocksByGroup, StoreWatch
@@ -66,7 +66,15 @@ class SchedulerSide:
         self.counters = Counters()
         fields = RequestFields(SettingsReader(self.counters, logger))
         scheme = spec.config.keys.scheme
-        self.requests = RequestTable(spec.namespace, spec.geometry, scheme, spec.names, spec.adapters, fields)
+        self.requests = RequestTable(
+            spec.namespace,
+            spec.geometry,
+            scheme,
+            spec.names,
+            spec.adapters,
+            fields,
+            prompt_only=spec.config.store.tokens == "prompt",
+        )
         self.orders = ConnectorMetadata()
         self._watch = StoreWatch()
         self._watch_bound = False
@@ -75,7 +83,6 @@ class SchedulerSide:
         self.handshakes = Handshakes(spec.ranks, self.counters)
         self.events = EventLog(spec.geometry) if with_events else None
         self._old_kv = False
-        self._certain = CertainTokens(spec.config.store.tokens == "prompt")
         self._serve(NullUnit(), (), StorePlanner())
 
     # --- set up ---
@@ -231,14 +238,16 @@ class SchedulerSide:
         unit = self.unit
         if unit.state is UnitState.AWAITING_RANKS:
             self.handshakes.warn_if_missing(self._step)
-        self.requests.follow(output, self._stores.started, self._preempted)
+        scheduled = self.requests.follow(output, self._stores.started, self._preempted)
         if output.total_num_scheduled_tokens:
             self._forward_step = self._step
         self.orders.step = self._forward_step
         if unit.growing:
             unit.grow()
         if unit.usable:
-            self._plan_stores(output)
+            blocks = ScheduledBlocks(self._spec.geometry, output)
+            idle = not output.total_num_scheduled_tokens
+            self._stores.plan_step(scheduled, blocks, self.orders, idle)
         elif self._stores.holds:
             self._stores.holds.end_all(PageLoss.NO_SLOT)
         if self._watch.ops and (reused := self._watch.take_reused()):
@@ -257,15 +266,6 @@ class SchedulerSide:
         self.orders.spares_loads = forward_spares_loads(self._spec.geometry, output)
         orders, self.orders = self.orders, ConnectorMetadata()
         return orders
-
-    def _plan_stores(self, output: SchedulerOutput) -> None:
-        live, scheduled = self.requests.live, []
-        for request_id, tokens in output.num_scheduled_tokens.items():
-            if (tracker := live.get(request_id)) is not None:
-                self._certain.note_step(tracker, tokens)
-                scheduled.append(tracker)
-        blocks = ScheduledBlocks(self._spec.geometry, output)
-        self._stores.plan_step(scheduled, blocks, self.orders, idle=not output.total_num_scheduled_tokens)
 
     def update(self, output: KVConnectorOutput) -> None:
         """Takes the workers' reports of a step. Failed blocks come first, so nothing made from them is published."""
@@ -296,7 +296,7 @@ class SchedulerSide:
         else:
             self._completions.collect_early()
             self._completions.retire(tracker, self._forward_step)
-            self._certain.note_end(tracker)
+            self.requests.note_end(tracker)
             ours = None if blocks is None else in_our_order(self._spec.geometry, blocks)
             self.orders.early += self._stores.ended(tracker, ours)
             if self.orders.early and self.workers and current_device_is_host():

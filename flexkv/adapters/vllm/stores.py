@@ -1,4 +1,4 @@
-"""The engine's side of store planning: makes the planner, and tells it which tokens of each request are certain."""
+"""The engine's side of store planning: makes the planner, and tells it where a step's blocks are."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from flexkv.adapters.vllm.engine_spec import EngineSpec
 from flexkv.adapters.vllm.events import EventLog
 from flexkv.adapters.vllm.pool_geometry import PoolGeometry
-from flexkv.adapters.vllm.requests import RequestTracker
 from flexkv.cache.stores.base import BlocksByGroup, StoreParts, StoreWatch
 from flexkv.cache.stores.eager import EagerStores
 from flexkv.cache.stores.lazy import LazyStores
@@ -45,43 +44,6 @@ def make_planner(
         ends_in_step=spec.role.stores_end_in_step,
     )
     return (LazyStores if spec.config.store.mode == "lazy" else EagerStores)(parts)
-
-
-class CertainTokens:
-    """Which tokens of a request have KV that is computed and accepted, and that its settings allow to be stored.
-
-    Args:
-        prompt_only: generated tokens are not stored, so they do not count.
-    """
-
-    def __init__(self, prompt_only: bool) -> None:
-        self._prompt_only = prompt_only
-
-    def note_step(self, tracker: RequestTracker, scheduled_tokens: int) -> None:
-        """Notes what a step computes of a request, and how much of it is certain once the step's forward has run.
-
-        Prompt tokens of this step count, because they are known. Tokens that the step generates do not count, nor do
-        drafts of earlier steps that are not accepted yet.
-        """
-        request = tracker.request
-        computed, prompt = request.num_computed_tokens, request.num_prompt_tokens
-        tracker.computed, tracker.step_end = computed, computed + scheduled_tokens
-        if computed < prompt:
-            certain = min(tracker.step_end, prompt)
-        elif self._prompt_only:
-            certain = prompt
-        else:
-            certain = min(computed - request.num_output_placeholders, request.num_tokens)
-        tracker.certain = tracker.storable(certain)
-
-    def note_end(self, tracker: RequestTracker) -> None:
-        """Notes how much of a request that has ended is certain, without steps still under way."""
-        request = tracker.request
-        # A preemption or a failed load takes computed tokens back while their steps are still under way.
-        certain = min(max(0, request.num_computed_tokens - request.num_in_flight_tokens), request.num_tokens)
-        if self._prompt_only:
-            certain = min(certain, request.num_prompt_tokens)
-        tracker.certain = tracker.storable(certain)
 
 
 class ScheduledBlocks:

@@ -104,6 +104,11 @@ class GroupLease:
 class Lease:
     """The pages that a lookup promised to one request and keeps for it.
 
+    The tokens of the request, from its first on, and where their KV comes from:
+
+        |  the engine's own  |  these pages, whole blocks  |  a partial tail  |  computed by the engine
+        0                start_tokens                  + tokens         + tail_tokens
+
     Attributes:
         since_s: the clock when it was made.
         start_tokens: tokens that the engine had itself: whole blocks of every group.

@@ -44,7 +44,7 @@ MOST_MISSES = 16_384
 leak."""
 
 
-class RequestTable:
+class RequestLedger:
     """The lookup leases by request, oldest first, the pages that they reserve, and the waits.
 
     Attributes:

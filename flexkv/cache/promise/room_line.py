@@ -53,7 +53,7 @@ class Need:
 
 
 @dataclass(slots=True)
-class Place:
+class PlaceInLine:
     """One request's place in the line.
 
     Attributes:
@@ -93,7 +93,7 @@ class RoomLine:
         self._tables = tables
         self._promotions = promotions
         self._asks_again = asks_again
-        self._places: dict[str, Place] = {}
+        self._places: dict[str, PlaceInLine] = {}
         self._without: set[str] = set()
         """Requests that went on without some of their pages. They are counted once and never wait in line again."""
         self._questions = 0
@@ -192,25 +192,25 @@ class RoomLine:
         # A prompt that never fits whole leaves the room to requests that wait for it.
         return Turn.GO_ON if fits or self._places else Turn.FETCH_SOME
 
-    def _note_question(self, request_id: str, place: Place | None, need: Need, wait_s: float) -> bool:
+    def _note_question(self, request_id: str, place: PlaceInLine | None, need: Need, wait_s: float) -> bool:
         """Notes a question about the request, in a new place if there is one, and returns whether it has a place and
         time left."""
         if place is None:
             if len(self._places) >= MAX_IN_LINE:
                 return False
-            place = Place(need, wait_s, 0, 0, self._tables.clock())
+            place = PlaceInLine(need, wait_s, 0, 0, self._tables.clock())
             self._places[request_id] = place
         place.need = need
         self._asked(place)
         return place.waited_s <= place.wait_s
 
-    def _asked(self, place: Place) -> None:
+    def _asked(self, place: PlaceInLine) -> None:
         now_s = self._tables.clock()
         place.waited_s += min(now_s - place.asked_s, MAX_TURN_S)
         self._questions += 1
         place.before, place.asked, place.asked_s = place.asked, self._questions, now_s
 
-    def _is_first(self, place: Place | None) -> bool:
+    def _is_first(self, place: PlaceInLine | None) -> bool:
         """Whether the engine has asked about no request ahead of this one since its last question but one about it."""
         if place is None:
             return not self._places
@@ -236,7 +236,7 @@ class RoomLine:
         self._asked(place)
         return True
 
-    def _may_go(self, place: Place) -> bool:
+    def _may_go(self, place: PlaceInLine) -> bool:
         """Whether a lookup may find room, or would end the request's wait."""
         if self._is_first(place) and self._has_room(place.need):
             return True

@@ -16,7 +16,7 @@ from flexkv.cache.ledger.hub import Hub
 from flexkv.cache.ledger.ops import OpTable, RankOp
 from flexkv.cache.ledger.outbox import Outbox
 from flexkv.cache.ledger.reactions import Reactions
-from flexkv.cache.ledger.requests import RequestTable
+from flexkv.cache.ledger.requests import RequestLedger
 from flexkv.cache.ledger.stats import ManagerStats
 from flexkv.cache.tiers.contract import Tier
 from flexkv.cache.tiers.routes import LoadRoute, StoreOffer, StoreRoute
@@ -41,7 +41,7 @@ class CacheTables:
     specs: tuple[GroupSpec, ...]
     hub: Hub
     ops: OpTable
-    requests: RequestTable
+    requests: RequestLedger
     access_orders: AccessOrders
     clock: Callable[[], float]
     unix_s: Callable[[], float]
@@ -112,7 +112,7 @@ def new_tables(
         specs=tuple(groups),
         hub=Hub(groups, policy, counts, reactions),
         ops=OpTable(clock),
-        requests=RequestTable(),
+        requests=RequestLedger(),
         access_orders=AccessOrders(len(groups)),
         clock=clock,
         unix_s=unix_s,

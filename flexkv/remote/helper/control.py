@@ -14,7 +14,7 @@ from typing import Generic, Protocol, TypeVar
 from flexkv.errors import FlexKVError
 from flexkv.observe import NamedThread
 from flexkv.remote.helper.movers import Getter, Putter, Work
-from flexkv.remote.helper.prober import Prober
+from flexkv.remote.helper.prober import HelperProber
 from flexkv.remote.messages import (
     Alive,
     Cancel,
@@ -88,7 +88,7 @@ class Control:
         probe_box: Inbox[Probe | Alive] = Inbox()
         try:
             work = self._work(setup)
-            _start("flexkv-probe", probe_box, lambda: Prober(work), nice=0)
+            _start("flexkv-probe", probe_box, lambda: HelperProber(work), nice=0)
             _start("flexkv-get", get_box, lambda: Getter(work), MOVERS_NICE)
             _start("flexkv-put", put_box, lambda: Putter(work), MOVERS_NICE)
         except FlexKVError as error:

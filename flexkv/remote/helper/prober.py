@@ -25,7 +25,7 @@ do not answer.
 NO_KEYS: Keys = np.empty((0, KEY_BYTES), np.uint8)
 
 
-class Prober:
+class HelperProber:
     """Carries out `Probe` and `Alive`."""
 
     def __init__(self, work: Work) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from flexkv.observe import NamedThread
 from flexkv.remote.redis.resp import ConnectionFailed
-from flexkv.remote.redis.turns import Steps, Wait
+from flexkv.remote.redis.turns import Steps, TurnWait
 
 LOOK_S = 0.002
 """How often a call checks whether the thread has an answer."""
@@ -43,7 +43,7 @@ class Resolver:
         while asking.is_alive():
             if time.monotonic() >= until_s:
                 raise ConnectionFailed("the address of its host was not found in time")
-            yield Wait(-1, 0, min(time.monotonic() + LOOK_S, until_s))
+            yield TurnWait(-1, 0, min(time.monotonic() + LOOK_S, until_s))
         self._asking = None
         if asking.error:
             raise ConnectionFailed(asking.error)

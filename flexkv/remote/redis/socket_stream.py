@@ -13,7 +13,7 @@ from itertools import islice
 
 from flexkv.remote.redis.resolver import Found
 from flexkv.remote.redis.resp import ConnectionFailed, OutOfStep
-from flexkv.remote.redis.turns import Steps, Turn, Wait
+from flexkv.remote.redis.turns import Steps, Turn, TurnWait
 
 LINE_BYTES = 8192
 """The longest line of a reply, and the most bytes of a value that are read together with the line before it and then
@@ -211,7 +211,7 @@ class SocketStream:
 
     def _wait(self, events: int) -> Steps:
         self._check_clock()
-        yield Wait(self._socket.fileno(), events, self._until_s)
+        yield TurnWait(self._socket.fileno(), events, self._until_s)
 
     def _check_clock(self) -> None:
         if time.monotonic() >= self._until_s:

@@ -15,7 +15,7 @@ from collections.abc import Generator, Iterable
 from typing import NamedTuple
 
 
-class Wait(NamedTuple):
+class TurnWait(NamedTuple):
     """
     Attributes:
         fd: the socket's descriptor; -1 to wait only for a time.
@@ -31,7 +31,7 @@ class Wait(NamedTuple):
 LONGEST_POLL_MS = 1 << 30
 """`poll` takes no more than an int; a longer wait polls again."""
 
-Turn = Wait | None
+Turn = TurnWait | None
 """What steps wait for; None to let others run first without waiting."""
 
 Steps = Generator[Turn, None, None]

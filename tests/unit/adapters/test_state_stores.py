@@ -18,7 +18,7 @@ from flexkv.adapters.vllm.metadata import ConnectorMetadata
 from flexkv.adapters.vllm.pool_geometry import BlockGeometry, PoolGeometry
 from flexkv.adapters.vllm.request_fields import RequestFields
 from flexkv.adapters.vllm.requests import RequestTable
-from flexkv.adapters.vllm.stores import CertainTokens, ScheduledBlocks, make_planner
+from flexkv.adapters.vllm.stores import ScheduledBlocks, make_planner
 from flexkv.cache.base import StorePlan
 from flexkv.cache.stores.base import StoreWatch
 from flexkv.cache.stores.boundary_stores import BoundaryStores
@@ -79,7 +79,7 @@ class Steps:
         self.tracker = requests.of(self.request)
         self.offers = Offers()
         unit: Any = SimpleNamespace(manager=self.offers, has_tiers=True, slots=99)
-        self.geometry, self.certain = geometry, CertainTokens(prompt_only=False)
+        self.geometry, self.requests = geometry, requests
         self.watch, self.counters = StoreWatch(), Counters()
         self.stores = make_planner(unit, spec, self.watch, self.counters, None)
 
@@ -96,7 +96,7 @@ class Steps:
             ),
         )
         self.offers.states.clear()
-        self.certain.note_step(self.tracker, end - request.num_computed_tokens)
+        self.requests._note_step(self.tracker, end - request.num_computed_tokens)
         blocks = ScheduledBlocks(self.geometry, output)
         self.stores.plan_step([self.tracker], blocks, ConnectorMetadata(), idle=False)
         request.num_computed_tokens = end
@@ -104,7 +104,7 @@ class Steps:
 
     def end(self, blocks: Sequence[Sequence[int]]) -> None:
         """Ends the request, which has these blocks by group."""
-        self.certain.note_end(self.tracker)
+        self.requests.note_end(self.tracker)
         self.stores.ended(self.tracker, blocks)
 
 

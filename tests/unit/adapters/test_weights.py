@@ -16,7 +16,7 @@ from flexkv.weights.fingerprint import (
     SAMPLE_BYTES,
     SMALL_BYTES,
     Budget,
-    Run,
+    SampledRun,
     tensor_runs,
 )
 from tests.unit.weights.tensor_files import HIDDEN, change, write_model
@@ -60,7 +60,9 @@ def test_one_changed_value_of_a_norm_is_another_model(tmp_path: Path, norm: str,
 
 
 def test_every_tensor_has_a_sample(tmp_path: Path) -> None:
-    tensors = [(f"layer {number}", Run(number * 100_000, (number + 1) * 100_000)) for number in range(500)]
+    tensors = [
+        (f"layer {number}", SampledRun(number * 100_000, (number + 1) * 100_000)) for number in range(500)
+    ]
     runs = tensor_runs(tensors, Budget.of_files(1))
     assert len(runs) == len(tensors)
     for (name, tensor), run in zip(tensors, runs, strict=True):
@@ -77,8 +79,8 @@ def test_control_a_single_value_of_a_large_tensor_is_not_seen(tmp_path: Path) ->
 def test_the_reads_of_many_files_are_bounded() -> None:
     """A hundred files of 2,000 tensors each."""
     budget = Budget.of_files(100)
-    small = [(f"small {n}", Run(n * 300_000, n * 300_000 + SMALL_BYTES)) for n in range(1000)]
-    large = [(f"large {n}", Run(n * 300_000 + 100_000, n * 300_000 + 200_000)) for n in range(1000)]
+    small = [(f"small {n}", SampledRun(n * 300_000, n * 300_000 + SMALL_BYTES)) for n in range(1000)]
+    large = [(f"large {n}", SampledRun(n * 300_000 + 100_000, n * 300_000 + 200_000)) for n in range(1000)]
     runs = tensor_runs(small + large, budget)
     assert len(runs) <= budget.reads == 163
     assert sum(map(len, runs)) <= budget.small_bytes + budget.reads * SAMPLE_BYTES

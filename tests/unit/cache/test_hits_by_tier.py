@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from flexkv.cache.base import HUB, GroupSpec
-from flexkv.cache.ledger.requests import RequestTable
+from flexkv.cache.ledger.requests import RequestLedger
 from flexkv.cache.tiers.disk.load_route import GdsUse
 from flexkv.cache.tiers.disk.tier import DiskTraffic
 from flexkv.facts.keys import Keys, Rule
@@ -91,7 +91,7 @@ def test_nothing_is_said_of_nothing() -> None:
 
 
 def test_what_was_fetched_counts_once_over_tiers() -> None:
-    table = RequestTable()
+    table = RequestLedger()
     table.wait("r", [(1, DISK, 9.0), (2, HUB, 9.0)], 0.0)  # type: ignore[list-item]
     table.begins_to_wait("r", 10)
     table.begins_to_wait("r", 99)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flexkv.cache.base import ManagerLimits, TierId
-from flexkv.cache.ledger.requests import RequestTable
+from flexkv.cache.ledger.requests import RequestLedger
 from flexkv.transfer.graph import OpId
 from tests.unit.cache.disk_world import chain, traffic, written
 
@@ -15,7 +15,7 @@ FIRST, SECOND = TierId(1), TierId(2)
 
 @pytest.mark.parametrize("slow_first", [True, False])
 def test_a_request_waits_for_the_slowest_of_its_tiers(slow_first: bool) -> None:
-    table = RequestTable()
+    table = RequestLedger()
     fetches = [(OpId(1), FIRST, 9.0), (OpId(2), SECOND, 1.0)]
     for fetch in fetches if slow_first else fetches[::-1]:
         table.wait("r", [fetch], 100.0)

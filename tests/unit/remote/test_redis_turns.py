@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from flexkv.remote.redis.turns import Steps, Wait, run_together
+from flexkv.remote.redis.turns import Steps, TurnWait, run_together
 
 
 def test_a_server_that_always_has_more_keeps_nobody_waiting() -> None:
@@ -16,7 +16,7 @@ def test_a_server_that_always_has_more_keeps_nobody_waiting() -> None:
             served.append("first")
 
     def once() -> Steps:
-        yield Wait(-1, 0, time.monotonic())
+        yield TurnWait(-1, 0, time.monotonic())
         served.append("second")
 
     run_together([always(1000), once()])
