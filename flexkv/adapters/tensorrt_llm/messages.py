@@ -78,7 +78,7 @@ Order = LoadOrder | SaveOrder | CancelOrder | PoolGrant
 
 
 @dataclass(slots=True)
-class Inbox:
+class PendingOrders:
     """Orders that a rank keeps, by request id, until the engine names the id."""
 
     loads: dict[int, LoadOrder] = field(default_factory=dict)

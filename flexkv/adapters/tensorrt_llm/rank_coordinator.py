@@ -139,9 +139,9 @@ class RankCoordinator:
             if done is None or done.role is not OpRole.LOAD or len(done.failed_blocks):
                 # The engine cannot learn that a load failed, so its request still waits for the load.
                 continue
-            tracked = self.joined.requests.get(int(done.request_id))
-            if tracked is not None:
-                tracked.load -= {done.op_id}
+            tracker = self.joined.requests.get(int(done.request_id))
+            if tracker is not None:
+                tracker.load -= {done.op_id}
 
     def _join(self) -> None:
         try:

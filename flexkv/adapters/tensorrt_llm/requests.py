@@ -45,7 +45,7 @@ class RequestKeys:
 
 
 @dataclass(slots=True)
-class Tracked:
+class RequestTracker:
     """One request.
 
     Attributes:
@@ -146,42 +146,42 @@ class RequestTable:
     def __init__(self, block_tokens: int, namespace: bytes) -> None:
         self._block_tokens = block_tokens
         self._namespace = namespace
-        self._tracked: dict[int, Tracked] = {}
+        self._trackers: dict[int, RequestTracker] = {}
         self._spent: set[int] = set()
         self._unsettled: set[int] = set()
 
-    def of(self, request: Any) -> Tracked:
+    def of(self, request: Any) -> RequestTracker:
         """The request's entry; made if there is none."""
         request_id = int(request.request_id)
-        tracked = self._tracked.get(request_id)
-        if tracked is None:
+        tracker = self._trackers.get(request_id)
+        if tracker is None:
             namespace = request_namespace(self._namespace, request)
             keys = None if namespace is None else RequestKeys(self._block_tokens, namespace)
-            tracked = self._tracked[request_id] = Tracked(
+            tracker = self._trackers[request_id] = RequestTracker(
                 request_id,
                 keys,
                 spent=request_id in self._spent,
                 unsettled=request_id in self._unsettled,
             )
-        return tracked
+        return tracker
 
-    def get(self, request_id: int) -> Tracked | None:
-        return self._tracked.get(request_id)
+    def get(self, request_id: int) -> RequestTracker | None:
+        return self._trackers.get(request_id)
 
     def reset(self, request_id: int) -> None:
         """Forgets a request that starts again, except whether its id is spent or unsettled."""
-        tracked = self._tracked.pop(request_id, None)
-        if tracked is None:
+        tracker = self._trackers.pop(request_id, None)
+        if tracker is None:
             return
-        if tracked.ordered:
+        if tracker.ordered:
             self._spent.add(request_id)
-        if tracked.unsettled:
+        if tracker.unsettled:
             self._unsettled.add(request_id)
         else:
             self._unsettled.discard(request_id)
 
     def pop(self, request_id: int) -> None:
         """Forgets a request that has ended."""
-        self._tracked.pop(request_id, None)
+        self._trackers.pop(request_id, None)
         self._spent.discard(request_id)
         self._unsettled.discard(request_id)

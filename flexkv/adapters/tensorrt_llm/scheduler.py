@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from flexkv.adapters.tensorrt_llm.arguments import EngineArguments
+from flexkv.adapters.tensorrt_llm.loads import Loads
 from flexkv.adapters.tensorrt_llm.messages import CancelOrder, SaveOrder, StepMetadata
-from flexkv.adapters.tensorrt_llm.promises import Promises
 from flexkv.adapters.tensorrt_llm.rank_coordinator import Joined, RankCoordinator
-from flexkv.adapters.tensorrt_llm.requests import GROUP, Tracked, present_runs
+from flexkv.adapters.tensorrt_llm.requests import GROUP, RequestTracker, present_runs
 from flexkv.config import FlexKVConfig
 from flexkv.observe import Counters, PageLoss, get_logger
 from flexkv.transfer.graph import OpResult, TransferGraph, TransferOp
@@ -34,7 +34,7 @@ class SchedulerSide:
         self.by_layer = config.load.mode == "layerwise" and _has_hooks(config, arguments)
         self.counters = Counters()
         self.ranks = RankCoordinator(config, arguments, self.counters)
-        self._promises = Promises(
+        self._loads = Loads(
             self.ranks,
             self.counters,
             self.sync,
@@ -68,10 +68,10 @@ class SchedulerSide:
         joined = self.ranks.joined
         if joined is None:
             return 0, False
-        if (tracked := joined.requests.get(int(request.request_id))) is not None:
+        if (tracker := joined.requests.get(int(request.request_id))) is not None:
             # The engine asks only for requests that hold no block, so it has taken this one's blocks away.
-            self._count_preempted(joined, tracked)
-        tokens = self._promises.match(joined, request, computed_tokens)
+            self._count_preempted(joined, tracker)
+        tokens = self._loads.match(joined, request, computed_tokens)
         return tokens, bool(tokens) and not self.sync
 
     def allocated(self, request: Any, block_ids: list[int]) -> None:
@@ -81,7 +81,7 @@ class SchedulerSide:
             TransferError: the engine took the promise up too late.
         """
         if self.ranks.joined is not None:
-            self._promises.allocated(self.ranks.joined, request, block_ids)
+            self._loads.allocated(self.ranks.joined, request, block_ids)
 
     # --- the step ---
 
@@ -91,16 +91,16 @@ class SchedulerSide:
         named = (*output.new_requests, *output.cached_requests)
         joined = self.ranks.joined
         for said in named:
-            tracked = joined.requests.get(int(said.request_id)) if joined is not None else None
-            if tracked is not None:
+            tracker = joined.requests.get(int(said.request_id)) if joined is not None else None
+            if tracker is not None:
                 # The engine's first report leaves out the matched tokens. It does not say how many of them it took, so
                 # the two numbers are not added up.
                 computed = int(said.computed_position) + int(said.num_scheduled_tokens)
-                tracked.computed = max(computed, tracked.step_loaded)
-                tracked.step_loaded = 0
+                tracker.computed = max(computed, tracker.step_loaded)
+                tracker.step_loaded = 0
         self.poll()
         batch = tuple(int(said.request_id) for said in named)
-        return StepMetadata(self._step, self.address, self._promises.take_planned(), batch)
+        return StepMetadata(self._step, self.address, self._loads.take_planned(), batch)
 
     def finished(self, request: Any, block_ids: list[int]) -> bool:
         """Called when the request has ended: orders its stores. Returns whether its blocks must stay until the workers
@@ -109,36 +109,36 @@ class SchedulerSide:
         joined = self.ranks.joined
         if joined is None:
             return False
-        tracked = joined.requests.of(request)
-        joined.requests.pop(tracked.request_id)
-        self._drop_planned(joined, tracked.request_id)
+        tracker = joined.requests.of(request)
+        joined.requests.pop(tracker.request_id)
+        self._drop_planned(joined, tracker.request_id)
         graph = None
-        if tracked.may_be_named:
-            self.ranks.order(CancelOrder(tracked.request_id))
-        if not tracked.load and self.usable:
+        if tracker.may_be_named:
+            self.ranks.order(CancelOrder(tracker.request_id))
+        if not tracker.load and self.usable:
             joined.unit.grow()
-            graph = self._plan_stores(joined, tracked, request, block_ids)
+            graph = self._plan_stores(joined, tracker, request, block_ids)
         # After the stores, because this marks all the request's blocks as used together.
-        joined.unit.manager.end_request(str(tracked.request_id))
-        if graph is None and not tracked.may_be_named:
+        joined.unit.manager.end_request(str(tracker.request_id))
+        if graph is None and not tracker.may_be_named:
             return False
-        self.ranks.order(SaveOrder(tracked.request_id, graph))
+        self.ranks.order(SaveOrder(tracker.request_id, graph))
         return True
 
     def _plan_stores(
-        self, joined: Joined, tracked: Tracked, request: Any, block_ids: list[int]
+        self, joined: Joined, tracker: RequestTracker, request: Any, block_ids: list[int]
     ) -> TransferGraph | None:
         """Plans stores of the whole blocks that an ended request has certainly computed; None if there are none."""
-        if tracked.keys is None:
+        if tracker.keys is None:
             return None
         tokens = request.get_tokens(0)
-        certain = tracked.certain_tokens(len(tokens), self._prompt_only)
+        certain = tracker.certain_tokens(len(tokens), self._prompt_only)
         blocks = np.asarray(block_ids[: certain // joined.block_tokens], np.int32)
-        keys = tracked.keys.of(tokens)
+        keys = tracker.keys.of(tokens)
         ops: list[TransferOp] = []
         for first, last in present_runs(blocks):
             plan = joined.unit.manager.begin_store(
-                str(tracked.request_id), GROUP, keys[first:last], blocks[first:last], first
+                str(tracker.request_id), GROUP, keys[first:last], blocks[first:last], first
             )
             PageLoss.NO_SLOT.count(self.counters, plan.dropped)
             if plan.graph is not None:
@@ -148,34 +148,34 @@ class SchedulerSide:
     def cancel_load(self, request_id: int, start: int = 0, end: int | None = None) -> None:
         """The engine hands back prompt tokens [start, end) of its promise; None stands for all from `start` on."""
         joined = self.ranks.joined
-        tracked = joined.requests.get(request_id) if joined is not None else None
-        if joined is not None and tracked is not None:
-            self._promises.cancel(joined, tracked, start, end)
+        tracker = joined.requests.get(request_id) if joined is not None else None
+        if joined is not None and tracker is not None:
+            self._loads.cancel(joined, tracker, start, end)
 
     def forget(self, request_id: int) -> None:
         """Forgets a request that lost its blocks and starts again: its new blocks hold nothing that it has computed."""
         joined = self.ranks.joined
-        tracked = joined.requests.get(request_id) if joined is not None else None
-        if joined is not None and tracked is not None:
-            self._count_preempted(joined, tracked)
+        tracker = joined.requests.get(request_id) if joined is not None else None
+        if joined is not None and tracker is not None:
+            self._count_preempted(joined, tracker)
             self.cancel_load(request_id)
             self._drop_planned(joined, request_id)
             joined.unit.manager.release(str(request_id))
             joined.requests.reset(request_id)
 
-    def _count_preempted(self, joined: Joined, tracked: Tracked) -> None:
+    def _count_preempted(self, joined: Joined, tracker: RequestTracker) -> None:
         """Counts the whole blocks that a preempted request had computed and no other request has stored: they are lost,
         because stores come at a request's end. Blocks of generated tokens have no key here, and count as lost."""
-        if tracked.keys is None or tracked.load or not self.usable:
+        if tracker.keys is None or tracker.load or not self.usable:
             return
-        computed = min(tracked.computed, tracked.prompt_tokens) if self._prompt_only else tracked.computed
+        computed = min(tracker.computed, tracker.prompt_tokens) if self._prompt_only else tracker.computed
         blocks = computed // joined.block_tokens
-        stored = int(joined.unit.manager.present(GROUP, tracked.keys.made[:blocks]).sum())
+        stored = int(joined.unit.manager.present(GROUP, tracker.keys.made[:blocks]).sum())
         PageLoss.PREEMPTED.count(self.counters, blocks - stored)
 
     def _drop_planned(self, joined: Joined, request_id: int) -> None:
         joined.unit.manager.abandon_loads(str(request_id))
-        for op in (op for job in self._promises.drop_planned(request_id) for op in job.graph.ops):
+        for op in (op for job in self._loads.drop_planned(request_id) for op in job.graph.ops):
             dropped = OpResult.cancelled(op.op_id, op.pages, "the request ended first")
             for rank in range(self._arguments.ranks):
                 joined.unit.manager.complete(rank, dropped)

@@ -15,8 +15,8 @@ from flexkv.adapters.tensorrt_llm.geometry import PoolGeometry
 from flexkv.adapters.tensorrt_llm.link import Wire, connect
 from flexkv.adapters.tensorrt_llm.messages import (
     CancelOrder,
-    Inbox,
     LoadOrder,
+    PendingOrders,
     RankReport,
     SaveOrder,
     StepMetadata,
@@ -67,7 +67,7 @@ class WorkerSide(RankWorker):
         self._wire: Wire | None = None
         self._ready_said = -1
         self._error_said = False
-        self._inbox = Inbox()
+        self._inbox = PendingOrders()
         self._saves: dict[int, Awaited] = {}
         self._loads: dict[int, Awaited] = {}
         self._cancelled: set[int] = set()

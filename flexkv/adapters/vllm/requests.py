@@ -264,8 +264,8 @@ class RequestTable:
         return scheduled
 
     def _note_step(self, tracker: RequestTracker, scheduled_tokens: int) -> None:
-        """Notes which tokens a step computes, whether a piece of a session that begins with it is kept out, and how much
-        is certain once the step's forward has run. A piece that does not say is treated like the one before.
+        """Notes which tokens a step computes, whether a piece of a session that begins with it is kept out, and how
+        much is certain once the step's forward has run. A piece that does not say is treated like the one before.
 
         Prompt tokens of this step are certain, because they are known. Tokens that the step generates are not, nor are
         drafts of earlier steps that are not accepted yet.

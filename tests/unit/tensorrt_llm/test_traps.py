@@ -227,8 +227,8 @@ def test_an_engine_that_takes_less_than_was_promised(make_world: Make) -> None:
     )
     world.worker.start_load_kv(None)
     side = world.scheduler.side
-    tracked = side.ranks.joined.requests.of(request)
-    assert tracked.computed == 28, "24 + 28 would be 52, of which 20 were never computed"
+    tracker = side.ranks.joined.requests.of(request)
+    assert tracker.computed == 28, "24 + 28 would be 52, of which 20 were never computed"
     assert not world.scheduler.request_finished(request, blocks), "the 7 blocks are stored already"
 
 

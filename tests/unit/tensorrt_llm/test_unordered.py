@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from flexkv.adapters.tensorrt_llm.promises import Promises
+from flexkv.adapters.tensorrt_llm.loads import Loads
 from flexkv.errors import TransferError
 from tests.unit.tensorrt_llm.group import LONG_S
 from tests.unit.tensorrt_llm.late import LateOrders
@@ -73,7 +73,7 @@ def test_an_engine_that_was_told_of_nothing_the_second_time_waits_for_nothing(
 def test_control_a_scheduler_that_orders_nothing_keeps_the_request_for_good(
     make_world: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Promises, "_excuse", lambda *_: None)
+    monkeypatch.setattr(Loads, "_excuse", lambda *_: None)
     world = stored(make_world)
     request, blocks = promised(world)
     lose_pages(world)

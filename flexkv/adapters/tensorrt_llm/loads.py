@@ -15,7 +15,7 @@ from flexkv.adapters.tensorrt_llm.rank_coordinator import Joined, RankCoordinato
 from flexkv.adapters.tensorrt_llm.requests import (
     NO_BLOCKS,
     NO_TOKENS,
-    Tracked,
+    RequestTracker,
     blocks_of,
     still_wanted,
     tokens_of,
@@ -30,7 +30,7 @@ READ_LOOK_S = 0.0005
 """Seconds between two polls of a lookup that waits for reads from the tiers behind host memory."""
 
 
-class Promises:
+class Loads:
     """Lookups and loads of one unit.
 
     Args:
@@ -65,36 +65,36 @@ class Promises:
 
         Only pages verified in host memory are promised. Pages in the tiers behind it are read first, and this waits for
         them, because the engine cannot be asked to come back; pages that arrive too late serve later lookups. Nothing
-        is promised while ranks may still handle an earlier load of the request: see `Tracked.spent`.
+        is promised while ranks may still handle an earlier load of the request: see `RequestTracker.spent`.
         """
-        tracked = joined.requests.of(request)
+        tracker = joined.requests.of(request)
         # The engine asks only for requests that hold no block, so tokens computed in earlier blocks do not count.
-        tracked.offer, tracked.wanted = NO_BLOCKS, NO_TOKENS
-        tracked.step_loaded = tracked.computed = 0
+        tracker.offer, tracker.wanted = NO_BLOCKS, NO_TOKENS
+        tracker.step_loaded = tracker.computed = 0
         tokens = request.get_tokens(0)
-        tracked.prompt_tokens = len(tokens)
-        tracked.offer = self._look_up(joined, tracked, tokens, computed_tokens)
-        tracked.wanted = tokens_of(tracked.offer, joined.block_tokens)
-        tracked.told = len(tracked.wanted)
-        tracked.unsettled |= bool(tracked.told) and not self._sync
-        return tracked.told
+        tracker.prompt_tokens = len(tokens)
+        tracker.offer = self._look_up(joined, tracker, tokens, computed_tokens)
+        tracker.wanted = tokens_of(tracker.offer, joined.block_tokens)
+        tracker.told = len(tracker.wanted)
+        tracker.unsettled |= bool(tracker.told) and not self._sync
+        return tracker.told
 
     def _look_up(
-        self, joined: Joined, tracked: Tracked, tokens: Sequence[int], computed_tokens: int
+        self, joined: Joined, tracker: RequestTracker, tokens: Sequence[int], computed_tokens: int
     ) -> range:
         """Leases the blocks that can be promised, and returns them."""
-        if not self._ranks.usable or tracked.keys is None or computed_tokens % joined.block_tokens:
+        if not self._ranks.usable or tracker.keys is None or computed_tokens % joined.block_tokens:
             return NO_BLOCKS
-        if tracked.ordered:
+        if tracker.ordered:
             return NO_BLOCKS
-        unit, request_id = joined.unit, str(tracked.request_id)
+        unit, request_id = joined.unit, str(tracker.request_id)
         unit.grow()
         # The engine must compute at least one token to sample from.
         end = (len(tokens) - 1) // joined.block_tokens
         start = computed_tokens // joined.block_tokens
         if start >= end:
             return NO_BLOCKS
-        keys = tracked.keys.of(tokens)[:end]
+        keys = tracker.keys.of(tokens)[:end]
         match = self._match(joined, request_id, keys, computed_tokens)
         self._counters.add("flexkv_lookup_tokens_total", (end - start) * joined.block_tokens)
         if not match.blocks:
@@ -130,58 +130,58 @@ class Promises:
         Raises:
             TransferError: see `_renew`.
         """
-        tracked = joined.requests.of(request)
-        offer, taken = tracked.offer, tracked.wanted
-        tracked.offer, tracked.wanted = NO_BLOCKS, NO_TOKENS
+        tracker = joined.requests.of(request)
+        offer, taken = tracker.offer, tracker.wanted
+        tracker.offer, tracker.wanted = NO_BLOCKS, NO_TOKENS
         wanted = blocks_of(taken, joined.block_tokens)
         if not wanted:
             # The engine handed back the whole offer, or it asked again and got none: its wait for a load can be ended.
             # If a reset took the promise away instead, the engine counts on KV that never comes: it must go on waiting.
-            if offer or (tracked.unsettled and tracked.told == 0):
-                self._excuse(tracked)
+            if offer or (tracker.unsettled and tracker.told == 0):
+                self._excuse(tracker)
             return
-        self._renew(joined, tracked, request, offer)
+        self._renew(joined, tracker, request, offer)
         # The engine may have found fewer blocks than it takes.
         given = block_ids[wanted.start : wanted.stop]
         targets = np.full(len(offer), NO_BLOCK, np.int32)
         first = wanted.start - offer.start
         targets[first : first + len(given)] = given
-        graph = joined.unit.manager.begin_load(str(tracked.request_id), [targets])
+        graph = joined.unit.manager.begin_load(str(tracker.request_id), [targets])
         self._counters.add("flexkv_hit_tokens_total", len(given) * joined.block_tokens)
         if self._sync:
             if graph is not None:
                 graph = graph.layerwise() if self._by_layer else graph
-                self._planned.append(LoadJob(str(tracked.request_id), graph, sync=True))
-            tracked.step_loaded = (wanted.start + len(given)) * joined.block_tokens
+                self._planned.append(LoadJob(str(tracker.request_id), graph, sync=True))
+            tracker.step_loaded = (wanted.start + len(given)) * joined.block_tokens
             return
         if graph is not None:
-            tracked.load, tracked.loading = frozenset(op.op_id for op in graph.ops), taken
+            tracker.load, tracker.loading = frozenset(op.op_id for op in graph.ops), taken
         else:
             # No rank will report the end of this load.
-            tracked.spent = True
-        tracked.unsettled = False
-        job = LoadJob(str(tracked.request_id), NO_OPS if graph is None else graph, sync=False)
-        self._ranks.order(LoadOrder(tracked.request_id, job))
+            tracker.spent = True
+        tracker.unsettled = False
+        job = LoadJob(str(tracker.request_id), NO_OPS if graph is None else graph, sync=False)
+        self._ranks.order(LoadOrder(tracker.request_id, job))
 
-    def _excuse(self, tracked: Tracked) -> None:
+    def _excuse(self, tracker: RequestTracker) -> None:
         """Orders a load of nothing, because the engine may still wait for the end of a load that it was promised
         between steps."""
         if not self._sync:
-            tracked.spent, tracked.unsettled = True, False
-            job = LoadJob(str(tracked.request_id), NO_OPS, sync=False)
-            self._ranks.order(LoadOrder(tracked.request_id, job))
+            tracker.spent, tracker.unsettled = True, False
+            job = LoadJob(str(tracker.request_id), NO_OPS, sync=False)
+            self._ranks.order(LoadOrder(tracker.request_id, job))
 
-    def _renew(self, joined: Joined, tracked: Tracked, request: Any, offer: range) -> None:
+    def _renew(self, joined: Joined, tracker: RequestTracker, request: Any, offer: range) -> None:
         """Leases the promised blocks again, if their lease expired before the engine took up the promise.
 
         Raises:
             TransferError: the blocks are gone. The engine counts the tokens as loaded, and cannot be told otherwise.
         """
-        assert tracked.keys is not None
-        manager, request_id = joined.unit.manager, str(tracked.request_id)
+        assert tracker.keys is not None
+        manager, request_id = joined.unit.manager, str(tracker.request_id)
         if manager.leased_pages(request_id):
             return
-        keys = tracked.keys.of(request.get_tokens(0))[: offer.stop]
+        keys = tracker.keys.of(request.get_tokens(0))[: offer.stop]
         if manager.match(request_id, [keys], offer.start * joined.block_tokens).blocks < len(offer):
             manager.release(request_id)
             raise TransferError(
@@ -197,22 +197,22 @@ class Promises:
 
     # --- taken back ---
 
-    def cancel(self, joined: Joined, tracked: Tracked, start: int, end: int | None) -> None:
+    def cancel(self, joined: Joined, tracker: RequestTracker, start: int, end: int | None) -> None:
         """The engine hands back prompt tokens [start, end) of its promise; None stands for all from `start` on.
 
         A load under way can be cancelled only as a whole: its blocks stay in use until the ranks return its id.
         """
         end = sys.maxsize if end is None else end
-        if tracked.offer:
-            tracked.wanted = still_wanted(tracked.wanted, start, end)
-            if not tracked.wanted:
-                joined.unit.manager.release(str(tracked.request_id))
-        elif tracked.load:
-            tracked.loading = still_wanted(tracked.loading, start, end)
-            if not tracked.loading:
-                tracked.spent = True
-                joined.unit.manager.abandon_loads(str(tracked.request_id))
-                self._ranks.order(CancelOrder(tracked.request_id))
+        if tracker.offer:
+            tracker.wanted = still_wanted(tracker.wanted, start, end)
+            if not tracker.wanted:
+                joined.unit.manager.release(str(tracker.request_id))
+        elif tracker.load:
+            tracker.loading = still_wanted(tracker.loading, start, end)
+            if not tracker.loading:
+                tracker.spent = True
+                joined.unit.manager.abandon_loads(str(tracker.request_id))
+                self._ranks.order(CancelOrder(tracker.request_id))
 
     def drop_planned(self, request_id: int) -> list[LoadJob]:
         """Removes and returns the request's loads inside the next step, because its blocks are freed."""
