@@ -1242,33 +1242,3 @@ def reserve_gds_staging(
         CapacityError: there is no memory for it, or a limit leaves no slot; says which settings to change.
         ClosedError, GeometryError, BlockRangeError: see `transfer_kv_blocks_gds_staged`.
     """
-
-def transfer_kv_blocks(
-    gpu_block_id_tensor: object,
-    gpu_tensor_ptrs_tensor: object,
-    gpu_kv_stride_in_bytes: int,
-    gpu_block_stride_in_bytes: int,
-    gpu_layer_stride_in_bytes: int,
-    cpu_block_id_tensor: object,
-    cpu_tensor: object,
-    cpu_kv_stride_in_bytes: int,
-    cpu_layer_stride_in_bytes: int,
-    cpu_block_stride_in_bytes: int,
-    chunk_size_in_bytes: int,
-    start_layer_id: int,
-    num_layers: int,
-    transfer_sms: int = -1,
-    is_host_to_device: bool = True,
-    use_ce_transfer: bool = False,
-    is_mla: bool = False,
-    gpu_block_type: int = 0,
-) -> None:
-    """Moves blocks between `cpu_tensor` and a pool with the layout transform, and returns when every byte has moved.
-
-    Layers start_layer_id to start_layer_id + num_layers - 1 move. `transfer_sms` and `use_ce_transfer` are accepted and
-    have no effect: the transform chooses its grid. With a GPU `cpu_tensor` must be pinned.
-
-    Raises:
-        GeometryError, BlockRangeError: as above; also for memory that the GPU cannot reach.
-        TransferError: the GPU reported an error.
-    """

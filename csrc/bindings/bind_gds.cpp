@@ -158,46 +158,6 @@ void run_transfer(GDSManager& manager, const py::object& gpu_layer_id_list, cons
   }
 }
 
-void copy_blocks(const py::object& gpu_block_id_tensor, const py::object& gpu_tensor_ptrs,
-                 int64_t gpu_kv_stride, int64_t gpu_block_stride, int64_t gpu_layer_stride,
-                 const py::object& cpu_block_id_tensor, const py::object& cpu_tensor, int64_t cpu_kv_stride,
-                 int64_t cpu_layer_stride, int64_t cpu_block_stride, int64_t chunk_size,
-                 int32_t start_layer_id, int32_t num_layers, int32_t, bool is_host_to_device, bool,
-                 bool is_mla, int32_t gpu_block_type) {
-  const TensorArgument pool_blocks(gpu_block_id_tensor, "gpu_block_id_tensor");
-  const TensorArgument pointers(gpu_tensor_ptrs, "gpu_tensor_ptrs_tensor");
-  const TensorArgument memory_blocks(cpu_block_id_tensor, "cpu_block_id_tensor");
-  const TensorArgument memory(cpu_tensor, "cpu_tensor");
-  if (!memory.on_host()) throw GeometryError("cpu_tensor is in device memory");
-  if (num_layers < 1 || start_layer_id < 0 || start_layer_id > kMostRawLayers - int64_t{num_layers}) {
-    throw BlockRangeError("start_layer_id is " + std::to_string(start_layer_id) + " and num_layers " +
-                          std::to_string(num_layers) + ": allowed are layers [0, " +
-                          std::to_string(kMostRawLayers) + "), at least one");
-  }
-  const int32_t kv_dim = is_mla ? 1 : 2;
-  const int64_t total_layers = int64_t{start_layer_id} + num_layers;
-  std::vector<int32_t> layers;
-  for (int32_t i = 0; i < num_layers; ++i) layers.push_back(start_layer_id + i);
-  RawCopy copy;
-  copy.pool = to_handler(pointers, gpu_block_type, total_layers, kv_dim, gpu_kv_stride, gpu_block_stride,
-                         gpu_layer_stride);
-  copy.layout = {.layer_stride = cpu_layer_stride,
-                 .kv_stride = cpu_kv_stride,
-                 .block_stride = cpu_block_stride,
-                 .copy_offset = 0,
-                 .chunk_bytes = chunk_size,
-                 .kv_dim = kv_dim,
-                 .total_layers = total_layers};
-  copy.layers = layers;
-  copy.memory_blocks = memory_blocks.int64s();
-  copy.pool_blocks = pool_blocks.int64s();
-  copy.memory = memory.data();
-  copy.memory_bytes = memory.bytes();
-  copy.to_pool = is_host_to_device;
-  const py::gil_scoped_release release;
-  copy_raw(*choose_device(std::nullopt, 0), copy);
-}
-
 // Returns (transform, copy) seconds for each repeat.
 std::vector<std::pair<double, double>> timed_transform(int32_t gpu_device_id, int32_t layers,
                                                        int64_t run_bytes, int64_t blocks, bool into_pool,
@@ -313,13 +273,6 @@ void bind_gds(py::module_& m) {
                                   total_layers, is_read, verbose, is_mla, gpu_block_type, py::none(),
                                   RawCall::kReserve);
                    });
-  m.def("transfer_kv_blocks", &copy_blocks, py::arg("gpu_block_id_tensor"), py::arg("gpu_tensor_ptrs_tensor"),
-        py::arg("gpu_kv_stride_in_bytes"), py::arg("gpu_block_stride_in_bytes"),
-        py::arg("gpu_layer_stride_in_bytes"), py::arg("cpu_block_id_tensor"), py::arg("cpu_tensor"),
-        py::arg("cpu_kv_stride_in_bytes"), py::arg("cpu_layer_stride_in_bytes"),
-        py::arg("cpu_block_stride_in_bytes"), py::arg("chunk_size_in_bytes"), py::arg("start_layer_id"),
-        py::arg("num_layers"), py::arg("transfer_sms") = -1, py::arg("is_host_to_device") = true,
-        py::arg("use_ce_transfer") = false, py::arg("is_mla") = false, py::arg("gpu_block_type") = 0);
 }
 
 }  // namespace flexkv

@@ -149,27 +149,3 @@ def test_the_io_says_what_it_is(tmp_path: Path) -> None:
     print(f"\n{words}; {totals}")
     assert ("GPUDirect Storage (" in words) == (totals["bounced_calls"] + totals["unknown_calls"] == 0)
     manager.close()
-
-
-def test_memory_that_is_not_pinned_never_reaches_the_kernel(tmp_path: Path) -> None:
-    from flexkv.errors import GeometryError
-
-    world = World(Case(0, 2, 1024, 2, 4, 4, True, True, 5), tmp_path)
-    gpu = GpuPool(world.pool)
-    case = world.case
-    with pytest.raises(GeometryError, match="not pinned"):
-        c_ext.transfer_kv_blocks(
-            world.gpu,
-            gpu.pointers(),
-            world.pool.kv_stride,
-            world.pool.block_stride,
-            0,
-            world.ssd,
-            world.files[0, 0],
-            case.file_kv_stride,
-            case.file_layer_stride,
-            case.file_block_stride,
-            case.chunk,
-            0,
-            case.layers,
-        )

@@ -7,6 +7,7 @@
 #include "cuda/device_info.h"
 #include "fake_cufile.h"
 #include "gds/pool_registration.h"
+#include "gds/raw/raw_layout.h"
 #include "testing/transform_device_around.h"
 
 using namespace flexkv;
@@ -183,7 +184,7 @@ TEST_CASE("pool registration: raw blocks go without staging and without a launch
                                 .chunk_bytes = PoolWorld::kRun,
                                 .kv_dim = 1,
                                 .total_layers = PoolWorld::kRuns};
-    world.map = std::make_unique<PageMap>(PageMap::raw(pool, layout, std::vector<int32_t>{0, 1, 2, 3}));
+    world.map = std::make_unique<PageMap>(raw_map(pool, layout, std::vector<int32_t>{0, 1, 2, 3}));
     world.start();
     const TransferReport read = world.there_and_back();
     const bool straight = mode == RegisterPool::kAuto;

@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <cstring>
 #include <random>
+#include <set>
+#include <tuple>
 #include <vector>
 
 #include "base/error.h"
@@ -135,16 +137,17 @@ TEST_CASE("a walk over the largest counts of leaves and pages does not run over"
   CHECK(steps.ended());
 }
 
-TEST_CASE("the raw file rule gives every block a place of its own, and turns every place back") {
+TEST_CASE("the raw file rule gives every block a place of its own") {
   for (const int32_t devices : {1, 2, 3}) {
     for (const int64_t round_robin : {1, 2, 5}) {
       for (const int64_t per_file : {1, 3, 7}) {
         const RawFileRule rule(devices, round_robin, per_file);
+        std::set<std::tuple<int32_t, int64_t, int64_t>> places;
         for (int64_t block = 0; block < 200; ++block) {
           const BlockPlace place = rule.place(block);
           CHECK(place.device == block / round_robin % devices);
           CHECK(place.block_in_file < per_file);
-          CHECK(rule.block_at(place) == block);
+          CHECK(places.emplace(place.device, place.file, place.block_in_file).second);
         }
       }
     }

@@ -28,9 +28,4 @@ BlockPlace RawFileRule::place(int64_t block) const {
   return {static_cast<int32_t>(turn % devices_), on_device / blocks_per_file_, on_device % blocks_per_file_};
 }
 
-int64_t RawFileRule::block_at(const BlockPlace& place) const {
-  const int64_t on_device = place.file * blocks_per_file_ + place.block_in_file;
-  return (on_device / round_robin_ * devices_ + place.device) * round_robin_ + on_device % round_robin_;
-}
-
 }  // namespace flexkv

@@ -19,8 +19,6 @@ class RawFileRule {
 
   // Throws BlockRangeError for a negative block.
   BlockPlace place(int64_t block) const;
-  // The inverse of place(): the block that lies there.
-  int64_t block_at(const BlockPlace& place) const;
 
  private:
   int64_t devices_;

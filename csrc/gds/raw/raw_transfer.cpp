@@ -14,9 +14,7 @@ namespace {
 
 // How many failed blocks an error names.
 constexpr size_t kNamedFailures = 8;
-// How many blocks of a copy between pool and memory go into one batch.
-constexpr size_t kCopyBatch = 64;
-// Unit: bytes. The highest end of a block in a pool, a file or other memory; sums stay far from overflow.
+// Unit: bytes. The highest end of a block in a pool or a file; sums stay far from overflow.
 constexpr int64_t kMostBytes = int64_t{1} << 56;
 
 // Throws BlockRangeError for a block that would lie past the end of any memory or file.
@@ -30,10 +28,10 @@ void check_reach(int64_t block, int64_t stride, const char* what) {
 }
 
 void check_blocks(const PageMap& map, std::span<const int64_t> pool_blocks,
-                  std::span<const int64_t> other_blocks, const char* other) {
-  if (pool_blocks.size() != other_blocks.size()) {
+                  std::span<const int64_t> file_blocks) {
+  if (pool_blocks.size() != file_blocks.size()) {
     throw GeometryError(std::to_string(pool_blocks.size()) + " blocks of the pool and " +
-                        std::to_string(other_blocks.size()) + " of " + other + ": as many are needed");
+                        std::to_string(file_blocks.size()) + " of the files: as many are needed");
   }
   if (pool_blocks.empty()) return;
   const auto [lowest, highest] = std::minmax_element(pool_blocks.begin(), pool_blocks.end());
@@ -87,11 +85,11 @@ std::string describe_failures(const TransferReport& report, const RawTransfer& t
 }  // namespace
 
 int64_t raw_slot_bytes(const RawTransfer& transfer) {
-  return PageMap::raw(transfer.pool, transfer.file, transfer.layers).slot_bytes();
+  return raw_map(transfer.pool, transfer.file, transfer.layers).slot_bytes();
 }
 
 void reserve_raw_staging(GDSManager& manager, const RawTransfer& transfer) {
-  const PageMap map = PageMap::raw(transfer.pool, transfer.file, transfer.layers);
+  const PageMap map = raw_map(transfer.pool, transfer.file, transfer.layers);
   if (transfer.pool_blocks.size() != transfer.file_blocks.size()) {
     throw GeometryError("as many blocks of the pool as of the files are needed");
   }
@@ -101,8 +99,8 @@ void reserve_raw_staging(GDSManager& manager, const RawTransfer& transfer) {
 }
 
 void transfer_raw(GDSManager& manager, const RawTransfer& transfer) {
-  const PageMap map = PageMap::raw(transfer.pool, transfer.file, transfer.layers);
-  check_blocks(map, transfer.pool_blocks, transfer.file_blocks, "the files");
+  const PageMap map = raw_map(transfer.pool, transfer.file, transfer.layers);
+  check_blocks(map, transfer.pool_blocks, transfer.file_blocks);
   check_pool(manager.device(), map, transfer.pool_blocks);
   std::shared_ptr<StagingBuffer> staging;
   if (transfer.staging != nullptr && transfer.staged && manager.options().use_staged_transfer) {
@@ -120,36 +118,6 @@ void transfer_raw(GDSManager& manager, const RawTransfer& transfer) {
                  static_cast<long long>(report.launches), manager.describe().c_str());
   }
   if (!report.ok()) throw TransferError(describe_failures(report, transfer));
-}
-
-void copy_raw(TransformDevice& device, const RawCopy& copy) {
-  const PageMap map = PageMap::memory(copy.pool, copy.layout, copy.layers);
-  check_blocks(map, copy.pool_blocks, copy.memory_blocks, "the other memory");
-  if (copy.pool_blocks.empty()) return;
-  const auto [lowest, highest] = std::minmax_element(copy.memory_blocks.begin(), copy.memory_blocks.end());
-  for (const int64_t block : {*lowest, *highest}) {
-    check_reach(block, copy.layout.block_stride, "the other memory");
-  }
-  if (copy.memory == nullptr) throw GeometryError("the other memory has the address 0");
-  const int64_t bytes = (*highest + 1) * copy.layout.block_stride;
-  if (bytes > copy.memory_bytes) {
-    throw BlockRangeError("block " + std::to_string(*highest) + " of the other memory ends at byte " +
-                          std::to_string(bytes) + " of " + std::to_string(copy.memory_bytes));
-  }
-  if (const std::string why = device.cannot_reach(copy.memory, bytes); !why.empty()) throw GeometryError(why);
-  check_pool(device, map, copy.pool_blocks);
-  const auto transformer = device.transformer(map, copy.to_pool, kCopyBatch);
-  std::string error;
-  for (size_t first = 0; first < copy.pool_blocks.size() && error.empty(); first += kCopyBatch) {
-    std::vector<TransformPage> batch;
-    for (size_t i = first; i < std::min(first + kCopyBatch, copy.pool_blocks.size()); ++i) {
-      const auto offset = static_cast<uintptr_t>(copy.memory_blocks[i] * copy.layout.block_stride);
-      batch.push_back({reinterpret_cast<uintptr_t>(copy.memory) + offset, copy.pool_blocks[i]});
-    }
-    transformer->launch(batch);
-    error = transformer->wait().error;
-  }
-  if (!error.empty()) throw TransferError("copy between the pool and other memory: " + error);
 }
 
 }  // namespace flexkv

@@ -26,8 +26,9 @@ class Allocation {
   void* memory_;
 };
 
-// Unit: bytes. A larger number is a mistake; products of checked numbers stay far from overflow.
+// Unit: bytes, layers. A larger number is a mistake; products of checked numbers stay far from overflow.
 constexpr int64_t kMostBytes = int64_t{1} << 46;
+constexpr int32_t kMostLayers = 1 << 16;
 constexpr int32_t kMostRepeats = 1 << 20;
 
 int64_t checked(const char* name, int64_t value, int64_t most) {
@@ -44,7 +45,7 @@ void require(const std::string& error) {
 
 std::vector<TransformTime> time_transform(TransformDevice& device, const TimedTransform& what,
                                           int32_t repeats) {
-  checked("layers", what.layers, kMostRawLayers);
+  checked("layers", what.layers, kMostLayers);
   checked("run_bytes", what.run_bytes, kMostBytes / what.layers);
   checked("blocks", what.blocks, kMostBytes / what.layers / what.run_bytes);
   checked("repeats", repeats, kMostRepeats);

@@ -9,11 +9,16 @@ import numpy as np
 import pytest
 
 from flexkv.transfer.layerwise.load import LoadPipeline
+from flexkv.transfer.raw.gds_worker import GDSTransferWorker
 
 EXAMPLES = sorted(
     path for path in (Path(__file__).parents[3] / "examples").glob("*.py") if path.stem != "__init__"
 )
 LONGEST_LINES = 80
+
+
+def run(name: str) -> None:
+    runpy.run_path(str(next(path for path in EXAMPLES if path.stem == name)), run_name="__main__")
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
@@ -36,4 +41,10 @@ def test_control_an_example_notices_rows_that_were_not_turned(monkeypatch: pytes
 
     monkeypatch.setattr(LoadPipeline, "__init__", without_turning)
     with pytest.raises(AssertionError):
-        runpy.run_path(str(EXAMPLES[0]), run_name="__main__")
+        run("moved_prefix")
+
+
+def test_control_an_example_notices_blocks_that_were_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GDSTransferWorker, "read", lambda *_: None)
+    with pytest.raises(AssertionError):
+        run("raw_files")

@@ -32,10 +32,8 @@ TURNS = 3
 RAW_ADDRESSES = {
     ("transfer_kv_blocks*", "gpu_*"): "addresses of an engine's tensors, and what is added to them",
     ("transfer_kv_blocks*", "*_layer*"): "which address is taken, and how far from it",
-    ("transfer_kv_blocks*", "num_layers"): "the same",
     ("transfer_kv_blocks*", "is_mla"): "how many tensors there are",
-    ("transfer_kv_blocks*", "chunk_size_in_bytes"): "bytes from an address on",
-    ("transfer_kv_blocks*", "block_size_in_bytes"): "the same",
+    ("transfer_kv_blocks*", "block_size_in_bytes"): "bytes from an address on",
     ("GDSManager.__init__", "engine_stream"): "a cudaStream_t",
     ("rotate_rows", "stream"): "a cudaStream_t",
 }

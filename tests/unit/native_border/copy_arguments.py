@@ -32,24 +32,6 @@ def _raw_transfer(world: World) -> dict[str, object]:
     }
 
 
-def _raw_copy(world: World) -> dict[str, object]:
-    return {
-        "gpu_block_id_tensor": np.arange(2),
-        "gpu_tensor_ptrs_tensor": world.pointers,
-        "gpu_kv_stride_in_bytes": RUN,
-        "gpu_block_stride_in_bytes": 2 * RUN,
-        "gpu_layer_stride_in_bytes": 2 * RUN * BLOCKS,
-        "cpu_block_id_tensor": np.arange(2),
-        "cpu_tensor": np.zeros(4 * RUN * BLOCKS, np.uint8),
-        "cpu_kv_stride_in_bytes": RUN,
-        "cpu_layer_stride_in_bytes": 2 * RUN,
-        "cpu_block_stride_in_bytes": 4 * RUN,
-        "chunk_size_in_bytes": RUN,
-        "start_layer_id": 0,
-        "num_layers": 2,
-    }
-
-
 def _rotation(_: World) -> dict[str, object]:
     keys = np.ones(64, np.float32)
     return {
@@ -72,7 +54,6 @@ def _rotation(_: World) -> dict[str, object]:
 COPY_ARGUMENTS: dict[str, Callable[[World], dict[str, object]]] = {
     "check_rotation": _rotation,
     "rotate_rows": _rotation,
-    "transfer_kv_blocks": _raw_copy,
     "reserve_gds_staging": _raw_transfer,
     "transfer_kv_blocks_gds": _raw_transfer,
     "transfer_kv_blocks_gds_staged": _raw_transfer,
