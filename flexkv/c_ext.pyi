@@ -216,7 +216,9 @@ class CudaLane(Lane):
         """The ways that are not used, and why; empty when all are."""
     @property
     def failed_launches(self) -> int:
-        """Copy kernels that could not be started after their self-test, which ends their use: 0 or 1."""
+        """Launches that failed after the self-test, of the kernel that copies or of the one that waits for a layer. The
+        first of either ends its use.
+        """
     def counts(self) -> list[tuple[str, int, int, int]]:
         """path, pieces, bytes, driver calls of each path."""
 

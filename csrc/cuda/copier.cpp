@@ -8,6 +8,39 @@
 #include "cuda/copy_ways.h"
 
 namespace flexkv::cuda {
+namespace {
+
+constexpr const char* kWaitKernel = "the kernel that waits for a layer";
+
+// A point that is reached when a kernel has passed a stage. A wait may still be under way when the word's
+// memory is freed: as all known drivers do, cuMemFree then waits for it, whose kernel has ended by then.
+class StagePoint : public StreamEvent {
+ public:
+  StagePoint(std::shared_ptr<Copier> copier, const uint32_t* passed, uint32_t value)
+      : copier_(std::move(copier)), passed_(passed), value_(value) {}
+
+  std::string make_wait(StreamId stream) override { return copier_->wait(passed_, value_, stream); }
+  // Device memory cannot be read from here.
+  bool reached() override { return true; }
+
+ private:
+  const std::shared_ptr<Copier> copier_;
+  const uint32_t* const passed_;
+  const uint32_t value_;
+};
+
+}  // namespace
+
+std::vector<std::shared_ptr<StreamEvent>> stage_points(const std::shared_ptr<Copier>& copier,
+                                                       CopyStream& stream, int32_t stages) {
+  // The kernel counts them all, even if there is no memory for the points.
+  uint32_t passed = stream.count_stages(stages);
+  std::vector<std::shared_ptr<StreamEvent>> points;
+  for (int32_t stage = 0; stage < stages; ++stage) {
+    points.push_back(std::make_shared<StagePoint>(copier, stream.stage_words().passed, ++passed));
+  }
+  return points;
+}
 
 Copier::Copier(std::shared_ptr<Device> device, CopyKernels kernels, const CopySwitches& switches)
     : device_(std::move(device)), kernels_(kernels) {
@@ -68,6 +101,30 @@ void Copier::note(const std::string& text) {
   notes_ += (notes_.empty() ? "" : "; ") + text;
 }
 
+// Ends the use of a kernel that could not be started.
+void Copier::give_up(bool Capabilities::* means, const std::string& why) {
+  const bool copies = means == &Capabilities::kernel;
+  {
+    const std::lock_guard lock(mutex_);
+    if (std::exchange(capabilities_.*means, false)) {
+      notes_ += std::string(notes_.empty() ? "" : "; ") + (copies ? "the copy kernel" : kWaitKernel) +
+                " is not used any more, " + why;
+    }
+  }
+  ++failed_launches_;  // whoever sees it finds the note
+}
+
+std::string Copier::wait(const uint32_t* passed, uint32_t value, StreamId stream) {
+  if (!capabilities().stage_words) return std::string(kWaitKernel) + " is not used any more";
+  std::string error = kernels_.wait(passed, value, reinterpret_cast<void*>(stream));
+  if (!error.empty()) {
+    give_up(&Capabilities::stage_words,
+            "loads by layer are launched layer by layer, and those under way are waited for on the host: " +
+                error);
+  }
+  return error;
+}
+
 PathCount Copier::count(Path path) const {
   const Cell& cell = counts_[static_cast<size_t>(path)];
   return {cell.pieces, cell.bytes, cell.calls};
@@ -86,12 +143,7 @@ bool Copier::launch(Direction direction, std::span<const Segment> segments, std:
   const std::optional<std::string> failure = by_kernel(direction, segments, pages, stream, stages);
   if (!failure) return false;
   if (!failure->empty()) {
-    ++failed_launches_;
-    {
-      const std::lock_guard lock(mutex_);
-      if (!std::exchange(capabilities_.kernel, false)) return false;
-    }
-    note("the copy kernel is not used any more: " + *failure);
+    give_up(&Capabilities::kernel, "its runs go by the copy engine, slower: " + *failure);
     return false;
   }
   int64_t bytes = 0;

@@ -37,8 +37,8 @@ class Copier {
   // Has one kernel copy `segments` of `pages`, all in memory that is registered with the device. False:
   // nothing of them is enqueued, because there is no kernel, no room for its tables, or it could not be
   // started. A kernel that could not be started is not tried again. `stages`: how many of the segments belong
-  // to the stages up to each one, which it then copies in order and counts (CopyStream::stage_points); none:
-  // it counts nothing.
+  // to the stages up to each one, which it then copies in order and counts (stage_points()); none: it counts
+  // nothing.
   bool launch(Direction direction, std::span<const Segment> segments, std::span<const PageEnds> pages,
               CopyStream& stream, std::span<const size_t> stages = {});
   // Gives some copies to the copy engine. `registered`: all their host memory is registered with the device.
@@ -47,7 +47,9 @@ class Copier {
   std::string copy(Direction direction, std::span<const Copy> copies, bool registered, CopyStream& stream);
 
   Capabilities capabilities() const;
-  const CopyKernels& kernels() const { return kernels_; }
+  // Has what the stream is given next start when StageWords::passed has come to `value`. Empty, or why not: a
+  // kernel that could not be started is not tried again, and from then on no launch should count stages.
+  std::string wait(const uint32_t* passed, uint32_t value, StreamId stream);
   // Which paths are not used and why, in words; empty if all are.
   std::string notes() const;
   // Kernels that could not be started after their self-test.
@@ -61,6 +63,7 @@ class Copier {
 
   std::string try_path(Path path);
   void note(const std::string& text);
+  void give_up(bool Capabilities::* means, const std::string& why);
   void add(Path path, int64_t bytes, int64_t calls);
   // Empty, or why it failed; nothing if there is no room for its tables.
   std::optional<std::string> by_kernel(Direction direction, std::span<const Segment> segments,
@@ -78,5 +81,9 @@ class Copier {
   std::atomic<int64_t> failed_launches_{0};
   std::array<Cell, kPaths> counts_;
 };
+
+// Call after a launch that counts `stages` stages: a point behind each of them, in order.
+std::vector<std::shared_ptr<StreamEvent>> stage_points(const std::shared_ptr<Copier>& copier,
+                                                       CopyStream& stream, int32_t stages);
 
 }  // namespace flexkv::cuda

@@ -19,25 +19,6 @@ constexpr double kWordTrialS = 1;
 // Unit: words, of device memory behind the tables.
 constexpr size_t kWords = kStopWords + kMostStages + 1;
 
-// A point that is reached when a kernel has passed a stage. A wait may still be under way when the word's
-// memory is freed: as all known drivers do, cuMemFree then waits for it, whose kernel has ended by then.
-class StagePoint : public StreamEvent {
- public:
-  StagePoint(decltype(CopyKernels::wait) wait, const uint32_t* passed, uint32_t value)
-      : wait_(wait), passed_(passed), value_(value) {}
-
-  std::string make_wait(StreamId stream) override {
-    return wait_(passed_, value_, reinterpret_cast<void*>(stream));
-  }
-  // Device memory cannot be read from here.
-  bool reached() override { return true; }
-
- private:
-  const decltype(CopyKernels::wait) wait_;
-  const uint32_t* const passed_;
-  const uint32_t value_;
-};
-
 }  // namespace
 
 CopyStream::CopyStream(std::shared_ptr<Device> device, bool urgent, uint32_t marks)
@@ -73,18 +54,6 @@ bool CopyStream::words_work() {
 StageWords CopyStream::stage_words() const {
   auto* const words = reinterpret_cast<uint32_t*>(memory_.address() + kTablesBytes) + kStopWords;
   return {words, words + kMostStages};
-}
-
-std::vector<std::shared_ptr<StreamEvent>> CopyStream::stage_points(int32_t stages,
-                                                                   decltype(CopyKernels::wait) wait) {
-  // The kernel counts them all, even if there is no memory for the points.
-  uint32_t passed = stages_;
-  stages_ += static_cast<uint32_t>(stages);
-  std::vector<std::shared_ptr<StreamEvent>> points;
-  for (int32_t stage = 0; stage < stages; ++stage) {
-    points.push_back(std::make_shared<StagePoint>(wait, stage_words().passed, ++passed));
-  }
-  return points;
 }
 
 std::string CopyStream::mark() {

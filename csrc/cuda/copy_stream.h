@@ -52,9 +52,11 @@ class CopyStream {
 
   // For a kernel on this stream that counts its stages.
   StageWords stage_words() const;
-  // Call after the launch of a kernel that counts `stages` stages: a point behind each of them, in order, for
-  // which streams wait by `wait` (CopyKernels).
-  std::vector<std::shared_ptr<StreamEvent>> stage_points(int32_t stages, decltype(CopyKernels::wait) wait);
+  // Call after the launch of a kernel that counts `stages` stages. Returns the number that StageWords::passed
+  // has before the first of them; it wraps around.
+  uint32_t count_stages(int32_t stages) {
+    return std::exchange(stages_, stages_ + static_cast<uint32_t>(stages));
+  }
 
   // A kernel that is launched before the next mark reads this word; see CopyJob::stop.
   DeviceAddress stop_word() const;

@@ -5,7 +5,6 @@
 #include <optional>
 #include <utility>
 
-#include "base/error.h"
 #include "cuda/event.h"
 #include "cuda/lane_direction.h"
 
@@ -54,10 +53,10 @@ void CudaLane::wake(OpKind kind) { shared_->of(kind).wake(); }
 
 std::shared_ptr<StreamEvent> CudaLane::record(StreamId stream) { return record_engine(device_, stream); }
 
-void CudaLane::make_wait(StreamEvent& event, StreamId stream) {
+std::string CudaLane::make_wait(StreamEvent& event, StreamId stream) {
   const Current here(*device_);
   require_no_capture(*device_, reinterpret_cast<StreamHandle>(stream));
-  if (const std::string error = event.make_wait(stream); !error.empty()) throw CapacityError(error);
+  return event.make_wait(stream);
 }
 
 const Copier& CudaLane::copier() const { return *shared_->copier; }

@@ -36,7 +36,7 @@ class CudaLane : public Lane {
   void wake(OpKind kind) override;
   bool needs_stream() const override { return true; }
   std::shared_ptr<StreamEvent> record(StreamId stream) override;
-  void make_wait(StreamEvent& event, StreamId stream) override;
+  std::string make_wait(StreamEvent& event, StreamId stream) override;
   void join() override;
   void abandon() override;
 

@@ -332,8 +332,7 @@ std::string LaneDirection::enqueue_next(const WorkItem& item, Part& part, Queue&
   portion.by_kernel = !short_runs.empty() &&
                       copier_->launch(direction_, short_runs, part.pages, *queue.stream, part.stage_runs);
   if (portion.by_kernel && !part.stage_runs.empty()) {
-    part.stage_points =
-        queue.stream->stage_points(static_cast<int32_t>(part.stage_runs.size()), copier_->kernels().wait);
+    part.stage_points = stage_points(copier_, *queue.stream, static_cast<int32_t>(part.stage_runs.size()));
   }
   std::vector<Segment>& others = part.runs.by_engine;
   if (!portion.by_kernel) others.insert(others.end(), short_runs.begin(), short_runs.end());

@@ -155,9 +155,15 @@ LayerWait TransferEngine::wait_layer_on(int64_t ticket, int32_t layer, double de
   const bool has_streams =
       std::any_of(lanes_.begin(), lanes_.end(), [](const auto& lane) { return lane->needs_stream(); });
   if (!has_streams) throw ContractError("wait_layer: this engine's lanes have no streams, but one was given");
+  const auto deadline = deadline_in(deadline_s);
   LayerWait answer = scheduler_->wait_layer(ticket, layer, deadline_s, true);
   if (!answer.in_time || !answer.failed.empty()) return answer;
-  for (const auto& [kind, event] : answer.events) lane_of(kind)->make_wait(*event, stream);
+  for (const auto& [kind, event] : answer.events) {
+    if (lane_of(kind)->make_wait(*event, stream).empty()) continue;
+    // The stream cannot wait, so this thread does: what the stream is given behind this finds the layer
+    // there.
+    return scheduler_->wait_layer(ticket, layer, seconds_until(deadline));
+  }
   return answer;
 }
 
@@ -169,8 +175,11 @@ TransferEngine::Ordered TransferEngine::order_after(int64_t ticket, double deadl
   check_stream("order_after", *lane, stream);
   const auto [in_time, behind_forward, events] =
       scheduler_->enqueue_all(ticket, deadline_s, stream.has_value());
-  if (in_time) {
-    for (const auto& [kind, event] : events) lane_of(kind)->make_wait(*event, *stream);
+  for (size_t i = 0; in_time && i < events.size(); ++i) {
+    const auto& [kind, event] = events[i];
+    if (std::string error = lane_of(kind)->make_wait(*event, *stream); !error.empty()) {
+      throw CapacityError(error);
+    }
   }
   return {in_time, behind_forward};
 }

@@ -101,8 +101,9 @@ class Lane {
   // A point after all work that `stream` has been given so far. Throws CapacityError; ContractError while the
   // stream is captured into a graph.
   virtual std::shared_ptr<StreamEvent> record(StreamId) { return nullptr; }
-  // Makes the work that `stream` is given from now on start after `event`. Throws as record() does.
-  virtual void make_wait(StreamEvent&, StreamId) {}
+  // Makes the work that `stream` is given from now on start after `event`. Empty, or why that failed: the
+  // caller may wait on the host instead. Throws as record() does.
+  virtual std::string make_wait(StreamEvent&, StreamId) { return {}; }
   // Joins the threads, after take() has returned null and no item is under way.
   virtual void join() = 0;
   // Instead of join() when items are stuck: lets the threads go on alone.

@@ -146,7 +146,8 @@ _TABLE = (
         "flexkv_failed_kernel_launches_total",
         MetricKind.COUNTER,
         "launches",
-        "Copy kernels that a rank's GPU could not start. The first ends their use: short runs go by the copy engine.",
+        "Kernels that a rank's GPU could not start, the one that copies and the one that waits for a layer. The first "
+        "failure ends the use of either: runs go by the copy engine, and forwards wait for such layers on the host.",
     ),
     Metric(
         "flexkv_dropped_store_pages_total",

@@ -120,8 +120,10 @@ class TransferEngine(DataPlane):
         if device is not None:
             self.cuda_lane = c_ext.CudaLane(device, batch_copies, copy_kernel, digest_threads)
             log_choices(device, self.cuda_lane)
-        self.kernel_given_up = False
-        """Whether the copy kernel could not be started; it is then no longer used."""
+        self.kernels_given_up = 0
+        """How many kernels, of the one that copies and the one that waits, could not be started; they are then no
+        longer used."""
+        self._kernel_notes = ""
         own = [] if self.cuda_lane is None else [self.cuda_lane]
         self._native = c_ext.TransferEngine(mover, queue_ops, copy_threads, op_stuck_s, [*own, *lanes])
         self._views = threading.Lock()
@@ -222,15 +224,16 @@ class TransferEngine(DataPlane):
             self._drop_released()
         if results and (self._down or any(result.status is OpStatus.LANE_DOWN for result in results)):
             self._log_lanes()
-        if results and self.cuda_lane is not None and not self.kernel_given_up:
-            self._log_kernel(self.cuda_lane)
+        if results and self.cuda_lane is not None:
+            self._log_kernels(self.cuda_lane)
         return results
 
-    def _log_kernel(self, lane: c_ext.CudaLane) -> None:
-        """Logs once that the copy kernel could not be started."""
-        if lane.failed_launches > 0:
-            self.kernel_given_up = True
-            logger.warning("cuda:%s: %s; its runs go by the copy engine, slower", self.device, lane.notes)
+    def _log_kernels(self, lane: c_ext.CudaLane) -> None:
+        """Logs once of each kernel that it could not be started: the one that copies, the one that waits."""
+        if lane.failed_launches > 0 and lane.notes != self._kernel_notes:
+            self._kernel_notes = lane.notes
+            self.kernels_given_up += 1
+            logger.warning("cuda:%s: %s", self.device, lane.notes)
 
     def _log_lanes(self) -> None:
         """Logs once when a lane goes down, and once when it is up again."""

@@ -86,7 +86,8 @@ inline constexpr int64_t kAlways = INT64_MAX;
 void fail_launches(int64_t count);
 
 // The next `count` calls of this function of the driver fail with `code`: one of cuCtxPushCurrent,
-// cuMemHostAlloc (with cuMemAlloc), cuEventRecord, cuStreamWriteValue32 and cuStreamIsCapturing.
+// cuMemHostAlloc (with cuMemAlloc), cuEventRecord, cuStreamWriteValue32 and cuStreamIsCapturing; or launches
+// of "the kernel that waits" for a word.
 inline constexpr cuda::Code kOutOfMemory = 2;
 void refuse(const std::string& function, int64_t count, cuda::Code code = kOutOfMemory);
 // From now on, each free calls this first.

@@ -293,6 +293,7 @@ std::string wait(const uint32_t* passed, uint32_t value, void* handle) {
   auto* stream = static_cast<FakeStream*>(handle);
   require(capture_of(stream) == nullptr, "a kernel that waits, on a stream that is captured");
   require_current(stream->device, "a kernel on a stream of a device that is not current");
+  if (refusal_of("the kernel that waits") != cuda::kSuccess) return "the fake kernel has no image";
   ++world().calls.word_waits;
   ++stream->word_waits;
   push(stream, [passed, value, stream] {

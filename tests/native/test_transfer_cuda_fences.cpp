@@ -22,7 +22,7 @@ class UnfencedLane : public cuda::CudaLane {
     bool reached() override { return true; }
   };
   std::shared_ptr<StreamEvent> record(StreamId) override { return std::make_shared<Nothing>(); }
-  void make_wait(StreamEvent&, StreamId) override {}
+  std::string make_wait(StreamEvent&, StreamId) override { return {}; }
 };
 
 // Work of the engine that runs once the gate is open.

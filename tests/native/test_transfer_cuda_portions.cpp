@@ -291,6 +291,45 @@ TEST_CASE("cuda portions: a load by layer whose kernel cannot be started goes by
   CHECK(fake_cuda::calls().word_waits == waits);
 }
 
+TEST_CASE("cuda portions: where the kernel that waits cannot be launched, a forward waits on the host") {
+  const CudaShape shape{.layers = 8, .blocks = 16, .run_bytes = 32 << 10, .extent_slots = 16};
+  for (const bool fails : {true, false}) {  // false: the control
+    CAPTURE(fails);
+    CudaWorld world(shape, {}, kAll);
+    const cuda::Copier& copier = world.lane->copier();
+    for (int32_t block = 0; block < 8; ++block) world.fill(block, block + 1);
+    const std::vector<int32_t> slots = {0, 1, 2, 3, 4, 5, 6, 7};
+    const std::vector<int32_t> blocks = {8, 9, 10, 11, 12, 13, 14, 15};
+    CHECK(world.run(world.op(OpKind::kD2H, slots, slots)).status == Status::kOk);
+    if (fails) fake_cuda::refuse("the kernel that waits", fake_cuda::kAlways);
+    fake_cuda::hold_all(true);
+    const int64_t ticket = world.submit(world.op(OpKind::kH2D, blocks, slots, true));
+    // A wait on the host ends with its deadline; one of the stream is enqueued beside a kernel that stands.
+    const double wait_s = fails ? 0.1 : CudaWorld::kLongS;
+    for (int32_t layer = 0; layer < shape.layers; ++layer) {
+      CHECK(world.engine->wait_layer_on(ticket, layer, wait_s, world.stream).in_time == !fails);
+    }
+    for (int32_t block = 8; block < 16; ++block) CHECK_FALSE(world.holds(block, block - 7));
+    fake_cuda::hold_all(false);
+    for (int32_t layer = 0; fails && layer < shape.layers; ++layer) {
+      CHECK(world.engine->wait_layer_on(ticket, layer, CudaWorld::kLongS, world.stream).in_time);
+      for (int32_t block = 8; block < 16; ++block) CHECK(world.layer_holds(layer, block, block - 7));
+    }
+    CHECK(world.engine->wait(ticket, CudaWorld::kLongS));
+    CHECK(copier.failed_launches() == (fails ? 1 : 0));  // it is not tried again
+    CHECK((copier.notes().find("the kernel that waits for a layer is not used any more") !=
+           std::string::npos) == fails);
+    CHECK(copier.capabilities().kernel);
+    // The next load has kernels of a layer or two each, with an event behind each.
+    const int64_t kernels = fake_cuda::calls().kernel;
+    const int64_t next = world.submit(world.op(OpKind::kH2D, blocks, slots, true));
+    CHECK(world.engine->wait_layer_on(next, 7, CudaWorld::kLongS, world.stream).in_time);
+    CHECK(world.engine->wait(next, CudaWorld::kLongS));
+    CHECK(fake_cuda::calls().kernel - kernels == (fails ? 4 : 1));
+    fake_cuda::drain(world.stream);
+  }
+}
+
 TEST_CASE("cuda portions: loads that forwards wait for go on in turns, layer by layer, on an urgent stream") {
   const CudaShape shape{.layers = 3, .blocks = 12, .run_bytes = 1 << 20, .extent_slots = 12};
   CudaWorld world(shape, {}, kBatches);

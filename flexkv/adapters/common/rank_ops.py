@@ -70,7 +70,7 @@ class RankOps:
         self.stores = True
         self._ops: dict[OpId, SubmittedOp] = {}
         self._waiting: list[WaitingLoad] = []
-        self._kernel_counted = False
+        self._kernels_counted = 0
         self.step = 0
         self.reports = RankReports()
 
@@ -375,9 +375,9 @@ class RankOps:
         while self._ops and (results := self.engine.poll()):
             for result in results:
                 self._end(result)
-            if self.engine.kernel_given_up and not self._kernel_counted:
-                self._kernel_counted = True
-                self._counters.add("flexkv_failed_kernel_launches_total")
+            given_up = self.engine.kernels_given_up
+            self._counters.add("flexkv_failed_kernel_launches_total", given_up - self._kernels_counted)
+            self._kernels_counted = given_up
 
     def _wait(self, op: SubmittedOp, ends_s: float) -> bool:
         return bool(self.engine.wait(op.ticket, max(0.0, ends_s - time.monotonic())))

@@ -85,11 +85,15 @@ def test_which_way_copies_go_is_said(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_kernel_that_cannot_be_started_is_warned_of_once(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
-    lane = SimpleNamespace(failed_launches=0, notes="the copy kernel is not used any more: no image")
+    notes = "the copy kernel is not used any more: no image"
+    both = f"{notes}; the kernel that waits for a layer is not used any more: no image"
+    lane = SimpleNamespace(failed_launches=0, notes="batched copies are switched off")
     world.engine.cuda_lane = lane  # type: ignore[assignment]
-    for failed in (0, 1, 1):
-        lane.failed_launches = failed
-        world.submit(world.op(OpKind.D2H, [failed]))
+    for op, (lane.failed_launches, lane.notes) in enumerate(
+        [(0, ""), (1, notes), (1, notes), (2, both), (9, both)]
+    ):
+        world.submit(world.op(OpKind.D2H, [op]))
         world.results(1)
-    (line,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
-    assert "the copy kernel is not used any more: no image" in line
+    said = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    assert said == [f"cuda:{world.engine.device}: {text}" for text in (notes, both)]
+    assert world.engine.kernels_given_up == 2
