@@ -53,3 +53,7 @@ class DiskError(FlexKVError, OSError):
 
 class StoreError(FlexKVError, OSError):
     """A store that machines share cannot be used as the settings say; names it, and what to do."""
+
+
+class PluginCallError(FlexKVError, RuntimeError):
+    """A plugin's call to its unit was refused, came to nothing in time, or found no unit; says why."""

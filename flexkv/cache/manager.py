@@ -175,6 +175,10 @@ class LocalCacheManager(CacheManager):
         """Number of pages in host memory, or on their way there, that are kept for the request until it asks again."""
         return self.tables.requests.held_pages(request_id)
 
+    def fetches(self, request_id: str) -> int:
+        """Number of fetches and questions to tiers that are under way for the request."""
+        return self.tables.requests.awaited(request_id)
+
     def held_slots(self, group: int) -> set[int]:
         """Host slots kept for requests that wait, without those that a fetch is filling."""
         return self.promises.held_slots(group)

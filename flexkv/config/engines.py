@@ -131,6 +131,7 @@ EVERYWHERE = frozenset(
         "keys.scheme",
         "identity.model",
         "identity.namespace",
+        "plugins.folder",
         "observe.log_level",
         "observe.nvtx",
     ]

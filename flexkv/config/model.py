@@ -19,6 +19,7 @@ from flexkv.config.sections import (
     KeysConfig,
     LoadConfig,
     ObserveConfig,
+    PluginsConfig,
     RemoteConfig,
     Section,
     StoreConfig,
@@ -52,6 +53,7 @@ class FlexKVConfig(Section):
     index: IndexConfig = IndexConfig()
     keys: KeysConfig = KeysConfig()
     identity: IdentityConfig = IdentityConfig()
+    plugins: PluginsConfig = PluginsConfig()
     observe: ObserveConfig = ObserveConfig()
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)

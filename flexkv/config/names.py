@@ -53,6 +53,7 @@ ALIASES: dict[str, Alias] = {
     "cpu_bytes_to_use": Alias("host.bytes", _same, "the same value"),
     "cpu_bytes_to_use_per_rank": Alias("host.bytes_per_rank", _same, "the same value"),
     "lazy_offload": Alias("store.mode", _choice("lazy", "eager"), "true: `lazy`, false: `eager`"),
+    "runtime_plugin_locations": Alias("plugins.folder", _same, "the same value, of one folder"),
     "save_decode_cache": Alias("store.tokens", _choice("all", "prompt"), "true: `all`, false: `prompt`"),
     "save_partial_blocks": Alias("store.partial_blocks", _same, "the same value"),
     "save_unfull_chunk": Alias("store.partial_blocks", _same, "the same value"),

@@ -15,6 +15,7 @@ from flexkv.config.values import (
     CountOrNone,
     Folders,
     OptionalCount,
+    OptionalFolder,
     OptionalNode,
     OptionalSeconds,
     OptionalSizeBytes,
@@ -470,6 +471,18 @@ class IdentityConfig(Section):
     )
     namespace: str = Field(
         "", description="Mixed into every key: caches of different namespaces never share a block."
+    )
+
+
+class PluginsConfig(Section):
+    """Programs of the user that run beside the units."""
+
+    folder: OptionalFolder = Field(
+        None,
+        description="Absolute path of a folder with programs that run beside each unit (`scheduler_*`, `all_*`) and "
+        "its ranks (`worker_0_*`, `all_*`), in processes of their own, from its start to its end: "
+        "[plugins.md](plugins.md). The folder and its programs must belong to the engine's user or to root, and nobody "
+        "else may be able to write to them. Unset: no plugins.",
     )
 
 

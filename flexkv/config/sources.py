@@ -28,6 +28,9 @@ MOST_FILE_BYTES = 1 << 20
 
 OTHER_VARIABLES: dict[str, str] = {
     CONFIG_FILE_VARIABLE: "path of the YAML file with settings: a regular file of at most 1 MiB, in UTF-8",
+    "FLEXKV_PLUGIN_ROLE": "set for a plugin: `scheduler` or `worker` ([plugins.md](plugins.md))",
+    "FLEXKV_PLUGIN_RANK": "set for a plugin beside a worker: the worker's rank",
+    "FLEXKV_PLUGIN_SOCKET": "set for a plugin: the name of its unit's socket",
     "FLEXKV_CUDA": "build: `1` (a CUDA toolkit is required), `0` (none) or `auto` (if one works); default `auto`, for "
     "`make` on a machine without a GPU `0`",
     "FLEXKV_CUDA_ARCHS": "build: GPU architectures; default `80;90;100+PTX`, A100 to B200 and later",

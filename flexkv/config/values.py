@@ -85,6 +85,17 @@ def folders_of(value: object) -> object:
     return folders
 
 
+def folder_of(value: object) -> object:
+    """One folder; a list may name it, as in other systems whose setting names several."""
+    if none_is_a_word(value) is None:
+        return None
+    folders = folders_of([value] if isinstance(value, str) else value)
+    assert isinstance(folders, tuple)
+    if len(folders) != 1:
+        raise ValueError(f"expected the absolute path of one folder, got {len(folders)}")
+    return folders[0]
+
+
 def words_of(value: object) -> object:
     """Splits words joined by commas; also accepts a list of them."""
     if none_is_a_word(value) is None:
@@ -127,6 +138,7 @@ Seconds = Annotated[float, BeforeValidator(no_bool), Field(gt=0, le=MAX_SECONDS,
 OptionalSeconds = Annotated[Seconds | None, BeforeValidator(none_is_a_word)]
 OptionalWholeSeconds = Annotated[Count | None, BeforeValidator(none_is_a_word)]
 Folders = Annotated[tuple[str, ...], BeforeValidator(folders_of)]
+OptionalFolder = Annotated[str | None, BeforeValidator(folder_of)]
 Words = Annotated[tuple[str, ...], BeforeValidator(words_of)]
 Urls = Annotated[tuple[str, ...], BeforeValidator(urls_of)]
 Share = Annotated[float, BeforeValidator(no_bool), Field(gt=0, le=1, allow_inf_nan=False)]

@@ -20,6 +20,8 @@ from flexkv.transfer.host_pool import MAX_EXTENT_BYTES, HostPool
 from flexkv.unit.base import CacheRole
 from flexkv.unit.capacity import PromptLimit, TierCapacity
 from flexkv.unit.live_unit import LiveUnit
+from flexkv.unit.plugin_calls import PromptKeys
+from flexkv.unit.plugins import UnitPlugins
 from flexkv.unit.slot_geometry import SlotGeometry
 from flexkv.unit.start_check import check_start
 from flexkv.unit.weights_gate import WeightsGate
@@ -53,6 +55,7 @@ def build_unit(
     prompt_limit: PromptLimit | None = None,
     slots: int | None = None,
     alignment_tokens: int | None = None,
+    prompt_keys: PromptKeys | None = None,
 ) -> LiveUnit:
     """
     Args:
@@ -62,6 +65,7 @@ def build_unit(
         listener: receives the keys that become visible in host memory and those that leave it.
         prompt_limit: the log warns if a tier holds less than this; None if the engine does not report it.
         alignment_tokens: every hit is a multiple of it; None where hits need only be whole blocks of every group.
+        prompt_keys: makes keys of token ids, for plugins' calls; None where no plugin may ask of a prompt.
 
     Raises:
         GeometryError: a rank is missing, or the ranks do not agree.
@@ -105,6 +109,7 @@ def build_unit(
         on_error.callback(gate.close)
         unit = LiveUnit(pool, manager, geometry.places, slabs, pools, config.transfer.close_s, gate)
         _log_capacity(config, unit, groups, prompt_limit)
+        unit.plugins = UnitPlugins.start(config, unit.unit_id, unit, prompt_keys)
         on_error.pop_all()
         return unit
 

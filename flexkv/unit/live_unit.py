@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.facts.ranks import PoolGrant, PoolId, RankPlace, UnitId, random_id
@@ -12,6 +13,7 @@ from flexkv.transfer.host_pool import HostPool
 from flexkv.transfer.slab_map import SlabMap
 from flexkv.unit.base import EngineUnit, UnitState
 from flexkv.unit.driver import UnitDriver
+from flexkv.unit.plugins import UnitPlugins
 from flexkv.unit.tier_metrics import TierMetrics
 from flexkv.unit.weights_gate import WeightsGate
 
@@ -34,7 +36,10 @@ class LiveUnit(EngineUnit):
         pools: each rank's engine pool, for which the unit was made.
         driver: carries ops to the tiers behind host memory, and their results back.
         gate: keeps these tiers out of use until the engine's weights are named.
+        plugins: programs of the user beside the unit; None where there are none.
     """
+
+    plugins: UnitPlugins | None = None
 
     def __init__(
         self,
@@ -121,9 +126,11 @@ class LiveUnit(EngineUnit):
 
     @property
     def busy(self) -> bool:
-        return self.has_tiers and self.driver.busy
+        return self.has_tiers and (self.driver.busy or (self.plugins is not None and self.plugins.calls.busy))
 
     def poll(self) -> bool:
+        if self.plugins is not None:
+            self.plugins.calls.run()
         if not self.has_tiers:
             return False
         opened = self.gate.poll()
@@ -132,6 +139,8 @@ class LiveUnit(EngineUnit):
         return opened or was_busy or self._metrics.has_news
 
     def expire_if_due(self, counters: Counters) -> None:
+        if self.plugins is not None and not self.has_tiers:
+            self.plugins.calls.run()  # engines do not poll a unit without tiers
         now_s = time.monotonic()
         if now_s >= self._expire_at_s:
             self._expire_at_s = now_s + EXPIRE_EVERY_S
@@ -145,8 +154,27 @@ class LiveUnit(EngineUnit):
         if self.has_tiers:
             counters.set("flexkv_weights_known", float(self.gate.is_open))
 
+    def status(self) -> dict[str, Any]:
+        """The unit as plain values, for its plugins."""
+        stats = self.manager.stats()
+        return {
+            "unit": self.unit_id.hex(),
+            "state": self.state.value,
+            "reason": self.reason,
+            "tiers": list(self.tier_names),
+            "host_slots": self._up,
+            "host_slots_used": self._up - self.manager.free_slots(0),
+            "inflight_ops": self.manager.inflight_ops(),
+            "hit_blocks": stats.hit_blocks,
+            "miss_blocks": stats.miss_blocks,
+            "loaded_pages": stats.loaded_pages,
+            "stored_pages": stats.stored_pages,
+        }
+
     def close(self) -> bool:
         if self._closed is None:
+            if self.plugins is not None:
+                self.plugins.close()
             self.gate.poll()
             self.gate.close()
             self._closed = self.driver.close(self._close_s)

@@ -23,11 +23,13 @@ from flexkv.facts.ranks import (
     random_id,
 )
 from flexkv.observe import Counters, get_logger
+from flexkv.plugins.launcher import PluginLauncher
 from flexkv.transfer import nvtx
 from flexkv.transfer.engine import OnDevice
 from flexkv.transfer.gds_lane import log_lost_registration
 from flexkv.transfer.host_pool import HostPool
 from flexkv.transfer.slab_map import SlabMap
+from flexkv.unit.plugins import start_rank_plugins
 
 logger = get_logger(__name__)
 
@@ -48,6 +50,7 @@ class RankWorker:
         views: a `KvView` of the engine's pool per KV group; none before `take_pool`.
         pool_id: names the engine's pool; NO_POOL before `take_pool`.
         slots: slots of the host pool; -1 before `attach`.
+        plugin_rank: the rank in the names of its plugins: the engine's, where a unit has one rank.
         unit: the unit that this rank serves, from its grant on and for good; NO_UNIT before.
     """
 
@@ -71,6 +74,8 @@ class RankWorker:
         self._views_attached = False
         self._gds_lane: GdsLane | None = None
         self._ops = RankOps(config, rank, self.counters)
+        self.plugin_rank = rank
+        self._plugins: PluginLauncher | None = None
 
     def make_mover(self) -> Any:
         """The mover of host lanes; None takes the transfer engine's own. Subclasses override it to decorate one."""
@@ -150,6 +155,7 @@ class RankWorker:
         self._ops.engine, self._pool, self.device = engine, pool, engine.device
         self._places, self._views_attached = places, True
         self.slots = pool.slots
+        self._plugins = start_rank_plugins(self._config, self.plugin_rank, unit)
 
     def take_grant(self, grant: PoolGrant) -> None:
         """Maps the host pool of another process and attaches it, once. An error is kept as the refusal of all ops.
@@ -211,4 +217,6 @@ class RankWorker:
 
     def close(self) -> None:
         """Closes the lanes; waits up to `transfer.close_s` for copies in flight. Their results can still be taken."""
+        if self._plugins is not None:
+            self._plugins.close()
         self._ops.close()

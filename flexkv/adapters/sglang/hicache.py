@@ -92,6 +92,7 @@ class FlexKVHiCache(HiCacheStorage):
             stream_of=_no_stream,
             fails_requests=False,  # a load answers for each page by itself
             prompt_limit=prompt_limit(server_args),
+            rank=self._place.rank,
         )
         try:
             self._batches = PageBatches(cache, self._config.disk.wait_s)

@@ -53,11 +53,13 @@ class Place:
     Attributes:
         units_on_node: caches that share this node's memory and disks: one per rank of every data-parallel replica.
         is_whole: the rank's pages hold all heads and layers.
+        rank: its tensor-parallel rank.
     """
 
     name: str
     units_on_node: int
     is_whole: bool
+    rank: int = 0
 
     @classmethod
     def of_this_process(cls) -> Place:
@@ -65,7 +67,8 @@ class Place:
         stage = f"pp{parallel.pp_rank}of{parallel.pp_size}"
         rank = f"tp{parallel.tp_rank}of{parallel.tp_size}"
         is_whole = parallel.tp_size == parallel.pp_size == 1
-        return cls(f"dp{parallel.dp_rank or 0}.{stage}.{rank}", units_on_node(parallel), is_whole)
+        name = f"dp{parallel.dp_rank or 0}.{stage}.{rank}"
+        return cls(name, units_on_node(parallel), is_whole, parallel.tp_rank)
 
 
 def owner_of(

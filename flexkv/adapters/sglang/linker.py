@@ -83,6 +83,7 @@ class FlexKVLinker(UnifiedCacheLinker):
             mover=self.make_mover(),
             heads=pool.heads,
             prompt_limit=prompt_limit(server_args),
+            rank=place.rank,
         )
         self._loads = LoadBatches(self._cache, pool.layers, self._stream)
         self.layer_done_counter = self._loads

@@ -10,10 +10,11 @@ from typing import Any
 
 from flexkv.adapters.common.base import LoadJob
 from flexkv.adapters.common.metric_report import MetricReport
+from flexkv.adapters.common.prompt_keys import TokenPromptKeys
 from flexkv.adapters.common.rank_worker import RankWorker
 from flexkv.adapters.sglang.pages import GROUP, page_keys
 from flexkv.cache.base import Completion, StorePlan
-from flexkv.cache.keys import namespace_digest
+from flexkv.cache.keys import chain_seed, namespace_digest
 from flexkv.config import FlexKVConfig
 from flexkv.facts.keys import Keys
 from flexkv.facts.ranks import GroupFacts, KvGroup, UnitOwner
@@ -51,6 +52,7 @@ class RankCache(RankWorker):
         heads: number of heads of K and V; 0 where a page is not made of heads.
         fails_requests: see `CacheRole`.
         prompt_limit: see `build_unit`.
+        rank: the engine's number of the rank, for its plugins.
 
     Attributes:
         manager: the control plane.
@@ -71,8 +73,10 @@ class RankCache(RankWorker):
         heads: int = 0,
         fails_requests: bool = True,
         prompt_limit: PromptLimit | None = None,
+        rank: int = 0,
     ) -> None:
         super().__init__(config, 0, stream_of)
+        self.plugin_rank = rank
         self.config = config
         self.page_tokens = page_tokens
         self._mover = mover
@@ -89,6 +93,9 @@ class RankCache(RankWorker):
             owner,
             CacheRole(fails_requests=fails_requests),
             prompt_limit=prompt_limit,
+            prompt_keys=TokenPromptKeys(
+                page_tokens, lambda: self._namespace, lambda salt: chain_seed(None, salt or None)
+            ),
         )
         self.manager = self._unit.manager
         with ExitStack() as taken:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flexkv.adapters.common.metric_report import MetricReport
+from flexkv.adapters.common.prompt_keys import TokenPromptKeys, without_salt
 from flexkv.adapters.tensorrt_llm.arguments import EngineArguments
 from flexkv.adapters.tensorrt_llm.identity import engine_namespace, engine_weights
 from flexkv.adapters.tensorrt_llm.link import Listener, Wire
@@ -165,6 +166,7 @@ class RankCoordinator:
                 ),
                 CacheRole(shared=True),
                 prompt_limit=self._arguments.prompt_limit,
+                prompt_keys=TokenPromptKeys(block_tokens, lambda: namespace, without_salt),
             )
         except FlexKVError as error:
             # The engine is serving by now and can run without a cache.

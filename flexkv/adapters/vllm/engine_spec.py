@@ -75,6 +75,7 @@ class EngineSpec:
         step_tokens: most tokens that the engine computes in one step.
         names: names of the engine's images and other inputs.
         adapters: see `adapter_settings`.
+        block_hash: name of the engine's block hash.
     """
 
     config: FlexKVConfig
@@ -86,6 +87,7 @@ class EngineSpec:
     prompt_limit: PromptLimit | None = None
     names: InputNames = field(default_factory=InputNames)
     adapters: Mapping[str, Any] = field(default_factory=dict)
+    block_hash: str = "sha256"
 
     @classmethod
     def of(
@@ -112,6 +114,7 @@ class EngineSpec:
             PromptLimit(model.max_model_len, "max_model_len"),
             InputNames.of(vllm_config),
             adapter_settings(vllm_config),
+            vllm_config.cache_config.prefix_caching_hash_algo,
         )
 
     @property

@@ -184,14 +184,7 @@ class RequestTable:
             given = self._fields.given(request)
             settings = replace(NO_SETTINGS, **given) if given else NO_SETTINGS
             namespace = self._namespaces.of(request, settings.namespace)
-            tables = tuple(
-                BlockTable(
-                    self._keys(request, of_group, group.block_tokens, group.hashes_per_block, self._names)
-                )
-                for group, of_group in zip(
-                    self._groups, self._namespaces.of_groups(namespace, self._signatures), strict=True
-                )
-            )
+            tables = self._tables(request, namespace)
             sampling = request.sampling_params
             tracker = RequestTracker(
                 str(request.request_id),
@@ -209,6 +202,21 @@ class RequestTable:
             tracker.kept_out.ask(settings.skip_save, 0, 0)
             self.live[request.request_id] = tracker
         return tracker
+
+    def keys_of(self, request: Request) -> list[Keys]:
+        """Keys of the whole blocks of a request that the engine does not know, by KV group."""
+        return [
+            table.keys.keys()
+            for table in self._tables(request, self._namespaces.of(request, NO_SETTINGS.namespace))
+        ]
+
+    def _tables(self, request: Request, namespace: bytes) -> tuple[BlockTable, ...]:
+        return tuple(
+            BlockTable(self._keys(request, of_group, group.block_tokens, group.hashes_per_block, self._names))
+            for group, of_group in zip(
+                self._groups, self._namespaces.of_groups(namespace, self._signatures), strict=True
+            )
+        )
 
     def begin_lookup(self, tracker: RequestTracker, preempted: OnRequest) -> None:
         """Called when the engine looks a request up, which means that the request holds no block any more.

@@ -14,6 +14,7 @@ from flexkv.adapters.vllm.events import EventLog
 from flexkv.adapters.vllm.handshakes import Handshakes
 from flexkv.adapters.vllm.loads import Loads, forward_spares_loads
 from flexkv.adapters.vllm.metadata import ConnectorMetadata, Handshake, WorkerMetadata
+from flexkv.adapters.vllm.prompt_keys import RequestPromptKeys
 from flexkv.adapters.vllm.request_fields import RequestFields
 from flexkv.adapters.vllm.requests import RequestTable, RequestTracker
 from flexkv.adapters.vllm.step_times import StepTimes
@@ -127,6 +128,9 @@ class SchedulerSide:
             self.events,
             spec.prompt_limit,
             alignment_tokens=spec.geometry.alignment_tokens,
+            prompt_keys=RequestPromptKeys(
+                self.requests, spec.geometry.groups[0].hash_tokens, spec.block_hash
+            ),
         )
         with ExitStack() as on_error:
             on_error.callback(unit.close)

@@ -179,6 +179,11 @@ class RequestLedger:
             return False
         return request_id not in self.prefetched
 
+    def awaited(self, request_id: str) -> int:
+        """Number of fetches and questions that are under way for the request, whatever its time to wait."""
+        wait = self.waits.get(request_id)
+        return 0 if wait is None else len(wait.ops)
+
     def begin_prefetch(self, request_id: str, ready_end: int) -> None:
         """Marks the request's wait as one that no lookup has asked for yet; `ready_end` as in `begins_to_wait`."""
         self.prefetched.add(request_id)

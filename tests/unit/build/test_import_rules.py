@@ -47,8 +47,9 @@ ALLOWED: dict[str, frozenset[str]] = {
     },
     "storage": BASE | {"transfer.graph", "transfer.host_pool", "transfer.slab_map"},
     "weights": frozenset({"errors", "observe", "config", "storage.private_files"}),
-    "unit": BASE | {"cache", "facts", "transfer", "storage", "weights"},
-    "adapters": BASE | {"cache", "facts", "transfer", "storage", "unit", "weights"},
+    "plugins": frozenset({"errors", "observe", "remote.own_program"}),
+    "unit": BASE | {"cache", "facts", "plugins", "transfer", "storage", "weights"},
+    "adapters": BASE | {"cache", "facts", "plugins", "transfer", "storage", "unit", "weights"},
     "blend": BASE | {"cache", "facts", "transfer", "storage", "unit"},
     "simulation": BASE
     | {"cache", "facts", "transfer.graph", "storage.base", "storage.tags", "remote.base", "remote.plane"},

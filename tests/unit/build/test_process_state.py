@@ -12,7 +12,7 @@ SECTION = "## What units share"
 OUTSIDE = ("os.environ", "os.putenv", "signal.signal")
 """State that belongs to the process and not to flexkv."""
 READERS = frozenset({"get", "items", "copy", "__contains__"})
-OWN_PROCESSES = frozenset({"flexkv/remote/helper/__main__.py"})
+OWN_PROCESSES = frozenset({"flexkv/plugins/keeper/__main__.py", "flexkv/remote/helper/__main__.py"})
 """Files that run as a separate process of flexkv, which no engine's code shares."""
 
 

@@ -30,6 +30,8 @@ READERS = {
     "flexkv/adapters/tensorrt_llm/api.py": "`RANK_VARIABLES`",
     "flexkv/adapters/common/metric_report.py": "`FOLDER_VARIABLE`",
     "flexkv/remote/mooncake/client.py": "`CLIENT_ENVIRONMENT`",
+    "flexkv/plugins/client.py": "the name of its unit's socket, in a plugin's process",
+    "flexkv/plugins/launcher.py": "all, for the process that it starts",
     "flexkv/remote/process.py": "all, for the process that it starts",
     "flexkv/cli/remote/child.py": "all, for the process that it starts",
 }

@@ -1,0 +1,143 @@
+"""What a plugin may ask of its unit.
+
+from flexkv.plugins.client import connect
+
+with connect() as unit:
+    print(unit.status()["host_slots_used"])
+    print(unit.lookup([1, 2, 3, 4])[0].cached)
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from flexkv.errors import PluginCallError
+from flexkv.plugins.unit_socket import MOST_LINE_BYTES, decoded, encoded, is_same_user
+
+CHUNK_BYTES = 1 << 16
+
+MARGIN_S = 1.0
+"""How much longer than a call's deadline the client waits, for the unit's own answer that the call was too late."""
+
+
+@dataclass(frozen=True, slots=True)
+class CachedPages:
+    """What is cached of a prompt in one KV group.
+
+    Attributes:
+        pages: whole blocks of the prompt.
+        cached: how many of them are in host memory or on the unit's disks.
+        leading: how many of them from the first one on are so without a gap.
+        in_host: how many of them are in host memory.
+    """
+
+    pages: int
+    cached: int
+    leading: int
+    in_host: int
+
+
+class UnitClient:
+    """A connection to a unit; made by `connect`. One thread uses it at a time.
+
+    Each call waits for `deadline_s` seconds at most. The unit's engine carries out all calls but `status` in its
+    steps, so they wait while it has nothing to do.
+
+    Every method raises PluginCallError: the unit refuses the call (the message says why), did not answer in time, or is
+    gone.
+    """
+
+    def __init__(self, connection: socket.socket, deadline_s: float) -> None:
+        self._connection, self._deadline_s = connection, deadline_s
+        self._received = b""
+
+    def status(self) -> dict[str, Any]:
+        """The unit as it was in the engine's last step: `age_s` says how long ago. docs/plugins.md names the fields."""
+        return self._call("status")
+
+    def lookup(self, tokens: Sequence[int], salt: str = "") -> list[CachedPages]:
+        """What is cached of a prompt, for each KV group. Changes nothing.
+
+        Args:
+            tokens: the prompt's token ids, from its first token on.
+            salt: the request's cache salt.
+        """
+        return self._pages(self._call("lookup", tokens=list(tokens), salt=salt))
+
+    def prefetch(self, tokens: Sequence[int], salt: str = "") -> list[CachedPages]:
+        """Reads a prompt's pages from the tiers behind host memory, as many as find room, and returns once they have
+        come, with what is cached then. Host memory evicts them like all others."""
+        return self._pages(self._call("prefetch", tokens=list(tokens), salt=salt))
+
+    def forget(self, tokens: Sequence[int], salt: str = "") -> int:
+        """Makes a prompt's pages misses in all tiers; returns how many there were. Prompts that begin alike share
+        pages, so they lose them too."""
+        return int(self._call("forget", tokens=list(tokens), salt=salt)["pages"])
+
+    def _pages(self, reply: dict[str, Any]) -> list[CachedPages]:
+        return [CachedPages(**group) for group in reply["groups"]]
+
+    def _call(self, name: str, **arguments: Any) -> dict[str, Any]:
+        ends_s = time.monotonic() + self._deadline_s + MARGIN_S
+        try:
+            self._connection.settimeout(self._deadline_s + MARGIN_S)
+            self._connection.sendall(encoded({"call": name, "deadline_s": self._deadline_s, **arguments}))
+            reply = decoded(self._line(ends_s))
+        except OSError as error:
+            self.close()  # an answer that comes later would pass for that of the next call
+            raise PluginCallError(f"{name}: {error or type(error).__name__}") from error
+        if refusal := reply.pop("error", ""):
+            raise PluginCallError(f"{name}: {refusal}")
+        return reply
+
+    def _line(self, ends_s: float) -> bytes:
+        while b"\n" not in self._received:
+            self._connection.settimeout(max(0.001, ends_s - time.monotonic()))
+            chunk = self._connection.recv(CHUNK_BYTES)
+            if not chunk or len(self._received) > MOST_LINE_BYTES:
+                raise OSError("the unit has ended the connection")
+            self._received += chunk
+        line, _, self._received = self._received.partition(b"\n")
+        return line
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def __enter__(self) -> UnitClient:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def connect(name: str | None = None, deadline_s: float = 30.0) -> UnitClient:
+    """Connects to a unit on this machine.
+
+    Args:
+        name: its socket's name; None for the unit of this plugin, from its environment.
+        deadline_s: how long each call may take, 600 s at most.
+
+    Raises:
+        PluginCallError: this is no plugin and no name is given, no unit of this user listens there.
+    """
+    name = name or os.environ.get("FLEXKV_PLUGIN_SOCKET", "")
+    if not name:
+        raise PluginCallError("FLEXKV_PLUGIN_SOCKET is not set: this process is no plugin of flexkv")
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.settimeout(deadline_s)
+        connection.connect("\0" + name)
+        if not is_same_user(connection):
+            raise OSError("a process of another user listens there")
+    except OSError as error:
+        connection.close()
+        raise PluginCallError(f"no unit listens at {name} on this machine: {error}") from error
+    return UnitClient(connection, deadline_s)

@@ -1,0 +1,34 @@
+"""Kills what descends from a process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from pathlib import Path
+
+
+def children_of(pid: int) -> list[int]:
+    """Processes whose parent is `pid`, those that have ended and were not reaped among them."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdecimal():
+            continue
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            # The name, in brackets, may have any characters; state and parent follow the last bracket.
+            fields = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
+            if int(fields[1]) == pid:
+                found.append(int(folder.name))
+    return found
+
+
+def kill_descendants(pid: int) -> int:
+    """Sends SIGKILL to all that descends from `pid`, parents first; returns how many processes that were."""
+    waiting, killed = children_of(pid), 0
+    while waiting:
+        child = waiting.pop()
+        waiting += children_of(child)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(child, signal.SIGKILL)
+            killed += 1
+    return killed

@@ -1,0 +1,110 @@
+"""Finds the plugins of a folder: which programs run where, and which are refused."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import flexkv
+from flexkv.plugins.base import Program, Role
+
+MOST_PROGRAMS = 16
+"""Plugins of one place. Each is a process; more of them are a mistake rather than a wish."""
+
+NAME = re.compile(r"(?:(?P<scheduler>scheduler)|worker_(?P<rank>\d{1,6})|(?P<all>all))_.")
+CLAIMS = re.compile(r"(scheduler|worker|all)_")
+"""Names that are meant for plugins, whether or not they say where."""
+
+# A plugin finds the modules beside it first, then this very package, whatever is installed besides.
+START = (
+    "import os, runpy, sys; del sys.argv[0]; root = sys.argv.pop(0); "
+    "sys.path[:] = [os.path.dirname(sys.argv[0]), root, *filter(None, sys.path)]; "
+    "runpy.run_path(sys.argv[0], run_name='__main__')"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class FoundPrograms:
+    """A folder's plugins.
+
+    Attributes:
+        places: each program, with the role and rank that its name says; None stands for every role, and every rank.
+        refused: file, or the folder, and why it is not run.
+    """
+
+    places: list[tuple[Role | None, int | None, Program]] = field(default_factory=list)
+    refused: list[tuple[str, str]] = field(default_factory=list)
+
+    def at(self, role: Role, rank: int | None) -> tuple[Program, ...]:
+        """The programs that run at a place, in order of their names."""
+        return tuple(
+            program
+            for wanted_role, wanted_rank, program in self.places
+            if wanted_role in (None, role) and wanted_rank in (None, rank)
+        )
+
+
+def find_programs(folder: str) -> FoundPrograms:
+    """The plugins of a folder. Files whose names do not begin as a plugin's are left alone: data, modules, notes."""
+    found = FoundPrograms()
+    try:
+        status = os.stat(folder)
+        names = sorted(os.listdir(folder))
+    except OSError as error:
+        found.refused.append((folder, str(error.strerror)))
+        return found
+    if reason := _distrusted(status):
+        found.refused.append((folder, reason))
+        return found
+    for name in names:
+        if CLAIMS.match(name) is None:
+            continue
+        path = Path(folder, name)
+        program, reason = _program(path)
+        said = NAME.match(name)
+        if said is None:
+            reason = "its name says no rank; allowed are scheduler_*, worker_<rank>_* and all_*"
+        elif len(found.places) == MOST_PROGRAMS:
+            reason = f"the folder has {MOST_PROGRAMS} plugins already, which is the most"
+        if reason or said is None or program is None:
+            found.refused.append((str(path), reason))
+            continue
+        rank = None if said["rank"] is None else int(said["rank"])
+        role = None if said["all"] else Role.WORKER if rank is not None else Role.SCHEDULER
+        found.places.append((role, rank, program))
+    return found
+
+
+def _program(path: Path) -> tuple[Program | None, str]:
+    """The program of a file, or why it is not run."""
+    try:
+        status = path.stat()
+    except OSError as error:
+        return None, str(error.strerror)
+    if not stat.S_ISREG(status.st_mode):
+        return None, "it is no regular file"
+    if reason := _distrusted(status):
+        return None, reason
+    if path.suffix == ".py":
+        root = str(Path(flexkv.__file__).resolve().parent.parent)
+        return Program(path.name, (sys.executable, "-c", START, root, str(path))), ""
+    if not os.access(path, os.X_OK):
+        return None, "it is neither executable nor a .py file"
+    return Program(path.name, (str(path),)), ""
+
+
+def _distrusted(status: os.stat_result) -> str:
+    """Why a folder or file is not trusted: another user could make the engine's user run what he likes, or the program
+    would run as another user. Empty if it is."""
+    me = os.geteuid()
+    if status.st_uid not in (0, me):
+        return f"it belongs to user {status.st_uid}; allowed are the engine's user ({me}) and root"
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"others may write to it (mode {stat.S_IMODE(status.st_mode):o}); `chmod go-w` mends it"
+    if stat.S_ISREG(status.st_mode) and status.st_mode & (stat.S_ISUID | stat.S_ISGID):
+        return f"it runs as another user or group (mode {stat.S_IMODE(status.st_mode):o})"
+    return ""

@@ -1,0 +1,264 @@
+"""The unit's end of its socket: one thread that takes calls, hands them to the unit, and sends the answers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from flexkv.errors import FlexKVError, PluginCallError
+from flexkv.observe import get_logger
+from flexkv.observe.named_thread import NamedThread
+from flexkv.plugins.unit_socket import MOST_LINE_BYTES, MOST_WAIT_S, decoded, encoded, is_same_user
+
+logger = get_logger(__name__)
+
+MOST_CONNECTIONS = 32
+"""Two for each plugin that a folder may have; further ones are closed."""
+
+CHUNK_BYTES = 1 << 18
+
+DEFAULT_WAIT_S = 30.0
+"""Deadline of a call that names none."""
+
+CLOSE_S = 2.0
+"""How long a close waits for the thread, which never waits longer than a call of the system takes."""
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One call of a plugin. The server's thread makes it and gives it up; the unit's thread answers it.
+
+    Attributes:
+        arguments: what the plugin has sent besides the name.
+        ends_s: when it is given up, on the monotonic clock.
+        reply: the answer; None until there is one.
+        is_over: it was answered or given up: nobody waits for it any more.
+    """
+
+    name: str
+    arguments: dict[str, Any]
+    ends_s: float
+    server: UnitServer
+    reply: dict[str, Any] | None = None
+    is_over: bool = False
+
+    def answer(self, reply: dict[str, Any]) -> None:
+        """Answers the call, from any thread."""
+        self.reply = reply
+        self.server.note_answer(self)
+
+
+class CallTaker(ABC):
+    """What a server hands its calls to."""
+
+    @abstractmethod
+    def take(self, call: Call) -> None:
+        """Answers the call, or keeps it to be answered later. Called by the server's thread; does not wait.
+
+        Raises:
+            FlexKVError: the call is refused; the message is the answer.
+        """
+
+
+@dataclass(slots=True, eq=False)
+class Connection:
+    """One plugin's connection. It has one call at a time: further ones wait in the socket, so nothing piles up here.
+
+    Attributes:
+        received: the beginning of a call.
+        unsent: what the socket had no room for.
+        call: the call that is not answered yet.
+    """
+
+    socket: socket.socket
+    received: bytearray
+    unsent: bytearray
+    call: Call | None = None
+
+
+class UnitServer:
+    """
+    Args:
+        name: see `socket_name`.
+
+    Raises:
+        OSError: there can be no socket or no thread.
+    """
+
+    def __init__(self, name: str, taker: CallTaker) -> None:
+        self._taker = taker
+        self._connections: dict[int, Connection] = {}
+        self._answered: deque[Call] = deque()
+        self._is_closing = False
+        with contextlib.ExitStack() as on_error:
+            self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            on_error.callback(self._listener.close)
+            self._listener.setblocking(False)
+            self._listener.bind("\0" + name)
+            self._listener.listen(MOST_CONNECTIONS)
+            self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            on_error.callback(os.close, self._woken)
+            self._thread = NamedThread("flexkv-unit-api", self._serve)
+            try:
+                self._thread.start()
+            except RuntimeError as error:
+                raise OSError(f"no thread: {error}") from error
+            on_error.pop_all()
+
+    def note_answer(self, call: Call) -> None:
+        """Has the thread send the answer of a call."""
+        self._answered.append(call)
+        if self._woken >= 0:
+            self._wake()
+
+    def close(self) -> bool:
+        """Ends all connections; returns whether the thread has ended. Idempotent. Called by the unit's thread."""
+        self._is_closing = True
+        if self._woken >= 0:
+            self._wake()
+            self._thread.join(CLOSE_S)
+            if not self._thread.is_alive():
+                # No thread writes to it any more: answers come from this thread and from the server's own.
+                os.close(self._woken)
+                self._woken = -1
+        return self._woken < 0
+
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # so often woken that it will be awake
+            os.eventfd_write(self._woken, 1)
+
+    # --- the thread ---
+
+    def _serve(self) -> None:
+        while not self._is_closing:
+            self._turn()
+        for connection in list(self._connections.values()):
+            self._end(connection)
+        self._listener.close()
+
+    def _turn(self) -> None:
+        """Waits for something to do, and does it."""
+        poll = select.poll()
+        poll.register(self._woken, select.POLLIN)
+        if len(self._connections) < MOST_CONNECTIONS:
+            poll.register(self._listener, select.POLLIN)
+        for number, connection in self._connections.items():
+            wanted = 0 if connection.call is not None else select.POLLIN
+            poll.register(number, wanted | (select.POLLOUT if connection.unsent else 0))
+        now_s = time.monotonic()
+        ends = [c.call.ends_s - now_s for c in self._connections.values() if c.call is not None]
+        timeout_ms = 1000 * max(0.0, min(ends)) + 1 if ends else None
+        ready = dict(poll.poll(timeout_ms))
+        if self._woken in ready:
+            os.eventfd_read(self._woken)
+        if self._listener.fileno() in ready:
+            self._accept()
+        for number, events in ready.items():
+            if (one := self._connections.get(number)) is not None:
+                self._attend(one, events)
+        while self._answered:
+            self._send_answer(self._answered.popleft())
+        self._give_up_late(time.monotonic())
+
+    def _accept(self) -> None:
+        try:
+            accepted, _ = self._listener.accept()
+        except OSError as error:
+            logger.warning("a plugin's connection was not accepted: %s", error)
+            return
+        if not is_same_user(accepted):
+            logger.warning(
+                "a process of another user tried to connect to the unit's socket: it was turned away"
+            )
+            accepted.close()
+            return
+        accepted.setblocking(False)
+        self._connections[accepted.fileno()] = Connection(accepted, bytearray(), bytearray())
+
+    def _attend(self, connection: Connection, events: int) -> None:
+        if connection.call is None and events & select.POLLIN:
+            self._receive(connection)
+        elif events & (select.POLLHUP | select.POLLERR):
+            self._end(connection)
+            return
+        if connection.unsent and events & select.POLLOUT:
+            self._send(connection)
+
+    def _receive(self, connection: Connection) -> None:
+        try:
+            chunk = connection.socket.recv(CHUNK_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            chunk = b""
+        connection.received += chunk
+        if not chunk or len(connection.received) > MOST_LINE_BYTES:
+            self._end(connection)
+            return
+        self._begin_call(connection)
+
+    def _begin_call(self, connection: Connection) -> None:
+        """Hands on the first call of what was received, if it is whole."""
+        line, found, rest = connection.received.partition(b"\n")
+        if not found:
+            return
+        connection.received = rest
+        connection.call = call = Call("", {}, time.monotonic() + DEFAULT_WAIT_S, self)
+        try:
+            call.arguments = decoded(bytes(line))
+            call.name = str(call.arguments.pop("call", ""))
+            wait_s = call.arguments.pop("deadline_s", DEFAULT_WAIT_S)
+            if not isinstance(wait_s, (int, float)) or not 0 < wait_s <= MOST_WAIT_S:
+                raise PluginCallError(f"deadline_s={wait_s!r}; allowed are numbers up to {MOST_WAIT_S:g}")
+            call.ends_s = time.monotonic() + wait_s
+            self._taker.take(call)
+        except FlexKVError as error:
+            call.answer({"error": str(error)})
+        except Exception as error:
+            logger.exception("a plugin's call %r failed", call.name)
+            call.answer({"error": f"{type(error).__name__}: {error}"})
+
+    def _send_answer(self, call: Call) -> None:
+        if call.is_over:
+            return
+        call.is_over = True
+        connection = next((each for each in self._connections.values() if each.call is call), None)
+        if connection is None or call.reply is None:
+            return
+        connection.call = None
+        try:
+            connection.unsent += encoded(call.reply)
+        except PluginCallError as error:
+            connection.unsent += encoded({"error": str(error)})
+        self._send(connection)
+        if connection.socket.fileno() >= 0:
+            self._begin_call(connection)
+
+    def _send(self, connection: Connection) -> None:
+        try:
+            del connection.unsent[: connection.socket.send(connection.unsent[:CHUNK_BYTES])]
+        except BlockingIOError:
+            return
+        except OSError:
+            self._end(connection)
+
+    def _give_up_late(self, now_s: float) -> None:
+        for connection in list(self._connections.values()):
+            call = connection.call
+            if call is not None and not call.is_over and now_s >= call.ends_s:
+                call.reply = {"error": "not carried out in time: the engine takes calls in its steps alone"}
+                self._send_answer(call)
+
+    def _end(self, connection: Connection) -> None:
+        """Ends a connection; nobody waits for its call any more."""
+        if connection.call is not None:
+            connection.call.is_over = True
+        self._connections.pop(connection.socket.fileno(), None)
+        connection.socket.close()

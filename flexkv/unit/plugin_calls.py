@@ -1,0 +1,164 @@
+"""Carries out plugins' calls on the unit's thread, one per step, and answers their questions about the unit."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from flexkv.cache.base import HUB
+from flexkv.cache.manager import LocalCacheManager
+from flexkv.errors import PluginCallError
+from flexkv.facts.keys import Keys
+from flexkv.observe import get_logger
+from flexkv.plugins.server import Call, CallTaker
+from flexkv.plugins.unit_socket import MOST_TOKENS
+
+logger = get_logger(__name__)
+
+MOST_WAITING = 64
+"""Calls that wait for the unit's thread; two for each connection that a server has."""
+
+STATUS_EVERY_S = 1.0
+"""How often the unit's thread notes its status."""
+
+PromptKeys = Callable[[Sequence[int], str], Sequence[Keys]]
+"""Makes the keys of a prompt's whole blocks by KV group, from its token ids and its cache salt (empty for none). The
+server's thread calls it, so it must not touch what the unit's thread changes.
+
+Raises:
+    FlexKVError: such a prompt has no keys; the message says why.
+"""
+
+
+class HasStatus(Protocol):
+    """A unit, as far as calls need it."""
+
+    manager: LocalCacheManager
+
+    def status(self) -> dict[str, Any]:
+        """The unit for people and plugins, as plain values."""
+
+
+@dataclass(slots=True, eq=False)
+class KeyedCall:
+    """A call with the keys of its prompt."""
+
+    call: Call
+    keys: Sequence[Keys]
+
+
+class PluginCalls(CallTaker):
+    """
+    Args:
+        prompt_keys: None where the adapter has none: then a prompt's calls are refused.
+    """
+
+    def __init__(self, unit: HasStatus, prompt_keys: PromptKeys | None) -> None:
+        self._unit = unit
+        self._prompt_keys = prompt_keys
+        self._waiting: deque[KeyedCall] = deque()
+        self._prefetches: dict[str, KeyedCall] = {}
+        self._made = 0
+        self._status_at_s = time.monotonic()
+        self._status = unit.status()
+        self._actions: dict[str, Callable[[KeyedCall], None]] = {
+            "lookup": self._answer_cached,
+            "prefetch": self._begin_prefetch,
+            "forget": self._forget,
+        }
+
+    # --- the server's thread ---
+
+    def take(self, call: Call) -> None:
+        if call.name == "status":
+            call.answer({**self._status, "age_s": round(time.monotonic() - self._status_at_s, 3)})
+            return
+        if call.name not in self._actions:
+            raise PluginCallError(f"no such call; there are status, {', '.join(self._actions)}")
+        if self._prompt_keys is None:
+            raise PluginCallError("this unit makes no keys of tokens")
+        tokens, salt = call.arguments.get("tokens"), call.arguments.get("salt", "")
+        if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
+            raise PluginCallError("expected 'tokens', a list of whole numbers")
+        if len(tokens) > MOST_TOKENS or not isinstance(salt, str):
+            raise PluginCallError(f"{len(tokens)} tokens, salt {salt!r:.40}; allowed: {MOST_TOKENS} and text")
+        if len(self._waiting) >= MOST_WAITING:
+            raise PluginCallError(f"{MOST_WAITING} calls wait already; try again")
+        self._waiting.append(KeyedCall(call, self._prompt_keys(tokens, salt)))
+
+    # --- the unit's thread ---
+
+    @property
+    def busy(self) -> bool:
+        """Whether calls wait for the next `run`, or for pages."""
+        return bool(self._waiting or self._prefetches)
+
+    def run(self) -> None:
+        """Carries out one call that waits, and answers prefetches that have ended. Costs a microsecond where there is
+        nothing."""
+        now_s = time.monotonic()
+        if now_s - self._status_at_s >= STATUS_EVERY_S:
+            self._status, self._status_at_s = self._unit.status(), now_s
+        if self._waiting:
+            one = self._waiting.popleft()
+            if not one.call.is_over:
+                self._attempt(self._actions[one.call.name], one)
+        if self._prefetches:
+            self._end_prefetches()
+
+    def _attempt(self, action: Callable[[KeyedCall], None], one: KeyedCall) -> None:
+        try:
+            action(one)
+        except Exception as error:
+            # A plugin's call must not end the engine's step.
+            logger.exception("a plugin's call %r failed", one.call.name)
+            one.call.answer({"error": f"{type(error).__name__}: {error}"})
+
+    def _answer_cached(self, one: KeyedCall) -> None:
+        manager, groups = self._unit.manager, []
+        for group, keys in enumerate(one.keys):
+            cached = manager.present(group, keys)
+            missing = np.flatnonzero(~cached)
+            groups.append(
+                {
+                    "pages": len(keys),
+                    "cached": int(np.count_nonzero(cached)),
+                    "leading": int(missing[0]) if len(missing) else len(keys),
+                    "in_host": int(np.count_nonzero(manager.tiers[HUB].present(group, keys))),
+                }
+            )
+        one.call.answer({"groups": groups})
+
+    def _forget(self, one: KeyedCall) -> None:
+        manager = self._unit.manager
+        one.call.answer({"pages": sum(manager.forget(group, keys) for group, keys in enumerate(one.keys))})
+
+    def _begin_prefetch(self, one: KeyedCall) -> None:
+        self._made += 1
+        request_id = f"flexkv plugin {self._made}"
+        if self._unit.manager.prefetch(request_id, one.keys):
+            self._prefetches[request_id] = one
+        else:
+            self._answer_cached(one)
+
+    def _end_prefetches(self) -> None:
+        """Ends the prefetches whose pages have come, or for which nobody waits any more: nothing holds their pages
+        after that."""
+        manager = self._unit.manager
+        for request_id, one in list(self._prefetches.items()):
+            if one.call.is_over or not manager.fetches(request_id):
+                del self._prefetches[request_id]
+                manager.release(request_id)
+                if not one.call.is_over:
+                    self._attempt(self._answer_cached, one)
+
+    def close(self) -> None:
+        """Ends what calls hold."""
+        while self._prefetches:
+            self._unit.manager.release(self._prefetches.popitem()[0])
+        self._waiting.clear()

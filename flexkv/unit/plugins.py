@@ -1,0 +1,71 @@
+"""Starts and ends the plugins of a unit and of its ranks."""
+
+from __future__ import annotations
+
+from flexkv.config import FlexKVConfig
+from flexkv.facts.ranks import UnitId
+from flexkv.observe import get_logger
+from flexkv.plugins.base import Place, Role
+from flexkv.plugins.launcher import PluginLauncher
+from flexkv.plugins.programs import FoundPrograms, find_programs
+from flexkv.plugins.server import UnitServer
+from flexkv.plugins.unit_socket import socket_name
+from flexkv.unit.plugin_calls import HasStatus, PluginCalls, PromptKeys
+
+logger = get_logger(__name__)
+
+
+def start_rank_plugins(config: FlexKVConfig, rank: int, unit: UnitId) -> PluginLauncher | None:
+    """Starts the plugins beside a rank that serves `unit`; None where there are none."""
+    if config.plugins.folder is None:
+        return None
+    return _launch(config.plugins.folder, find_programs(config.plugins.folder), Role.WORKER, rank, unit)
+
+
+def _launch(
+    folder: str, found: FoundPrograms, role: Role, rank: int | None, unit: UnitId
+) -> PluginLauncher | None:
+    programs = found.at(role, rank)
+    return PluginLauncher(Place(role, rank, socket_name(unit)), programs, folder) if programs else None
+
+
+class UnitPlugins:
+    """The plugins beside a unit, its socket, and their calls.
+
+    Attributes:
+        calls: what the unit's thread carries out.
+    """
+
+    def __init__(self, folder: str, found: FoundPrograms, unit_id: UnitId, calls: PluginCalls) -> None:
+        self.calls = calls
+        self._server: UnitServer | None = None
+        try:
+            self._server = UnitServer(socket_name(unit_id), calls)
+        except OSError as error:
+            logger.error("plugins run without the unit's socket: %s", error)
+        self._launcher = _launch(folder, found, Role.SCHEDULER, None, unit_id)
+
+    @classmethod
+    def start(
+        cls, config: FlexKVConfig, unit_id: UnitId, unit: HasStatus, prompt_keys: PromptKeys | None
+    ) -> UnitPlugins | None:
+        """Starts the plugins of a unit, and its socket, which plugins of its ranks use too. None where the folder is
+        not set or has no plugins; the log names those that are refused."""
+        folder = config.plugins.folder
+        if folder is None:
+            return None
+        found = find_programs(folder)
+        for name, reason in found.refused:
+            logger.warning("plugins.folder: %s is not run: %s", name, reason)
+        if not found.places:
+            logger.warning("plugins.folder: %s has no plugins that may run", folder)
+            return None
+        return cls(folder, found, unit_id, PluginCalls(unit, prompt_keys))
+
+    def close(self) -> None:
+        """Ends the plugins, then the socket. Waits for them, each wait with its deadline."""
+        if self._launcher is not None:
+            self._launcher.close()
+        if self._server is not None and not self._server.close():
+            logger.error("the thread of the unit's socket did not end")
+        self.calls.close()

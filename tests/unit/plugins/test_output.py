@@ -1,0 +1,79 @@
+"""A plugin's output as lines: cut, printable, at a bounded rate, with a count of what was lost."""
+
+from __future__ import annotations
+
+import pytest
+
+from flexkv.plugins.base import Times
+from flexkv.plugins.keeper.output import (
+    BURST_LINES,
+    LINE_BYTES,
+    LINES_PER_S,
+    OutputLines,
+    TokenBucket,
+    printable,
+)
+
+
+def test_lines_pass_whole_however_they_come() -> None:
+    output = OutputLines(0.0)
+    assert output.take(b"one\ntw", 0.0) == ["one"]
+    assert output.take(b"o\n\nthree", 0.0) == ["two", ""]
+    assert output.end(0.0) == ["three"]
+    assert output.end(0.0) == []
+
+
+def test_a_flood_loses_lines_with_their_count() -> None:
+    output = OutputLines(0.0)
+    passed = output.take(b"x\n" * 10_000, 0.0)
+    assert passed == ["x"] * BURST_LINES
+    later = output.take(b"y\n", 1 / LINES_PER_S)
+    assert later == [f"({10_000 - BURST_LINES} lines were lost: more than 10 per second)", "y"]
+    assert output.end(1.0) == []
+
+
+def test_lines_lost_last_are_counted_at_the_end() -> None:
+    output = OutputLines(0.0)
+    output.take(b"x\n" * (BURST_LINES + 7), 0.0)
+    assert output.end(0.0) == ["(7 lines were lost: more than 10 per second)"]
+
+
+def test_a_line_without_an_end_takes_bounded_memory_and_passes_once() -> None:
+    output = OutputLines(0.0)
+    lines = [line for _ in range(100) for line in output.take(b"z" * 10_000, 0.0)]
+    assert lines == ["z" * LINE_BYTES + " ..."]
+    assert len(output._begun) <= LINE_BYTES
+    assert output.take(b"zz\nnext\n", 0.0) == ["next"]
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        (b"plain", "plain"),
+        (b"\x1b[31mred\r", "?[31mred"),
+        (b"tab\there", "tab here"),
+        (b"\xff\xfe", "\N{REPLACEMENT CHARACTER}" * 2),
+        ("next\u2028line".encode(), "next?line"),
+    ],
+)
+def test_nothing_in_a_line_acts_on_a_terminal(line: bytes, text: str) -> None:
+    assert printable(line) == text
+
+
+def test_a_bucket_gives_its_burst_and_then_its_rate() -> None:
+    bucket = TokenBucket(2.0, 3, 0.0)
+    assert [bucket.take(0.0) for _ in range(4)] == [True, True, True, False]
+    assert bucket.wait_s() == 0.5
+    assert [bucket.take(0.5), bucket.take(0.5)] == [True, False]
+    assert [bucket.take(1000.0) for _ in range(4)] == [True, True, True, False], (
+        "no more than the burst is saved"
+    )
+
+
+def test_pauses_double_up_to_the_longest_and_start_over_after_a_long_run() -> None:
+    times, pause_s, pauses = Times(1.0, 10.0), 0.0, []
+    for _ in range(6):
+        pause_s = times.pause_after(pause_s, ran_s=0.1)
+        pauses.append(pause_s)
+    assert pauses == [1.0, 2.0, 4.0, 8.0, 10.0, 10.0]
+    assert times.pause_after(pause_s, ran_s=10.0) == 1.0
