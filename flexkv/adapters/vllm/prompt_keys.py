@@ -32,6 +32,6 @@ class RequestPromptKeys:
             sampling_params=SamplingParams(max_tokens=1),
             pooling_params=None,
             cache_salt=salt or None,
-            block_hasher=self._hasher,
         )
+        request.block_hashes = self._hasher(request)
         return self._requests.keys_of(request)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -82,12 +83,17 @@ def unit(build: Build, tmp_path: Path) -> LiveUnit:
     plugin(tmp_path / "plugins", "scheduler_sleeps")
     (tmp_path / "disk").mkdir()
     made = build(disk__folders=str(tmp_path / "disk"), disk__bytes_per_folder="16MiB")
+    store_prompt(made)
+    return made
+
+
+def store_prompt(made: LiveUnit) -> None:
+    """Stores the first pages of `PROMPT`, and waits until they are on disk."""
     plan = made.manager.begin_store("store", 0, KEYS[:STORED], np.arange(STORED, dtype=np.int32), 0)
     assert plan.graph is not None
     (op,) = plan.graph.ops
     made.manager.complete(0, OpResult(op.op_id, OpStatus.OK, np.empty(0, np.int32), ""))
     drive(made, lambda: not made.driver.busy and made.driver.look_durable())
-    return made
 
 
 def drive(unit: LiveUnit, condition: Callable[[], object]) -> None:
@@ -352,6 +358,25 @@ def test_a_plugin_asks_its_unit(build: Build, log: Lines, tmp_path: Path) -> Non
     drive(unit, lambda: log.count("ended with 0, and is not started again"))
     assert log.count("state usable") == 1
     assert log.count(f"lookup {[CachedPages(PAGES, 0, 0, 0)]}") == 1
+
+
+EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "plugins" / "scheduler_warm_cache.py"
+
+
+@pytest.mark.parametrize("prompts", [1, 0], ids=["a prompt", "control: no prompt"])
+def test_the_example_warms_the_cache(prompts: int, build: Build, log: Lines, tmp_path: Path) -> None:
+    """After a restart: the pages are on disk alone."""
+    disk = {"disk__folders": str(tmp_path / "disk"), "disk__bytes_per_folder": "16MiB"}
+    (tmp_path / "disk").mkdir()
+    store_prompt(first := build(None, **disk))
+    assert first.close()
+    shutil.copy(EXAMPLE, plugin(tmp_path / "plugins", EXAMPLE.name))
+    plugin(tmp_path / "plugins", "prompts.jsonl", f"{PROMPT}\n\n" * prompts)
+    unit = build(**disk)
+    drive(unit, lambda: log.count("ended with 0, and is not started again"))
+    pages = STORED * prompts
+    assert log.count(f"warmed {prompts} prompts: {pages} pages of them are in host memory") == 1
+    assert int(unit.manager.tiers[HUB].present(0, KEYS).sum()) == pages
 
 
 # --- what a unit holds ---

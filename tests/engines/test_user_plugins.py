@@ -1,0 +1,92 @@
+"""Plugins beside the real engine: its tokens are those of an engine alone, plugins can ask for what it has, and none of
+them outlives it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from flexkv.plugins.client import connect
+from tests.unit.plugins.plugin_folders import (
+    EXITS,
+    FLOODS,
+    HANGS,
+    LEAVES,
+    plugin,
+    processes_of,
+    wait_for,
+)
+
+from .conftest import Engines, connector
+from .session import BLOCK_TOKENS, Prompt
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = ROOT / "examples" / "plugins" / "scheduler_warm_cache.py"
+TELLS = '#!/bin/sh\necho "$FLEXKV_PLUGIN_SOCKET" > name && mv name "socket.$FLEXKV_PLUGIN_ROLE"\n'
+ASK_S = 60.0
+
+
+def test_the_engine_serves_as_if_there_were_no_plugins(engines: Engines, stream: int, tmp_path: Path) -> None:
+    folder = tmp_path / "plugins"
+    plugin(folder, "all_tells", TELLS)
+    for name, text in (("exits", EXITS), ("floods", FLOODS), ("hangs", HANGS), ("leaves", LEAVES)):
+        plugin(folder, f"scheduler_{name}", text)
+        plugin(folder, f"worker_0_{name}", text)
+    plugin(folder, "scheduler_stranger", mode=0o4755)
+    (tmp_path / "disk").mkdir()
+    session = engines.get(
+        connector(
+            disk__folders=str(tmp_path / "disk"),
+            disk__bytes_per_folder="64MiB",
+            disk__compute_if_faster=False,
+            plugins__folder=str(folder),
+        )
+    )
+    prompt, other = Prompt.of(400, stream), Prompt.of(300, stream + 1)
+    pages = prompt.whole_blocks // BLOCK_TOKENS
+    assert session.check_one(prompt).cached == 0
+    for role in ("scheduler", "worker"):
+        wait_for((folder / f"socket.{role}").exists, f"the plugin beside the {role} has run")
+    assert (folder / "socket.scheduler").read_text() == (folder / "socket.worker").read_text()
+    session.forget()
+    session.call("drop_host")
+
+    # The example, as a process with the plugin's environment, while the engine serves another prompt.
+    shutil.copy(EXAMPLE, tmp_path)
+    (tmp_path / "prompts.jsonl").write_text(f"{list(prompt.ids)}\n")
+    name = (folder / "socket.scheduler").read_text().strip()
+    example = subprocess.Popen(
+        [sys.executable, EXAMPLE.name],
+        cwd=tmp_path,
+        env=os.environ | {"FLEXKV_PLUGIN_SOCKET": name, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+    def has_ended() -> bool:
+        session.check_one(other)
+        return example.poll() is not None
+
+    wait_for(has_ended, "the example ends")
+    assert example.communicate()[0] == f"warmed 1 prompts: {pages} pages of them are in host memory\n"
+    with connect(name, ASK_S) as unit:
+        status = unit.status()
+        assert (status["state"], status["tiers"]) == ("usable", ["host", "disk"])
+    before = session.metric("vllm:flexkv_hit_blocks_total{tier=host}")
+    assert session.check_one(prompt).cached == prompt.whole_blocks
+    assert session.metric("vllm:flexkv_hit_blocks_total{tier=host}") == before + pages, "host memory had them"
+
+    # Everything that runs is killed, in the engine's steps; then the engine ends, and nothing is left.
+    running = processes_of(folder)
+    assert running
+    for process in running:
+        os.kill(process, signal.SIGKILL)
+    session.forget()
+    assert session.check_one(prompt).cached == prompt.whole_blocks
+    wait_for(lambda: processes_of(folder) - running, "a keeper is started again")
+    engines.close()
+    assert processes_of(folder) == set()
