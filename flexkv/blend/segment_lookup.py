@@ -105,7 +105,7 @@ class SegmentLookup:
         )
 
     def _match_tail(self, asked: Asked) -> int:
-        """Tokens after the whole blocks that can be loaded; begins to read those that lie on disk."""
+        """Returns how many tokens after the whole blocks can be loaded; starts reading those that lie on disk."""
         keys = asked.keys
         if keys.tail is None:
             return 0

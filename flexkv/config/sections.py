@@ -89,19 +89,20 @@ class HostConfig(Section):
     )
     numa_node: OptionalNode = Field(
         None,
-        description="NUMA node that the pool's memory is taken from while it has any; the one next to the GPU and the "
-        "disks copies fastest. Unset: the kernel decides, as a rule the node of the thread that touches it.",
+        description="NUMA node from which the pool's memory is taken as long as it has any; the node next to the GPU "
+        "and the disks copies fastest. Unset: the kernel decides, as a rule for the node of the thread that touches "
+        "the memory.",
     )
     verify: bool = Field(
         False,
         description="Make a digest of every stored page and check it at every load; a page that does not match is "
-        "never used. Costs one more pass over the bytes; for machines whose memory is in doubt.",
+        "never used. This costs one more pass over the bytes. For machines whose memory is in doubt.",
     )
     verify_threads: Count = Field(
         4,
         le=MAX_VERIFY_THREADS,
-        description="Threads of each rank that make and check digests together where a GPU copies, so that a link is "
-        "not bound by what one core digests; loads first, then stores. `1`: those that move the pages, alone. Without "
+        description="Threads per rank that make and check digests where a GPU copies, so that a link is not limited "
+        "to what one core digests; loads go first, then stores. `1`: only the threads that move the pages. Without "
         "`verify` there are none.",
     )
 
@@ -111,10 +112,10 @@ class StoreConfig(Section):
 
     mode: Literal["eager", "lazy", "layerwise"] = Field(
         "eager",
-        description="`eager` stores a block as soon as its KV is certain, so that the next turn finds it, and a "
-        "restart what a disk has, however the engine ends; `layerwise` too, but each layer while the "
-        "forward computes the next (vLLM only; elsewhere as `eager`); `lazy` stores what the engine is about to "
-        "evict, which moves fewer bytes and loses what is in the engine when it stops.",
+        description="`eager` stores a block as soon as its KV is certain, so that the next turn finds it and, with a "
+        "disk, a restart does too, however the engine ends; `layerwise` does the same, but stores each layer while "
+        "the forward computes the next (vLLM only; elsewhere it is `eager`); `lazy` stores what the engine is about "
+        "to evict, which moves fewer bytes and loses what is in the engine when it stops.",
     )
     tokens: Literal["all", "prompt"] = Field(
         "all",
@@ -135,19 +136,21 @@ class StoreConfig(Section):
     )
     hold_s: Seconds = Field(
         2.0,
-        description="How long blocks that found no room for a store before their request ended are held for it after "
-        "that (vLLM). They stay free: the engine takes them whenever it needs them, and then they are not stored.",
+        description="How long after its request's end a block that found no room for its store still waits for room "
+        "(vLLM). Such blocks stay free: the engine takes them whenever it needs them, and then they are not stored.",
     )
     checkpoint_tokens: OptionalCount = Field(
         None,
-        description="With several KV groups (sliding windows, chunks, recurrent states): a hit may end every so many "
-        "tokens of a long prompt, besides at its end, and windows and states are stored there. Fewer tokens cost more "
-        "bytes and let prompts that share a beginning hit more of it. Default: 8 windows, 4096 at least.",
+        description="With several KV groups (sliding windows, chunks, recurrent states): the distance in tokens "
+        "between the places of a long prompt at which a hit may end, besides the prompt's end. Windows and states "
+        "are stored at these places. A smaller distance costs more bytes and lets prompts that share a beginning hit "
+        "more of it. Default: 8 windows, but at least 4096.",
     )
     inflight_pages: Count = Field(
         65_536,
-        description="Pages of stores in flight at most. Beyond it a page waits while its request lives and "
-        "`store.hold_s` after that (vLLM), or is dropped and counted, because a cache must never make the engine wait.",
+        description="At most this many pages have a store in flight. A further page waits while its request lives "
+        "and `store.hold_s` after that (vLLM), or is dropped and counted, because a cache must never make the engine "
+        "wait.",
     )
 
 
@@ -157,9 +160,9 @@ class LoadConfig(Section):
     mode: Literal["async", "sync", "layerwise"] = Field(
         "async",
         description="`async` lets the engine run other requests while a hit loads; `sync` loads within the step, "
-        "before its forward, and `layerwise` during it: each layer is waited for when the forward comes to it. These "
-        "two have the lowest latency with one request at a time. vLLM has them with `--no-async-scheduling` and, on "
-        "GPUs, `VLLM_USE_V2_MODEL_RUNNER=0` only; else its loads are async, and one warning says so.",
+        "before its forward, and `layerwise` during it: the forward waits for each layer when it comes to it. These "
+        "two have the lowest latency with one request at a time. In vLLM they need `--no-async-scheduling` and, on "
+        "GPUs, `VLLM_USE_V2_MODEL_RUNNER=0`; otherwise its loads are async, and one warning says so.",
     )
     layer_hooks: Literal["auto", "trust"] = Field(
         "auto",
@@ -174,26 +177,27 @@ class LoadConfig(Section):
     )
     lease_s: Seconds = Field(
         60.0,
-        description="A lookup keeps its slots from eviction for this long when the engine never follows it up.",
+        description="How long a lookup keeps its slots from eviction if the engine never follows it up.",
     )
     lookup_wait_s: Seconds = Field(
         1.0,
-        description="An engine that cannot be asked to come back (SGLang's linker, TensorRT-LLM) waits so long within "
-        "its lookup for pages to be read from disk or from the store that machines share; what has not come by then is "
-        "computed. The engine's other requests stand still meanwhile; in TensorRT-LLM the lookups between two steps "
-        "wait so long together.",
+        description="How long a lookup waits for pages from disk or from the store that machines share, in an engine "
+        "that cannot be asked to come back (SGLang's linker, TensorRT-LLM); what has not come by then is computed. "
+        "The engine's other requests stand still meanwhile. In TensorRT-LLM all lookups between two steps together "
+        "wait no longer than this.",
     )
     inflight_pages: Count = Field(
         65_536,
-        description="Pages promised or loading at most; a longer hit is cut to what fits, because a promise must be "
-        "kept.",
+        description="At most this many pages are promised or loading; a longer hit is cut to what fits, because a "
+        "promise must be kept.",
     )
     prefetch_layers: Count = Field(
         2,
         ge=MIN_PREFETCH_LAYERS,
         le=MAX_PREFETCH_LAYERS,
-        description="Layers that blending holds at once, the one it works with and those that are loaded and turned "
-        "ahead of it; each takes memory of one layer of the whole prompt. More help where layers come unevenly.",
+        description="Layers that blending holds at once: the one it works with and those that are loaded and turned "
+        "ahead of it. Each takes the memory of one layer of the whole prompt. More of them help if layers come "
+        "unevenly.",
     )
 
 
@@ -203,8 +207,8 @@ class TransferConfig(Section):
     queue_ops: Count = Field(
         1024,
         le=1 << 20,
-        description="Operations that may wait in each lane. Beyond it a new store waits while its request lives "
-        "and `store.hold_s` after that (vLLM), or is dropped and counted.",
+        description="Operations that may wait in each lane. A further store waits while its request lives and "
+        "`store.hold_s` after that (vLLM), or is dropped and counted.",
     )
     copy_threads: Annotated[Literal["auto"] | Count, BeforeValidator(auto_or_count)] = Field(
         "auto",
@@ -212,14 +216,14 @@ class TransferConfig(Section):
     )
     batch_copies: bool = Field(
         True,
-        description="Let a GPU's copy engine take copies in batches where its driver passes a test of them at start; "
-        "off for drivers that hang later on.",
+        description="Let a GPU's copy engine take copies in batches if its driver passes a test of them at start; "
+        "off is for drivers that hang later on.",
     )
     copy_kernel: bool = Field(
         True,
         description="Let a kernel on one or two multiprocessors make a GPU's stores and load its short runs; off "
-        "leaves all of them to the copy engine, which is slower for short runs. It takes no multiprocessor from the "
-        "model, but stores by it slow an engine's steps more.",
+        "leaves all of them to the copy engine, which is slower for short runs. The kernel takes no multiprocessor "
+        "from the model, but its stores slow an engine's steps more than the copy engine's do.",
     )
     stuck_s: Seconds = Field(
         60.0,
@@ -265,24 +269,25 @@ class DiskConfig(Section):
     )
     ttl_s: OptionalWholeSeconds = Field(
         None,
-        description="Blocks are a miss so many seconds after they were written, for data that must not be kept longer.",
+        description="Blocks become misses this many seconds after they were written; for data that must not be kept "
+        "longer.",
     )
     wait_s: Seconds = Field(
         30.0,
-        description="A request waits so long for its blocks to be read from disk, then computes them: a slow disk must "
-        "not hold a request for good. With vLLM it waits as long before that for room in host memory, where other "
-        "requests hold the slots that the read needs.",
+        description="How long a request waits for its blocks to be read from disk before it computes them: a slow "
+        "disk must not hold a request forever. With vLLM a request first waits, for as long at most, for room in "
+        "host memory if other requests hold the slots that the read needs.",
     )
     prefetch_requests: CountOrNone = Field(
         16,
         description="Requests in the engine's queue whose blocks are read from disk before the engine first asks for "
-        "them; 0: reads begin when it asks. They are kept a quarter of host memory at most. With vLLM, and SGLang's "
-        "linker.",
+        "them; 0: reads begin when it asks. Their blocks take at most a quarter of host memory. With vLLM, and "
+        "SGLang's linker.",
     )
     compute_if_faster: bool = Field(
         True,
-        description="Leave blocks that are on disk to the engine where it computes them sooner than the disk reads "
-        "them, as both were measured lately; off for engines whose time is dearer than a request's.",
+        description="Let the engine compute blocks that are on disk if it does so sooner than the disk reads them, "
+        "as both were measured lately; off is for engines whose time is worth more than a request's.",
     )
     stream: bool = Field(
         False,
@@ -302,20 +307,21 @@ class DiskConfig(Section):
     gds_may_fail_requests: bool = Field(
         False,
         description="`disk.gds` also for an engine that cannot compute what a load did not bring: SGLang, "
-        "TensorRT-LLM, vLLM without `kv_load_failure_policy` recompute. Such a load is promised before it is read, so "
-        "a page that then proves bad or cannot be read costs its request (with SGLang all of its forward, with "
-        "TensorRT-LLM and `load.mode` sync or layerwise the step), and a read that never ends the engine; bytes that "
-        "failed are never used. Needs `disk.gds` on.",
+        "TensorRT-LLM, vLLM without `kv_load_failure_policy` recompute. Such a load is promised before it is read, "
+        "so a page that then proves bad or cannot be read costs its request (with SGLang all of its forward, with "
+        "TensorRT-LLM and `load.mode` sync or layerwise the step), and a read that hangs forever costs the engine; "
+        "bytes that failed are never used. Needs `disk.gds` on.",
     )
     gds_stores: bool = Field(
         False,
-        description="Store blocks straight from the engine's pool on disk, and not in host memory; for machines whose "
-        "host memory is dearer than their disks' bandwidth. Needs `disk.gds` on, `disk.mode` through and `store.mode` "
-        "eager.",
+        description="Store blocks from the engine's pool straight to disk, and not in host memory; for machines that "
+        "are shorter of host memory than of disk bandwidth. Needs `disk.gds` on, `disk.mode` through and "
+        "`store.mode` eager.",
     )
     write_pages: Count = Field(
         4096,
-        description="Pages being written at once at most; each keeps its slot of host memory from eviction.",
+        description="At most this many pages are being written at once; each keeps its slot of host memory from "
+        "eviction.",
     )
     io: IoBackend = Field(
         "auto",
@@ -324,14 +330,14 @@ class DiskConfig(Section):
     depth: Count = Field(
         32,
         le=1024,
-        description="Reads and writes under way at once on one disk; more only queue in the device. Threads take 8 at "
-        "most, and the log says so.",
+        description="Reads and writes under way at once on one disk; more would only queue in the device. Threads "
+        "take 8 at most, and the log says so.",
     )
     register_buffers: bool = Field(
         False,
-        description="io_uring keeps the host pool pinned, rather than the pages of each read and write; counts against "
-        "the `memlock` limit, once per disk. What it gains is in docs/benchmarks.md. Where it is refused, I/O goes "
-        "on without and the log says why.",
+        description="io_uring keeps the whole host pool pinned, instead of pinning the pages of each read and write; "
+        "the pool counts against the `memlock` limit, once per disk. docs/benchmarks.md says what this gains. If it "
+        "is refused, I/O goes on without it and the log says why.",
     )
     stuck_s: Seconds = Field(
         30.0,
@@ -348,13 +354,13 @@ class RemoteConfig(Section):
         "`redis://HOST[:PORT][/DATABASE]` or `rediss://` (TLS), joined by commas; values are spread over several. "
         "Unset: no remote tier.",
     )
-    user: str = Field("", description="Redis: of an ACL. Unset: the default user.")
+    user: str = Field("", description="Redis: the name of an ACL user. Unset: the default user.")
     password_file: str = Field(
         "",
         description="Redis: a file with the password, readable by its owner alone. Never shown anywhere.",
     )
     ca_file: str = Field(
-        "", description="Redis with TLS: certificates that servers are trusted by. Unset: the system's."
+        "", description="Redis with TLS: the certificates by which servers are trusted. Unset: the system's."
     )
     trusted_network: bool = Field(
         False,
@@ -372,34 +378,34 @@ class RemoteConfig(Section):
     )
     wait_s: Seconds = Field(
         2.0,
-        description="A request waits so long for its blocks to come from the store, then computes them; with vLLM as "
-        "long before that for room in host memory.",
+        description="How long a request waits for its blocks to come from the store before it computes them; with "
+        "vLLM a request first waits, for as long at most, for room in host memory.",
     )
     probe_s: Seconds = Field(
         0.05,
-        description="A request waits so long for the store to say what it has, then goes on without it.",
+        description="How long a request waits for the store to say what it has; then it goes on without the store.",
     )
     get_s: Seconds = Field(
-        2.0, description="A call that reads or writes a few values is given up after so long."
+        2.0, description="How long a call that reads or writes a few values may take; then it is given up."
     )
     stuck_s: OptionalSeconds = Field(
         None,
-        description="The process with the store's client is killed and started again when it has shown no sign of life "
-        "for so long; at least a second more than `get_s` and `probe_s`. Unset: 5 s, or what these demand.",
+        description="The process with the store's client is killed and started again if it has shown no sign of life "
+        "for this long; at least a second more than `get_s` and `probe_s`. Unset: 5 s, or what these demand.",
     )
-    batch_pages: Count = Field(8, le=1024, description="Values of one call of the store.")
+    batch_pages: Count = Field(8, le=1024, description="Values per call to the store.")
     inflight_pages: Count = Field(
         4096,
-        description="Pages being read, and as many being written, at once at most; each keeps a slot of host memory.",
+        description="At most this many pages are being read, and as many written, at once; each keeps a slot of host "
+        "memory.",
     )
     put_bytes_per_s: OptionalSizeBytes = Field(
         None,
-        description="The most that this unit writes per second, for networks that others need too. Unset: as fast as "
-        "it goes.",
+        description="The most that this unit writes per second, for networks that others need too. Unset: no limit.",
     )
     ttl_s: OptionalWholeSeconds = Field(
         None,
-        description="Blocks are a miss so many seconds after they were written, whatever the store keeps.",
+        description="Blocks become misses this many seconds after they were written, whatever the store keeps.",
     )
     rdma_devices: Words = Field(
         (), description="Mooncake: names of RDMA devices, joined by commas. Unset: TCP."
@@ -421,8 +427,9 @@ class GdsConfig(Section):
     )
     max_staging_bytes: SizeBytes = Field(
         2 * GIB,
-        description="Memory that staging takes beside the engine's pool at most, whatever `max_staging_blocks` says: "
-        "it is taken at the start, from what the engine could use for its cache. The log says which limit decided.",
+        description="The most memory that staging takes beside the engine's pool, whatever `max_staging_blocks` "
+        "says: it is taken at the start, from what the engine could use for its cache. The log says which limit "
+        "decided.",
     )
     threads_per_disk: Count = Field(
         4,
@@ -443,9 +450,9 @@ class IndexConfig(Section):
 
     policy: Literal["lru", "bonus_lru"] = Field(
         "lru",
-        description="What leaves a full tier first, host memory or disks: with `lru` the block used longest ago. With "
-        "`bonus_lru` a block that a request has found counts as used one capacity of the tier later, so that what "
-        "comes back outlives what is stored and never asked for again; for conversations and agents.",
+        description="What leaves a full tier (host memory or disks) first. With `lru` it is the block that was used "
+        "longest ago. With `bonus_lru` a block that a request has found counts as used one capacity of the tier "
+        "later, so that blocks that are asked for again outlive those that never are; for conversations and agents.",
     )
 
 
@@ -491,18 +498,18 @@ class ObserveConfig(Section):
 
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info",
-        description="Least severe message that is logged. Above `debug` nothing is logged per request but what "
-        "has failed: at most ten lines per minute and kind of op, and how many more. A level that the program's own "
-        "logging configuration has set for `flexkv` stays, unless this is given.",
+        description="Least severe message that is logged. Above `debug` nothing is logged per request except "
+        "failures: at most ten lines per minute and kind of op, and the number of those left out. A level that the "
+        "program's own logging configuration has set for `flexkv` stays, unless this is given.",
     )
     metrics_log_s: Seconds = Field(
         60.0,
-        description="SGLang and TensorRT-LLM log what was counted once in so many seconds in which something was. vLLM "
-        "logs it with its own statistics.",
+        description="How often SGLang and TensorRT-LLM log what was counted, if anything was. vLLM logs it with its "
+        "own statistics.",
     )
     nvtx: Annotated[str, BeforeValidator(off_on_or_path)] = Field(
         "off",
-        description="`on`: the threads of the lanes and the stages of layerwise pipelines name their work by NVTX, so "
-        "that a profiler (Nsight Systems) shows it beside the engine's kernels. An absolute path is that of the "
-        "library. A rank that finds none refuses the start. `off` loads and calls nothing.",
+        description="`on`: the threads of the lanes and the stages of layerwise pipelines name their work by NVTX, "
+        "so that a profiler (Nsight Systems) shows it beside the engine's kernels. An absolute path names the "
+        "library to load. A rank that finds none refuses to start. `off` loads and calls nothing.",
     )

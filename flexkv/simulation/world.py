@@ -233,7 +233,7 @@ class World:
         return {block for op in loads if op.group == group for block in op.blocks.tolist()}
 
     def places_being_read(self, group: int) -> set[int]:
-        """Disk slots that an op in flight reads, also one that has ended and was not reported yet."""
+        """Disk slots that ops in flight read, including ops that have ended but are not reported yet."""
         ops = (*self.disk_lane.ops.values(), *self.disk_lane.rank_ops.values(), *self.disk_ended.values())
         reads = (op for op in ops if op.group == group and op.kind in (OpKind.DISK_READ, OpKind.GDS_READ))
         return {place for op in reads for place in op.places.tolist()}

@@ -122,12 +122,12 @@ class TableReader:
 
 
 def word(field: bytes) -> str:
-    """The text in a padded field. Raises ValueError if it is no text."""
+    """The text in a padded field. Raises ValueError if it is not text."""
     return field.rstrip(b"\0").decode()
 
 
 def pack_record(group: DiskGroup, number: int) -> bytes:
-    """The record of a group in version 2, and its tables."""
+    """A group's version 2 record, followed by its tables."""
     tables, layers, runs = pack_tables(group)
     format_id = short_text(group.format_id)
     record = RECORD.pack(

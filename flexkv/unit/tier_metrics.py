@@ -37,7 +37,7 @@ class TierMetrics:
     """The tier metrics of one manager.
 
     Args:
-        manager: its tiers are counted, those on disk together.
+        manager: the manager whose tiers are reported; its tiers on disk are added up.
     """
 
     def __init__(self, manager: LocalCacheManager) -> None:
