@@ -6,22 +6,12 @@
 #include <future>
 #include <thread>
 
+#include "hand_lane.h"
 #include "transfer/scheduler.h"
 
 using namespace flexkv;
 
 namespace {
-
-// A lane for stores whose items the test itself takes.
-class HandLane : public Lane {
- public:
-  const char* name() const override { return "by hand"; }
-  KindSet kinds() const override { return kind_bit(OpKind::kD2H); }
-  int32_t concurrency() const override { return 4; }
-  void start(std::shared_ptr<WorkSource>, int32_t) override {}
-  void join() override {}
-  void abandon() override {}
-};
 
 struct Seen {
   int ended = 0;
