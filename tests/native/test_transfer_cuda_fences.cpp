@@ -7,6 +7,7 @@
 
 #include "base/error.h"
 #include "cuda_world.h"
+#include "thread_watch.h"
 
 using namespace flexkv;
 
@@ -151,6 +152,38 @@ bool gated_store_sees_every_layer(bool fenced) {
 TEST_CASE("cuda fences: a gated store copies each layer after the work that wrote it") {
   CHECK(gated_store_sees_every_layer(true));
   CHECK_FALSE(gated_store_sees_every_layer(false));
+}
+
+TEST_CASE("cuda fences: layers that were opened behind two streams each wait for their own") {
+  auto world = make_world(true);
+  world->fill(2, 1);
+  const uintptr_t other = fake_cuda::make_stream(false);
+  Gate forward, layer;
+  fake_cuda::enqueue(world->stream, [&] { forward.pass(); });
+  // These fill the direction, so that all layers are open before any is taken.
+  const int64_t before = fake_cuda::calls().kernel;
+  for (int32_t i = 0; i < 2; ++i) world->submit(world->op(OpKind::kD2H, {i}, {4 + i}));
+  CHECK(comes_true([&] { return fake_cuda::calls().kernel == before + 2; }));
+  GraphSpec graph;
+  graph.ops.push_back(world->op(OpKind::kD2H, {2}, {0}, true));
+  graph.gated = true;
+  const auto ticket = world->engine->submit(std::move(graph), world->stream);
+  REQUIRE(ticket);
+  fake_cuda::enqueue(other, [&] {
+    layer.pass();
+    world->fill_layer(0, 2, 7);
+  });
+  for (int32_t later = 1; later < world->shape_.layers; ++later) world->fill_layer(later, 2, 7);
+  world->engine->open_layers({*ticket}, 1, other);
+  world->engine->open_layers({*ticket}, world->shape_.layers, world->stream);
+  forward.open();
+  const bool early = world->engine->wait(*ticket, kAWhileS);
+  layer.open();
+  fake_cuda::drain(other);
+  CHECK_FALSE(early);
+  CHECK(world->engine->wait(*ticket, CudaWorld::kLongS));
+  CHECK(world->slot_holds(0, 7));
+  fake_cuda::destroy_stream(other);
 }
 
 TEST_CASE("cuda fences: layers of a device are opened with its stream") {

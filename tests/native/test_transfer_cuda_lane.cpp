@@ -3,6 +3,7 @@
 #include <doctest/doctest.h>
 
 #include <algorithm>
+#include <numeric>
 
 #include "base/error.h"
 #include "cuda/copy_ways.h"
@@ -115,6 +116,21 @@ TEST_CASE("cuda lane: an extent that is not registered never reaches the kernel"
   CHECK(world.lane->copier().count(cuda::Path::kKernel).bytes == 3 * 3 * 1024);
   CHECK(world.slot_holds(5, 5));
   CHECK(world.slot_holds(8, 8));
+}
+
+TEST_CASE("cuda lane: an extent that is not registered never reaches a kernel that takes several layers") {
+  const CudaShape shape{.layers = 8, .blocks = 16, .run_bytes = 32 << 10, .extent_slots = 8};
+  CudaWorld world(shape, {}, kAll, 1);  // slots 8..15
+  std::vector<int32_t> all(16);
+  std::iota(all.begin(), all.end(), 0);
+  for (const int32_t block : all) world.fill(block, block + 1);
+  CHECK(world.run(world.op(OpKind::kD2H, all, all)).status == Status::kOk);
+  const int64_t stored = world.lane->copier().count(cuda::Path::kKernel).bytes;
+  CHECK(stored == 8 * 8 * shape.run_bytes);
+  for (const int32_t block : all) world.fill(block, 0);
+  CHECK(world.run(world.op(OpKind::kH2D, all, all, true)).status == Status::kOk);
+  CHECK(world.lane->copier().count(cuda::Path::kKernel).bytes == 2 * stored);
+  for (const int32_t block : all) CHECK(world.holds(block, block + 1));
 }
 
 TEST_CASE("cuda lane: failures end as named failed pages, and the next transfer works") {

@@ -72,6 +72,24 @@ TEST_CASE("cuda portions: a large op is few launches, the first a small one") {
   CHECK(calls.kernel == 2 * 3);  // 4, 64 and 12 MiB
 }
 
+TEST_CASE("cuda portions: two launches are under way in a direction, and further items wait for their turn") {
+  CudaWorld world({}, {}, kAll);
+  const auto most = static_cast<int64_t>(cuda::kLaunchesUnderWay);
+  for (const OpKind kind : {OpKind::kD2H, OpKind::kH2D}) {
+    std::vector<int64_t> tickets;
+    const int64_t before = fake_cuda::calls().kernel;
+    {
+      Forward forward(world, [] {});
+      for (int32_t i = 0; i < 5; ++i) tickets.push_back(world.submit(world.op(kind, {i}, {i})));
+      CHECK(comes_true([&] { return fake_cuda::calls().kernel - before >= most; }));
+      CHECK_FALSE(world.engine->wait(tickets.front(), kAWhileS));  // in which there was time for more
+      CHECK(fake_cuda::calls().kernel - before == most);
+    }
+    for (const int64_t ticket : tickets) CHECK(world.engine->wait(ticket, CudaWorld::kLongS));
+    CHECK(fake_cuda::calls().peak_kernels[kind == OpKind::kH2D ? kLoads : kStores] == most);
+  }
+}
+
 TEST_CASE("cuda portions: the copy engine has a few portions under way, and no long copy to the host") {
   const CudaShape shape{.layers = 4, .blocks = 96, .run_bytes = 64 << 10, .extent_slots = 96};
   const fake_cuda::Calls calls = there_and_back(shape, kBatches);
