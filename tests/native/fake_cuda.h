@@ -42,7 +42,8 @@ struct Calls {
   // Stores of more than kLongStoreCopy that were under way by the copy engine at once: behind two of them a
   // small copy of another stream was seen to wait for 10 to 370 ms, and once for 2 s.
   int64_t peak_long_stores = 0;
-  std::vector<int> priorities;  // of the streams that were made, 0 the least
+  std::vector<int> priorities;      // of the streams that were made, 0 the least
+  std::vector<int32_t> stage_ends;  // in chunks, of the last kernel that counted several stages
   int64_t records = 0;
   int64_t waits = 0;
   std::map<int, int64_t> bytes_of_device;  // enqueued, by the device of the stream

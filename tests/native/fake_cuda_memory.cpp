@@ -277,6 +277,10 @@ std::string launch(const cuda::CopyJob& given, std::span<const std::byte> tables
   w.calls.peak_kernels[to_host] = std::max(w.calls.peak_kernels[to_host], w.kernels_under_way[to_host]);
   const bool corrupts = w.settings.kernel_corrupts;
   push(one, [job, own, one, corrupts, to_host] {
+    if (job.stage_ends != nullptr) {
+      const std::lock_guard inner(world().mutex);
+      world().calls.stage_ends.assign(job.stage_ends, job.stage_ends + job.stage_count);
+    }
     cuda::run_on_cpu(job, 3);
     if (corrupts && !job.to_device)
       *reinterpret_cast<std::byte*>(job.pages[0].host + job.chunks[0].page_offset) ^= std::byte{1};

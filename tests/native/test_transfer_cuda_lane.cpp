@@ -246,13 +246,16 @@ TEST_CASE("cuda lane: tables of several kernels under way are apart, and nothing
   shape.run_bytes = 1;
   CudaWorld world(shape, {}, {.batch = true, .kernel = true});
   world.fill(0, 1);
+  world.fill(1, 2);
   CHECK(world.run(world.op(OpKind::kD2H, {0}, {0})).status == Status::kOk);
   fake_cuda::hold_all(true);
   const int64_t launched = fake_cuda::calls().kernel;
-  const int64_t store = world.submit(world.op(OpKind::kD2H, {0, 1}, {1, 2}));
+  // Two of one direction, whose stream has the tables of both.
+  const int64_t first = world.submit(world.op(OpKind::kD2H, {0}, {1}));
+  const int64_t second = world.submit(world.op(OpKind::kD2H, {1}, {2}));
   const int64_t load = world.submit(world.op(OpKind::kH2D, {4, 5}, {0, 0}));
   const auto deadline = deadline_in(CudaWorld::kLongS);
-  while (fake_cuda::calls().kernel < launched + 2 && seconds_until(deadline) > 0) std::this_thread::yield();
+  while (fake_cuda::calls().kernel < launched + 3 && seconds_until(deadline) > 0) std::this_thread::yield();
   // Control: the fake notices memory that is freed now.
   void* memory = nullptr;
   const cuda::Current here(*world.device);
@@ -261,7 +264,8 @@ TEST_CASE("cuda lane: tables of several kernels under way are apart, and nothing
   world.device->driver().host_free(memory);
   CHECK(fake_cuda::take_violation("memory freed while work is in flight"));
   fake_cuda::hold_all(false);
-  CHECK(world.engine->wait(store, CudaWorld::kLongS));
-  CHECK(world.engine->wait(load, CudaWorld::kLongS));
+  for (const int64_t ticket : {first, second, load}) CHECK(world.engine->wait(ticket, CudaWorld::kLongS));
+  CHECK(world.slot_holds(1, 1));
+  CHECK(world.slot_holds(2, 2));
   CHECK(world.holds(5, 1));
 }

@@ -9,6 +9,7 @@
 #include "base/error.h"
 #include "cuda/event.h"
 #include "cuda_forward.h"
+#include "thread_watch.h"
 #include "transfer/host_mover.h"
 
 using namespace flexkv;
@@ -127,6 +128,24 @@ TEST_CASE("cuda order: short runs go to the kernel, in their turn and out of it"
   const int64_t kernels = fake_cuda::calls().kernel;
   CHECK(stores_are_whole(*world, true));
   CHECK(fake_cuda::calls().kernel - kernels == kManyStores);
+}
+
+TEST_CASE("cuda order: a store is enqueued ahead of older ones that wait for their turn") {
+  auto world = make_world();
+  std::array<int64_t, kManyStores> tickets{};
+  {
+    const int64_t kernels = fake_cuda::calls().kernel;
+    Forward forward(*world, [&] { world->fill(kManyStores - 1, 7); });
+    for (int32_t i = 0; i < kManyStores; ++i) {
+      tickets[static_cast<size_t>(i)] = world->submit(world->op(OpKind::kD2H, {i}, {i}));
+    }
+    CHECK(comes_true([&] { return fake_cuda::calls().kernel == kernels + 2; }));  // the third one waits
+    REQUIRE(world->engine->order_after(tickets.back(), CudaWorld::kLongS, world->stream));
+    CHECK(fake_cuda::calls().kernel == kernels + 3);
+    fake_cuda::enqueue(world->stream, [&] { world->fill(kManyStores - 1, 90); });
+  }
+  for (const int64_t ticket : tickets) REQUIRE(world->engine->wait(ticket, CudaWorld::kLongS));
+  CHECK(world->slot_holds(kManyStores - 1, 7));
 }
 
 TEST_CASE("cuda order: what is left of a page that goes layer by layer is enqueued as one") {

@@ -289,6 +289,12 @@ TEST_CASE("cuda portions: by layer one kernel takes all layers of short runs, an
     CHECK(right == std::vector<int>{0, 1, 2, 3, 4, 5, 6, 7});
     CHECK(fake_cuda::calls().kernel - kernels == (words ? 1 : 4));
     CHECK(fake_cuda::calls().word_waits - waits == (words ? 8 : 0));
+    // Each stage has the chunks of its layer: the fake copies them all before it counts.
+    std::vector<int32_t> ends;
+    for (int64_t layer = 1; words && layer <= shape.layers; ++layer) {
+      ends.push_back(static_cast<int32_t>(layer * shape.run_bytes / cuda::kChunkBytes));
+    }
+    CHECK(fake_cuda::calls().stage_ends == ends);
   }
 }
 
