@@ -9,6 +9,7 @@
 #include "cuda/copy_ways.h"
 #include "cuda_world.h"
 #include "soak.h"
+#include "thread_watch.h"
 
 using namespace flexkv;
 
@@ -268,4 +269,23 @@ TEST_CASE("cuda lane: tables of several kernels under way are apart, and nothing
   CHECK(world.slot_holds(1, 1));
   CHECK(world.slot_holds(2, 2));
   CHECK(world.holds(5, 1));
+}
+
+TEST_CASE("cuda lane: a launch whose tables find no room beside another's goes by the copy engine") {
+  CudaShape shape;
+  shape.layers = 20000;  // tables of 640 KB, where there is room for 1 MiB
+  shape.run_bytes = 1;
+  CudaWorld world(shape, {}, kAll);
+  world.fill(0, 1);
+  world.fill(1, 2);
+  const int64_t kernels = fake_cuda::calls().kernel, batches = fake_cuda::calls().batch;
+  fake_cuda::hold_all(true);
+  const int64_t first = world.submit(world.op(OpKind::kD2H, {0}, {1}));
+  const int64_t second = world.submit(world.op(OpKind::kD2H, {1}, {2}));
+  CHECK(comes_true([&] { return fake_cuda::calls().batch > batches; }));
+  CHECK(fake_cuda::calls().kernel == kernels + 1);
+  fake_cuda::hold_all(false);
+  for (const int64_t ticket : {first, second}) CHECK(world.engine->wait(ticket, CudaWorld::kLongS));
+  CHECK(world.slot_holds(1, 1));
+  CHECK(world.slot_holds(2, 2));
 }
