@@ -145,6 +145,17 @@ TEST_CASE("cuda portions: without batches no two long copies to the host are und
   CHECK(calls.peak_bytes[kLoads] <= most_under_way(kLoads));
 }
 
+TEST_CASE("cuda portions: without batches neighbours to the host are not joined to a long copy") {
+  const CudaShape shape{
+      .layers = 1, .blocks = 24, .run_bytes = 64 << 10, .extent_slots = 24, .exact_slots = true};
+  CudaWorld world(shape, {}, kRows);
+  CHECK(world.run(world.op(OpKind::kD2H, all_of(shape), all_of(shape))).status == Status::kOk);
+  CHECK(fake_cuda::calls().longest_copy[kStores] == cuda::kStoreCopyBytes);
+  // Control: they continue each other, and those of loads are joined.
+  CHECK(world.run(world.op(OpKind::kH2D, all_of(shape), all_of(shape))).status == Status::kOk);
+  CHECK(fake_cuda::calls().longest_copy[kLoads] > cuda::kStoreCopyBytes);
+}
+
 TEST_CASE("cuda portions: control: two portions given to the copier at once are both under way") {
   const CudaShape shape{.layers = 1, .blocks = 4, .run_bytes = 3 << 20, .extent_slots = 1};
   CudaWorld world(shape, {}, kRows);
