@@ -44,7 +44,6 @@ std::vector<std::shared_ptr<StreamEvent>> stage_points(const std::shared_ptr<Cop
 
 Copier::Copier(std::shared_ptr<Device> device, CopyKernels kernels, const CopySwitches& switches)
     : device_(std::move(device)), kernels_(kernels) {
-  capabilities_.max_pitch_bytes = device_->max_pitch();
   if (!switches.batch) {
     note("batched copies are switched off");
   } else if (!device_->driver().has_batch()) {
@@ -195,26 +194,17 @@ std::optional<std::string> Copier::by_kernel(Direction direction, std::span<cons
 std::string Copier::copy(Direction direction, std::span<const Copy> copies, bool registered,
                          CopyStream& stream) {
   if (copies.empty()) return {};
-  const Capabilities usable = capabilities();
   int64_t bytes = 0;
   for (const Copy& one : copies) bytes += static_cast<int64_t>(one.bytes);
-  Path path = Path::kSingle;
-  int64_t calls = 1;
-  std::string error;
-  if (copies.size() == 1) {
-    error = single(direction, copies.front(), stream);
-  } else if (usable.batch && registered) {
-    // The driver stages pageable memory itself; what batches do with it is not documented.
-    path = Path::kBatch;
-    error = by_batch(direction, copies, stream);
-  } else {
-    const std::vector<PitchedCopy> rows = group_rows(copies, usable.max_pitch_bytes);
-    if (usable.max_pitch_bytes > 0) path = Path::kPitched;
-    calls = static_cast<int64_t>(rows.size());
-    error = by_rows(direction, rows, stream);
+  // The driver stages pageable memory itself; what batches do with it is not documented.
+  const bool batch = copies.size() > 1 && registered && capabilities().batch;
+  std::string error = batch ? by_batch(direction, copies, stream) : std::string();
+  for (size_t i = 0; !batch && error.empty() && i < copies.size(); ++i) {
+    error = single(direction, copies[i], stream);
   }
-  if (error.empty()) add(path, bytes, calls);
-  return error;
+  if (!error.empty()) return error;
+  add(batch ? Path::kBatch : Path::kSingle, bytes, batch ? 1 : static_cast<int64_t>(copies.size()));
+  return {};
 }
 
 std::string Copier::single(Direction direction, const Copy& copy, CopyStream& stream) const {
@@ -252,38 +242,6 @@ std::string Copier::by_batch(Direction direction, std::span<const Copy> copies, 
                               &failed, stream.handle());
   }
   return driver.failure(code, "cuMemcpyBatchAsync");
-}
-
-std::string Copier::by_rows(Direction direction, std::span<const PitchedCopy> rows,
-                            CopyStream& stream) const {
-  const Driver& driver = device_->driver();
-  for (const PitchedCopy& group : rows) {
-    if (group.rows == 1) {
-      if (std::string error = single(direction, group.first, stream); !error.empty()) return error;
-      continue;
-    }
-    Copy2D copy;
-    copy.width = group.first.bytes;
-    copy.height = group.rows;
-    if (direction == Direction::kToDevice) {
-      copy.src_type = kMemoryTypeHost;
-      copy.src_host = group.first.host;
-      copy.src_pitch = group.host_step;
-      copy.dst_type = kMemoryTypeDevice;
-      copy.dst_device = group.first.device;
-      copy.dst_pitch = group.device_step;
-    } else {
-      copy.src_type = kMemoryTypeDevice;
-      copy.src_device = group.first.device;
-      copy.src_pitch = group.device_step;
-      copy.dst_type = kMemoryTypeHost;
-      copy.dst_host = group.first.host;
-      copy.dst_pitch = group.host_step;
-    }
-    const Code code = driver.copy_2d(&copy, stream.handle());
-    if (code != kSuccess) return driver.error_text(code, "cuMemcpy2DAsync");
-  }
-  return {};
 }
 
 }  // namespace flexkv::cuda

@@ -70,7 +70,6 @@ class Copier {
                                        std::span<const PageEnds> pages, CopyStream& stream,
                                        std::span<const size_t> stages) const;
   std::string by_batch(Direction direction, std::span<const Copy> copies, CopyStream& stream) const;
-  std::string by_rows(Direction direction, std::span<const PitchedCopy> rows, CopyStream& stream) const;
   std::string single(Direction direction, const Copy& copy, CopyStream& stream) const;
 
   const std::shared_ptr<Device> device_;

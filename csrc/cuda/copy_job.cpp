@@ -16,15 +16,4 @@ std::vector<CopyChunk> cut_to_chunks(const Segment* segments, size_t count) {
   return chunks;
 }
 
-void run_on_cpu(const CopyJob& job, int32_t warps) {
-  for (int32_t warp = warps - 1; warp >= 0; --warp) {
-    for (int lane = kWarpThreads - 1; lane >= 0; --lane) {
-      copy_share(job, warp, warps, lane, [&](int32_t) {
-        const bool last = warp == 0 && lane == 0;
-        if (last && job.words.passed != nullptr) __atomic_fetch_add(job.words.passed, 1, __ATOMIC_RELEASE);
-      });
-    }
-  }
-}
-
 }  // namespace flexkv::cuda

@@ -131,9 +131,6 @@ FLEXKV_HD inline CopyJob with_tables(const CopyJob& job, const void* tables) {
 // Segments cut to chunks, in order.
 std::vector<CopyChunk> cut_to_chunks(const Segment* segments, size_t count);
 
-// Runs the kernel on the CPU, thread after thread from last to first.
-void run_on_cpu(const CopyJob& job, int32_t warps);
-
 // Unit: bytes. Tables up to this size travel with the launch, which then waits for no copy of them: kernels
 // of any toolkit take this much as parameters, beside the job.
 inline constexpr size_t kTablesInLaunch = 3840;

@@ -3,42 +3,9 @@
 #include <algorithm>
 
 namespace flexkv::cuda {
-namespace {
-
-// Rows of equal length and steps, taken greedily in the order given.
-std::vector<PitchedCopy> group_in_order(std::span<const Copy> copies, size_t max_pitch_bytes) {
-  std::vector<PitchedCopy> groups;
-  for (const Copy& copy : copies) {
-    if (!groups.empty()) {
-      PitchedCopy& group = groups.back();
-      const uintptr_t device_end = group.first.device + (group.rows - 1) * group.device_step;
-      const std::byte* host_end = group.first.host + (group.rows - 1) * group.host_step;
-      const bool together = copy.piece == group.first.piece && copy.region == group.first.region;
-      if (together && copy.bytes == group.first.bytes && copy.device > device_end && copy.host > host_end) {
-        const size_t device_step = copy.device - device_end;
-        const auto host_step = static_cast<size_t>(copy.host - host_end);
-        const bool first_step = group.rows == 1 && device_step >= copy.bytes && host_step >= copy.bytes &&
-                                device_step <= max_pitch_bytes && host_step <= max_pitch_bytes;
-        if (first_step) {
-          group.device_step = device_step;
-          group.host_step = host_step;
-        }
-        if (first_step ||
-            (group.rows > 1 && device_step == group.device_step && host_step == group.host_step)) {
-          ++group.rows;
-          continue;
-        }
-      }
-    }
-    groups.push_back({copy, 1, 0, 0});
-  }
-  return groups;
-}
-
-}  // namespace
 
 const char* to_string(Path path) {
-  static constexpr const char* kNames[kPaths] = {"kernel", "batch", "pitched", "single"};
+  static constexpr const char* kNames[kPaths] = {"kernel", "batch", "single"};
   return kNames[static_cast<int>(path)];
 }
 
@@ -102,15 +69,6 @@ int64_t CopyLister::next(int64_t most_bytes, size_t most_copies, std::vector<Cop
     go_on(bytes);
   }
   return most_bytes - room;
-}
-
-std::vector<PitchedCopy> group_rows(std::span<const Copy> copies, size_t max_pitch_bytes) {
-  std::vector<PitchedCopy> by_page = group_in_order(copies, max_pitch_bytes);
-  std::vector<Copy> ascending(copies.begin(), copies.end());
-  std::sort(ascending.begin(), ascending.end(),
-            [](const Copy& a, const Copy& b) { return a.device < b.device; });
-  std::vector<PitchedCopy> by_run = group_in_order(ascending, max_pitch_bytes);
-  return by_run.size() < by_page.size() ? by_run : by_page;
 }
 
 }  // namespace flexkv::cuda

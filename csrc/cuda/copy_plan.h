@@ -1,4 +1,5 @@
-// How the runs of some pages are copied between a device and host memory. Arithmetic only: no driver.
+// How the runs of some pages are listed as copies between a device and host memory. Arithmetic only: no
+// driver.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -12,20 +13,18 @@ namespace flexkv::cuda {
 enum class Direction { kToDevice, kToHost };
 
 enum class Path {
-  kKernel,   // a kernel on one or two multiprocessors reads or writes host memory
-  kBatch,    // cuMemcpyBatchAsync
-  kPitched,  // cuMemcpy2DAsync for rows of equal distance, single calls for the rest
-  kSingle,   // one call per run
+  kKernel,  // a kernel on one or two multiprocessors reads or writes host memory
+  kBatch,   // cuMemcpyBatchAsync
+  kSingle,  // one call per copy
 };
-inline constexpr int kPaths = 4;
+inline constexpr int kPaths = 3;
 const char* to_string(Path path);
 
 // What the device and its driver can do.
 struct Capabilities {
   bool kernel = false;
   bool batch = false;
-  size_t max_pitch_bytes = 0;  // 0: no pitched copies
-  bool stage_words = false;    // streams can wait for one stage of a kernel that still runs
+  bool stage_words = false;  // streams can wait for one stage of a kernel that still runs
 };
 
 // One contiguous copy, in either direction.
@@ -70,19 +69,5 @@ class CopyLister {
   size_t segment_ = 0;
   int64_t offset_ = 0;  // into the run
 };
-
-// `rows` copies of equal length, each `device_step` and `host_step` bytes after the one before.
-struct PitchedCopy {
-  Copy first;
-  size_t rows = 1;
-  size_t device_step = 0;
-  size_t host_step = 0;
-};
-
-// The same bytes in pitched copies, in whichever of two orders takes fewer: along the pages' runs, or along
-// each run's pages. Steps are at most `max_pitch_bytes` and at least a row. The rows of a copy lie in one
-// piece and region, because a driver may refuse a range of several allocations even if they follow each
-// other.
-std::vector<PitchedCopy> group_rows(std::span<const Copy> copies, size_t max_pitch_bytes);
 
 }  // namespace flexkv::cuda

@@ -16,19 +16,6 @@ constexpr int32_t kTestRuns = 4;
 constexpr int64_t kTestPages = 2;
 constexpr int64_t kTestBytes = kTestRuns * kTestPages * kTestRunStep;
 
-// Waits even after a failure: some copies may be under way, in memory that the caller writes or frees.
-std::string await_end(const std::shared_ptr<Device>& device, StreamHandle stream,
-                      const std::string& failure) {
-  std::string ended;
-  try {
-    ended = Event(device, stream).wait();
-  } catch (const std::exception& error) {
-    ended = error.what();
-    device->driver().stream_synchronize(stream);
-  }
-  return failure.empty() ? ended : failure;
-}
-
 std::string move_there_and_back(const std::shared_ptr<Device>& device, const Mover& move) {
   constexpr auto kBytes = static_cast<size_t>(kTestBytes);
   const PinnedMemory host(device, 2 * kBytes);
@@ -54,12 +41,15 @@ std::string move_there_and_back(const std::shared_ptr<Device>& device, const Mov
     there.push_back({page, sent + page * kTestRuns * kTestRunStep});
     home.push_back({page, back + page * kTestRuns * kTestRunStep});
   }
-  std::string failure = move(Direction::kToDevice, segments, there, stream);
-  failure = await_end(device, stream.handle(), failure);
-  if (!failure.empty()) return failure;
-  failure = move(Direction::kToHost, segments, home, stream);
-  failure = await_end(device, stream.handle(), failure);
-  if (!failure.empty()) return failure;
+  for (const Direction direction : {Direction::kToDevice, Direction::kToHost}) {
+    const auto& pages = direction == Direction::kToDevice ? there : home;
+    const std::string failure = move(direction, segments, pages, stream);
+    // Also after a failure: some copies may be under way, in memory that is written or freed next.
+    const Driver& driver = device->driver();
+    const std::string ended =
+        driver.failure(driver.stream_synchronize(stream.handle()), "cuStreamSynchronize");
+    if (!failure.empty() || !ended.empty()) return failure.empty() ? ended : failure;
+  }
   return std::memcmp(wanted.data(), back, kBytes) == 0 ? std::string() : "other bytes came back";
 }
 

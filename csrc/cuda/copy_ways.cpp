@@ -18,14 +18,6 @@ int64_t kernel_below(const Capabilities& capabilities, Direction direction) {
   return capabilities.batch ? kKernelBelowBytes : kKernelBelowBytesWithoutBatch;
 }
 
-EngineWay engine_way(const Capabilities& capabilities, Direction direction, std::span<const Segment> runs) {
-  if (direction == Direction::kToDevice) return {};
-  if (capabilities.batch) return {kStoreCopyBytes, false};
-  const bool alone = std::any_of(runs.begin(), runs.end(),
-                                 [](const Segment& run) { return run.run_bytes > kStoreCopyBytes; });
-  return {alone ? INT64_MAX : kStoreCopyBytes, alone};
-}
-
 std::string describe_ways(const Capabilities& capabilities, Direction direction) {
   const int64_t below = kernel_below(capabilities, direction);
   const int multiprocessors = kKernelMultiprocessors[static_cast<size_t>(direction)];
@@ -36,9 +28,7 @@ std::string describe_ways(const Capabilities& capabilities, Direction direction)
     ways = "kernel for " + runs + ", " + std::to_string(multiprocessors) +
            (multiprocessors == 1 ? " multiprocessor" : " multiprocessors") + "; others ";
   }
-  return ways + (capabilities.batch                 ? "in batches"
-                 : capabilities.max_pitch_bytes > 0 ? "in rows"
-                                                    : "one by one");
+  return ways + (capabilities.batch ? "in batches" : "one by one");
 }
 
 }  // namespace flexkv::cuda

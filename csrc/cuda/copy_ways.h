@@ -66,14 +66,6 @@ SplitRuns split_runs(std::span<const Segment> segments, int64_t kernel_below);
 // Unit: bytes. The kernel copies shorter runs; 0: it copies none.
 int64_t kernel_below(const Capabilities& capabilities, Direction direction);
 
-// How the copy engine is given runs. A copy has at most `longest` bytes; `alone`: each is a portion, and
-// nothing else is under way beside it.
-struct EngineWay {
-  int64_t longest = INT64_MAX;
-  bool alone = false;
-};
-EngineWay engine_way(const Capabilities& capabilities, Direction direction, std::span<const Segment> runs);
-
 // "kernel for runs below 64 KiB, 2 multiprocessors; others in batches", in words.
 std::string describe_ways(const Capabilities& capabilities, Direction direction);
 

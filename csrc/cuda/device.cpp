@@ -64,7 +64,6 @@ std::shared_ptr<Device> Device::open(int ordinal, const Driver& driver) {
     require(driver.device_get_attribute(&value, which, device->number_), "cuDeviceGetAttribute");
     return value;
   };
-  device->max_pitch_ = static_cast<size_t>(attribute(kAttributeMaxPitch));
   device->multiprocessors_ = attribute(kAttributeMultiprocessors);
   device->host_addresses_work_ = attribute(kAttributeHostPointerIsDevicePointer) != 0;
   const RelaxedCapture relaxed(driver);  // a context that is made now allocates
@@ -86,16 +85,6 @@ RelaxedCapture::~RelaxedCapture() {
   if (exchanged_) driver_.exchange_capture_mode(&before_);
 }
 
-Current::Current(const Device& device) : device_(device), relaxed_(device.driver()) {
-  const Code code = device_.driver().context_push(device_.context_);
-  if (code != kSuccess) throw CapacityError(device_.driver().error_text(code, "cuCtxPushCurrent"));
-}
-
-Current::~Current() {
-  ContextHandle popped = nullptr;
-  device_.driver().context_pop(&popped);
-}
-
 QuietCurrent::QuietCurrent(const Device& device)
     : device_(device),
       relaxed_(device.driver()),
@@ -106,14 +95,17 @@ QuietCurrent::~QuietCurrent() {
   if (error_.empty()) device_.driver().context_pop(&popped);
 }
 
+Current::Current(const Device& device) : QuietCurrent(device) {
+  if (!error().empty()) throw CapacityError(error());
+}
+
 std::string bind_thread(const Device& device) {
   const Driver& driver = device.driver();
   int mode = kCaptureRelaxed;
   if (const Code code = driver.exchange_capture_mode(&mode); code != kSuccess) {
     return driver.error_text(code, "cuThreadExchangeStreamCaptureMode");
   }
-  const Code code = driver.context_set(device.context_);
-  return code == kSuccess ? std::string() : driver.error_text(code, "cuCtxSetCurrent");
+  return driver.failure(driver.context_set(device.context_), "cuCtxSetCurrent");
 }
 
 void require_no_capture(const Device& device, StreamHandle stream) {

@@ -25,14 +25,11 @@ class Device {
   int64_t total_bytes() const { return total_bytes_; }
   // Its address on the bus, such as "0000:17:00.0".
   const std::string& pci() const { return pci_; }
-  // Unit: bytes. The largest pitch of a 2D copy.
-  size_t max_pitch() const { return max_pitch_; }
   int multiprocessors() const { return multiprocessors_; }
   // Whether registered host memory has the same address on the device: if not, kernels must not touch it.
   bool host_addresses_work() const { return host_addresses_work_; }
 
  private:
-  friend class Current;
   friend class QuietCurrent;
   friend std::string bind_thread(const Device& device);
   Device(int ordinal, const Driver& driver) : driver_(driver), ordinal_(ordinal) {}
@@ -44,7 +41,6 @@ class Device {
   std::string name_;
   std::string pci_;
   int64_t total_bytes_ = 0;
-  size_t max_pitch_ = 0;
   int multiprocessors_ = 1;
   bool host_addresses_work_ = false;
 };
@@ -67,22 +63,8 @@ class RelaxedCapture {
 
 // Makes a device this thread's current one for a scope, with relaxed capture, and leaves both as they were:
 // the calling thread may be the engine's. Pushing a retained primary context creates no other; going back by
-// the runtime's cudaSetDevice would create device 0's in every thread that never chose one.
-class Current {
- public:
-  // Throws CapacityError when the context is refused.
-  explicit Current(const Device& device);
-  ~Current();
-  Current(const Current&) = delete;
-  Current& operator=(const Current&) = delete;
-
- private:
-  const Device& device_;
-  const RelaxedCapture relaxed_;
-};
-
-// The same, but with error() instead of a throw: for callers that report a refusal, or can do nothing about
-// it.
+// the runtime's cudaSetDevice would create device 0's in every thread that never chose one. For callers that
+// report a refusal, or can do nothing about it.
 class QuietCurrent {
  public:
   explicit QuietCurrent(const Device& device);
@@ -96,6 +78,12 @@ class QuietCurrent {
   const Device& device_;
   const RelaxedCapture relaxed_;
   const std::string error_;
+};
+
+// The same, but throws CapacityError when the context is refused.
+class Current : public QuietCurrent {
+ public:
+  explicit Current(const Device& device);
 };
 
 // The same for the rest of the life of a thread of our own. Empty, or why the context was refused.

@@ -85,7 +85,6 @@ LoadedDriver find_functions(FindFunction find) {
   need("cuMemcpyAsync", d.copy_any);
   need("cuMemsetD8Async", d.memset_bytes);
   need("cuPointerGetAttribute", d.pointer_attribute);
-  need("cuMemcpy2DAsync", d.copy_2d);
   if (!loaded.missing.empty()) return loaded;
   if (const Code code = d.driver_get_version(&d.version); code != kSuccess) {
     loaded.missing = d.error_text(code, "cuDriverGetVersion");

@@ -35,7 +35,6 @@ inline constexpr unsigned kHostRegisterPortable = 1;
 inline constexpr unsigned kHostRegisterDeviceMap = 2;
 inline constexpr unsigned kHostAllocPortable = 1;
 inline constexpr unsigned kHostAllocDeviceMap = 2;
-inline constexpr int kAttributeMaxPitch = 11;
 inline constexpr int kAttributeMultiprocessors = 16;
 inline constexpr int kAttributeHostPointerIsDevicePointer = 91;
 inline constexpr unsigned kMemoryTypeHost = 1;
@@ -62,23 +61,6 @@ struct BatchAttributes {  // CUmemcpyAttributes_v1
   unsigned flags = 0;
 };
 static_assert(sizeof(BatchAttributes) == 24);
-
-struct Copy2D {  // CUDA_MEMCPY2D_v2
-  size_t src_x = 0, src_y = 0;
-  unsigned src_type = 0;
-  const void* src_host = nullptr;
-  DeviceAddress src_device = 0;
-  void* src_array = nullptr;
-  size_t src_pitch = 0;
-  size_t dst_x = 0, dst_y = 0;
-  unsigned dst_type = 0;
-  void* dst_host = nullptr;
-  DeviceAddress dst_device = 0;
-  void* dst_array = nullptr;
-  size_t dst_pitch = 0;
-  size_t width = 0, height = 0;
-};
-static_assert(sizeof(Copy2D) == 128);
 
 // CUDA 12.8's cuMemcpyBatchAsync says which copy failed; 13.0's, of the same name, has no such parameter.
 using BatchCopy12080 = Code (*)(DeviceAddress* dsts, DeviceAddress* srcs, size_t* sizes, size_t count,
@@ -136,7 +118,6 @@ struct Driver {
   Code (*copy_any)(DeviceAddress, DeviceAddress, size_t, StreamHandle) = nullptr;
   Code (*memset_bytes)(DeviceAddress, unsigned char, size_t, StreamHandle) = nullptr;
   Code (*pointer_attribute)(void*, int attribute, DeviceAddress) = nullptr;
-  Code (*copy_2d)(const Copy2D*, StreamHandle) = nullptr;
   BatchCopy12080 batch_12080 = nullptr;  // with drivers from 12.8 on, before 13.0
   BatchCopy13000 batch_13000 = nullptr;  // with drivers from 13.0 on
 

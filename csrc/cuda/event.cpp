@@ -37,8 +37,8 @@ Event::~Event() {
 
 std::string Event::make_wait(StreamId stream) {
   const Driver& driver = device_->driver();
-  const Code code = driver.stream_wait_event(reinterpret_cast<StreamHandle>(stream), handle_, 0);
-  return code == kSuccess ? std::string() : driver.error_text(code, "cuStreamWaitEvent");
+  return driver.failure(driver.stream_wait_event(reinterpret_cast<StreamHandle>(stream), handle_, 0),
+                        "cuStreamWaitEvent");
 }
 
 bool Event::reached() {
@@ -50,8 +50,7 @@ bool Event::ended_well() const { return device_->driver().event_query(handle_) =
 
 std::string Event::wait() {
   const Driver& driver = device_->driver();
-  const Code code = driver.event_synchronize(handle_);
-  return code == kSuccess ? std::string() : driver.error_text(code, "cuEventSynchronize");
+  return driver.failure(driver.event_synchronize(handle_), "cuEventSynchronize");
 }
 
 std::shared_ptr<Event> record_engine(const std::shared_ptr<Device>& device, StreamId stream) {

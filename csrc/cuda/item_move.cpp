@@ -160,18 +160,14 @@ const std::shared_ptr<Part>& ItemMove::part(DigestCrew& digests, int64_t layers_
   } else {
     part->runs = split_runs(view_.segments(lo, hi), part->registered ? kernel_below_ : 0);
   }
-  Capabilities usable = usable_;
-  usable.batch = usable.batch && part->registered;
-  part->way = engine_way(usable, direction_, part->runs.by_engine);
   return now_ = part;
 }
 
 // From now on the page ends with `why`, once nothing of it is under way.
 void ItemMove::spoil(size_t index, const MoveResult& why) {
   Page& page = pages_[index];
-  page.bad = true;
+  page.bad = std::make_unique<MoveResult>(why);
   --good_;
-  why_bad_.emplace_back(index, why);
   if (page.under_way > 0) ++refused_under_way_;
 }
 
@@ -192,25 +188,17 @@ void ItemMove::finish_if_over(size_t index) {
   if (page.finished || page.under_way > 0) return;
   if (over_ && !page.bad && !page.through) spoil(index, *over_);
   if (!page.bad && !page.through) return;
-  MoveResult result;
-  if (page.bad) {
-    const auto found =
-        std::find_if(why_bad_.begin(), why_bad_.end(), [&](const auto& one) { return one.first == index; });
-    result = std::move(found->second);
-    why_bad_.erase(found);
-  } else {
-    --good_;
-  }
+  if (!page.bad) --good_;
   page.finished = true;
   --unfinished_;
   ended_.indices.push_back(index);
-  ended_.results.push_back(std::move(result));
+  ended_.results.push_back(page.bad ? *page.bad : MoveResult{});
 }
 
 void ItemMove::end(const Part& part) {
   for (const size_t index : part.indices) {
     Page& page = pages_[index];
-    const bool was_refused = page.bad;
+    const bool was_refused = page.bad != nullptr;
     if (--page.under_way == 0 && was_refused) --refused_under_way_;
     if (part.bad.status != Status::kOk && !page.bad) spoil(index, part.bad);
     page.through = !page.bad && part.last_stage == item_->last_stage();

@@ -26,7 +26,6 @@ struct Part {
   // each one.
   std::vector<size_t> stage_runs;
   std::vector<std::shared_ptr<StreamEvent>> stage_points;  // behind each stage, once that kernel is enqueued
-  EngineWay way;                                           // for runs.by_engine
   std::optional<CopyLister> copies;                        // lists runs.by_engine, from the first portion on
   // The lane keeps these from the first portion until the part ends.
   int portions = 0;  // under way
@@ -72,9 +71,9 @@ class ItemMove {
 
  private:
   struct Page {
-    int32_t under_way = 0;  // parts
-    bool bad = false;
-    bool through = false;  // it has passed all of the item's stages
+    int32_t under_way = 0;            // parts
+    std::unique_ptr<MoveResult> bad;  // how it ends, unless well
+    bool through = false;             // it has passed all of the item's stages
     bool finished = false;
   };
 
@@ -97,7 +96,6 @@ class ItemMove {
   bool has_short_runs_ = false;
   std::vector<Page> pages_;
   Ended ended_;
-  std::vector<std::pair<size_t, MoveResult>> why_bad_;  // of pages that have not finished
   size_t unfinished_;
   size_t good_;
   size_t refused_under_way_ = 0;

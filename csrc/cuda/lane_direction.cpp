@@ -72,15 +72,12 @@ LaneDirection::Queue& LaneDirection::queue_of(const ItemMove& move) const {
   return queues_[direction_ == Direction::kToDevice && move.item()->layerwise() ? 1 : 0];
 }
 
-// Whether the move's next portion may be enqueued in its turn.
-bool LaneDirection::has_room(const Queue& queue, ItemMove& move) {
+// Whether another portion may be enqueued in its turn.
+bool LaneDirection::has_room(const Queue& queue) const {
   if (queue.under_way.empty()) return true;
   const bool by_kernel = queue.under_way.back().by_kernel;
-  const size_t most = by_kernel ? kLaunchesUnderWay : kPortionsUnderWay[static_cast<size_t>(direction_)];
-  if (queue.under_way.size() >= most || queue.under_way.back().alone) return false;
-  if (direction_ == Direction::kToDevice) return true;
-  const std::shared_ptr<Part> part = move.part(*digests_);
-  return !part || !part->runs.by_kernel.empty() || !part->way.alone;
+  return queue.under_way.size() <
+         (by_kernel ? kLaunchesUnderWay : kPortionsUnderWay[static_cast<size_t>(direction_)]);
 }
 
 // Takes items until enough of them wait to be enqueued, and makes those under way grow or end early.
@@ -254,12 +251,7 @@ bool LaneDirection::enqueue_expedited(WorkSource& source) {
 bool LaneDirection::enqueue_in_turn(WorkSource& source) {
   std::shared_ptr<ItemMove> chosen;
   for (const auto& move : moves_) {
-    if (!move->may_enqueue()) continue;
-    if (!has_room(queue_of(*move), *move)) {
-      // An item whose portions must be alone would wait for ever if others overtook it.
-      if (direction_ == Direction::kToHost) break;
-      continue;
-    }
+    if (!move->may_enqueue() || !has_room(queue_of(*move))) continue;
     const bool by_layer = direction_ == Direction::kToDevice && move->item()->layerwise();
     const bool chosen_by_layer = chosen && direction_ == Direction::kToDevice && chosen->item()->layerwise();
     if (!chosen || (by_layer && (!chosen_by_layer || move->stage() < chosen->stage()))) chosen = move;
@@ -337,7 +329,7 @@ std::string LaneDirection::enqueue_next(const WorkItem& item, Part& part, Queue&
   std::vector<Segment>& others = part.runs.by_engine;
   if (!portion.by_kernel) others.insert(others.end(), short_runs.begin(), short_runs.end());
   if (!part.copies && !others.empty()) {
-    part.copies.emplace(others, part.pages, part.way.longest);
+    part.copies.emplace(others, part.pages, direction_ == Direction::kToHost ? kStoreCopyBytes : INT64_MAX);
   }
   if (portion.by_kernel) {
     for (const Segment& run : short_runs) portion.bytes += run.run_bytes;
@@ -345,9 +337,7 @@ std::string LaneDirection::enqueue_next(const WorkItem& item, Part& part, Queue&
     return {};
   }
   if (!part.copies) return {};
-  portion.alone = part.way.alone;
-  const int64_t most = kPortionBytes[static_cast<size_t>(direction_)];
-  portion.bytes = part.copies->next(most, portion.alone ? 1 : kPortionCopies, copies_);
+  portion.bytes = part.copies->next(kPortionBytes[static_cast<size_t>(direction_)], kPortionCopies, copies_);
   return copier_->copy(direction_, copies_, part.registered, *queue.stream);
 }
 

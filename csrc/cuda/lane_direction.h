@@ -43,7 +43,6 @@ class LaneDirection {
     uint32_t mark = 0;
     int64_t bytes = 0;
     bool by_kernel = false;
-    bool alone = false;  // see EngineWay
     bool stopped = false;
     std::shared_ptr<StreamEvent> fence;  // of the engine's stream, which it may still wait for
     Clock::time_point due;               // it will hardly end before this
@@ -60,7 +59,7 @@ class LaneDirection {
   };
 
   Queue& queue_of(const ItemMove& move) const;
-  bool has_room(const Queue& queue, ItemMove& move);
+  bool has_room(const Queue& queue) const;
   void look_at_items(WorkSource& source, int32_t lane);
   bool take_one(WorkSource& source, int32_t lane);
   void stop_cancelled(WorkSource& source);

@@ -24,7 +24,7 @@ ATTRIBUTES = {
     "host_pointer_is_device_pointer": "CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM",
     "numa_node": "CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID",
 }
-"""Key in the facts -> attribute of the driver; each decides something about how flexkv copies there."""
+"""Key in the facts -> attribute of the driver: what says how copies can go there."""
 
 
 def gpu_facts() -> Facts:

@@ -44,7 +44,7 @@ struct CudaShape {
 
 // A lane that may copy by every path, and one that has neither batches nor the kernel.
 inline constexpr cuda::CopySwitches kAll{.batch = true, .kernel = true};
-inline constexpr cuda::CopySwitches kRows{.batch = false, .kernel = false};
+inline constexpr cuda::CopySwitches kSingle{.batch = false, .kernel = false};
 
 // Unit: seconds. For what must not happen; the controls show that it is enough.
 inline constexpr double kAWhileS = 0.2;

@@ -21,7 +21,6 @@ namespace flexkv::fake_cuda {
 struct Settings {
   int version = 13000;
   int devices = 1;
-  int max_pitch = 1 << 30;
   bool batch_corrupts = false;   // a driver whose batched copies lose a byte
   bool kernel_corrupts = false;  // a kernel that changes one
   bool words_refused = false;    // streams that refuse to write a word for a mark
@@ -29,7 +28,7 @@ struct Settings {
 };
 
 struct Calls {
-  int64_t single = 0, pitched = 0, batch = 0, kernel = 0;
+  int64_t single = 0, batch = 0, kernel = 0;
   int64_t largest_batch = 0;
   int64_t bytes = 0;       // enqueued
   int64_t queries = 0;     // looks at a stream or an event, by the driver
@@ -57,6 +56,8 @@ struct Calls {
 void reset(const Settings& settings = {});
 cuda::FindFunction finder();
 cuda::CopyKernels copy_kernels();
+// Runs the copy kernel on the CPU, thread after thread from last to first.
+void run_on_cpu(const cuda::CopyJob& job, int32_t warps);
 Calls calls();
 // The driver's rules that were broken, in words; empty in a good test.
 std::vector<std::string> violations();

@@ -98,7 +98,6 @@ cuda::Code copy_to_device(cuda::DeviceAddress dst, const void* src, size_t bytes
 cuda::Code copy_to_host(void* dst, cuda::DeviceAddress src, size_t bytes, cuda::StreamHandle stream);
 cuda::Code copy_any(cuda::DeviceAddress dst, cuda::DeviceAddress src, size_t bytes,
                     cuda::StreamHandle stream);
-cuda::Code copy_2d(const cuda::Copy2D* copy, cuda::StreamHandle stream);
 cuda::Code batch(cuda::DeviceAddress* dsts, cuda::DeviceAddress* srcs, size_t* sizes, size_t count,
                  cuda::BatchAttributes* attributes, size_t* indices, size_t attribute_count,
                  cuda::StreamHandle stream);

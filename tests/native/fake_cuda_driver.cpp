@@ -52,9 +52,7 @@ Code device_total_mem(size_t* bytes, int) {
   return cuda::kSuccess;
 }
 Code device_get_attribute(int* value, int attribute, int) {
-  *value = attribute == cuda::kAttributeMaxPitch          ? world().settings.max_pitch
-           : attribute == cuda::kAttributeMultiprocessors ? 4
-                                                          : 1;
+  *value = attribute == cuda::kAttributeMultiprocessors ? 4 : 1;
   return cuda::kSuccess;
 }
 int device_of(ContextHandle context) { return static_cast<int>(reinterpret_cast<uintptr_t>(context)) - 1; }
@@ -284,7 +282,6 @@ Code find(const char* name, void** function, int version, uint64_t, int*) {
       FAKE_ENTRY("cuMemFree", mem_free),
       FAKE_ENTRY("cuMemcpyHtoDAsync", copy_to_device),
       FAKE_ENTRY("cuMemcpyDtoHAsync", copy_to_host),
-      FAKE_ENTRY("cuMemcpy2DAsync", copy_2d),
   };
 #undef FAKE_ENTRY
   if (std::strcmp(name, "cuMemcpyBatchAsync") == 0) {

@@ -11,7 +11,6 @@ namespace flexkv::fake_cuda {
 
 using cuda::BatchAttributes;
 using cuda::Code;
-using cuda::Copy2D;
 using cuda::DeviceAddress;
 using cuda::StreamHandle;
 
@@ -193,28 +192,6 @@ Code pointer_attribute(void* answer, int attribute, DeviceAddress address) {
   *static_cast<unsigned*>(answer) = host ? cuda::kMemoryTypeHost : cuda::kMemoryTypeDevice;
   return cuda::kSuccess;
 }
-Code copy_2d(const Copy2D* copy, StreamHandle stream) {
-  const std::lock_guard lock(world().mutex);
-  check_stream(stream);
-  ++world().calls.pitched;
-  const auto most = static_cast<size_t>(world().settings.max_pitch);
-  require(copy->src_pitch <= most && copy->dst_pitch <= most, "a pitch beyond the device's");
-  require(copy->src_pitch >= copy->width && copy->dst_pitch >= copy->width, "a pitch below the width");
-  if (const Code code = unsafe_call(); code != cuda::kSuccess) return code;
-  if (fails_now()) return kInvalidValue;
-  const bool from_host = copy->src_type == cuda::kMemoryTypeHost;
-  const auto* src = from_host ? static_cast<const std::byte*>(copy->src_host)
-                              : reinterpret_cast<const std::byte*>(copy->src_device);
-  auto* dst =
-      from_host ? reinterpret_cast<std::byte*>(copy->dst_device) : static_cast<std::byte*>(copy->dst_host);
-  const bool whole = of_one_range(src, (copy->height - 1) * copy->src_pitch + copy->width) &&
-                     of_one_range(dst, (copy->height - 1) * copy->dst_pitch + copy->width);
-  if (!whole) return kInvalidValue;
-  for (size_t row = 0; row < copy->height; ++row) {
-    enqueue_copy(as_stream(stream), dst + row * copy->dst_pitch, src + row * copy->src_pitch, copy->width);
-  }
-  return cuda::kSuccess;
-}
 Code batch(DeviceAddress* dsts, DeviceAddress* srcs, size_t* sizes, size_t count, BatchAttributes* attributes,
            size_t* indices, size_t attribute_count, StreamHandle stream) {
   const std::lock_guard lock(world().mutex);
@@ -250,6 +227,17 @@ Code batch_12080(DeviceAddress* dsts, DeviceAddress* srcs, size_t* sizes, size_t
   return batch(dsts, srcs, sizes, count, attributes, indices, attribute_count, stream);
 }
 
+void run_on_cpu(const cuda::CopyJob& job, int32_t warps) {
+  for (int32_t warp = warps - 1; warp >= 0; --warp) {
+    for (int lane = kWarpThreads - 1; lane >= 0; --lane) {
+      copy_share(job, warp, warps, lane, [&](int32_t) {
+        const bool last = warp == 0 && lane == 0;
+        if (last && job.words.passed != nullptr) __atomic_fetch_add(job.words.passed, 1, __ATOMIC_RELEASE);
+      });
+    }
+  }
+}
+
 namespace {
 
 std::string launch(const cuda::CopyJob& given, std::span<const std::byte> tables, int multiprocessors,
@@ -281,7 +269,7 @@ std::string launch(const cuda::CopyJob& given, std::span<const std::byte> tables
       const std::lock_guard inner(world().mutex);
       world().calls.stage_ends.assign(job.stage_ends, job.stage_ends + job.stage_count);
     }
-    cuda::run_on_cpu(job, 3);
+    run_on_cpu(job, 3);
     if (corrupts && !job.to_device)
       *reinterpret_cast<std::byte*>(job.pages[0].host + job.chunks[0].page_offset) ^= std::byte{1};
     const std::lock_guard inner(world().mutex);

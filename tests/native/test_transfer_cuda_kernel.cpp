@@ -46,7 +46,7 @@ TEST_CASE(
   for (const int version : {13000, 12040}) {
     CAPTURE(version);
     CudaWorld world({}, {.version = version}, kAll);
-    const cuda::Path engine = version == 13000 ? cuda::Path::kBatch : cuda::Path::kPitched;
+    const cuda::Path engine = version == 13000 ? cuda::Path::kBatch : cuda::Path::kSingle;
     moves(world);
     CHECK(world.lane->copier().count(cuda::Path::kKernel).pieces == 2);
     CHECK(world.lane->copier().count(engine).pieces == 0);

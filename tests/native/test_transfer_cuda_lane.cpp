@@ -25,11 +25,7 @@ struct Way {
 const std::vector<Way> kWays = {
     {"batch, 13.0", {.version = 13000}, {.batch = true, .kernel = false}, cuda::Path::kBatch},
     {"batch, 12.8", {.version = 12080}, {.batch = true, .kernel = false}, cuda::Path::kBatch},
-    {"old driver", {.version = 12040}, {.batch = true, .kernel = false}, cuda::Path::kPitched},
-    {"small pitch",
-     {.version = 12040, .max_pitch = 64},
-     {.batch = true, .kernel = false},
-     cuda::Path::kPitched},
+    {"old driver", {.version = 12040}, {.batch = true, .kernel = false}, cuda::Path::kSingle},
     {"kernel", {.version = 13000}, {.batch = true, .kernel = true}, cuda::Path::kKernel},
 };
 

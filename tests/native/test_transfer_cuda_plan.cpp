@@ -9,9 +9,11 @@
 #include "cuda/copy_job.h"
 #include "cuda/copy_plan.h"
 #include "cuda/copy_ways.h"
+#include "fake_cuda.h"
 
 using namespace flexkv;
 using namespace flexkv::cuda;
+using fake_cuda::run_on_cpu;
 
 namespace {
 
@@ -26,19 +28,18 @@ std::vector<Copy> list_copies(std::span<const Segment> segments, std::span<const
 }  // namespace
 
 TEST_CASE("cuda plan: the way of a run follows from its own length and from what there is") {
-  const Capabilities all{true, true, 1 << 20};
+  const Capabilities all{true, true};
   CHECK(kernel_below(all, Direction::kToDevice) == 64 << 10);
-  CHECK(kernel_below({true, false, 1 << 20}, Direction::kToDevice) == 512 << 10);
-  CHECK(kernel_below({true, false, 1 << 20}, Direction::kToHost) == INT64_MAX);
+  CHECK(kernel_below({true, false}, Direction::kToDevice) == 512 << 10);
+  CHECK(kernel_below({true, false}, Direction::kToHost) == INT64_MAX);
   for (const Direction direction : {Direction::kToDevice, Direction::kToHost}) {
-    CHECK(kernel_below({false, true, 1 << 20}, direction) == 0);
+    CHECK(kernel_below({false, true}, direction) == 0);
   }
   CHECK(describe_ways(all, Direction::kToHost) ==
         "kernel for all runs of registered memory, 1 multiprocessor; others in batches");
   CHECK(describe_ways(all, Direction::kToDevice) ==
         "kernel for runs below 64 KiB, 2 multiprocessors; others in batches");
-  CHECK(describe_ways({false, false, 1 << 20}, Direction::kToHost) == "in rows");
-  CHECK(describe_ways({false, false, 0}, Direction::kToHost) == "one by one");
+  CHECK(describe_ways({false, false}, Direction::kToHost) == "one by one");
 
   // MLA with an indexer: by their mean of 36 KiB the short runs would go with the long ones.
   const Segment segments[] = {
@@ -105,65 +106,30 @@ TEST_CASE("cuda plan: copies that continue each other are one, empty ones none")
   CHECK(copies[1].host == host + 1000);
 }
 
-TEST_CASE("cuda plan: no copy and no rows have bytes of two layers that were allocated apart") {
+TEST_CASE("cuda plan: no copy has bytes of two layers that were allocated apart") {
   std::byte host[4096];
   constexpr uintptr_t kBase = 1 << 20;
-  // Layers right behind each other: of two blocks each, and of one block, so that they continue each other.
-  const Segment layers[] = {
-      {kBase, 100, 100, 0, 0}, {kBase + 200, 100, 100, 100, 1}, {kBase + 400, 100, 100, 200, 2}};
+  // Layers of one block, right behind each other.
   const Segment single[] = {{kBase, 100, 100, 0, 0}, {kBase + 100, 100, 100, 100, 1}};
   const PageEnds pages[] = {{1, host}};
   const PageEnds first[] = {{0, host}};
-  auto copies = list_copies(layers, pages);
-  CHECK(group_rows(copies, 1 << 20).size() == 3);
   CHECK(list_copies(single, first).size() == 2);
-  for (Copy& copy : copies) copy.region = 0;  // control: in one region they are rows of one copy
-  CHECK(group_rows(copies, 1 << 20).size() == 1);
-  // All layers in a block: one region, whose layers continue each other.
+  // Control, with all layers in a block: one region, whose layers continue each other.
   const Segment together[] = {{kBase, 200, 100, 0, 0}, {kBase + 100, 200, 100, 100, 1}};
   CHECK(list_copies(together, pages).size() == 1);
 }
 
-TEST_CASE("cuda plan: no copy and no rows have bytes of two pieces of registered memory") {
+TEST_CASE("cuda plan: no copy has bytes of two pieces of registered memory") {
   std::byte host[4096];
   const Segment segment{1 << 20, 300, 300, 0, 0};
   // Neighbours at both ends; the third page's slot was registered separately.
-  const PageEnds pages[] = {{0, host, 4}, {1, host + 300, 4}, {2, host + 600, 5}, {3, host + 900, 5}};
+  PageEnds pages[] = {{0, host, 4}, {1, host + 300, 4}, {2, host + 600, 5}, {3, host + 900, 5}};
   const auto copies = list_copies(std::span(&segment, 1), pages);
   REQUIRE(copies.size() == 2);
   CHECK(copies[0].bytes == 600);
   CHECK(copies[1].host == host + 600);
-
-  std::vector<Copy> rows;
-  for (uintptr_t i = 0; i < 8; ++i)
-    rows.push_back({(1 << 20) + i * 256, host + i * 400, 100, i < 5 ? 0 : 1, 0});
-  const auto groups = group_rows(rows, 1 << 20);
-  REQUIRE(groups.size() == 2);
-  CHECK(groups[0].rows == 5);
-  for (Copy& row : rows) row.piece = 0;  // control: in one piece they are one copy
-  CHECK(group_rows(rows, 1 << 20).size() == 1);
-}
-
-TEST_CASE("cuda plan: rows of equal steps are one pitched copy, in the order that needs fewer") {
-  std::vector<std::byte> host(1 << 16);
-  // Four layers, eight neighbouring blocks: along the pages 8 groups of 4 rows, along the runs 4 groups of 8.
-  std::vector<Copy> copies;
-  for (uintptr_t block = 0; block < 8; ++block) {
-    for (uintptr_t layer = 0; layer < 4; ++layer) {
-      copies.push_back(
-          {(1 << 20) + layer * 64 * 1024 + block * 256, host.data() + block * 4096 + layer * 100, 100});
-    }
-  }
-  auto groups = group_rows(copies, 1 << 20);
-  REQUIRE(groups.size() == 4);
-  CHECK(groups[0].rows == 8);
-  CHECK(groups[0].device_step == 256);
-  CHECK(groups[0].host_step == 4096);
-  // Steps beyond the device's largest pitch are not used.
-  for (const PitchedCopy& group : group_rows(copies, 300)) CHECK(group.rows == 1);
-  size_t rows = 0;
-  for (const PitchedCopy& group : group_rows(copies, 5000)) rows += group.rows;
-  CHECK(rows == copies.size());
+  for (PageEnds& page : pages) page.piece = 4;  // control: in one piece they are one copy
+  CHECK(list_copies(std::span(&segment, 1), pages).size() == 1);
 }
 
 TEST_CASE("cuda plan: the kernel's functor moves every byte of odd runs at odd places, and no other") {

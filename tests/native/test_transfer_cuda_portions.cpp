@@ -112,43 +112,19 @@ TEST_CASE("cuda portions: long runs to the host are cut") {
   CHECK(calls.peak_long_stores == 0);
 }
 
-TEST_CASE("cuda portions: a long copy to the host waits for short ones, and they for it") {
-  const CudaShape shape{.layers = 1, .blocks = 24, .run_bytes = 64 << 10, .extent_slots = 24};
-  CudaWorld world(shape, {}, kRows);
-  std::vector<std::byte> long_blocks(4 * (2 << 20));
-  const Segment run{reinterpret_cast<uintptr_t>(long_blocks.data()), 2 << 20, 2 << 20, 0, 0};
-  const auto pool = HostPool::create({2 << 20, 4, 8 << 20}, {});
-  pool->pin(cuda::make_registrar(world.device), {.tries = 0});
-  REQUIRE(comes_true([&] { return pool->pinned_slots() == 4; }));
-  world.engine->attach_view(1, std::make_shared<KvView>(std::vector{run}, 4, 2 << 20), pool, 0, kNoDigests);
-  for (int round = 0; round < 20; ++round) {
-    std::vector<int64_t> tickets;
-    for (int32_t i = 0; i < 4; ++i) {
-      OpSpec spec = world.op(OpKind::kD2H, {i}, {i});
-      spec.group = 1;
-      tickets.push_back(world.submit(spec));
-      tickets.push_back(world.submit(world.op(OpKind::kD2H, all_of(shape), all_of(shape))));
-    }
-    for (const int64_t ticket : tickets) REQUIRE(world.engine->wait(ticket, CudaWorld::kLongS));
-    for (const OpResult& result : world.engine->poll(64)) CHECK(result.status == Status::kOk);
-  }
-  const fake_cuda::Calls calls = fake_cuda::calls();
-  CHECK(calls.peak_long_stores == 1);
-  CHECK(calls.peak_bytes[kStores] <= 2 << 20);  // nothing beside it
-}
-
-TEST_CASE("cuda portions: without batches no two long copies to the host are under way") {
+TEST_CASE("cuda portions: long copies to the host are cut without batches, too") {
   const CudaShape shape{.layers = 1, .blocks = 6, .run_bytes = 3 << 20, .extent_slots = 1};
-  const fake_cuda::Calls calls = there_and_back(shape, kRows);
-  CHECK(calls.peak_long_stores == 1);
-  CHECK(calls.peak_bytes[kStores] <= cuda::kPortionBytes[kStores]);
+  const fake_cuda::Calls calls = there_and_back(shape, kSingle);
+  CHECK(calls.peak_long_stores == 0);
+  CHECK(calls.longest_copy[kStores] == cuda::kStoreCopyBytes);
+  CHECK(calls.peak_bytes[kStores] <= most_under_way(kStores));
   CHECK(calls.peak_bytes[kLoads] <= most_under_way(kLoads));
 }
 
 TEST_CASE("cuda portions: without batches neighbours to the host are not joined to a long copy") {
   const CudaShape shape{
       .layers = 1, .blocks = 24, .run_bytes = 64 << 10, .extent_slots = 24, .exact_slots = true};
-  CudaWorld world(shape, {}, kRows);
+  CudaWorld world(shape, {}, kSingle);
   CHECK(world.run(world.op(OpKind::kD2H, all_of(shape), all_of(shape))).status == Status::kOk);
   CHECK(fake_cuda::calls().longest_copy[kStores] == cuda::kStoreCopyBytes);
   // Control: they continue each other, and those of loads are joined.
@@ -156,11 +132,11 @@ TEST_CASE("cuda portions: without batches neighbours to the host are not joined 
   CHECK(fake_cuda::calls().longest_copy[kLoads] > cuda::kStoreCopyBytes);
 }
 
-TEST_CASE("cuda portions: control: two portions given to the copier at once are both under way") {
+TEST_CASE("cuda portions: control: two long copies given to the copier at once are both under way") {
   const CudaShape shape{.layers = 1, .blocks = 4, .run_bytes = 3 << 20, .extent_slots = 1};
-  CudaWorld world(shape, {}, kRows);
+  CudaWorld world(shape, {}, kSingle);
   const cuda::Current here(*world.device);
-  cuda::Copier copier(world.device, {}, kRows);
+  cuda::Copier copier(world.device, {}, kSingle);
   cuda::CopyStream stream(world.device, false);
   fake_cuda::hold_all(true);
   const std::vector<cuda::PageEnds> pages{{0, world.pool->slot_address(0), 0},
@@ -202,7 +178,7 @@ TEST_CASE("cuda portions: a small copy of the engine's waits for three portions 
 TEST_CASE("cuda portions: a page of layers or of one long one arrives whole, in either order") {
   for (const int32_t layers : {20, 5, 1}) {
     for (const bool layerwise : {false, true}) {
-      for (const cuda::CopySwitches& switches : {kBatches, kRows}) {
+      for (const cuda::CopySwitches& switches : {kBatches, kSingle}) {
         CAPTURE(layers);
         CAPTURE(layerwise);
         const CudaShape shape{.layers = layers,

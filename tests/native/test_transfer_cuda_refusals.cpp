@@ -3,7 +3,6 @@
 #include <doctest/doctest.h>
 
 #include <algorithm>
-#include <array>
 
 #include "base/error.h"
 #include "cuda/copy_stream.h"
@@ -93,33 +92,6 @@ TEST_CASE("cuda refusals: more runs than a kernel's tables have room for go by t
     CHECK(copier.failed_launches() == 0);
     CHECK(copier.notes().empty());
   }
-}
-
-TEST_CASE("cuda refusals: no copy has bytes of two layers, also where these lie at equal distances") {
-  CudaWorld world({.apart = true}, {}, kRows);
-  world.fill(1, 2);
-  CHECK(world.run(world.op(OpKind::kD2H, {1}, {1})).status == Status::kOk);
-  CHECK(world.slot_holds(1, 2));
-  CHECK(fake_cuda::calls().pitched == 0);
-  CHECK(world.run(world.op(OpKind::kH2D, {8, 7, 6}, {1, 2, 3})).status == Status::kOk);
-  CHECK(world.run(world.op(OpKind::kH2D, {7, 8, 9}, {0, 1, 2})).status == Status::kOk);
-  CHECK(world.holds(8, 2));
-  CHECK(fake_cuda::calls().pitched == world.shape_.layers);  // pages of one layer
-  // Control: the driver refuses one copy over two of them.
-  const cuda::Current here(*world.device);
-  const cuda::Stream stream(world.device);
-  const auto layer = static_cast<size_t>(world.shape_.blocks * world.shape_.run_bytes);
-  std::array<std::byte, 2 * 1024> host{};
-  cuda::Copy2D copy;
-  copy.width = 1024;
-  copy.height = 2;
-  copy.src_type = cuda::kMemoryTypeDevice;
-  copy.src_device = reinterpret_cast<uintptr_t>(world.memory.data());
-  copy.src_pitch = layer;
-  copy.dst_type = cuda::kMemoryTypeHost;
-  copy.dst_host = host.data();
-  copy.dst_pitch = 1024;
-  CHECK(world.device->driver().copy_2d(&copy, stream.handle()) != cuda::kSuccess);
 }
 
 TEST_CASE("cuda refusals: pages of a stream that fails are failed, however its ends are seen") {

@@ -21,26 +21,6 @@ py::dict whole(size_t bytes) {
   return layout;
 }
 
-py::dict copy_2d() {
-  using cuda::Copy2D;
-  py::dict layout = whole(sizeof(Copy2D));
-  FLEXKV_FIELD(Copy2D, src_x);
-  FLEXKV_FIELD(Copy2D, src_y);
-  FLEXKV_FIELD(Copy2D, src_type);
-  FLEXKV_FIELD(Copy2D, src_host);
-  FLEXKV_FIELD(Copy2D, src_device);
-  FLEXKV_FIELD(Copy2D, src_pitch);
-  FLEXKV_FIELD(Copy2D, dst_x);
-  FLEXKV_FIELD(Copy2D, dst_y);
-  FLEXKV_FIELD(Copy2D, dst_type);
-  FLEXKV_FIELD(Copy2D, dst_host);
-  FLEXKV_FIELD(Copy2D, dst_device);
-  FLEXKV_FIELD(Copy2D, dst_pitch);
-  FLEXKV_FIELD(Copy2D, width);
-  FLEXKV_FIELD(Copy2D, height);
-  return layout;
-}
-
 py::dict batch_attributes() {
   using cuda::BatchAttributes;
   py::dict layout = whole(sizeof(BatchAttributes));
@@ -63,7 +43,6 @@ py::dict file_description() {
 
 py::dict cuda_layouts() {
   py::dict all;
-  all["Copy2D"] = copy_2d();
   all["BatchAttributes"] = batch_attributes();
   all["CufileDescription"] = file_description();
   return all;
@@ -79,7 +58,6 @@ py::dict cuda_constants() {
   all["CU_MEMHOSTREGISTER_DEVICEMAP"] = cuda::kHostRegisterDeviceMap;
   all["CU_MEMHOSTALLOC_PORTABLE"] = cuda::kHostAllocPortable;
   all["CU_MEMHOSTALLOC_DEVICEMAP"] = cuda::kHostAllocDeviceMap;
-  all["CU_DEVICE_ATTRIBUTE_MAX_PITCH"] = cuda::kAttributeMaxPitch;
   all["CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT"] = cuda::kAttributeMultiprocessors;
   all["CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM"] =
       cuda::kAttributeHostPointerIsDevicePointer;

@@ -14,27 +14,9 @@ from tests.testing_ext import cuda_constants, cuda_layouts
 driver = pytest.importorskip("cuda.bindings.driver", reason="the extra flexkv[gpu] is not installed")
 cufile = pytest.importorskip("cuda.bindings.cufile", reason="these bindings have no cuFile")
 
-HOST = driver.CUmemorytype.CU_MEMORYTYPE_HOST
 ANY_ORDER = driver.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_ANY
 Layout = dict[str, tuple[int, int]]
 
-COPY_2D: dict[str, tuple[str, Any]] = {
-    "src_x": ("srcXInBytes", 0x1122334455667788),
-    "src_y": ("srcY", 0x2122334455667788),
-    "src_type": ("srcMemoryType", HOST),
-    "src_host": ("srcHost", 0x3122334455667788),
-    "src_device": ("srcDevice", 0x4122334455667788),
-    "src_pitch": ("srcPitch", 0x5122334455667788),
-    "dst_x": ("dstXInBytes", 0x6122334455667788),
-    "dst_y": ("dstY", 0x7122334455667788),
-    "dst_type": ("dstMemoryType", HOST),
-    "dst_host": ("dstHost", 0x1222334455667788),
-    "dst_device": ("dstDevice", 0x1322334455667788),
-    "dst_pitch": ("dstPitch", 0x1422334455667788),
-    "width": ("WidthInBytes", 0x1522334455667788),
-    "height": ("Height", 0x1622334455667788),
-}
-"""Our field -> NVIDIA's, and a value of its full width."""
 BATCH: dict[str, tuple[str, Any]] = {
     "order": ("srcAccessOrder", ANY_ORDER),
     "source_hint": ("srcLocHint", (2, 0x71223344)),
@@ -63,13 +45,6 @@ def differences(make: Callable[[], Any], fields: dict[str, tuple[str, Any]], lay
     return wrong
 
 
-def test_a_pitched_copy_lies_as_theirs() -> None:
-    layout = cuda_layouts()["Copy2D"]
-    assert set(layout) - {""} == set(COPY_2D)
-    assert differences(driver.CUDA_MEMCPY2D, COPY_2D, layout) == []
-    assert layout["height"] == (layout[""][1] - 8, 8)
-
-
 def test_the_attributes_of_a_batch_lie_as_theirs() -> None:
     layout = cuda_layouts()["BatchAttributes"]
     assert set(layout) - {""} == set(BATCH)
@@ -77,9 +52,10 @@ def test_the_attributes_of_a_batch_lie_as_theirs() -> None:
     assert layout["flags"] == (layout[""][1] - 4, 4)
 
 
-@pytest.mark.parametrize("moved", [{"dst_x": (64, 8)}, {"src_type": (20, 4)}, {"width": (104, 8)}], ids=str)
+@pytest.mark.parametrize("moved", [{"order": (4, 4)}, {"source_hint": (8, 8)}, {"flags": (16, 4)}], ids=str)
 def test_a_field_elsewhere_is_found(moved: Layout) -> None:
-    assert differences(driver.CUDA_MEMCPY2D, COPY_2D, cuda_layouts()["Copy2D"] | moved) == list(moved)
+    found = differences(driver.CUmemcpyAttributes, BATCH, cuda_layouts()["BatchAttributes"] | moved)
+    assert found == list(moved)
 
 
 def test_the_description_of_a_file_lies_as_theirs() -> None:
