@@ -187,6 +187,13 @@ class CudaInfo(TypedDict):
 def cuda_info() -> CudaInfo:
     """Whether built with CUDA, driver version (13000 is 13.0; 0 for none), devices, and why none can be used."""
 
+def cuda_identity(device: int) -> tuple[str, str]:
+    """A device's UUID ("GPU-...") and its PCI address ("0000:17:00.0"). Makes no context.
+
+    Raises:
+        ConfigError: there is no such device, or no driver.
+    """
+
 # --- transfer -----------------------------------------------------------------------------------------------
 
 class PageMover:
@@ -207,7 +214,20 @@ class CudaLane(Lane):
     """Copies between a GPU and the host pool. Raises ConfigError where there is no such device, and unless
     1 <= digest_threads <= 16."""
 
-    def __init__(self, device: int, batch: bool, kernel: bool, digest_threads: int) -> None: ...
+    def __init__(
+        self,
+        device: int,
+        batch: bool,
+        kernel: bool,
+        digest_threads: int,
+        load_kernel_below: int | None = None,
+        store_kernel_below: int | None = None,
+    ) -> None:
+        """`load_kernel_below`, `store_kernel_below`: the kernel copies runs of fewer bytes; None: what is built in.
+
+        Raises:
+            ConfigError: there is no such device, or an argument is out of range.
+        """
     @property
     def ways(self) -> dict[str, str]:
         """In words, for "h2d" and "d2h": which runs the kernel copies, and what copies the others."""

@@ -109,9 +109,15 @@ class FakeGpu:
     each stream. It shows order and bookkeeping, and nothing of speed. One at a time in a process.
     """
 
-    def __init__(self) -> None: ...
+    def __init__(
+        self, load_kernel_below: int | None = None, store_kernel_below: int | None = None
+    ) -> None: ...
     @property
     def lane(self) -> Lane: ...
+    def ways(self) -> dict[str, str]:
+        """See `c_ext.CudaLane.ways`."""
+    def identity(self) -> tuple[str, str]:
+        """See `c_ext.cuda_identity`."""
     @property
     def stream(self) -> int:
         """The engine's."""

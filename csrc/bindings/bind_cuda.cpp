@@ -3,13 +3,17 @@
 #include <pybind11/stl.h>
 
 #include <memory>
+#include <optional>
+#include <string>
 #include <utility>
 
+#include "base/error.h"
 #include "bindings/bindings.h"
 #include "bindings/interruptible.h"
 #include "bindings/native_class.h"
 #include "cuda/copy_ways.h"
 #include "cuda/cuda_lane.h"
+#include "cuda/device_info.h"
 #include "cuda/device_memory.h"
 #include "gds/transform/device.h"
 
@@ -18,13 +22,20 @@ namespace py = pybind11;
 namespace flexkv {
 namespace {
 
-std::shared_ptr<cuda::CudaLane> make_cuda_lane(int device, bool batch, bool kernel, int32_t digest_threads) {
+std::shared_ptr<cuda::CudaLane> make_cuda_lane(int device, bool batch, bool kernel, int32_t digest_threads,
+                                               std::optional<int64_t> load_kernel_below,
+                                               std::optional<int64_t> store_kernel_below) {
   const py::gil_scoped_release release;
+  for (const auto& below : {load_kernel_below, store_kernel_below}) {
+    if (below.value_or(0) >= 0) continue;
+    throw ConfigError("the kernel copies runs below " + std::to_string(*below) +
+                      " bytes: must not be negative");
+  }
   auto digests =
       std::make_unique<DigestCrew>(digest_threads);  // made first, because its error names the bad argument
-  return released_without_gil(
-      std::make_shared<cuda::CudaLane>(cuda::Device::open(device), cuda::copy_kernels(),
-                                       cuda::CopySwitches{batch, kernel}, std::move(digests)));
+  return released_without_gil(std::make_shared<cuda::CudaLane>(
+      cuda::Device::open(device), cuda::copy_kernels(),
+      cuda::CopySwitches{batch, kernel, {load_kernel_below, store_kernel_below}}, std::move(digests)));
 }
 
 // Returns (path, pieces, bytes, driver calls) for each path.
@@ -43,7 +54,8 @@ py::list path_counts(const cuda::CudaLane& lane) {
 void bind_cuda(py::module_& m) {
   NativeBinding<cuda::CudaLane, Lane, std::shared_ptr<cuda::CudaLane>>(m, "CudaLane")
       .def(py::init(&make_cuda_lane), py::arg("device"), py::arg("batch"), py::arg("kernel"),
-           py::arg("digest_threads"))
+           py::arg("digest_threads"), py::arg("load_kernel_below") = py::none(),
+           py::arg("store_kernel_below") = py::none())
       .def_property_readonly("notes", [](const cuda::CudaLane& lane) { return lane.copier().notes(); })
       .def_property_readonly("failed_launches",
                              [](const cuda::CudaLane& lane) { return lane.copier().failed_launches(); })
@@ -66,6 +78,13 @@ void bind_cuda(py::module_& m) {
       .def_property_readonly("multiprocessors", &cuda::DeviceMemory::multiprocessors)
       .def("time_copies", &cuda::DeviceMemory::time_copies, py::arg("to_device"), py::arg("call_bytes"),
            py::arg("calls"), py::call_guard<py::gil_scoped_release>());
+  m.def(
+      "cuda_identity",
+      [](int device) {
+        const auto found = without_gil([&] { return cuda::identify(device); });
+        return py::make_tuple(found.uuid, found.pci);
+      },
+      py::arg("device"));
   py::dict thresholds;
   thresholds["load_kernel_below_bytes"] = cuda::kKernelBelowBytes;
   thresholds["load_multiprocessors"] = cuda::kKernelMultiprocessors[0];

@@ -44,6 +44,7 @@ std::vector<std::shared_ptr<StreamEvent>> stage_points(const std::shared_ptr<Cop
 
 Copier::Copier(std::shared_ptr<Device> device, CopyKernels kernels, const CopySwitches& switches)
     : device_(std::move(device)), kernels_(kernels) {
+  capabilities_.measured_below = switches.measured_below;
   if (!switches.batch) {
     note("batched copies are switched off");
   } else if (!device_->driver().has_batch()) {

@@ -19,6 +19,7 @@ namespace flexkv::cuda {
 struct CopySwitches {
   bool batch = true;   // off: never cuMemcpyBatchAsync, whatever the self-test says
   bool kernel = true;  // off: never the kernel
+  std::array<std::optional<int64_t>, 2> measured_below = {};  // see Capabilities
 };
 
 struct PathCount {

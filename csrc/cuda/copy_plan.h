@@ -1,8 +1,10 @@
 // How the runs of some pages are listed as copies between a device and host memory. Arithmetic only: no
 // driver.
 #pragma once
+#include <array>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -25,6 +27,9 @@ struct Capabilities {
   bool kernel = false;
   bool batch = false;
   bool stage_words = false;  // streams can wait for one stage of a kernel that still runs
+  // Unit: bytes. For loads and for stores: the kernel copies shorter runs, as was measured on this device.
+  // Nothing: what copy_ways.h has built in.
+  std::array<std::optional<int64_t>, 2> measured_below = {};
 };
 
 // One contiguous copy, in either direction.

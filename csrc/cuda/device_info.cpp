@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <fstream>
 
+#include "base/error.h"
 #include "cuda/driver.h"
 
 namespace flexkv::cuda {
@@ -21,6 +22,34 @@ Info device_info() {
     info.reason = "the driver reports no device";
   }
   return info;
+}
+
+Identity identify(int ordinal) {
+  std::string missing;
+  const Driver* driver = system_driver(&missing);
+  if (driver == nullptr) throw ConfigError("CUDA device " + std::to_string(ordinal) + ": " + missing);
+  return identify(ordinal, *driver);
+}
+
+Identity identify(int ordinal, const Driver& driver) {
+  const auto require = [&](Code code, const char* call) {
+    if (code == kSuccess) return;
+    throw ConfigError("CUDA device " + std::to_string(ordinal) + ": " + driver.error_text(code, call));
+  };
+  DeviceNumber number = 0;
+  require(driver.device_get(&number, ordinal), "cuDeviceGet");
+  Uuid uuid;
+  require(driver.device_get_uuid(&uuid, number), "cuDeviceGetUuid");
+  char pci[32] = {};
+  require(driver.device_get_pci(pci, sizeof(pci), number), "cuDeviceGetPCIBusId");
+  std::string text = "GPU-";
+  for (size_t i = 0; i < sizeof(uuid.bytes); ++i) {
+    static constexpr char kDigits[] = "0123456789abcdef";
+    if (i == 4 || i == 6 || i == 8 || i == 10) text += '-';
+    text += kDigits[static_cast<unsigned char>(uuid.bytes[i]) >> 4];
+    text += kDigits[uuid.bytes[i] & 15];
+  }
+  return {text, pci};
 }
 
 int64_t bar_bytes(const std::string& pci, const std::string& devices) {

@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <string>
 
+#include "cuda/driver.h"
+
 namespace flexkv::cuda {
 
 struct Info {
@@ -14,6 +16,16 @@ struct Info {
 };
 
 Info device_info();
+
+// What tells a device from another one of the same kind.
+struct Identity {
+  std::string uuid;  // "GPU-" and its digits
+  std::string pci;   // its address on the bus, such as "0000:17:00.0"
+};
+
+// Makes no context. Throws ConfigError for an ordinal that does not exist or without a driver.
+Identity identify(int ordinal);
+Identity identify(int ordinal, const Driver& driver);
 
 // Unit: bytes. The largest window of a PCI device's memory on the bus, which for an NVIDIA GPU is BAR1: disks
 // reach no more of it at once. 0 if the kernel does not say. `pci`: its address, such as "0000:17:00.0".

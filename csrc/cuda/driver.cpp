@@ -52,6 +52,7 @@ LoadedDriver find_functions(FindFunction find) {
   need("cuDeviceGet", d.device_get);
   need("cuDeviceGetName", d.device_get_name);
   need("cuDeviceGetPCIBusId", d.device_get_pci);
+  need("cuDeviceGetUuid", d.device_get_uuid);
   need("cuDeviceTotalMem", d.device_total_mem);
   need("cuDeviceGetAttribute", d.device_get_attribute);
   need("cuDevicePrimaryCtxRetain", d.primary_context_retain);

@@ -42,6 +42,10 @@ inline constexpr unsigned kMemoryTypeDevice = 2;
 inline constexpr int kPointerMemoryType = 2;   // CUpointer_attribute: a CUmemorytype
 inline constexpr uintptr_t kLegacyStream = 1;  // CU_STREAM_LEGACY, by a name that no default changes
 
+struct Uuid {  // CUuuid
+  char bytes[16] = {};
+};
+
 struct MemoryLocation {
   int type = 0;
   int id = 0;
@@ -85,6 +89,7 @@ struct Driver {
   Code (*device_get)(DeviceNumber*, int ordinal) = nullptr;
   Code (*device_get_name)(char*, int bytes, DeviceNumber) = nullptr;
   Code (*device_get_pci)(char*, int bytes, DeviceNumber) = nullptr;
+  Code (*device_get_uuid)(Uuid*, DeviceNumber) = nullptr;
   Code (*device_total_mem)(size_t*, DeviceNumber) = nullptr;
   Code (*device_get_attribute)(int*, int attribute, DeviceNumber) = nullptr;
   Code (*primary_context_retain)(ContextHandle*, DeviceNumber) = nullptr;

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 import click
@@ -27,9 +28,11 @@ from flexkv.cli.bench.tables import (
     processor_table,
 )
 from flexkv.cli.bench.torch_baseline import both_ways_limit_gbps, index_select_rows, small_copy_rows
-from flexkv.cli.bench.transfer_bench import LAYERS, RUN_BYTES, TransferBench
+from flexkv.cli.bench.transfer_bench import LAYERS, RUN_BYTES, WAIT_S, TransferBench, engine_of
 from flexkv.cli.bench.transform_rows import transform_rows
-from flexkv.config import load_config
+from flexkv.cli.bench.way_rows import BY_KERNEL, chosen_ways, way_rows
+from flexkv.config import TransferConfig, load_config
+from flexkv.transfer.ways_file import this_key, write_ways
 
 PARTS = ("lanes", "latency", "beside", "torch", "small", "transform", "events", "disk")
 """Parts of the measurement, in order: the lanes, what they cost the engine, then what they are compared with."""
@@ -104,6 +107,14 @@ def _writable(context: click.Context, parameter: click.Parameter, path: Path | N
     help="Also write the rows there, as they are measured; a file that is there is replaced.",
 )
 @click.option(
+    "--save",
+    "ways_file",
+    type=click.Path(path_type=Path),
+    callback=_writable,
+    help="Measure by which way this GPU copies runs of each length faster, and write a table for transfer.ways_file. "
+    "Without --part that alone is measured.",
+)
+@click.option(
     "--png",
     "png_file",
     type=click.Path(path_type=Path),
@@ -118,11 +129,12 @@ def transfer(
     parts: tuple[str, ...],
     seconds: float,
     json_file: Path | None,
+    ways_file: Path | None,
     png_file: Path | None,
 ) -> None:
     """Copy blocks between an engine's pool and a host pool, and compare that with torch and with the limit.
 
-    A GPU's lane follows the settings transfer.batch_copies and transfer.copy_kernel. Runs
+    A GPU's lane follows the settings transfer.batch_copies, transfer.copy_kernel and transfer.ways_file. Runs
     longer than what a measurement moves are left out.
     """
     if "disk" in parts and folder is None:
@@ -141,6 +153,10 @@ def transfer(
             f"No GPU ({found['reason']}): these are the lanes of plain memory, and say nothing of a GPU."
         )
     total_bytes = megabytes << 20
+    if ways_file is not None:
+        _save_ways(console, ways_file, device, total_bytes, repeats, settings)
+        if not parts:
+            return
     wanted = parts or PARTS
     bench = TransferBench(device, total_bytes, repeats, settings)
     if device is not None and "lanes" in wanted:
@@ -207,6 +223,33 @@ def transfer(
         console.print(f"{direction}: {ways}", highlight=False)
     if png_file is not None:
         draw(results.rows, results.compared, png_file)
+
+
+def _save_ways(
+    console: Console, path: Path, device: int | None, total_bytes: int, repeats: int, settings: TransferConfig
+) -> None:
+    if device is None:
+        raise click.UsageError("--save measures a GPU's ways, and there is none")
+    if not settings.copy_kernel:
+        raise click.UsageError("--save compares with the kernel, which transfer.copy_kernel switches off")
+    engine = engine_of(device, settings, ways=BY_KERNEL)
+    lane = engine.cuda_lane
+    notes = lane.notes if lane is not None and "kernel" not in lane.ways["h2d"] else ""
+    engine.close(WAIT_S)
+    if notes:
+        raise click.UsageError(f"--save compares with the kernel, which cannot be used here: {notes}")
+    key = this_key(device)
+    with _doing(console, "comparing the kernel with the copy engine"):
+        rows = way_rows(lambda ways: TransferBench(device, total_bytes, repeats, settings, ways))
+    ways = chosen_ways(rows)
+    try:
+        write_ways(path, key, ways, [asdict(row) for row in rows])
+    except OSError as error:
+        raise click.ClickException(f"--save {path}: {error}") from error
+    for row in rows:
+        rates = f"kernel {row.kernel_gbps:.1f} GB/s, copy engine {row.engine_gbps:.1f}"
+        console.print(f"{row.direction} {row.run_bytes} bytes: {rates}", highlight=False)
+    console.print(f"{path}: the ways of {key}; transfer.ways_file names it", highlight=False)
 
 
 def _small_copies(device: int | None, bench: TransferBench) -> list[ComparisonRow]:

@@ -77,6 +77,7 @@ def rows(facts: Facts) -> dict[str, str]:
         else f"not used: {cuda['reason']}",
         **_gpu_rows(facts["gpu"]),
         "cufile": _cufile_words(facts["cufile"]),
+        "copy ways": copy_ways_words(facts["copy_ways"]),
         "gds pool": gds_pool_words(facts["gds_pool"]),
         "cpus": f"{facts['cpus']['usable']} usable of {facts['cpus']['total']}",
         "memory": f"{format_size(memory['usable_bytes'])} usable ({memory['limited_by']}) of "
@@ -114,6 +115,27 @@ def _cufile_words(cufile: Facts) -> str:
     if not cufile["path"]:
         return str(cufile["reason"])
     return f"{cufile['version'] or 'unknown version'} from {cufile['path']} ({cufile['found']})"
+
+
+def copy_ways_words(ways: Facts) -> str:
+    """Which table of ways the GPUs' copies go by, and where it is from."""
+    said = []
+    for table in ways["tables"]:
+        if table["refused"]:
+            said.append(f"gpu {table['gpu']}: none, {table['from']} is refused")
+            continue
+        below = table["kernel_below_bytes"]
+        runs = (
+            ""
+            if below is None
+            else ", kernel for "
+            + " and ".join(
+                f"all {name}" if below[way] == "all" else f"{name} of runs below {format_size(below[way])}"
+                for way, name in (("h2d", "loads"), ("d2h", "stores"))
+            )
+        )
+        said.append(f"gpu {table['gpu']}: {table['from']}{runs}")
+    return "; ".join(said) or f"no GPU; {ways['file'] or 'built in'} for one"
 
 
 def gds_pool_words(pool: Facts) -> str:

@@ -19,6 +19,7 @@ from flexkv.config import (
     DiskConfig,
     FlexKVConfig,
     MemoryState,
+    TransferConfig,
     read_memory,
     resolve_host_bytes,
 )
@@ -29,6 +30,7 @@ from flexkv.storage.folder_share import device_of, folder_faults, nearest_there,
 from flexkv.storage.other_keys import describe, older_units
 from flexkv.transfer import nvtx
 from flexkv.transfer.cufile_library import find_cufile
+from flexkv.transfer.ways_file import ways_of
 from flexkv.unit.start_check import start_faults
 from flexkv.weights.table import WeightsTable
 
@@ -50,6 +52,7 @@ def collect(config: FlexKVConfig, model: Path | None) -> Facts:
     lost = folder_faults(config, held_bytes)
     facts = package_facts() | {"gpu": gpu_facts()} | machine_facts(memory) | tier_facts(config, memory, lost)
     facts["cufile"] = asdict(find_cufile())
+    facts["copy_ways"] = copy_ways_facts(config.transfer)
     facts["gds_pool"] = gds_pool_facts(config, facts["gpu"]["devices"])
     refused = start_faults(config, 1, lost)
     facts["problems"] = [str(fault) for fault in refused]
@@ -57,6 +60,7 @@ def collect(config: FlexKVConfig, model: Path | None) -> Facts:
         facts["problems"] += [
             f"the engine would start without the disk {folder}: {reason}" for folder, reason in lost.items()
         ]
+    facts["problems"] += [table["refused"] for table in facts["copy_ways"]["tables"] if table["refused"]]
     try:
         nvtx.enable(config.observe.nvtx)
     except ConfigError as fault:
@@ -95,6 +99,25 @@ def machine_facts(memory: MemoryState) -> Facts:
             "free_pages": memory.huge_pages_free,
         },
     }
+
+
+def copy_ways_facts(settings: TransferConfig) -> Facts:
+    """Which table of ways each GPU's copies go by, and where it is from.
+
+    `kernel_below_bytes` is None for the built-in table, and for one that is refused; "all" stands for runs of every
+    length.
+    """
+    tables = []
+    for device in range(c_ext.cuda_info()["device_count"]):
+        table: Facts = {"gpu": device, "from": settings.ways_file or "built in", "refused": ""}
+        table["kernel_below_bytes"] = None
+        try:
+            if (ways := ways_of(settings, device)) is not None:
+                table["kernel_below_bytes"] = ways.written()
+        except ConfigError as fault:
+            table["refused"] = str(fault)
+        tables.append(table)
+    return {"file": settings.ways_file or None, "tables": tables}
 
 
 def gds_pool_facts(config: FlexKVConfig, devices: list[Facts]) -> Facts:

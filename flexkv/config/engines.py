@@ -91,6 +91,7 @@ EVERYWHERE = frozenset(
         "transfer.copy_threads",
         "transfer.batch_copies",
         "transfer.copy_kernel",
+        "transfer.ways_file",
         "transfer.stuck_s",
         "transfer.close_s",
         "disk.folders",

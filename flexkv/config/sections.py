@@ -225,6 +225,11 @@ class TransferConfig(Section):
         "leaves all of them to the copy engine, which is slower for short runs. The kernel takes no multiprocessor "
         "from the model, but its stores slow an engine's steps more than the copy engine's do.",
     )
+    ways_file: str = Field(
+        "",
+        description="A file of `flexkv bench transfer --save`: which runs a GPU's kernel copies, as measured on this "
+        "GPU, link, driver and version of flexkv; a file of another is refused at start. Unset: what is built in.",
+    )
     stuck_s: Seconds = Field(
         60.0,
         description="An operation in which nothing has moved for this long takes its lane down. Its slots stay out of "

@@ -17,6 +17,7 @@ from flexkv.transfer.base import DataPlane, LaneReport, LayerResult, Ticket
 from flexkv.transfer.graph import OpId, OpKind, OpResult, OpStatus, TransferGraph
 from flexkv.transfer.host_pool import HostPool
 from flexkv.transfer.stream import StreamLike, optional_stream
+from flexkv.transfer.ways_file import CopyWays
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +91,7 @@ class TransferEngine(DataPlane):
         device: the CUDA device on which the engine's pools lie; None for plain memory. Its lane has its own threads.
         batch_copies: whether the copy engine may get batches (it is tested at start in any case).
         copy_kernel: whether short runs may be copied by a kernel.
+        ways: which runs the kernel copies; None for what is built in.
         digest_threads: how many threads make and check the digests of a CUDA device's pages, 1 to 16.
         current_stream: returns the engine's stream, for calls of `submit`, `record`, `order_after` and `open_layers`
             without a `stream`.
@@ -109,6 +111,7 @@ class TransferEngine(DataPlane):
         device: int | None = None,
         batch_copies: bool = True,
         copy_kernel: bool = True,
+        ways: CopyWays | None = None,
         digest_threads: int = 4,
         current_stream: Callable[[], StreamLike] | None = None,
     ) -> None:
@@ -118,7 +121,8 @@ class TransferEngine(DataPlane):
         self.device = device
         self.cuda_lane = None
         if device is not None:
-            self.cuda_lane = c_ext.CudaLane(device, batch_copies, copy_kernel, digest_threads)
+            below = (None, None) if ways is None else (ways.load_kernel_below, ways.store_kernel_below)
+            self.cuda_lane = c_ext.CudaLane(device, batch_copies, copy_kernel, digest_threads, *below)
             log_choices(device, self.cuda_lane)
         self.kernels_given_up = 0
         """How many kernels, of the one that copies and the one that waits, could not be started; they are then no

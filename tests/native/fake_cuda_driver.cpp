@@ -47,6 +47,10 @@ Code device_get_pci(char* pci, int bytes, int) {
   std::strncpy(pci, "FFFF:00:00.0", static_cast<size_t>(bytes));  // which the machine has not
   return cuda::kSuccess;
 }
+Code device_get_uuid(cuda::Uuid* uuid, int device) {
+  for (int i = 0; i < 16; ++i) uuid->bytes[i] = static_cast<char>(0xF0 - i + device);
+  return cuda::kSuccess;
+}
 Code device_total_mem(size_t* bytes, int) {
   *bytes = size_t{80} << 30;
   return cuda::kSuccess;
@@ -249,6 +253,7 @@ Code find(const char* name, void** function, int version, uint64_t, int*) {
       FAKE_ENTRY("cuDeviceGet", device_get),
       FAKE_ENTRY("cuDeviceGetName", device_get_name),
       FAKE_ENTRY("cuDeviceGetPCIBusId", device_get_pci),
+      FAKE_ENTRY("cuDeviceGetUuid", device_get_uuid),
       FAKE_ENTRY("cuDeviceTotalMem", device_total_mem),
       FAKE_ENTRY("cuDeviceGetAttribute", device_get_attribute),
       FAKE_ENTRY("cuDevicePrimaryCtxRetain", context_retain),

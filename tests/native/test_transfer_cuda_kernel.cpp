@@ -2,7 +2,13 @@
 // and no page fails because of it. It runs over the fake driver; nothing here ran on a GPU.
 #include <doctest/doctest.h>
 
+#include <array>
+#include <optional>
+#include <tuple>
+
+#include "base/error.h"
 #include "cuda/copy_ways.h"
+#include "cuda/device_info.h"
 #include "cuda/event.h"
 #include "cuda_world.h"
 
@@ -115,6 +121,36 @@ TEST_CASE("cuda kernel: each stage has a point of its own, also of the next laun
     for (const auto& point : cuda::stage_points(copier, stream, stages)) CHECK(point->make_wait(0).empty());
   }
   CHECK(waited == std::vector<uint32_t>{1, 2, 3, 4, 5});
+}
+
+TEST_CASE("cuda kernel: measured lengths decide which runs it copies, for loads and stores apart") {
+  constexpr int64_t kRun = 4096;
+  using Below = std::array<std::optional<int64_t>, 2>;
+  for (const auto& [below, loaded, stored] :
+       {std::tuple{Below{}, 1, 1}, std::tuple{Below{kRun, kRun + 1}, 0, 1},
+        std::tuple{Below{kRun + 1, kRun}, 1, 0}, std::tuple{Below{0, 0}, 0, 0}}) {
+    CAPTURE(below[0].value_or(-1));
+    CudaWorld world({.run_bytes = kRun}, {}, {.measured_below = below});
+    const cuda::Copier& copier = world.lane->copier();
+    world.fill(1, 7);
+    CHECK(world.run(world.op(OpKind::kD2H, {1}, {0})).status == Status::kOk);
+    CHECK(copier.count(cuda::Path::kKernel).pieces == stored);
+    CHECK(world.run(world.op(OpKind::kH2D, {2}, {0})).status == Status::kOk);
+    CHECK(copier.count(cuda::Path::kKernel).pieces == stored + loaded);
+    CHECK(world.holds(2, 7));
+    CHECK(cuda::describe_ways(copier.capabilities(), cuda::Direction::kToDevice)
+              .find(below[0] == kRun ? "below 4 KiB" : "in batches") != std::string::npos);
+  }
+}
+
+TEST_CASE("cuda kernel: a device is named by its UUID, without a context") {
+  fake_cuda::reset({.devices = 2});
+  const cuda::LoadedDriver loaded = cuda::find_functions(fake_cuda::finder());
+  CHECK(cuda::identify(0, loaded.driver).uuid == "GPU-f0efeeed-eceb-eae9-e8e7-e6e5e4e3e2e1");
+  CHECK(cuda::identify(1, loaded.driver).uuid == "GPU-f1f0efee-edec-ebea-e9e8-e7e6e5e4e3e2");
+  CHECK(cuda::identify(0, loaded.driver).pci == "FFFF:00:00.0");
+  CHECK_THROWS_AS(cuda::identify(2, loaded.driver), ConfigError);
+  CHECK(fake_cuda::primary_contexts().empty());
 }
 
 TEST_CASE("cuda kernel: copies end where the registration of their memory does") {

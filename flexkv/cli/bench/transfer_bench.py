@@ -19,6 +19,7 @@ from flexkv.errors import ContractError
 from flexkv.transfer.engine import TransferEngine
 from flexkv.transfer.graph import OpId, OpKind, OpStatus, Priority, TransferGraph, TransferOp
 from flexkv.transfer.host_pool import HostPool
+from flexkv.transfer.ways_file import CopyWays, ways_of
 
 RUN_BYTES = tuple(4096 << i for i in range(11))
 """Lengths of a block's contiguous runs, 4 KiB to 4 MiB."""
@@ -83,26 +84,41 @@ def chosen_path(moved: Mapping[str, int], direction: str) -> tuple[str, int]:
 
 
 def engine_of(
-    device: int | None, settings: TransferConfig, lanes: Sequence[c_ext.Lane] = ()
+    device: int | None,
+    settings: TransferConfig,
+    lanes: Sequence[c_ext.Lane] = (),
+    ways: CopyWays | None = None,
 ) -> TransferEngine:
-    """A transfer engine that copies on a GPU in the ways that the settings allow."""
+    """A transfer engine that copies on a GPU in the ways that the settings allow.
+
+    Args:
+        ways: take the place of the settings' table.
+    """
     return TransferEngine(
         lanes=lanes,
         device=device,
         batch_copies=settings.batch_copies,
         copy_kernel=settings.copy_kernel,
+        ways=ways or ways_of(settings, device),
     )
 
 
 @contextmanager
 def pooled_engine(
-    device: int | None, settings: TransferConfig, base: int, run_bytes: int, layers: int, blocks: int
+    device: int | None,
+    settings: TransferConfig,
+    base: int,
+    run_bytes: int,
+    layers: int,
+    blocks: int,
+    ways: CopyWays | None = None,
 ) -> Iterator[tuple[TransferEngine, bool]]:
     """An engine between memory, as a layer-first pool, and a host pool of as many slots; and whether the GPU has taken
     or refused all of these, before which it may not take the intended path.
 
     Args:
         base: address of the memory, on `device`; it has `layers` x `blocks` x `run_bytes` bytes.
+        ways: see `engine_of`.
 
     Raises:
         CapacityError: the host memory is not there. ContractError: it was not mapped in `WAIT_S`.
@@ -114,7 +130,7 @@ def pooled_engine(
     ]
     view = c_ext.KvView(np.array(segments, dtype=np.int64), blocks, page)
     pool = HostPool(page, blocks)
-    engine = engine_of(device, settings)
+    engine = engine_of(device, settings, ways=ways)
     try:
         if device is not None:
             pool.pin(device)
@@ -137,14 +153,22 @@ class TransferBench:
     Args:
         device: CUDA device, or None for plain memory.
         settings: the ways that the device's lane may take.
+        ways: see `engine_of`.
 
     Raises:
-        ConfigError: there is no such device. CapacityError: the memory is not there.
+        ConfigError: there is no such device, or no table for it. CapacityError: the memory is not there.
     """
 
-    def __init__(self, device: int | None, total_bytes: int, repeats: int, settings: TransferConfig) -> None:
+    def __init__(
+        self,
+        device: int | None,
+        total_bytes: int,
+        repeats: int,
+        settings: TransferConfig,
+        ways: CopyWays | None = None,
+    ) -> None:
         self._device, self._total, self._repeats = device, total_bytes, repeats
-        self._settings = settings
+        self._settings, self._ways = settings, ways or ways_of(settings, device)
         self._memory = np.zeros(total_bytes, np.uint8) if device is None else None
         self._device_memory = None if device is None else c_ext.DeviceMemory(device, total_bytes)
         self._ids = itertools.count(1)
@@ -157,7 +181,12 @@ class TransferBench:
         """The ways in which the GPU's lane copies, in words, by direction; empty without a GPU."""
         if self._device is None:
             return {}
-        return c_ext.CudaLane(self._device, self._settings.batch_copies, self._settings.copy_kernel, 1).ways
+        engine = engine_of(self._device, self._settings, ways=self._ways)
+        try:
+            assert engine.cuda_lane is not None
+            return engine.cuda_lane.ways
+        finally:
+            engine.close(WAIT_S)
 
     @property
     def multiprocessors(self) -> int:
@@ -200,7 +229,10 @@ class TransferBench:
     def _engine(self, run_bytes: int, blocks: int) -> Iterator[TransferEngine]:
         """An engine between the memory, as a layer-first pool, and a host pool of as many slots."""
         base = self._device_memory.address if self._device_memory is not None else self._memory.ctypes.data  # type: ignore[union-attr]
-        with pooled_engine(self._device, self._settings, base, run_bytes, LAYERS, blocks) as (engine, pinned):
+        with pooled_engine(self._device, self._settings, base, run_bytes, LAYERS, blocks, self._ways) as (
+            engine,
+            pinned,
+        ):
             self._pinned = pinned
             yield engine
 
@@ -212,6 +244,25 @@ class TransferBench:
                 one_way = max(row.gbps for row in rows)
                 rows.append(dataclasses.replace(both, share_of_one_way=both.gbps / one_way))
             return rows
+
+    def one_way_gbps(self, run_bytes: int) -> dict[str, float] | None:
+        """The rate of each direction alone, "H2D" and "D2H"; None where a block has more than all bytes.
+
+        Raises:
+            ContractError: the GPU did not take the host pool's memory, without which the kernel copies nothing.
+        """
+        blocks = self._total // (run_bytes * LAYERS)
+        if blocks < 1:
+            return None
+        share = [np.random.default_rng(0).permutation(blocks).astype(np.int32)]
+        moved = blocks * run_bytes * LAYERS
+        with self._engine(run_bytes, blocks) as engine:
+            if not self._pinned:
+                raise ContractError(f"the GPU refused memory of a host pool of {moved} bytes")
+            return {
+                name: moved / self._median(lambda kind=kind: self._transfer(engine, [kind], share)) / 1e9  # type: ignore[misc]
+                for name, kind in DIRECTIONS.items()
+            }
 
     def loads_by_events(self, run_bytes: int, clock: EventClock) -> tuple[float, str, int] | None:
         """GB/s of a layerwise load between the stream's work before it and the stream's work after it, with path and

@@ -224,6 +224,7 @@ INFO_KEYS: dict[str, set[str] | None] = {
     "native_core": {"variant", "compiler", "with_cuda"},
     "cuda": {"devices", "driver", "reason"},
     "cufile": {"path", "found", "version", "reason"},
+    "copy_ways": {"file", "tables"},
     "gds_pool": {"register_pool", "limits"},
     "cpus": {"usable", "total"},
     "gpu": {"packages", "devices", "reason"},

@@ -16,6 +16,7 @@ OPAQUE = {"ContextHandle": "CUcontext", "StreamHandle": "CUstream", "EventHandle
 """Handles, which point to opaque structures."""
 
 STRUCTS = {
+    "Uuid": ("CUuuid", {"bytes": "bytes"}),
     "MemoryLocation": ("CUmemLocation", {"type": "type", "id": "id"}),
     "BatchAttributes": (
         "CUmemcpyAttributes",

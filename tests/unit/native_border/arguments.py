@@ -28,7 +28,7 @@ from tests.unit.transfer.fake_nvtx import build_fake_nvtx
 
 TAG_BYTES = 40
 
-NEED_A_GPU = ("HostPool.pin", "TransferEngine.record")
+NEED_A_GPU = ("HostPool.pin", "TransferEngine.record", "cuda_identity")
 """Calls that are refused here, whatever their arguments."""
 
 NO_CONSTRUCTOR = ("Found.__init__", "FoundLengths.__init__")

@@ -46,7 +46,7 @@ def test_the_lane_of_a_gpu_is_made_by_the_settings(monkeypatch: pytest.MonkeyPat
     for settings in ({}, {"host.verify_threads": 7, "transfer.copy_kernel": False}):
         with pytest.raises(CapacityError, match="no GPU"):
             open_lanes(load_config(settings, {}), [], tensors, None, [], stream_of=lambda device: 0)  # type: ignore[arg-type]
-    assert given == [(3, True, True, 4), (3, True, False, 7)]
+    assert given == [(3, True, True, 4, None, None), (3, True, False, 7, None, None)]
 
 
 def test_plain_memory_has_no_stream(world: World) -> None:

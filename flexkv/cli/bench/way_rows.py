@@ -1,0 +1,67 @@
+"""`flexkv bench transfer --save`: by which way a GPU copies runs of each length faster, and the table that follows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Protocol
+
+from flexkv.cli.bench.transfer_bench import RUN_BYTES
+from flexkv.transfer.ways_file import ALL_RUNS, CopyWays
+
+BY_KERNEL, BY_ENGINE = CopyWays(ALL_RUNS, ALL_RUNS), CopyWays(0, 0)
+ENGINE_LOADS_FROM = 0.95
+"""The copy engine, which costs the engine's kernels nothing, loads runs where it reaches this much of the kernel's
+rate."""
+KERNEL_STORES_FROM = 0.6
+"""The kernel stores runs where it reaches this much of the copy engine's rate: beside batches of stores an engine's
+steps take longer (docs/gpu.md). An H200's reaches 0.72."""
+
+
+class Rates(Protocol):
+    """`TransferBench`, of which this needs one method."""
+
+    def one_way_gbps(self, run_bytes: int) -> dict[str, float] | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class WayRow:
+    """GB/s (1e9 bytes per second) of runs of one length in one direction, "H2D" or "D2H"."""
+
+    run_bytes: int
+    direction: str
+    kernel_gbps: float
+    engine_gbps: float
+
+
+def way_rows(bench_of: Callable[[CopyWays], Rates]) -> list[WayRow]:
+    """Measures every length of run by the kernel and by the copy engine.
+
+    Args:
+        bench_of: makes the measurement of a lane with these ways.
+    """
+    kernel, engine = bench_of(BY_KERNEL), bench_of(BY_ENGINE)
+    rows = []
+    for run_bytes in RUN_BYTES:
+        of_kernel, of_engine = kernel.one_way_gbps(run_bytes), engine.one_way_gbps(run_bytes)
+        if of_kernel is not None and of_engine is not None:
+            rows += [WayRow(run_bytes, way, of_kernel[way], of_engine[way]) for way in ("H2D", "D2H")]
+    return rows
+
+
+def chosen_ways(rows: Sequence[WayRow]) -> CopyWays:
+    """The table: the copy engine has the lengths from one on, from which it is the better way for all."""
+
+    def below(direction: str) -> int:
+        mine = sorted((row for row in rows if row.direction == direction), key=lambda row: -row.run_bytes)
+        engines = [row.run_bytes for row in takewhile(_is_engines, mine)]
+        return 0 if len(engines) == len(mine) else min(engines, default=ALL_RUNS)
+
+    return CopyWays(below("H2D"), below("D2H"))
+
+
+def _is_engines(row: WayRow) -> bool:
+    if row.direction == "H2D":
+        return row.engine_gbps >= ENGINE_LOADS_FROM * row.kernel_gbps
+    return row.kernel_gbps < KERNEL_STORES_FROM * row.engine_gbps
