@@ -179,6 +179,7 @@ def test_a_keeper_that_ends_takes_its_plugins_along_and_is_started_again(
 ) -> None:
     plugin(tmp_path, "all_sleeps")
     launch()
+    log.wait_for("is started as process")  # the keeper says it after the process is there
     wait_for(lambda: len(processes_of(tmp_path)) == 2, "keeper and plugin run")
     before = processes_of(tmp_path)
     os.kill(keeper_of(tmp_path), number)
