@@ -206,7 +206,7 @@ def test_variables_that_the_docs_name_exist() -> None:
 
 def test_settings_that_the_docs_name_exist() -> None:
     sections = "|".join({key.split(".")[0] for key in setting_fields()})
-    files = {"index.sqlite", "index.damaged", "index.other", "identity.py"}
+    files = {"index.sqlite", "index.damaged", "index.other", "identity.py", "load.py"}
     for page in PAGES:
         named = set(re.findall(rf"`((?:{sections})\.[a-z_]+)\b(?![./(])", page.read_text()))
         assert named - {*setting_fields()} - files == set(), page.name
