@@ -228,7 +228,8 @@ class TransferConfig(Section):
     ways_file: str = Field(
         "",
         description="A file of `flexkv bench transfer --save`: which runs a GPU's kernel copies, as measured on this "
-        "GPU, link, driver and version of flexkv; a file of another is refused at start. Unset: what is built in.",
+        "GPU, link, driver and version of flexkv. Another GPU goes by what is built in, as without the setting, and a "
+        "warning says so.",
     )
     stuck_s: Seconds = Field(
         60.0,

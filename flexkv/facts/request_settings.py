@@ -48,6 +48,10 @@ def _flag(value: object) -> bool:
 
 
 def _tokens(value: object) -> int:
+    if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 20:
+        value = int(value)
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_TOKENS:
         return value
     raise UnreadableError(f"a whole number from 0 to {MOST_TOKENS}")

@@ -100,12 +100,16 @@ class PluginLauncher:
                 pipe.close()
         return f"ended by signal {-code}" if code < 0 else f"ended with {code}"
 
-    def close(self) -> bool:
-        """Ends the plugins, and waits for that; returns whether all that was started has ended. Idempotent."""
+    def begin_close(self) -> None:
+        """Asks the plugins to end, and waits for nothing. Idempotent."""
         self._closing.set()
         with self._lock:
             if self._process is not None and self._process.stdin is not None:
                 self._process.stdin.close()
+
+    def close(self) -> bool:
+        """Ends the plugins, and waits for that; returns whether all that was started has ended. Idempotent."""
+        self.begin_close()
         if not self._thread.ident:
             return True
         self._thread.join(self._times.grace_s + self._times.kill_s + MARGIN_S)

@@ -57,7 +57,8 @@ def find_programs(folder: str) -> FoundPrograms:
     except OSError as error:
         found.refused.append((folder, str(error.strerror)))
         return found
-    if reason := _distrusted(status):
+    reason = _distrusted(status) or _distrusted_above(Path(folder)) or _distrusted_modules(folder, names)
+    if reason:
         found.refused.append((folder, reason))
         return found
     for name in names:
@@ -70,8 +71,10 @@ def find_programs(folder: str) -> FoundPrograms:
             reason = "its name says no rank; allowed are scheduler_*, worker_<rank>_* and all_*"
         elif len(found.places) == MOST_PROGRAMS:
             reason = f"the folder has {MOST_PROGRAMS} plugins already, which is the most"
+        elif not _is_text(name):
+            reason = "its name is no printable text"
         if reason or said is None or program is None:
-            found.refused.append((str(path), reason))
+            found.refused.append((str(path) if _is_text(name) else ascii(str(path)), reason))
             continue
         rank = None if said["rank"] is None else int(said["rank"])
         role = None if said["all"] else Role.WORKER if rank is not None else Role.SCHEDULER
@@ -87,7 +90,7 @@ def _program(path: Path) -> tuple[Program | None, str]:
         return None, str(error.strerror)
     if not stat.S_ISREG(status.st_mode):
         return None, "it is no regular file"
-    if reason := _distrusted(status):
+    if reason := _distrusted(status) or (_distrusted_above(path) if path.is_symlink() else ""):
         return None, reason
     if path.suffix == ".py":
         root = str(Path(flexkv.__file__).resolve().parent.parent)
@@ -95,6 +98,36 @@ def _program(path: Path) -> tuple[Program | None, str]:
     if not os.access(path, os.X_OK):
         return None, "it is neither executable nor a .py file"
     return Program(path.name, (str(path),)), ""
+
+
+def _is_text(name: str) -> bool:
+    """Whether a name can be logged. `os.listdir` makes surrogates of bytes that are no UTF-8, which do not print."""
+    return name.isprintable()
+
+
+def _distrusted_modules(folder: str, names: list[str]) -> str:
+    """Why a module in the folder, which a plugin would import before all others, is not trusted; empty if all are."""
+    for name in names:
+        if name.endswith(".py") and CLAIMS.match(name) is None:
+            try:
+                reason = _distrusted(os.stat(Path(folder, name)))
+            except OSError as error:
+                reason = str(error.strerror)
+            if reason:
+                return f"a plugin may import {name!a}: {reason}"
+    return ""
+
+
+def _distrusted_above(path: Path) -> str:
+    """Why a folder above is not trusted: who may write there can put another file in this one's place. Folders whose
+    entries are their owners' (sticky, as /tmp) are trusted."""
+    for above in path.resolve().parents:
+        status = os.stat(above)
+        if status.st_mode & stat.S_ISVTX:
+            continue
+        if reason := _distrusted(status):
+            return f"{above}: {reason}"
+    return ""
 
 
 def _distrusted(status: os.stat_result) -> str:

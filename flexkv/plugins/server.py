@@ -27,6 +27,12 @@ CHUNK_BYTES = 1 << 18
 DEFAULT_WAIT_S = 30.0
 """Deadline of a call that names none."""
 
+PAUSE_S = 0.1
+"""How long the socket takes no connection after one that it could not take: a process of another user may try for ever,
+and a process without free descriptors would find the same connection again at once."""
+
+WARN_EVERY_S = 60.0
+
 CLOSE_S = 2.0
 """How long a close waits for the thread, which never waits longer than a call of the system takes."""
 
@@ -69,7 +75,8 @@ class CallTaker(ABC):
 
 @dataclass(slots=True, eq=False)
 class Connection:
-    """One plugin's connection. It has one call at a time: further ones wait in the socket, so nothing piles up here.
+    """One plugin's connection. It has one call at a time, until the last byte of its answer has left. Further ones wait
+    in the socket, so nothing piles up here.
 
     Attributes:
         received: the beginning of a call.
@@ -97,6 +104,9 @@ class UnitServer:
         self._connections: dict[int, Connection] = {}
         self._answered: deque[Call] = deque()
         self._is_closing = False
+        self._listens_at_s = 0.0
+        self._warned_s = -WARN_EVERY_S
+        self._turned_away = 0
         with contextlib.ExitStack() as on_error:
             self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             on_error.callback(self._listener.close)
@@ -147,14 +157,15 @@ class UnitServer:
         """Waits for something to do, and does it."""
         poll = select.poll()
         poll.register(self._woken, select.POLLIN)
-        if len(self._connections) < MOST_CONNECTIONS:
+        now_s = time.monotonic()
+        due = [c.call.ends_s for c in self._connections.values() if c.call is not None]
+        if now_s < self._listens_at_s:
+            due.append(self._listens_at_s)
+        elif len(self._connections) < MOST_CONNECTIONS:
             poll.register(self._listener, select.POLLIN)
         for number, connection in self._connections.items():
-            wanted = 0 if connection.call is not None else select.POLLIN
-            poll.register(number, wanted | (select.POLLOUT if connection.unsent else 0))
-        now_s = time.monotonic()
-        ends = [c.call.ends_s - now_s for c in self._connections.values() if c.call is not None]
-        timeout_ms = 1000 * max(0.0, min(ends)) + 1 if ends else None
+            poll.register(number, self._wanted(connection))
+        timeout_ms = 1000 * max(0.0, min(due) - now_s) + 1 if due else None
         ready = dict(poll.poll(timeout_ms))
         if self._woken in ready:
             os.eventfd_read(self._woken)
@@ -167,29 +178,47 @@ class UnitServer:
             self._send_answer(self._answered.popleft())
         self._give_up_late(time.monotonic())
 
+    def _wanted(self, connection: Connection) -> int:
+        """The event to wait for: no call is taken before the last answer has left."""
+        if connection.unsent:
+            return select.POLLOUT
+        return select.POLLIN if connection.call is None else 0
+
     def _accept(self) -> None:
         try:
             accepted, _ = self._listener.accept()
         except OSError as error:
-            logger.warning("a plugin's connection was not accepted: %s", error)
+            self._turn_away(str(error))
             return
         if not is_same_user(accepted):
-            logger.warning(
-                "a process of another user tried to connect to the unit's socket: it was turned away"
-            )
             accepted.close()
+            self._turn_away("it came from a process of another user")
             return
         accepted.setblocking(False)
         self._connections[accepted.fileno()] = Connection(accepted, bytearray(), bytearray())
 
+    def _turn_away(self, reason: str) -> None:
+        """Counts a connection that was not taken, and names it in the log, once a minute at most."""
+        now_s = time.monotonic()
+        self._listens_at_s = now_s + PAUSE_S
+        self._turned_away += 1
+        if now_s - self._warned_s >= WARN_EVERY_S:
+            logger.warning(
+                "%d connections to the unit's socket were turned away, the last because %s",
+                self._turned_away,
+                reason,
+            )
+            self._warned_s, self._turned_away = now_s, 0
+
     def _attend(self, connection: Connection, events: int) -> None:
-        if connection.call is None and events & select.POLLIN:
+        if events & select.POLLIN:
             self._receive(connection)
         elif events & (select.POLLHUP | select.POLLERR):
             self._end(connection)
             return
         if connection.unsent and events & select.POLLOUT:
             self._send(connection)
+            self._go_on(connection)
 
     def _receive(self, connection: Connection) -> None:
         try:
@@ -238,7 +267,11 @@ class UnitServer:
         except PluginCallError as error:
             connection.unsent += encoded({"error": str(error)})
         self._send(connection)
-        if connection.socket.fileno() >= 0:
+        self._go_on(connection)
+
+    def _go_on(self, connection: Connection) -> None:
+        """Begins the next call once the last answer has left: a plugin that reads no answers gets no more of them."""
+        if connection.socket.fileno() >= 0 and connection.call is None and not connection.unsent:
             self._begin_call(connection)
 
     def _send(self, connection: Connection) -> None:

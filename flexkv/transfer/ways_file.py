@@ -2,7 +2,8 @@
 setting `transfer.ways_file` names.
 
 A table holds for one GPU in one slot with one driver and one version of flexkv. Anything else is refused: a threshold
-from another link would be wrong without a sign of it.
+from another link would be wrong without a sign of it. An engine names one file for all its GPUs, so the others go by
+what is built in, and a warning says so.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import flexkv
 from flexkv import c_ext
 from flexkv.config import TransferConfig
 from flexkv.errors import ConfigError
+from flexkv.observe import get_logger
 
 FORMAT = "flexkv copy ways 1"
 ALL_RUNS = (1 << 63) - 1
@@ -32,7 +34,13 @@ PCI_DEVICES = Path("/sys/bus/pci/devices")
 KERNEL_MODULE = Path("/proc/driver/nvidia/version")
 GENERATIONS = {"2.5": 1, "5.0": 2, "8.0": 3, "16.0": 4, "32.0": 5, "64.0": 6}
 """GT/s of a lane -> generation of PCI Express."""
+logger = get_logger(__name__)
+
 HOW = "measure it with `flexkv bench transfer --save`"
+
+
+class OtherKeyError(ConfigError):
+    """A table was measured on another GPU, link, driver or version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,16 +125,40 @@ def ways_of(settings: TransferConfig, device: int | None) -> CopyWays | None:
     return read_ways(settings.ways_file, this_key(device))
 
 
+def usable_ways(settings: TransferConfig, device: int | None) -> CopyWays | None:
+    """The table to copy by on a device; None for what is built in, with a warning where the table is of another key.
+
+    Raises:
+        ConfigError: there is no whole table.
+    """
+    try:
+        return ways_of(settings, device)
+    except OtherKeyError as error:
+        logger.warning("%s; this GPU's copies go by what is built in", error)
+        return None
+
+
+def check_ways_file(settings: TransferConfig) -> None:
+    """Checks at an engine's start that the file has a whole table, of whatever key.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    if settings.ways_file:
+        _checked(settings.ways_file, _content(settings.ways_file))
+
+
 def read_ways(path: str, key: WaysKey) -> CopyWays:
     """Reads a table that was measured on `key`.
 
     Raises:
-        ConfigError: there is no whole table, or it is of another key: names both.
+        ConfigError: there is no whole table.
+        OtherKeyError: it is of another key: names both.
     """
     table = _checked(path, _content(path))
     found = WaysKey(**table["key"])
     if found != key:
-        raise ConfigError(
+        raise OtherKeyError(
             f"transfer.ways_file: {path} was measured on {found}, and this is {key}: {HOW} here"
         )
     below = table["kernel_below_bytes"]

@@ -174,7 +174,7 @@ class LiveUnit(EngineUnit):
     def close(self) -> bool:
         if self._closed is None:
             if self.plugins is not None:
-                self.plugins.close()
+                self.plugins.begin_close()
             self.gate.poll()
             self.gate.close()
             self._closed = self.driver.close(self._close_s)
@@ -183,4 +183,6 @@ class LiveUnit(EngineUnit):
             self.manager.disable()
             self.manager.flush_log()
             self.pool.close()
+            if self.plugins is not None:
+                self.plugins.close()
         return self._closed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flexkv.config import FlexKVConfig
 from flexkv.facts.ranks import UnitId
-from flexkv.observe import get_logger
+from flexkv.observe import get_logger, warn_once
 from flexkv.plugins.base import Place, Role
 from flexkv.plugins.launcher import PluginLauncher
 from flexkv.plugins.programs import FoundPrograms, find_programs
@@ -19,7 +19,15 @@ def start_rank_plugins(config: FlexKVConfig, rank: int, unit: UnitId) -> PluginL
     """Starts the plugins beside a rank that serves `unit`; None where there are none."""
     if config.plugins.folder is None:
         return None
-    return _launch(config.plugins.folder, find_programs(config.plugins.folder), Role.WORKER, rank, unit)
+    found = find_programs(config.plugins.folder)
+    _name_refused(found)
+    return _launch(config.plugins.folder, found, Role.WORKER, rank, unit)
+
+
+def _name_refused(found: FoundPrograms) -> None:
+    """Names in the log, once per process, what is not run."""
+    for name, reason in found.refused:
+        warn_once(logger, f"plugin {name}", "plugins.folder: %s is not run: %s", name, reason)
 
 
 def _launch(
@@ -55,12 +63,16 @@ class UnitPlugins:
         if folder is None:
             return None
         found = find_programs(folder)
-        for name, reason in found.refused:
-            logger.warning("plugins.folder: %s is not run: %s", name, reason)
+        _name_refused(found)
         if not found.places:
             logger.warning("plugins.folder: %s has no plugins that may run", folder)
             return None
         return cls(folder, found, unit_id, PluginCalls(unit, prompt_keys))
+
+    def begin_close(self) -> None:
+        """Asks the plugins to end, and waits for nothing: an engine that ends may have seconds left to write pages."""
+        if self._launcher is not None:
+            self._launcher.begin_close()
 
     def close(self) -> None:
         """Ends the plugins, then the socket. Waits for them, each wait with its deadline."""

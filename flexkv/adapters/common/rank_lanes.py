@@ -15,7 +15,7 @@ from flexkv.transfer.engine import TransferEngine, cuda_device_of
 from flexkv.transfer.gds_lane import make_gds_lane
 from flexkv.transfer.host_pool import HostPool
 from flexkv.transfer.slab_map import SlabMap
-from flexkv.transfer.ways_file import ways_of
+from flexkv.transfer.ways_file import usable_ways
 
 
 def open_gds_lane(
@@ -75,8 +75,7 @@ def open_lanes(
 
     Raises:
         GeometryError: the tensors lie on several devices, or on one that no lane can reach.
-        ConfigError: `observe.nvtx` names a library that does not exist, or `transfer.ways_file` a table of another GPU,
-            link, driver or version.
+        ConfigError: `observe.nvtx` names a library that does not exist, or `transfer.ways_file` no whole table.
     """
     transfer = config.transfer
     with ExitStack() as opened:
@@ -89,7 +88,7 @@ def open_lanes(
             device=device,
             batch_copies=transfer.batch_copies,
             copy_kernel=transfer.copy_kernel,
-            ways=ways_of(transfer, device),
+            ways=usable_ways(transfer, device),
             digest_threads=config.host.verify_threads,
             current_stream=None if device is None else lambda: stream_of(device),
             queue_ops=transfer.queue_ops,

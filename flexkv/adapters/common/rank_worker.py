@@ -29,6 +29,7 @@ from flexkv.transfer.engine import OnDevice
 from flexkv.transfer.gds_lane import log_lost_registration
 from flexkv.transfer.host_pool import HostPool
 from flexkv.transfer.slab_map import SlabMap
+from flexkv.transfer.ways_file import check_ways_file
 from flexkv.unit.plugins import start_rank_plugins
 
 logger = get_logger(__name__)
@@ -42,8 +43,9 @@ class RankWorker:
             as an integer.
 
     Raises:
-        ConfigError: `observe.nvtx` names a library that does not exist. It is checked here so that it ends the engine's
-            start: a rank in a process of its own that failed later would run on without the cache.
+        ConfigError: `observe.nvtx` names a library that does not exist, or `transfer.ways_file` no whole table. They
+            are checked here so that they end the engine's start: a rank in a process of its own that failed later would
+            run on without the cache.
 
     Attributes:
         device: the CUDA device of the engine's pool; None for plain memory, and before `attach`.
@@ -56,6 +58,7 @@ class RankWorker:
 
     def __init__(self, config: FlexKVConfig, rank: int, current_stream: Callable[[int], int]) -> None:
         nvtx.enable(config.observe.nvtx)
+        check_ways_file(config.transfer)
         self.rank = rank
         self.counters = Counters()
         self.device: int | None = None
@@ -215,8 +218,15 @@ class RankWorker:
         pinned_first = self.device is not None
         return int(self._pool.pinned_slots if pinned_first else self._pool.ready_slots)
 
+    def close_lanes(self) -> None:
+        """Closes the lanes; waits up to `transfer.close_s` for copies in flight. Their results can still be taken. Asks
+        the plugins to end."""
+        if self._plugins is not None:
+            self._plugins.begin_close()
+        self._ops.close()
+
     def close(self) -> None:
-        """Closes the lanes; waits up to `transfer.close_s` for copies in flight. Their results can still be taken."""
+        """Closes the lanes, then waits until the plugins have ended. Idempotent."""
+        self.close_lanes()
         if self._plugins is not None:
             self._plugins.close()
-        self._ops.close()

@@ -155,7 +155,7 @@ class FlexKVLinker(UnifiedCacheLinker):
         """Never refuses. If the promised pages are gone, the load fails later, for all ranks alike."""
         transfer = _only(transfers)
         blocks = pages_of(transfer.device_indices, self._page_size)
-        self._queued[rid] = QueuedLoad(self._cache.keys(transfer.keys), blocks)
+        self._queued[rid] = QueuedLoad(self._cache.keys(transfer.keys), blocks, self._requests.of(rid))
         return True
 
     def start_layer_wise_loading(self) -> int:

@@ -11,6 +11,7 @@ from flexkv.adapters.common.submitted_op import PAST_DEADLINE
 from flexkv.adapters.sglang.rank_cache import RankCache
 from flexkv.cache.base import Completion
 from flexkv.facts.keys import Keys
+from flexkv.facts.request_settings import NO_SETTINGS, RequestSettings
 from flexkv.observe import FailedOps, get_logger
 from flexkv.transfer.graph import BlockIds
 
@@ -26,6 +27,7 @@ class QueuedLoad:
 
     keys: Keys
     blocks: BlockIds
+    settings: RequestSettings = NO_SETTINGS
 
 
 @dataclass(slots=True)
@@ -120,7 +122,7 @@ class LoadBatches:
     ) -> None:
         manager = self._cache.manager
         # Looked up again, because the lease may be gone, or of a later lookup that the engine did not act upon.
-        if self._cache.match(request_id, load.keys, wait_s) < len(load.blocks):
+        if self._cache.match(request_id, load.keys, wait_s, settings=load.settings) < len(load.blocks):
             manager.release(request_id)
             batch.lost = "what was promised is not there any more"
             batch.failed += len(load.blocks)

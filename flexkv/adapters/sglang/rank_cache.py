@@ -288,7 +288,8 @@ class RankCache(RankWorker):
         """Closes the lanes, writes the pages that wait for the disk, and frees the memory. Waits up to
         `transfer.close_s` for copies, and as long again for the lanes."""
         self.quiesce(self.config.transfer.close_s)
-        super().close()
+        self.close_lanes()
         self.take_results()
         self._report.close()
         self._unit.close()
+        super().close()

@@ -439,8 +439,11 @@ class SchedulerSide:
         if self.unit.state is UnitState.CLOSED:
             return
         for worker in self.workers:
-            worker.close()
+            worker.close_lanes()
         # Stores that have ended in these workers, also while they closed, are published, so they go to other tiers.
         self._completions.collect_early()
         self._watch.close()
         self.unit.close()
+        # Last, because vLLM may kill its core seconds after it has asked for the end, and pages are still written here.
+        for worker in self.workers:
+            worker.close()

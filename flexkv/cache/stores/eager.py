@@ -251,6 +251,8 @@ class EagerStores(RequestStores):
             return None
         if tokens == 0 or block >= len(request.block_ids):
             return None
+        if request.certain == request.settings.max_store_tokens:
+            return None  # the rest of the block may hold tokens beyond the limit
         key = request.tail_key(request.certain)
         if key is None:
             return None

@@ -52,7 +52,8 @@ class LazyStores(RequestStores, CacheListener):
         self._seen: tuple[int, int] = (-1, -1)
         self._offered: dict[int, tuple[bytes, bytes]] = {}
         self._block_of_key: dict[bytes, int] = {}
-        self.suspects: dict[int, bytes] = {}
+        # Nobody knows what the callers asked whose blocks were computed before there was a planner.
+        self.suspects: dict[int, bytes] = parts.watch.hashes()
         self._key_parts: dict[int, tuple[bytes, bytes, bytes]] = {}
         """For each block whose hash does not identify its content: the hash, the namespace of the request that left the
         block, and the engine's key to use in its key."""
@@ -123,8 +124,7 @@ class LazyStores(RequestStores, CacheListener):
         if request.suspect_from is not None:
             for block in request.block_ids[request.suspect_from : good]:
                 self.suspects.pop(block, None)  # the block was computed again
-        if request.has_own_names:
-            self._note_key_parts(request)
+        self._note_key_parts(request)
         # Blocks that the caller or `store.tokens` keeps out must not be stored. No lookup reaches blocks behind one
         # that the caller keeps out, except through the engine's own cache. Blocks from there are other requests' too.
         first = good if request.settings.max_store_tokens is None else max(good, request.own_from)
@@ -133,11 +133,21 @@ class LazyStores(RequestStores, CacheListener):
         self._suspect(request.block_ids[first:])
 
     def _note_key_parts(self, request: StoreRequest) -> None:
-        """Notes how to make the keys of the request's blocks, because a block's hash does not identify the content of
-        an adapter, nor that of an input whose name is valid for this run alone."""
-        for number, block in enumerate(request.block_ids):
+        """Notes how to make the keys of the blocks that the request did not find in the engine's own cache. A block's
+        hash identifies neither an adapter's content nor a namespace, nor an input whose name is valid for this run
+        alone."""
+        own = request.block_ids[request.own_from :]
+        if not request.has_own_names:
+            for block in own if self._key_parts else ():
+                if self._key_parts.pop(block, None) is not None:
+                    self._withdraw(block)
+            return
+        for number, block in enumerate(own, request.own_from):
             if (block_hash := self._watch.hash_of(block)) is not None:
-                self._key_parts[block] = (block_hash, *request.key_part(number, block_hash))
+                parts = (block_hash, *request.key_part(number, block_hash))
+                if self._key_parts.get(block) != parts:
+                    self._key_parts[block] = parts
+                    self._withdraw(block)
 
     def _keys(self, blocks: Sequence[PoolBlock]) -> Keys:
         """Keys of blocks, each in the namespace of the request that left it. Shape [blocks, KEY_BYTES]."""

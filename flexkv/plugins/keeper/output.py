@@ -10,6 +10,8 @@ LINE_BYTES = 1000
 """Longer lines are cut here. A message for the engine stays below the 4096 bytes that a pipe takes in one piece, even
 where each byte becomes three."""
 
+MOST_SHOWN_BYTES = 3 * LINE_BYTES
+
 READ_BYTES = 1 << 16
 """Bytes of one read."""
 
@@ -88,5 +90,7 @@ class OutputLines:
 
 def printable(line: bytes) -> str:
     """The line without anything that could act on a terminal or pass for another line."""
-    text = line.decode(errors="replace").rstrip()
-    return "".join(character if character.isprintable() else "?" for character in text.expandtabs(4))
+    text = line.decode(errors="replace").rstrip().expandtabs(4)
+    shown = "".join(character if character.isprintable() else "?" for character in text)
+    # Cut after tabs became spaces: what is longer than the engine reads at once would begin another message there.
+    return shown.encode()[:MOST_SHOWN_BYTES].decode(errors="ignore")

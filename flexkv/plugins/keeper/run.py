@@ -76,10 +76,14 @@ class PluginRun:
         process.returncode = 0  # the keeper reaps it, with all that the plugins leave behind
         self._say("I", self.program.name, f"is started as process {self.pid}")
 
-    def read(self, now_s: float) -> None:
-        """Reads one piece of output. Sets `reads_at_s` where the plugin has written enough for now."""
+    def read(self, now_s: float, is_last: bool = False) -> None:
+        """Reads one piece of output. Sets `reads_at_s` where the plugin has written enough for now.
+
+        Args:
+            is_last: the process has ended, so this piece is read however much it has written.
+        """
         self.reads_at_s = 0.0
-        if not self._reads.take(now_s):
+        if not self._reads.take(now_s) and not is_last:
             self.reads_at_s = now_s + self._reads.wait_s()
             return
         try:
@@ -95,7 +99,7 @@ class PluginRun:
         """The process has ended with this code, negative for a signal, and was reaped."""
         self.pid = 0
         if self.output >= 0:
-            self.read(now_s)  # its last words: a piece at most
+            self.read(now_s, is_last=True)  # its last words: a piece at most
             self._close_output(now_s)
         how = f"ended by signal {-code}" if code < 0 else f"ended with {code}"
         if code and not self.is_ending:
@@ -120,6 +124,7 @@ class PluginRun:
                 self._say("I", self.program.name, line)
             os.close(self.output)
             self.output = -1
+        self.reads_at_s = 0.0
 
 
 def _die_with_parent() -> None:

@@ -101,12 +101,13 @@ def test_vllms_matchers_stand_for_tiers(read: Read, entries: Any, tiers: tuple[s
 
 
 NOTHING_SHARED = {"skip_save": True, "skip_load": True}
-NOT_TOKENS: tuple[object, ...] = (-1, True, 1.5, "64", [], 2**63)
+NOT_STORED = {"skip_save": True}
+NOT_TOKENS: tuple[object, ...] = (-1, True, 1.5, "64k", "-1", "٣", [], 2**63, float("nan"))
 NOT_TIERS: tuple[object, ...] = ("disk", ["gpu"], [1], [["disk"]], 3)
 NOT_NAMES: tuple[object, ...] = ("", 7, "x" * (MOST_NAMESPACE_BYTES + 1), "\ud800", ["a"])
 UNREADABLE: list[tuple[str, Any, dict[str, Any], str]] = [
     ("flexkv.skip_load", "maybe", {}, "true, false, 1 or 0"),
-    *(("flexkv.max_store_tokens", value, {}, "a whole number") for value in NOT_TOKENS),
+    *(("flexkv.max_store_tokens", value, NOT_STORED, "a whole number") for value in NOT_TOKENS),
     ("max_load_tokens", "all", {}, "a whole number"),
     *(("flexkv.tiers", value, {}, "host, disk, peers, remote") for value in NOT_TIERS),
     ("kv_load_tiers", {"medium": "CPU"}, {}, "a list of mappings"),
@@ -117,6 +118,11 @@ UNREADABLE: list[tuple[str, Any, dict[str, Any], str]] = [
     *(("flexkv.namespace", value, NOTHING_SHARED, "text of 1 to") for value in NOT_NAMES),
     ("lmcache.skip_save", "maybe", {"skip_save": True}, "true, false, 1 or 0; the request is not stored"),
 ]
+
+
+@pytest.mark.parametrize("value", [64, 64.0, "64"])
+def test_a_number_of_tokens_may_be_written_as_http_carries_it(read: Read, value: object) -> None:
+    assert read(**{"flexkv.max_store_tokens": value}) == {"max_store_tokens": 64}
 
 
 @pytest.mark.parametrize(("name", "value", "given", "allowed"), UNREADABLE)

@@ -26,12 +26,13 @@ from flexkv.cache.stores.lazy import LazyStores
 from flexkv.cache.stores.planner import RequestStores, StorePlanner
 from flexkv.config import load_config
 from flexkv.facts.keys import Keys, Rule
+from flexkv.facts.request_settings import RequestSettings
 from flexkv.observe import Counters
 from flexkv.transfer.graph import TransferGraph
 from tests.unit.cache.host_world import end, hit, make
 
 BLOCK = 4
-NAMESPACE = bytes(32)
+NAMESPACE, OTHER = bytes(32), bytes([1] * 32)
 
 
 def hash_of(tokens: Sequence[int]) -> bytes:
@@ -42,8 +43,8 @@ def hashes_of(tokens: Sequence[int]) -> list[bytes]:
     return [hash_of(tokens[: at + BLOCK]) for at in range(0, len(tokens) - BLOCK + 1, BLOCK)]
 
 
-def keys_of(tokens: Sequence[int]) -> Keys:
-    chain = EngineKeyChain(NAMESPACE, GROUP)
+def keys_of(tokens: Sequence[int], namespace: bytes = NAMESPACE) -> Keys:
+    chain = EngineKeyChain(namespace, GROUP)
     chain.extend(hashes_of(tokens))
     return chain.keys
 
@@ -59,6 +60,7 @@ class TokenKeys:
 @dataclass(slots=True, eq=False)
 class Request(StoreRequest):
     tokens: list[int]
+    namespace: bytes = NAMESPACE
 
     @property
     def prompt_tokens(self) -> int:
@@ -75,10 +77,10 @@ class Request(StoreRequest):
 
     @property
     def has_own_names(self) -> bool:
-        return False
+        return self.namespace != NAMESPACE
 
     def key_part(self, block: int, block_hash: bytes) -> tuple[bytes, bytes]:
-        raise AssertionError("no block has a name of its own")
+        return self.namespace, block_hash
 
 
 class Pool(StoreWatch):
@@ -92,6 +94,9 @@ class Pool(StoreWatch):
 
     def hash_of(self, block: int) -> bytes | None:
         return self.hash_by_block.get(block)
+
+    def hashes(self) -> dict[int, bytes]:
+        return dict(self.hash_by_block)
 
     @property
     def free_head(self) -> tuple[int, int]:
@@ -146,9 +151,16 @@ class Orders:
 class Engine:
     """One engine with one KV group of full attention."""
 
-    def __init__(self, kind: type[RequestStores], slots: int = 16, **settings: Any) -> None:
+    def __init__(
+        self,
+        kind: type[RequestStores],
+        slots: int = 16,
+        before: dict[int, bytes] | None = None,
+        **settings: Any,
+    ) -> None:
         self.manager: LocalCacheManager = make(slots)
         self.pool, self.counters = Pool(), Counters()
+        self.pool.hash_by_block.update(before or {})
         named = {f"store.{name}": value for name, value in settings.items()}
         config = load_config(named, {})
         parts = StoreParts(
@@ -214,6 +226,16 @@ def test_a_tail_is_stored_at_the_end() -> None:
     request = engine.start("one", tokens, 50)
     assert engine.step((request, 10)) == [50, 51]
     assert engine.finish(request) == [52]
+
+
+def test_a_tail_that_the_limit_cuts_is_not_stored() -> None:
+    """Its block may hold tokens beyond the limit."""
+    for limit, stored in ((6, [50]), (9, [50, 51]), (11, [50, 51, 52])):
+        engine = Engine(EagerStores, partial_blocks=True)
+        request = engine.start("one", range(10), 50)
+        request.settings = RequestSettings(max_store_tokens=limit)
+        first = engine.step((request, request.storable(10)))
+        assert first + engine.finish(request) == stored, limit
 
 
 def test_what_the_caller_keeps_out_is_not_stored() -> None:
@@ -283,6 +305,40 @@ def test_control_a_hash_alone_does_not_prove_content(monkeypatch: pytest.MonkeyP
     engine.stores.preempted(request)
     engine.pool.free = list(request.block_ids)
     assert engine.step() == [53, 52, 51, 50]
+
+
+def left_by(engine: Engine, name: str, namespace: bytes, found: int = 0) -> list[int]:
+    """A request of two blocks, of which it finds so many in the engine's own cache; returns what its end stores."""
+    engine.pool.free.clear()  # the engine has handed the blocks out again
+    request = engine.start(name, range(8), 50)
+    request.namespace, request.own_from = namespace, found
+    engine.step((request, 8))
+    return engine.finish(request)
+
+
+def test_a_blocks_namespace_is_that_of_the_request_that_computed_it() -> None:
+    engine = Engine(LazyStores)
+    assert left_by(engine, "apart", OTHER) == [50, 51]
+    assert hit(engine.manager, keys_of(range(8))) == 0
+    assert left_by(engine, "plain", NAMESPACE) == [50, 51]
+    assert hit(engine.manager, keys_of(range(8))) == 2
+    assert left_by(engine, "apart again", OTHER) == [], "its pages are there"
+    assert hit(engine.manager, keys_of(range(8), OTHER)) == 2
+
+
+def test_a_request_that_finds_blocks_in_the_engines_cache_does_not_name_them_anew() -> None:
+    engine = Engine(LazyStores)
+    assert left_by(engine, "plain", NAMESPACE) == [50, 51]
+    assert left_by(engine, "apart", OTHER, found=2) == []
+    assert engine.step() == []
+    assert hit(engine.manager, keys_of(range(8), OTHER)) == 0
+
+
+def test_what_was_computed_before_there_was_a_planner_is_not_stored() -> None:
+    before = dict(zip((50, 51), hashes_of(range(8)), strict=True))
+    engine = Engine(LazyStores, before=before)
+    engine.pool.free = [50, 51]
+    assert engine.step() == []
 
 
 @pytest.mark.parametrize("kind", [EagerStores, LazyStores])

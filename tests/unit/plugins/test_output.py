@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 
-from flexkv.plugins.base import Times
+from flexkv.plugins.base import Program, Times
 from flexkv.plugins.keeper.output import (
     BURST_LINES,
     LINE_BYTES,
     LINES_PER_S,
+    MOST_SHOWN_BYTES,
     OutputLines,
     TokenBucket,
     printable,
 )
+from flexkv.plugins.keeper.run import PluginRun
 
 
 def test_lines_pass_whole_however_they_come() -> None:
@@ -58,6 +63,29 @@ def test_a_line_without_an_end_takes_bounded_memory_and_passes_once() -> None:
 )
 def test_nothing_in_a_line_acts_on_a_terminal(line: bytes, text: str) -> None:
     assert printable(line) == text
+
+
+@pytest.mark.parametrize("line", [b"\t" * LINE_BYTES, b"\xff" * LINE_BYTES])
+def test_a_shown_line_stays_below_what_the_engine_reads_at_once(line: bytes) -> None:
+    assert (
+        len(printable(line).encode()) <= MOST_SHOWN_BYTES < 4096 - 2 * 256
+    )  # less a level, a name and an end
+
+
+def test_the_last_words_of_a_chatty_plugin_pass_and_nothing_is_read_after_them(tmp_path: Path) -> None:
+    """It has written all that it may for now when it ends."""
+    said: list[str] = []
+    program = Program("all_chatty", ("/bin/sh", "-c", "echo last words"))
+    run = PluginRun(program, str(tmp_path), Times(), lambda level, name, line: said.append(line), 0.0)
+    run.start(0.0)
+    os.waitpid(run.pid, 0)
+    while run._reads.take(0.0):
+        pass
+    run.read(0.0)
+    assert run.reads_at_s > 0.0, "it waits"
+    run.ended(0, 0.0)
+    assert "last words" in said
+    assert (run.reads_at_s, run.output) == (0.0, -1)
 
 
 def test_a_bucket_gives_its_burst_and_then_its_rate() -> None:

@@ -114,6 +114,38 @@ def test_a_folder_that_cannot_be_read_is_named(name: str, tmp_path: Path) -> Non
     assert (refused, bool(why)) == (str(tmp_path / name), True)
 
 
+def test_a_module_that_others_may_write_to_is_refused_with_its_folder(tmp_path: Path) -> None:
+    """A plugin imports the modules beside it before all others."""
+    plugin(tmp_path, "all_a.py")
+    plugin(tmp_path, "helper.py", mode=0o664)
+    found = find_programs(str(tmp_path))
+    assert found.places == []
+    assert [name for name, _ in found.refused] == [str(tmp_path)]
+    assert "helper.py" in found.refused[0][1]
+    (tmp_path / "helper.py").chmod(0o644)
+    assert names_at(tmp_path, Role.SCHEDULER, None) == ["all_a.py"]
+
+
+def test_a_folder_that_another_could_be_put_in_place_of_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "above" / "plugins"
+    folder.mkdir(parents=True)
+    plugin(folder, "all_a")
+    (tmp_path / "above").chmod(0o777)
+    (refused,) = find_programs(str(folder)).refused
+    assert "above" in refused[1]
+    (tmp_path / "above").chmod(0o1777)  # as /tmp: only its owner may rename an entry
+    assert names_at(folder, Role.SCHEDULER, None) == ["all_a"]
+
+
+def test_a_name_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    plugin(tmp_path, os.fsdecode(b"all_\xe9.py"))
+    plugin(tmp_path, "all_a")
+    found = find_programs(str(tmp_path))
+    assert [reason for _, reason in found.refused] == ["its name is no printable text"]
+    assert all(name.isprintable() for name, _ in found.refused)
+    assert names_at(tmp_path, Role.SCHEDULER, None) == ["all_a"]
+
+
 def test_more_plugins_than_a_folder_may_have_are_refused(tmp_path: Path) -> None:
     for number in range(MOST_PROGRAMS + 2):
         plugin(tmp_path, f"all_{number:02}")

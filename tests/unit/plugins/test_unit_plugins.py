@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import select
 import shutil
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -35,6 +37,7 @@ BLOCK_TOKENS = 4
 PAGES = 6
 KEYS = np.random.default_rng(0).integers(0, 256, (PAGES, 16), dtype=np.uint8)
 PROMPT = list(range(BLOCK_TOKENS * PAGES))
+MANY_CALLS, FEW_ANSWERS = 20_000, 4096
 STORED = 4
 """Pages of the prompt that are stored."""
 
@@ -278,6 +281,36 @@ def test_more_connections_than_allowed_wait(unit: LiveUnit) -> None:
         assert later.status()["state"] == "usable"
 
 
+def ask_without_reading(unit: LiveUnit) -> int:
+    """Sends calls and reads no answer until no more calls are taken; returns the bytes that the unit keeps for them."""
+    call = encoded({"call": "status"})
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as deaf:
+        deaf.connect("\0" + socket_name(unit.unit_id))
+        deaf.setblocking(False)
+        sent, waits_s = 0, time.monotonic() + 1.0
+        while sent < MANY_CALLS and time.monotonic() < waits_s:
+            try:
+                deaf.send(call)
+            except BlockingIOError:
+                time.sleep(0.01)
+                continue
+            sent += 1
+            waits_s = time.monotonic() + 1.0
+        assert unit.plugins is not None
+        (one,) = unit.plugins._server._connections.values()
+        return len(one.unsent)
+
+
+def test_a_plugin_that_reads_no_answers_gets_no_more_of_them(unit: LiveUnit) -> None:
+    assert ask_without_reading(unit) < FEW_ANSWERS
+
+
+def test_control_answers_that_nobody_reads_pile_up(unit: LiveUnit, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server.UnitServer, "_go_on", server.UnitServer._begin_call)
+    monkeypatch.setattr(server.UnitServer, "_wanted", lambda self, one: select.POLLIN | select.POLLOUT)
+    assert ask_without_reading(unit) > FEW_ANSWERS
+
+
 def test_an_error_in_a_call_ends_neither_step_nor_connection(
     unit: LiveUnit, ask: Asking, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -296,7 +329,11 @@ def test_another_user_is_turned_away(unit: LiveUnit, log: Lines, monkeypatch: py
     monkeypatch.setattr(server, "is_same_user", lambda connection: False)
     with connect(name, DEADLINE_S) as plugins_end, pytest.raises(PluginCallError):
         plugins_end.status()
-    log.wait_for("a process of another user tried to connect")
+    log.wait_for("1 connections to the unit's socket were turned away")
+    for _ in range(5):  # another user may try for ever
+        with connect(name, DEADLINE_S) as again, pytest.raises(PluginCallError):
+            again.status()
+    assert log.count("were turned away") == 1
     monkeypatch.undo()
     monkeypatch.setattr(client, "is_same_user", lambda connection: False)
     with pytest.raises(PluginCallError, match="a process of another user listens there"):
@@ -322,6 +359,31 @@ def test_the_kernel_tells_the_user(unit: LiveUnit) -> None:
     os.close(read)
     os.close(write)
     assert b"another user" in told
+
+
+def test_pages_are_written_before_a_unit_waits_for_its_plugins(
+    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that ends may have seconds left, and a plugin that ignores its end takes them."""
+    plugin(tmp_path / "plugins", "all_a")
+    order: list[str] = []
+    made = build()
+    assert made.plugins is not None
+
+    def noted(owner: Any, name: str, words: str) -> None:
+        real = getattr(owner, name)
+
+        def note(*arguments: Any) -> Any:
+            order.append(words)
+            return real(*arguments)
+
+        monkeypatch.setattr(owner, name, note)
+
+    noted(made.plugins, "begin_close", "begin_close")
+    noted(made.driver, "close", "the tiers' close")
+    noted(made.plugins, "close", "the plugins' close")
+    made.close()
+    assert order == ["begin_close", "the tiers' close", "the plugins' close"]
 
 
 def test_a_unit_that_has_ended_is_named(build: Build, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from flexkv.adapters.sglang.load_batches import QueuedLoad
 from flexkv.adapters.sglang.pages import page_keys, pages_of
 from flexkv.cache.base import Completion
 from flexkv.errors import ClosedError, DiskError, GeometryError, KeySchemeError
+from flexkv.facts.request_settings import RequestSettings
 from flexkv.observe import FailedOps
 from flexkv.observe.failed_ops import MOST_LINES, PERIOD_S
 from flexkv.transfer.graph import OpId, OpKind
@@ -127,6 +128,16 @@ def test_a_promise_that_was_lost_fails_the_load_and_nothing_waits(worlds):
     world.loads.wait_until(0)
     assert not world.loads.finish(index)
     assert world.loads.finish(index), "a batch that is not there has nothing to wait for"
+
+
+@pytest.mark.parametrize("skips", [True, False])
+def test_the_lookup_that_begins_a_load_heeds_the_requests_settings(worlds, skips):
+    world = worlds()
+    world.store(hashes_of(1), [1])
+    keys = world.cache.keys(hashes_of(1))
+    assert world.cache.match("r", keys, WAIT_S) == 1
+    load = QueuedLoad(keys, blocks([9]), RequestSettings(skip_load=skips))
+    assert world.loads.finish(world.loads.start({"r": load}, None)) == (not skips)
 
 
 def test_a_page_that_does_not_verify_is_no_hit_and_then_a_miss(worlds):

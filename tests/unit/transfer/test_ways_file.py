@@ -15,15 +15,18 @@ import flexkv
 from flexkv import c_ext
 from flexkv.config import load_config
 from flexkv.errors import ConfigError
+from flexkv.transfer import ways_file
 from flexkv.transfer.ways_file import (
     ALL_RUNS,
     MOST_FILE_BYTES,
     CopyWays,
     WaysKey,
+    check_ways_file,
     driver_version,
     pci_link,
     read_ways,
     this_key,
+    usable_ways,
     ways_of,
     write_ways,
 )
@@ -57,7 +60,7 @@ def test_a_table_comes_back_as_written(path: Path, ways: CopyWays) -> None:
 
 
 OTHERS = [
-    dataclasses.replace(KEY, device="GPU-00000000-0000-0000-0000-000000000000"),
+    dataclasses.dataclasses.replace(KEY, device="GPU-00000000-0000-0000-0000-000000000000"),
     dataclasses.replace(KEY, link_width=8),
     dataclasses.replace(KEY, link_generation=4),
     dataclasses.replace(KEY, driver="12.9 (575.51.03)"),
@@ -219,6 +222,29 @@ def test_a_lane_goes_by_the_table_of_its_gpu(tmp_path: Path, monkeypatch: pytest
     # Without a GPU, or without the setting, nothing is read.
     assert ways_of(settings, None) is None
     assert ways_of(load_config(None, {}).transfer, 0) is None
+    assert usable_ways(settings, 0) == ways
     monkeypatch.setattr(flexkv, "__version__", "9.9")
     with pytest.raises(ConfigError, match=r"flexkv 9\.9"):
         ways_of(settings, 0)
+
+
+def test_a_gpu_that_the_table_is_not_of_goes_by_what_is_built_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An engine names one file for all its GPUs, and must run on all of them."""
+    monkeypatch.setattr(
+        ways_file, "this_key", lambda device: dataclasses.replace(KEY, device=f"GPU-{device}")
+    )
+    path = tmp_path / "ways.json"
+    write_ways(path, dataclasses.replace(KEY, device="GPU-1"), WAYS, [])
+    settings = load_config(None, {"FLEXKV_TRANSFER_WAYS_FILE": str(path)}).transfer
+    assert [usable_ways(settings, device) for device in (0, 1)] == [None, WAYS]
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "GPU-0" in said
+    assert "built in" in said
+    check_ways_file(settings)
+    path.write_text("{")
+    with pytest.raises(ConfigError):
+        check_ways_file(settings)
+    with pytest.raises(ConfigError):
+        usable_ways(settings, 1)
