@@ -3,6 +3,7 @@ them outlives it."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -83,8 +84,11 @@ def test_the_engine_serves_as_if_there_were_no_plugins(engines: Engines, stream:
     # Everything that runs is killed, in the engine's steps; then the engine ends, and nothing is left.
     running = processes_of(folder)
     assert running
-    for process in running:
-        os.kill(process, signal.SIGKILL)
+    # Stopped first: a shell whose child was killed would start another, which nobody kills once the keeper is gone.
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for process in running:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, number)
     session.forget()
     assert session.check_one(prompt).cached == prompt.whole_blocks
     wait_for(lambda: processes_of(folder) - running, "a keeper is started again")

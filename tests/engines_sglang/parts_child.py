@@ -11,13 +11,13 @@ import traceback
 from importlib import import_module
 
 PARTS = (
+    "input_child",  # first: its control is a scheduler that nobody watches, and a linker watches it for good
     "pool_child",
     "host_pool_child",
     "hash_child",
     "linker_child",
     "own_flag_child",
     "identity_child",
-    "input_child",
 )
 """Modules with `cases()`, which yields the name and the results of each case. SGLang is imported once for all of
 them."""

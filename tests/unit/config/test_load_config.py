@@ -194,6 +194,7 @@ MAY_BE_EMPTY = (
     "disk.folders",
     "identity.model",
     "identity.namespace",
+    "transfer.ways_file",
     *(f"remote.{name}" for name in ("urls", "user", "password_file", "ca_file", "tenant", "rdma_devices")),
 )
 

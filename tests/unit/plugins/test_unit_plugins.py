@@ -297,6 +297,7 @@ def ask_without_reading(unit: LiveUnit) -> int:
             sent += 1
             waits_s = time.monotonic() + 1.0
         assert unit.plugins is not None
+        assert unit.plugins._server is not None
         (one,) = unit.plugins._server._connections.values()
         return len(one.unsent)
 

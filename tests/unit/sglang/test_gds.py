@@ -18,6 +18,7 @@ from flexkv.adapters.sglang.load_batches import QueuedLoad
 from flexkv.adapters.sglang.page_batches import PageBatches
 from flexkv.config import DiskConfig
 from flexkv.facts.keys import Keys
+from flexkv.facts.request_settings import RequestSettings
 from flexkv.transfer.graph import FailureCause, OpId, OpResult, OpStatus
 from tests.unit.adapters.disk_engines import spoil
 
@@ -210,7 +211,7 @@ def test_promises_of_one_forward_wait_for_the_disk_together(
     world, _ = restarted(worlds, tmp_path, load__lookup_wait_s=0.5)
     match, clock_s, waited = world.cache.match, [100.0], []
 
-    def slow(rid: str, keys: Keys, wait_s: float) -> int:
+    def slow(rid: str, keys: Keys, wait_s: float, settings: RequestSettings) -> int:
         waited.append(wait_s)
         clock_s[0] += wait_s if found else 0.0
         return match(rid, keys, 0.0) if found else 0

@@ -60,7 +60,7 @@ def test_a_table_comes_back_as_written(path: Path, ways: CopyWays) -> None:
 
 
 OTHERS = [
-    dataclasses.dataclasses.replace(KEY, device="GPU-00000000-0000-0000-0000-000000000000"),
+    dataclasses.replace(KEY, device="GPU-00000000-0000-0000-0000-000000000000"),
     dataclasses.replace(KEY, link_width=8),
     dataclasses.replace(KEY, link_generation=4),
     dataclasses.replace(KEY, driver="12.9 (575.51.03)"),
