@@ -44,9 +44,9 @@ def test_a_store_that_ends_while_the_engine_ends_is_kept(make_disk_engine: Make)
     slow = faulty_worker(testing_ext.FaultRule(STALL, kind=int(OpKind.D2H)))
 
     class Ending(slow):  # type: ignore[misc,valid-type]
-        def close(self) -> None:
+        def close_lanes(self) -> None:
             self.movers[self.rank].release()
-            super().close()
+            super().close_lanes()
 
     engine = make_disk_engine(worker_class=Ending)
     engine.add(make_request(PROMPT, "one"))
