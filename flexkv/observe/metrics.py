@@ -160,7 +160,7 @@ _TABLE = (
         "flexkv_lazy_missed_pages_total",
         MetricKind.COUNTER,
         "pages",
-        "Blocks that the engine evicted before a lazy store found a place for them.",
+        "Blocks that the engine evicted or dropped before a lazy store found a place for them.",
     ),
     Metric(
         "flexkv_unpublished_pages_total",

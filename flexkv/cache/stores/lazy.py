@@ -58,6 +58,10 @@ class LazyStores(RequestStores, CacheListener):
         """For each block whose hash does not identify its content: the hash, the namespace of the request that left the
         block, and the engine's key to use in its key."""
         self._passed_over: dict[int, bytes] = {}
+        self._left: dict[int, bytes] = {}
+        """Blocks that requests have left in the engine, with certain KV that was not offered: block -> hash, those left
+        first at the front. One that loses its hash is lost, whoever took it: a step, the engine's own reset, or another
+        connector's load."""
 
     def plan_step(
         self, requests: Iterable[StoreRequest], step: StepBlocks, orders: StoreOrders, idle: bool
@@ -111,6 +115,7 @@ class LazyStores(RequestStores, CacheListener):
         self._offered.clear()
         self._block_of_key.clear()
         self._passed_over.clear()
+        self._left.clear()
         self._seen = (-1, -1)
 
     def _settle(self, request: StoreRequest) -> None:
@@ -131,6 +136,16 @@ class LazyStores(RequestStores, CacheListener):
         if kept := request.kept_out.within(0, len(request.block_ids) * self._block_tokens):
             first = min(first, max(request.own_from, kept[0] // self._block_tokens))
         self._suspect(request.block_ids[first:])
+        self._note_left(reversed(request.block_ids[:first]))  # as the engine hands them out
+
+    def _note_left(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            self._left.pop(block, None)
+            block_hash, offered = self._watch.hash_of(block), self._offered.get(block)
+            if block_hash is None or self.suspects.get(block) == block_hash:
+                continue
+            if offered is None or offered[0] != block_hash:
+                self._left[block] = block_hash
 
     def _note_key_parts(self, request: StoreRequest) -> None:
         """Notes how to make the keys of the blocks that the request did not find in the engine's own cache. A block's
@@ -173,6 +188,7 @@ class LazyStores(RequestStores, CacheListener):
         for block in blocks:
             if (block_hash := self._watch.hash_of(block)) is not None:
                 self.suspects[block] = block_hash
+                self._left.pop(block, None)
 
     def _plan_head(self) -> TransferGraph | None:
         """Plans stores of blocks that the engine may hand out next and that the cache does not have."""
@@ -231,6 +247,7 @@ class LazyStores(RequestStores, CacheListener):
         cached = self._manager.known(GROUP, keys) if plan.dropped else np.ones(len(blocks), np.bool_)
         for block, key, is_cached in zip(blocks, keys, cached.tolist(), strict=True):
             self._withdraw(block.number)
+            self._left.pop(block.number, None)
             if is_cached:
                 self._offered[block.number] = (block.block_hash, key.tobytes())
                 self._block_of_key[key.tobytes()] = block.number
@@ -248,20 +265,30 @@ class LazyStores(RequestStores, CacheListener):
         self._seen = (-1, -1)
 
     def _count_missed(self) -> None:
-        """Counts blocks that were passed over and have lost their hash since: the engine has handed them out, so the
-        cache can no longer get them, unless it has them from elsewhere."""
-        if not self._passed_over:
-            return
-        known = [PoolBlock(*block) for block in self._passed_over.items()]
+        """Counts blocks that were passed over or left, and have lost their hash since: the engine has handed them out
+        or dropped them, so the cache can no longer get them, unless it has them from elsewhere. Those left are looked
+        at from the front up to one that is there: what is lost behind it is counted later."""
+        gone: list[PoolBlock] = []
+        for number, block_hash in self._passed_over.items():
+            if self._watch.hash_of(number) == block_hash:
+                self._left.setdefault(number, block_hash)
+            else:
+                gone.append(PoolBlock(number, block_hash))
+                self._left.pop(number, None)
         self._passed_over.clear()
-        gone = [block for block in known if self._watch.hash_of(block.number) != block.block_hash]
+        while self._left:
+            number, block_hash = next(iter(self._left.items()))
+            if self._watch.hash_of(number) == block_hash:
+                break
+            del self._left[number]
+            gone.append(PoolBlock(number, block_hash))
         missed = int(np.count_nonzero(~self._manager.known(GROUP, self._keys(gone)))) if gone else 0
         if missed:
             self.count(missed, PageLoss.LAZY_MISSED)
             warn_once(
                 logger,
                 "lazy-missed",
-                "lazy stores do not keep up: the engine evicted %d blocks before there was room for them; what is "
+                "lazy stores do not keep up: the engine evicted or dropped %d blocks before they were stored; what is "
                 "missed is counted in flexkv_lazy_missed_pages_total. A larger store.max_reference_share or host.bytes "
                 "helps, or store.mode=eager",
                 missed,

@@ -288,6 +288,37 @@ def test_lazy_stores_take_what_the_engine_hands_out_next() -> None:
     assert hit(engine.manager, keys_of(range(16))) == 0, "the first blocks are still in the engine"
 
 
+@pytest.mark.parametrize("counts", [True, False])
+def test_what_the_engine_drops_before_it_is_stored_is_counted(
+    monkeypatch: pytest.MonkeyPatch, counts: bool
+) -> None:
+    """By its own reset, which tells no connector; the control notes nothing."""
+    if not counts:
+        monkeypatch.setattr(LazyStores, "_note_left", lambda *_: None)
+    engine = Engine(LazyStores)
+    request = engine.start("one", range(16), 50)
+    engine.step((request, 16))
+    engine.pool.free = list(range(1, 9))  # blocks without content, ahead of the request's
+    assert engine.finish(request) == []
+    assert engine.step() == []
+    engine.pool.hash_by_block.clear()
+    assert engine.step() == []
+    assert engine.counters.value("flexkv_lazy_missed_pages_total") == (4 if counts else 0)
+    engine.step()
+    assert engine.counters.value("flexkv_lazy_missed_pages_total") == (4 if counts else 0), "once"
+
+
+def test_what_is_stored_before_the_engine_drops_it_is_not_counted() -> None:
+    engine = Engine(LazyStores)
+    request = engine.start("one", range(16), 50)
+    engine.step((request, 16))
+    stored = engine.finish(request) + engine.step()
+    assert sorted(stored) == [50, 51, 52, 53]
+    engine.pool.hash_by_block.clear()
+    engine.step()
+    assert engine.counters.value("flexkv_lazy_missed_pages_total") == 0
+
+
 def test_lazy_stores_leave_blocks_whose_content_is_not_certain() -> None:
     engine = Engine(LazyStores)
     request = engine.start("one", range(16), 50)
