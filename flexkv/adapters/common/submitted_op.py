@@ -27,32 +27,6 @@ LOSSES = {
 """The loss to count for failed pages, by the op's status. OK stands for an op that ended well but had torn pages."""
 
 
-def count_ended(
-    counters: Counters,
-    direction: str,
-    result: OpResult,
-    pages: int,
-    page_bytes: int,
-    started_s: float | None,
-    loss: PageLoss | None = None,
-) -> None:
-    """Adds an op that has ended to the metrics.
-
-    Args:
-        direction: `load` or `store`.
-        pages: pages of the op.
-        page_bytes: bytes per page that this rank moves.
-        started_s: when the op was submitted (`time.monotonic`); None for one that never was: no time is counted.
-        loss: why pages failed; None for the loss that the status stands for.
-    """
-    failed = len(result.failed)
-    counters.add("flexkv_moved_pages_total", pages - failed, direction=direction)
-    counters.add("flexkv_moved_bytes_total", (pages - failed) * page_bytes, direction=direction)
-    if started_s is not None:
-        counters.observe("flexkv_transfer_seconds", time.monotonic() - started_s, direction=direction)
-    (loss or LOSSES[result.status]).count(counters, failed, direction=direction)
-
-
 @dataclass(slots=True)
 class SubmittedOp:
     """An op submitted here and not yet reported.
@@ -94,7 +68,11 @@ class SubmittedOp:
             stripe_bytes: bytes per page that this rank moves.
         """
         direction = "load" if self.load is not None else "store"
-        loss = PageLoss.DEADLINE if self.given_up == PAST_DEADLINE else None
-        count_ended(counters, direction, result, self.pages, stripe_bytes, self.started_s, loss)
-        if len(result.failed):
-            logger.debug("op %d: %d pages failed: %s", result.op_id, len(result.failed), result.reason)
+        failed = len(result.failed)
+        counters.add("flexkv_moved_pages_total", self.pages - failed, direction=direction)
+        counters.add("flexkv_moved_bytes_total", (self.pages - failed) * stripe_bytes, direction=direction)
+        counters.observe("flexkv_transfer_seconds", time.monotonic() - self.started_s, direction=direction)
+        loss = PageLoss.DEADLINE if self.given_up == PAST_DEADLINE else LOSSES[result.status]
+        loss.count(counters, failed, direction=direction)
+        if failed:
+            logger.debug("op %d: %d pages failed: %s", result.op_id, failed, result.reason)

@@ -295,7 +295,7 @@ class RequestTable:
             certain = prompt
         else:
             certain = min(computed - request.num_output_placeholders, request.num_tokens)
-        # Compared here, because a call for each request would be a tenth of what a step costs.
+        # Compared here, because this runs for each request of each step, and few have settings.
         tracker.certain = certain if tracker.settings is NO_SETTINGS else tracker.storable(certain)
 
     def note_end(self, tracker: RequestTracker) -> None:

@@ -124,7 +124,7 @@ class EagerStores(RequestStores):
         graphs: list[TransferGraph] = []
         for group in self._full_groups:
             table = request.tables[group]
-            end = min(request.certain // self._groups[group].block_tokens, len(table.ids))
+            end = self._certain_end(request, group)
             if end <= table.cursor:
                 table.has_pending = False
                 continue
@@ -135,7 +135,7 @@ class EagerStores(RequestStores):
                 )
                 table.cursor, table.has_pending = end, False
                 continue
-            end = self._end_of(request, group)
+            end = min(end, len(table.keys.keys()))
             for first, end_of_run in self._runs(request, group, end):
                 table.cursor = first
                 graphs += self._offer(request, group, end_of_run, holder)
@@ -156,12 +156,16 @@ class EagerStores(RequestStores):
                 yield first, end_of_run
             first = end if kept is None else min(end, -(-kept[1] // block))
 
+    def _certain_end(self, request: StoreRequest, group: int) -> int:
+        """End of a group's whole blocks that are certain."""
+        return min(request.certain // self._groups[group].block_tokens, len(request.tables[group].ids))
+
     def _end_of(self, request: StoreRequest, group: int) -> int:
         """End of a group's blocks that are certain and have a key; 0 for a group that is not of full attention."""
         if group not in self._full_groups:
             return 0
         table = request.tables[group]
-        end = min(request.certain // self._groups[group].block_tokens, len(table.ids))
+        end = self._certain_end(request, group)
         return end if end <= table.cursor else min(end, len(table.keys.keys()))
 
     def _offer(
