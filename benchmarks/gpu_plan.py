@@ -1,13 +1,15 @@
 """The steps of each stage of a visit to a GPU, with their time limits.
 
 build, smoke and bench take 20 minutes together at most, so that one visit gives the figures; tests and sanitize are for
-another. `all` has parts of every stage within ten minutes. A step that lacks something says so and is left out.
+another. `all` has every stage within ten minutes, with fewer and smaller measurements. A step that lacks something says
+so and is left out.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -22,7 +24,7 @@ ALL = "all"
 """Every stage in one call."""
 ALL_LIMIT_S = 570.0
 """Seconds for `all`, from the call on: below ten minutes."""
-ALL_SHARES = {"build": 4.0, "smoke": 1.0, "bench": 3.5, "tests": 3.0, "sanitize": 2.0}
+ALL_SHARES = {"build": 4.0, "smoke": 1.0, "bench": 3.0, "tests": 6.0, "sanitize": 1.5}
 """How the stages that are left share the time that is left; time that one does not use goes to the others."""
 NEED_A_CORE = STAGES[1:]
 """Stages that run the native core which `build` has made."""
@@ -58,20 +60,34 @@ SANITIZED = {
 }
 
 
-def plan(name: str, out: Path, device: int, folder: Path | None, carried: bool = False) -> Stage:
-    """The stage `name`.
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """What a plan depends on.
 
-    Args:
+    Attributes:
         out: the folder of results.
         folder: lies on the disk to measure; None leaves disks out.
         carried: the core that is here was built with CUDA, and is not rebuilt.
+        quick: measurements are a quarter as large and are repeated three times, so that all stages fit into one call.
+        prepare: MODULE:FUNCTION that each engine of `vllm_beside_gpu` calls before vLLM is imported, or "".
     """
+
+    out: Path
+    device: int = 0
+    folder: Path | None = None
+    carried: bool = False
+    quick: bool = False
+    prepare: str = ""
+
+
+def plan(name: str, visit: Visit) -> Stage:
+    """The stage `name`."""
     makers: dict[str, Callable[[], list[Step]]] = {
-        "build": lambda: _build(CARRIED if carried else ""),
-        "smoke": lambda: _smoke(out, device),
-        "bench": lambda: _bench(out, device, folder),
-        "tests": lambda: _tests(out),
-        "sanitize": lambda: _sanitize(out),
+        "build": lambda: _build(CARRIED if visit.carried else ""),
+        "smoke": lambda: _smoke(visit),
+        "bench": lambda: _bench(visit),
+        "tests": lambda: _tests(visit),
+        "sanitize": lambda: _sanitize(visit.out),
     }
     return Stage(name, LIMITS_S[name], tuple(makers[name]()))
 
@@ -108,9 +124,10 @@ def _build(carried: str) -> list[Step]:
     ]
 
 
-def _smoke(out: Path, device: int) -> list[Step]:
+def _smoke(visit: Visit) -> list[Step]:
+    out = visit.out
     info = (sys.executable, "-m", "flexkv", "info")
-    quick = _bench_command(out, "smoke-lanes.json", device, 256, 5, "lanes")
+    quick = _bench_command(visit, "smoke-lanes.json", 64, 3, "--part", "lanes")
     files = ("tests/gpu/test_transfer_gpu.py", "tests/gpu/test_large_moves_gpu.py")
     without = TORCH_MISSING if find_spec("torch") is None else ""
     return [
@@ -120,47 +137,55 @@ def _smoke(out: Path, device: int) -> list[Step]:
     ]
 
 
-def _bench(out: Path, device: int, folder: Path | None) -> list[Step]:
+def _bench(visit: Visit) -> list[Step]:
     def part(name: str, megabytes: int, repeats: int, limit_s: float, *more: str, missing: str = "") -> Step:
         result = f"bench-{name}.json"
-        command = _bench_command(out, result, device, megabytes, repeats, name)
-        return Step(name, (*command, *more), limit_s, result, missing)
+        if visit.quick:
+            megabytes, repeats = min(megabytes, 256), min(repeats, 3)
+        command = _bench_command(visit, result, megabytes, repeats, "--part", name, *more)
+        return Step(name, command, limit_s, result, missing)
 
-    disk = () if folder is None else ("--folder", str(folder))
+    disk = () if visit.folder is None else ("--folder", str(visit.folder))
+    ways = _bench_command(visit, "bench-ways.json", 256, 3, "--save", str(visit.out / "ways.json"))
     return [
         part("latency", 512, 9, 60.0),
-        part("beside", 512, 5, 90.0),
+        part("beside", 512, 5, 90.0, "--seconds", "24" if visit.quick else "40"),
         part("lanes", 1024, 15, 200.0),
-        part("small", 1024, 15, 60.0),
+        Step("ways", ways, 60.0, "bench-ways.json"),
         part("transform", 1024, 15, 90.0),
         part("torch", 1024, 9, 90.0),
+        part("small", 1024, 15, 60.0),
         part("events", 1024, 15, 60.0),
         part("disk", 512, 9, 150.0, *disk, missing="" if disk else "no --folder was given"),
     ]
 
 
-def _bench_command(
-    out: Path, result: str, device: int, megabytes: int, repeats: int, part: str
-) -> tuple[str, ...]:
-    options = ("--device", str(device), "--megabytes", str(megabytes), "--repeats", str(repeats))
+def _bench_command(visit: Visit, result: str, megabytes: int, repeats: int, *more: str) -> tuple[str, ...]:
+    options = ("--device", str(visit.device), "--megabytes", str(megabytes), "--repeats", str(repeats))
     bench = (sys.executable, "-m", "flexkv", "bench", "transfer")
-    return (*bench, *options, "--part", part, "--json", str(out / result))
+    return (*bench, *options, *more, "--json", str(visit.out / result))
 
 
-def _tests(out: Path) -> list[Step]:
+def _tests(visit: Visit) -> list[Step]:
+    out = visit.out
     without = TORCH_MISSING if find_spec("torch") is None else ""
     steps = [
         _pytest(out, "tests", name, limit_s, (f"tests/gpu/{file}",), without)
         for name, (file, limit_s) in TEST_FILES.items()
     ]
     lacking = not_here()
-    for name, (needed, file) in ENGINES.items():
-        steps.append(
-            _pytest(out, "tests", name, 240.0, (f"tests/gpu/{file}",), missing=lacking.get(needed, ""))
-        )
+    engines = [
+        _pytest(out, "tests", name, 240.0, (f"tests/gpu/{file}",), missing=lacking.get(needed, ""))
+        for name, (needed, file) in ENGINES.items()
+    ]
+    options: tuple[str, ...] = ("--seconds", "18") if visit.quick else ()
+    options += ("--prepare", visit.prepare) if visit.prepare else ()
     beside = (sys.executable, "-m", "benchmarks.vllm_beside_gpu", "--json", str(out / VLLM_RESULT))
-    steps.append(Step("vLLM beside copies", beside, 180.0, VLLM_RESULT, lacking.get("vLLM on the GPU", "")))
-    return steps
+    measured = Step(
+        "vLLM beside copies", (*beside, *options), 180.0, VLLM_RESULT, lacking.get("vLLM on the GPU", "")
+    )
+    # Before the engines' tests, which in one call may find no time any more.
+    return [*steps, measured, *engines]
 
 
 def _sanitize(out: Path) -> list[Step]:

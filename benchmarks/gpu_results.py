@@ -1,6 +1,6 @@
 """Runs everything that needs a GPU, in stages, and writes docs/gpu-results.md from the results.
 
-`python -m benchmarks.gpu_results all --out DIR [--limit-s 570] [--device N] [--folder DIR] [--again]`
+`python -m benchmarks.gpu_results all --out DIR [--limit-s 570] [--device N] [--folder DIR] [--again] [--prepare M:F]`
 `python -m benchmarks.gpu_results build|smoke|bench|tests|sanitize --out DIR [--device N] [--folder DIR] [--again]`
 `python -m benchmarks.gpu_results render --out DIR`
 
@@ -23,7 +23,7 @@ from pathlib import Path
 from benchmarks.gpu_files import RefusedError
 from benchmarks.gpu_machine import ROOT, driver_refusal, machine, not_here, refusal
 from benchmarks.gpu_page import PARTIAL, bench_of, render
-from benchmarks.gpu_plan import ALL, ALL_LIMIT_S, NEED_A_CORE, STAGES, all_deadlines_s, plan
+from benchmarks.gpu_plan import ALL, ALL_LIMIT_S, NEED_A_CORE, STAGES, Visit, all_deadlines_s, plan
 from benchmarks.gpu_stages import ENDING_S, State, run_stage
 
 PAGE = ROOT / "docs" / "gpu-results.md"
@@ -77,9 +77,7 @@ def draw_page(out: Path, picture: Path) -> str:
     return f"{picture}: the picture"
 
 
-def run_all(
-    out: Path, device: int, folder: Path | None, again: bool, ends_s: float, lacking: str
-) -> list[State]:
+def run_all(visit: Visit, again: bool, ends_s: float, lacking: str) -> list[State]:
     """Runs every stage, and returns the state of every step.
 
     Args:
@@ -89,7 +87,7 @@ def run_all(
     Raises:
         RefusedError: as for `run_stage`; nothing more was run.
     """
-    facts: Mapping[str, str] = machine(device)
+    facts: Mapping[str, str] = machine(visit.device)
     missing = not_here()
     states: list[State] = []
     for number, name in enumerate(STAGES):
@@ -100,9 +98,9 @@ def run_all(
                 return [*states, "failed"]
         now_s = time.monotonic()
         until_s = all_deadlines_s(STAGES[number:], name, now_s, ends_s - ENDING_S)
-        stage = plan(name, out, device, folder, carried=not lacking)
+        stage = plan(name, dataclasses.replace(visit, carried=not lacking))
         stage = dataclasses.replace(stage, limit_s=max(0.0, until_s - now_s))
-        states += run_stage(stage, out, facts, missing, again, now_s)
+        states += run_stage(stage, visit.out, facts, missing, again, now_s)
     return states
 
 
@@ -115,6 +113,7 @@ def main() -> None:
     parser.add_argument("--device", type=int, default=0)
     parser.add_argument("--folder", type=Path, help="on the disk to measure")
     parser.add_argument("--limit-s", type=float, default=ALL_LIMIT_S, help="for all of `all`")
+    parser.add_argument("--prepare", default="", help="MODULE:FUNCTION, called before vLLM is imported")
     parser.add_argument("--again", action="store_true", help="also what has a result")
     parser.add_argument(
         "--page", type=Path, default=PAGE, help="that render writes; a picture lies beside it"
@@ -132,12 +131,14 @@ def main() -> None:
     lacking = refusal() if arguments.stage in NEED_A_CORE else driver_refusal()
     if lacking:
         raise SystemExit(f"nothing was run: {lacking}")
+    visit = Visit(out, arguments.device, arguments.folder, prepare=arguments.prepare)
     try:
         if arguments.stage == ALL:
             ends_s = began_s + arguments.limit_s
-            states = run_all(out, arguments.device, arguments.folder, arguments.again, ends_s, refusal())
+            quick = dataclasses.replace(visit, quick=True)
+            states = run_all(quick, arguments.again, ends_s, refusal())
             raise SystemExit(0 if set(states) <= {"passed", "not run"} else 1)
-        stage = plan(arguments.stage, out, arguments.device, arguments.folder)
+        stage = plan(arguments.stage, visit)
         states = run_stage(stage, out, machine(arguments.device), not_here(), arguments.again, began_s)
     except RefusedError as error:
         raise SystemExit(f"nothing was run: {error}") from error

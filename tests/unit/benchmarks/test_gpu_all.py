@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import gpu_plan, gpu_results
-from benchmarks.gpu_plan import ALL_LIMIT_S, ALL_SHARES, STAGES, all_deadlines_s, plan
+from benchmarks.gpu_plan import ALL_LIMIT_S, ALL_SHARES, STAGES, Visit, all_deadlines_s, plan
 from benchmarks.gpu_results import run_all
 from benchmarks.gpu_stages import ENDING_S, SHORTEST_S, Stage, Step, fair_limit_s, read_stage, run_stage
 from tests.unit.benchmarks.test_gpu_results import MACHINE, program
@@ -47,17 +47,17 @@ def test_a_slow_step_leaves_time_for_those_behind_it(tmp_path: Path) -> None:
 
 
 def test_a_carried_core_is_not_built(tmp_path: Path) -> None:
-    steps = {step.name: step.missing for step in plan("build", tmp_path, 0, None, carried=True).steps}
+    steps = {step.name: step.missing for step in plan("build", Visit(tmp_path, carried=True)).steps}
     assert steps == {"packages": "", "core": gpu_plan.CARRIED}
-    assert not any(step.missing for step in plan("build", tmp_path, 0, None).steps)
+    assert not any(step.missing for step in plan("build", Visit(tmp_path)).steps)
 
 
 @pytest.fixture
 def small_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each stage has one step that prints its name; the build prints nothing if a core was carried along."""
 
-    def small(name: str, out: Path, device: int, folder: Path | None, carried: bool = False) -> Stage:
-        missing = gpu_plan.CARRIED if name == "build" and carried else ""
+    def small(name: str, visit: Visit) -> Stage:
+        missing = gpu_plan.CARRIED if name == "build" and visit.carried else ""
         return Stage(
             name, 1.0, (Step("one", (sys.executable, "-c", f"print({name!r})"), 60.0, missing=missing),)
         )
@@ -69,7 +69,7 @@ def small_stages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("small_stages")
 def test_one_call_runs_every_stage(tmp_path: Path) -> None:
-    states = run_all(tmp_path, 0, None, False, time.monotonic() + 300.0, "")
+    states = run_all(Visit(tmp_path), False, time.monotonic() + 300.0, "")
     assert states == ["not run", "passed", "passed", "passed", "passed"]
     for name in STAGES[1:]:
         (step,) = read_stage(tmp_path, name)["steps"]
@@ -81,9 +81,30 @@ def test_a_core_without_cuda_is_built_and_asked_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_results, "refusal", lambda: "")
-    states = run_all(tmp_path, 0, None, False, time.monotonic() + 300.0, "built without CUDA")
+    states = run_all(Visit(tmp_path), False, time.monotonic() + 300.0, "built without CUDA")
     assert states == ["passed"] * 5
     monkeypatch.setattr(gpu_results, "refusal", lambda: "still without CUDA")
-    again = run_all(tmp_path / "other", 0, None, False, time.monotonic() + 300.0, "built without CUDA")
+    again = run_all(Visit(tmp_path / "other"), False, time.monotonic() + 300.0, "built without CUDA")
     assert again == ["passed", "failed"]
     assert not (tmp_path / "other" / "smoke.json").exists()
+
+
+def test_one_call_measures_less(tmp_path: Path) -> None:
+    """The same steps, each with its result, and what differs is smaller."""
+    whole, quick = (plan("bench", Visit(tmp_path, quick=quick)).steps for quick in (False, True))
+    assert [step.result for step in whole] == [step.result for step in quick]
+    beside = next(step for step in quick if step.name == "beside")
+    assert beside.command[beside.command.index("--seconds") + 1] == "24"
+    for more, less in zip(whole, quick, strict=True):
+        for option in ("--megabytes", "--repeats"):
+            first, second = (int(step.command[step.command.index(option) + 1]) for step in (more, less))
+            assert second <= min(first, 256)
+
+
+def test_engines_are_prepared_as_asked(tmp_path: Path) -> None:
+    def command(prepare: str) -> tuple[str, ...]:
+        steps = plan("tests", Visit(tmp_path, prepare=prepare)).steps
+        return next(step.command for step in steps if step.name == "vLLM beside copies")
+
+    assert command("my.module:prepare")[-2:] == ("--prepare", "my.module:prepare")
+    assert "--prepare" not in command("")

@@ -20,7 +20,7 @@ from benchmarks import gpu_machine, gpu_plan
 from benchmarks.gpu_goal import Goal
 from benchmarks.gpu_goals import goals
 from benchmarks.gpu_page import failed_tests, outcomes, render
-from benchmarks.gpu_plan import ALL, LIMITS_S, STAGES, plan
+from benchmarks.gpu_plan import ALL, LIMITS_S, STAGES, Visit, plan
 from benchmarks.gpu_results import closing_words, status_text, waiting_rows
 from benchmarks.gpu_stages import ENDING_S, Stage, Step, read_stage, run_stage
 from flexkv import c_ext
@@ -300,7 +300,7 @@ def test_every_step_names_files_and_tests_that_there_are(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_plan, "not_here", dict)
-    stage = plan(name, tmp_path, 0, None)
+    stage = plan(name, Visit(tmp_path))
     assert len({step.name for step in stage.steps}) == len(stage.steps) > 0
     results = [step.result for step in stage.steps if step.result]
     assert len(set(results)) == len(results)
@@ -330,7 +330,7 @@ def test_what_the_machine_lacks_is_left_out_by_name(tmp_path: Path, monkeypatch:
     assert lacking["a device other than 0"] == "1 GPU(s) in this machine"
     assert "SGLang on the GPU" in lacking
     assert "GPUDirect Storage, direct" in lacking
-    steps = {step.name: step.missing for step in plan("tests", tmp_path, 0, None).steps}
+    steps = {step.name: step.missing for step in plan("tests", Visit(tmp_path)).steps}
     assert steps["SGLang"] == lacking["SGLang on the GPU"] == "sglang is not installed"
     monkeypatch.setattr(gpu_machine, "gpus", lambda: 2)
     assert "a device other than 0" not in gpu_machine.not_here()
@@ -341,7 +341,7 @@ def test_without_torch_its_tests_are_left_out_by_name(
 ) -> None:
     monkeypatch.setattr(gpu_plan, "find_spec", lambda name: None)
     for stage, runs in (("smoke", {"info", "lanes, quick"}), ("tests", set()), ("sanitize", {"controls"})):
-        steps = plan(stage, tmp_path, 0, None).steps
+        steps = plan(stage, Visit(tmp_path)).steps
         assert {step.name for step in steps if not step.missing} - {"vLLM", "vLLM beside copies"} == runs
         assert any(step.missing.startswith("torch is not installed") for step in steps)
 
