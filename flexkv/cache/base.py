@@ -390,6 +390,7 @@ class CacheManager(ABC):
         first_block: int,
         tokens: int | None = None,
         spare: bool = False,
+        ttl_s: int | None = None,
     ) -> StorePlan:
         """Plans a store of `keys[i]` from engine block `blocks[i]`; block i is number `first_block + i` of the request.
 
@@ -403,6 +404,8 @@ class CacheManager(ABC):
             tokens: valid tokens in each of the blocks; None for whole blocks.
             spare: the blocks are of use only to requests that diverge from this one here. Such blocks have a share of
                 host memory; beyond it they are evicted first, until a request hits them or offers them without `spare`.
+            ttl_s: whole seconds after which the pages that this call stores are misses in every tier; None for never.
+                Blocks that are cached already keep the time with which they were stored.
 
         Raises:
             ContractError: `keys` and `blocks` differ in length, or a block has no such number of valid tokens.
@@ -489,7 +492,7 @@ class CacheManager(ABC):
     @abstractmethod
     def expire(self) -> int:
         """Ends lookup leases older than `ManagerLimits.lease_s`, and waits that nobody follows up; returns how many
-        leases."""
+        leases. Also lets go of pages whose time to live is over."""
 
     @abstractmethod
     def inflight_ops(self) -> int:

@@ -52,7 +52,7 @@ from flexkv.errors import BlockRangeError, ContractError
 from flexkv.facts.keys import Keys
 from flexkv.facts.request_settings import NO_SETTINGS, RequestSettings
 from flexkv.observe import unix_now_s
-from flexkv.transfer.graph import BlockIds, OpResult, TransferGraph
+from flexkv.transfer.graph import NEVER, BlockIds, OpResult, TransferGraph
 
 RESET_S = 30.0
 """Seconds that a reset waits for all tiers together until they serve nothing older, not even after a crash."""
@@ -157,6 +157,8 @@ class LocalCacheManager(CacheManager):
     def present(self, group: int, keys: Keys) -> NDArray[np.bool_]:
         """Which of the keys are visible in some tier, bool [keys]. Leases and fetches nothing; tiers may remove pages
         that they find expired."""
+        if self.tables.hub.times.any:
+            self._drop_expired()
         there = np.zeros(len(keys), np.bool_)
         for tier in self.tables.tiers:
             if not tier.held:
@@ -195,6 +197,8 @@ class LocalCacheManager(CacheManager):
     ) -> MatchResult:
         check_lookup(self.tables.specs, keys, start_tokens, tail)
         with self._broken_plans:
+            if self.tables.hub.times.any:
+                self._drop_expired()
             return self.promises.match(request_id, keys, start_tokens, tail, settings)
 
     def prefetch(
@@ -206,6 +210,8 @@ class LocalCacheManager(CacheManager):
     ) -> int:
         check_lookup(self.tables.specs, keys, start_tokens, None)
         with self._broken_plans:
+            if self.tables.hub.times.any:
+                self._drop_expired()
             return self.promises.prefetch(request_id, keys, start_tokens, settings)
 
     def waits(self, request_id: str) -> bool:
@@ -229,6 +235,8 @@ class LocalCacheManager(CacheManager):
 
     def expire(self) -> int:
         with self._broken_plans:
+            if self.tables.hub.times.any:
+                self._drop_expired()
             expired = self.promises.expire()
             self._log.flush()
             for group in self.tables.hub.owners:
@@ -256,6 +264,7 @@ class LocalCacheManager(CacheManager):
         first_block: int,
         tokens: int | None = None,
         spare: bool = False,
+        ttl_s: int | None = None,
     ) -> StorePlan:
         self._check_group(group)
         sources = as_block_ids(blocks, f"begin_store of request {request_id!r}")
@@ -275,12 +284,17 @@ class LocalCacheManager(CacheManager):
         if self.promises.disabled:
             return StorePlan(None, np.empty(0, np.int32), 0, 0)
         with self._broken_plans:
-            offer = StoreOffer(request_id, group, keys, sources, first_block, valid, spare)
+            if self.tables.hub.times.any:
+                self._drop_expired()
+            expiry = NEVER if ttl_s is None else self.tables.now_s + ttl_s
+            offer = StoreOffer(request_id, group, keys, sources, first_block, valid, spare, expiry)
             plan = self._store_route().begin_store(offer, room)
             self.tables.counts.busy_pages += plan.dropped
             return plan
 
     def known(self, group: int, keys: Keys) -> NDArray[np.bool_]:
+        if self.tables.hub.times.any:
+            self._drop_expired()
         found = np.zeros(len(keys), np.bool_)
         for tier in (tier for tier in self.tables.tiers if tier.in_use):
             found |= tier.presence.find(group, keys, ready_only=False) != NO_ENTRY
@@ -418,6 +432,10 @@ class LocalCacheManager(CacheManager):
 
     def inflight_ops(self) -> int:
         return self.tables.ops.of_ranks
+
+    def _drop_expired(self) -> None:
+        """Drops pages in host memory whose time is over, so that what follows does not find them."""
+        self.tables.hub.drop_expired(self.tables.now_s)
 
     def _check_group(self, group: int) -> None:
         if not 0 <= group < len(self.tables.specs):

@@ -17,6 +17,9 @@ MOST_TOKENS = 2**62
 
 MOST_NAMESPACE_BYTES = 256
 
+MOST_TTL_S = 2**31
+"""68 years."""
+
 WORDS = {"true": True, "false": False}
 MEDIA = {"CPU": frozenset({"host"}), "STORAGE": frozenset({"disk", "peers", "remote"})}
 LOCALITIES = {"LOCAL": frozenset({"host", "disk", "peers"}), "REMOTE": frozenset({"remote"})}
@@ -47,14 +50,22 @@ def _flag(value: object) -> bool:
     raise UnreadableError("true, false, 1 or 0")
 
 
-def _tokens(value: object) -> int:
+def _number(value: object, least: int, most: int) -> int:
     if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 20:
         value = int(value)
     if isinstance(value, float) and value.is_integer():
         value = int(value)
-    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_TOKENS:
+    if isinstance(value, int) and not isinstance(value, bool) and least <= value <= most:
         return value
-    raise UnreadableError(f"a whole number from 0 to {MOST_TOKENS}")
+    raise UnreadableError(f"a whole number from {least} to {most}")
+
+
+def _tokens(value: object) -> int:
+    return _number(value, 0, MOST_TOKENS)
+
+
+def _seconds(value: object) -> int:
+    return _number(value, 1, MOST_TTL_S)
 
 
 def _tiers(value: object) -> frozenset[str]:
@@ -100,6 +111,7 @@ def _one_namespace(one: str, other: str) -> str:
 
 FLAG = Kind(_flag, lambda one, other: one or other)
 TOKENS = Kind(_tokens, min)
+SECONDS = Kind(_seconds, min)
 TIERS = Kind(_tiers, frozenset.intersection)
 NAMESPACE = Kind(_namespace, _one_namespace)
 
@@ -131,6 +143,7 @@ class RequestSettings:
         max_store_tokens: most leading tokens of the request that are stored; None for all.
         max_load_tokens: most tokens that one load brings; None for no limit.
         tiers: names of the tiers that may serve the request, besides host memory, which always does; None for all.
+        ttl_s: whole seconds after which what is stored of the request is a miss; None for never.
         namespace: a further part of the namespace of the request's keys; empty for none.
     """
 
@@ -162,6 +175,12 @@ class RequestSettings:
         "only these tiers are read for the request; host memory always is, because the others are read into it",
         "a list of `host`, `disk`, `peers`, `remote`; of the alias, entries `{medium, locality}` as vLLM has them",
         {"kv_load_tiers": _vllm_tiers},
+    )
+    ttl_s: int | None = _setting(
+        None,
+        SECONDS,
+        "a page that the request stores is a miss so many seconds later, in every tier, also after a restart",
+        f"a whole number from 1 to {MOST_TTL_S}",
     )
     namespace: str = _setting(
         "",

@@ -208,6 +208,12 @@ _TABLE = (
     ),
     Metric("flexkv_evictions_total", MetricKind.COUNTER, "pages", "Pages evicted to make room."),
     Metric(
+        "flexkv_expired_pages_total",
+        MetricKind.COUNTER,
+        "pages",
+        "Pages that left host memory because their time to live was over.",
+    ),
+    Metric(
         "flexkv_expired_leases_total",
         MetricKind.COUNTER,
         "leases",

@@ -14,6 +14,7 @@ class MissReason(Enum):
     """
 
     ABSENT = "absent", "no tier in use has the next block, or a store is filling it"
+    EXPIRED = "expired", "the page of the next block was cached until its time to live was over"
     OFF = "off", "the cache is disabled, or a reset has not ended"
     ASKED = "asked", "the request's own settings ask for no more"
     FAILED_LOAD = "failed_load", "a load of the request, or lately any load, did not bring its pages"

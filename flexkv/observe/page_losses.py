@@ -75,6 +75,7 @@ class PageLoss(Enum):
         "",
         "host memory had no slot for them, or too many were being read, for as long as their request waits",
     )
+    EXPIRED = "flexkv_expired_pages_total", "", "left host memory because their time to live was over"
 
     DISK_BUSY = NOT_ON_DISK, "busy", "the queue of writes was full"
     DISK_EVICTED = NOT_ON_DISK, "evicted", "they left host memory before they were written"

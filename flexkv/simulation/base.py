@@ -64,6 +64,8 @@ class SimulationConfig:
         failure_rate: share of moved pages that fail.
         ordered_reports: whether each rank reports in the order in which its ops ended, as an engine's workers do. Only
             then do requests share engine blocks whose load has not been verified yet.
+        ttl_s: seconds to live of what half of the requests store, which have keys of their own; 0 for no request. Not
+            with `gds_stores`.
         tier_places: places of each group in a symbolic tier, after the disk tier if there is one; 0 for none.
         remote: whether there is a store, which other machines use, too, behind all other tiers; not with `tier_places`.
         source_error_rate: share of failed pages of loads straight from disk whose cause is SOURCE or TRANSPORT. After
@@ -108,6 +110,7 @@ class SimulationConfig:
     gds_loads: bool = False
     gds_stores: bool = False
     source_error_rate: float = 0.0
+    ttl_s: int = 0
     tier_places: int = 0
     remote: bool = False
 

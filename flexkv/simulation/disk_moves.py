@@ -12,6 +12,7 @@ from flexkv.simulation.store_moves import StoreMoves
 from flexkv.simulation.symbolic_volumes import identities
 from flexkv.simulation.tier_moves import TierMoves
 from flexkv.simulation.world import World, host_slots
+from flexkv.storage.tags import tag_fields
 from flexkv.transfer.graph import FailureCause, OpId, OpKind, OpResult, OpStatus, TransferGraph, TransferOp
 
 SAME_PACE_S = 5.0
@@ -54,6 +55,9 @@ class DiskMoves:
                 role = OpRole.LOAD if op.kind is OpKind.DISK_READ else OpRole.STORE
                 model_op = ModelOp("", role, keys, host_slots(op), [], world.model.epoch, set())
                 world.model.add_disk_op(op.op_id, model_op)
+                if role is OpRole.LOAD:
+                    ends = tag_fields(op.tags)["expiry"].tolist()
+                    world.model.note_times(dict(zip(keys, ends, strict=True)))
                 world.disk_lane.submit(op)
 
     def move(self) -> None:

@@ -49,8 +49,10 @@ class FaultEvents:
     def expire(self) -> None:
         world = self.world
         world.now_s += world.random.choice((1.0, 20.0, 31.0))
+        world.expire_pages()
         before = set(world.model.leases)
         count = world.manager.expire()
+        world.model.evict(world.recorder.take_evicted())
         gone = {request_id for request_id in before if world.manager.leased_pages(request_id) == 0}
         require(count == len(gone), "expire counts other leases than it ended")
         for request in world.live:

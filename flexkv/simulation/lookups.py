@@ -28,6 +28,8 @@ class Lookups:
 
     def look_up(self, request: SimRequest) -> None:
         world = self.world
+        world.expire_pages()
+        promised_before = dict(world.model.leases.get(request.request_id, ()))
         if not request.blocks:
             self._take_local_blocks(request)
         start = request.start
@@ -97,6 +99,11 @@ class Lookups:
                 ((group, request.tail_keys[group][result.tail_tokens]), match.tail_slot)
                 for group, match in enumerate(result.groups)
             ]
+        for key, _ in pages:
+            require(
+                key in promised_before or not world.is_over(key),
+                "a page is promised although its time is over",
+            )
         world.model.lease(request.request_id, pages, streamed)
         request.promised, request.promised_tail = promised, result.tail_tokens
         request.state = "matched"

@@ -29,6 +29,7 @@ class Model:
         self.ops: dict[int, ModelOp] = {}
         self.disk_ops: dict[int, ModelOp] = {}
         self.failures: dict[str, ModelFailure] = {}
+        self.expiry: dict[Key, int] = {}
         self.taken_over = 0
         self.waiting_slots: Callable[[int], set[int]] = lambda group: set()
         self.up = [0] * len(specs)
@@ -406,6 +407,17 @@ class Model:
         op.gone.update(pages)
         for page in pages:
             self._drop_pending(op.keys[page], op_id)
+
+    # --- expiry ---
+
+    def note_times(self, expiries: dict[Key, int]) -> None:
+        """Notes when pages expire that a planned op brings to host memory, 0 for never."""
+        self.expiry.update(expiries)
+
+    def expire(self, now_s: int) -> set[Key]:
+        """Forgets pages in host memory, or on their way there, whose time is over; returns those that were visible."""
+        past = [key for key in (*self.visible, *self.pending) if 0 < self.expiry.get(key, 0) <= now_s]
+        return set(self.forget(past)[1])
 
     # --- forgetting ---------------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flexkv.cache.base import CacheListener
 from flexkv.facts.keys import Keys
-from flexkv.simulation.base import Key
+from flexkv.simulation.base import Key, require
 
 
 class Recorder(CacheListener):
@@ -13,6 +13,8 @@ class Recorder(CacheListener):
     def __init__(self) -> None:
         self.published: list[Key] = []
         self.evicted: list[Key] = []
+        self.expiring: set[Key] = set()
+        """Keys that must leave with the next call, because their time is over."""
         self.resets: list[int] = []
 
     def on_publish(self, group: int, keys: Keys) -> None:
@@ -25,8 +27,11 @@ class Recorder(CacheListener):
         self.resets.append(epoch)
 
     def take_evicted(self) -> list[Key]:
+        """Takes the keys that left, without those that expired."""
         evicted, self.evicted = self.evicted, []
-        return evicted
+        expiring, self.expiring = self.expiring, set()
+        require(expiring <= set(evicted), "a page is still there although its time is over")
+        return [key for key in evicted if key not in expiring]
 
     def take_published(self) -> list[Key]:
         published, self.published = self.published, []

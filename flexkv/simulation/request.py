@@ -19,6 +19,7 @@ class SimRequest:
         blocks: per group, engine block of each page number; the tail's block comes last.
         has: per group, whether the engine believes that block to hold KV.
         unverified: loads in flight whose targets the engine uses already.
+        ttl_s: seconds to live of what it stores; None for ever.
     """
 
     request_id: str
@@ -37,6 +38,7 @@ class SimRequest:
     computed: int = 0
     offered: int = 0
     unverified: set[int] = field(default_factory=set)
+    ttl_s: int | None = None
 
     def key_of(self, group: int, number: int) -> bytes:
         """Key of page `number`, or of the whole tail."""

@@ -30,7 +30,8 @@ class Requests:
         groups = range(len(world.config.groups))
         length = world.random.randint(0, world.config.most_steps)
         # Few branches, so that requests share prefixes and want pages again that were stored before.
-        path = tuple(int(world.random.random() < 0.15) for _ in range(length))
+        rare, ttl_s = 0.15, world.config.ttl_s
+        path = tuple(int(world.random.random() < (rare if n or not ttl_s else 0.5)) for n in range(length))
         block_tokens = world.config.groups[0].block_tokens
         tail = tuple(world.random.randrange(2) for _ in range(world.random.randrange(block_tokens)))
         if not world.config.takes_tails:
@@ -44,7 +45,9 @@ class Requests:
             {n: block_key(g, path, "tail", tail[:n]) for n in range(1, len(tail) + 1)} for g in groups
         ]
         self._names += 1
-        world.live.append(SimRequest(f"r{self._names}", path, tail, arrays, keys, tail_keys))
+        request = SimRequest(f"r{self._names}", path, tail, arrays, keys, tail_keys)
+        request.ttl_s = ttl_s if ttl_s and path and path[0] else None
+        world.live.append(request)
 
     def prefetch(self) -> None:
         """Prefetches for a request before the engine asks for it; the engine may have its first blocks."""
@@ -54,6 +57,7 @@ class Requests:
             return
         start = 0 if world.random.random() < 0.7 else world.random.randint(0, len(request.path))
         under_way = set(world.disk_lane.ops)
+        world.expire_pages()
         world.manager.prefetch(request.request_id, request.arrays, start * world.config.step_tokens)
         world.model.evict(world.recorder.take_evicted())
         self.lookups.orders_planned()
@@ -162,6 +166,7 @@ class Requests:
 
     def _store_blocks(self, request: SimRequest, group: int, numbers: list[int]) -> None:
         world = self.world
+        world.expire_pages()
         keys: list[Key] = [(group, request.key_of(group, n)) for n in numbers]
         array = np.frombuffer(b"".join(key for _, key in keys), np.uint8).reshape(-1, 16)
         blocks = np.array([request.blocks[group][n] for n in numbers], np.int32)
@@ -169,7 +174,11 @@ class Requests:
         loading = world.blocks_being_loaded(group)
         from_loads = {i for i, block in enumerate(blocks.tolist()) if block in loading}
         spare = int(array[0, 0]) % 5 == 0  # some, by their keys: no other step of the run depends on it
-        plan = world.manager.begin_store(request.request_id, group, array, blocks, numbers[0], spare=spare)
+        expiries = world.expiries_of(group, array, request.ttl_s)
+        plan = world.manager.begin_store(
+            request.request_id, group, array, blocks, numbers[0], spare=spare, ttl_s=request.ttl_s
+        )
+        world.note_stored([(keys[i], expiries[i]) for i in plan.stored.tolist()])
         ops = plan.graph.ops if plan.graph else ()
         parts = np.split(plan.stored, np.cumsum([op.pages for op in ops])[:-1]) if ops else []
         slots = {

@@ -13,6 +13,7 @@ from flexkv.cache.tiers.disk.tier import DiskTier, DiskTraffic
 from flexkv.cache.tiers.factory import unit_tiers
 from flexkv.cache.tiers.remote.tier import RemoteTier
 from flexkv.cache.tiers.tables import TierContext
+from flexkv.facts.keys import Keys
 from flexkv.simulation.base import NO_SLOT, Key, ManagerFactory, SimulationConfig, SimulationReport, require
 from flexkv.simulation.disk_lane import SimDiskLane
 from flexkv.simulation.engine import SimEngine
@@ -24,7 +25,7 @@ from flexkv.simulation.request import SimRequest
 from flexkv.simulation.symbolic_store import SymbolicStore
 from flexkv.simulation.symbolic_tier import SymbolicTier
 from flexkv.simulation.symbolic_volumes import SymbolicVolumes
-from flexkv.transfer.graph import WITHOUT_SLOTS, OpKind, TransferOp
+from flexkv.transfer.graph import NEVER, WITHOUT_SLOTS, OpKind, TransferOp
 
 RETIRED = 64
 """Lost block tables that are remembered; a load ends long before this many requests do."""
@@ -115,6 +116,8 @@ class World:
         self.ops: dict[int, TransferOp] = {}
         self.report = SimulationReport()
         self.lost_until = 0
+        self._stored_at: dict[Key, int] = {}
+        """When pages that expire were last stored."""
         for group in range(len(config.groups)):
             self.grow(group)
 
@@ -166,6 +169,37 @@ class World:
         tier = self.manager.tiers[DISK]
         assert isinstance(tier, DiskTier)
         return tier
+
+    # --- times to live ---
+
+    @property
+    def unix_s(self) -> int:
+        return int(BEGUN_S + self.now_s)
+
+    def expire_pages(self) -> None:
+        """To be called before each call in which the manager drops pages whose time is over."""
+        if self.config.ttl_s:
+            self.recorder.expiring |= self.model.expire(self.unix_s)
+
+    def expiries_of(self, group: int, keys: Keys, ttl_s: int | None) -> list[int]:
+        """When pages expire that a store brings to host memory now: with their copy on disk, if that is earlier."""
+        ends = self.unix_s + ttl_s if ttl_s else NEVER
+        on_disk = self.disk_tier.expiries_there(group, keys) if self.config.disk_places else None
+        if on_disk is None:
+            return [ends] * len(keys)
+        return [min((time for time in (ends, there) if time), default=NEVER) for there in on_disk.tolist()]
+
+    def note_stored(self, pages: list[tuple[Key, int]]) -> None:
+        """Notes pages that are being stored from now on, and when they expire in host memory."""
+        self.model.note_times(dict(pages))
+        self._stored_at.update((key, self.unix_s) for key, expiry in pages if expiry)
+
+    def is_over(self, key: Key) -> bool:
+        """Whether the time of every copy of a page is over, wherever it lies: none is younger than its last store."""
+        stored = self._stored_at.get(key)
+        return stored is not None and self.unix_s >= stored + self.config.ttl_s
+
+    # --- engine blocks ---
 
     def pick(self) -> SimRequest | None:
         return self.random.choice(self.live) if self.live else None

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexkv.errors import ContractError
-from flexkv.transfer.graph import TAG_BYTES, PageTags
+from flexkv.transfer.graph import NEVER, TAG_BYTES, PageTags
 
 TAG = np.dtype(
     [("key", "u1", 16), ("generation", "<u8"), ("expiry", "<u8"), ("epoch", "<u4"), ("tokens", "<u4")]
@@ -21,9 +21,6 @@ assert TAG.itemsize == TAG_BYTES
 
 TagFields = NDArray[np.void]
 """Tags by their fields: `tags["key"]`, `tags["generation"]`, ...; dtype TAG, shape [pages]."""
-
-NEVER = 0
-"""The expiry of a page that does not expire."""
 
 
 def make_tags(

@@ -29,6 +29,9 @@ SlotIds = NDArray[np.int32]
 TAG_BYTES = 40
 """Bytes of one page's tag; `flexkv.storage.tags` says what they mean."""
 
+NEVER = 0
+"""The time at which a page expires that does not; other times are Unix seconds, from which on the page is a miss."""
+
 PageTags = NDArray[np.uint8]
 """Tags of pages, shape [pages, TAG_BYTES], uint8, C-contiguous. Opaque to the scheduler of the data plane."""
 

@@ -72,6 +72,7 @@ class NullManager(CacheManager):
         first_block: int,
         tokens: int | None = None,
         spare: bool = False,
+        ttl_s: int | None = None,
     ) -> StorePlan:
         return StorePlan(None, np.empty(0, np.int32), 0, 0)
 

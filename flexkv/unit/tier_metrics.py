@@ -108,6 +108,7 @@ class TierMetrics:
         for reason, blocks in now.missed.items():
             if new := blocks - before.missed.get(reason, 0):
                 counters.add("flexkv_missed_blocks_total", new, reason=reason.reason)
+        PageLoss.EXPIRED.count(counters, now.expired_blocks - before.expired_blocks)
         self._counted_stats = now
 
     def _count_pages(self, counters: Counters) -> None:

@@ -3,6 +3,7 @@ and a disk."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,9 @@ from .conftest import Engines, connector
 from .session import BLOCK_TOKENS, EngineSession, Prompt
 
 UNREAD = "vllm:flexkv_unread_request_fields_total"
+EXPIRED = "vllm:flexkv_expired_pages_total"
+ONLY_LOOK = {"flexkv.skip_save": True}
+WITHIN_S = 60.0
 TOKENS = 300
 WHOLE = (TOKENS - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 SMALL_HOST_BYTES = 8 << 20
@@ -98,6 +102,18 @@ def test_only_named_tiers_are_read(
     assert ask(name, with_disk) == WHOLE
 
 
+def test_what_is_stored_for_a_while_expires(session: EngineSession, ask: Ask) -> None:
+    before = session.metric(EXPIRED)
+    assert ask("flexkv.ttl_s", 3600) == 0
+    assert ask(**ONLY_LOOK) == WHOLE, "the control: its time is not over"
+    assert ask("flexkv.ttl_s", 1, **{"flexkv.namespace": "short"}) == 0
+    ends_s = time.monotonic() + WITHIN_S
+    while ask(**ONLY_LOOK, **{"flexkv.namespace": "short"}):
+        assert time.monotonic() < ends_s, "it is still there"
+    assert ask(**ONLY_LOOK) == WHOLE
+    assert session.metric(EXPIRED) - before == WHOLE // BLOCK_TOKENS
+
+
 def test_namespaces_share_nothing(ask: Ask) -> None:
     names = ["tenant a", "tenant b", None]
     assert [ask("flexkv.namespace", name) for name in names] == [0, 0, 0]
@@ -114,7 +130,7 @@ def test_every_name_was_tried(request: pytest.FixtureRequest) -> None:
 def test_what_cannot_be_read_ends_no_engine(session: EngineSession, ask: Ask) -> None:
     before = session.metric(UNREAD)
     bad = {name: 3.5 for name in NAMES if not name.endswith("skip_save")}
-    assert ask("flexkv.ttl_s", 3, **bad) == 0
+    assert ask("flexkv.ttl", 3, **bad) == 0
     assert session.metric(UNREAD) - before == len(bad) + 1
     assert ask("flexkv.skip_save", "maybe") == 0, (
         "a namespace that cannot be read keeps a request out of the cache"

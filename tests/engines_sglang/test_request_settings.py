@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from tests.engines_sglang.conftest import Judge
 from tests.engines_sglang.spied import Spied, wait_until_durable
 
 Ask = Callable[..., int]
+WITHIN_S = 60.0
 HALF = whole("b") // PAGE_TOKENS // 2 * PAGE_TOKENS
 
 
@@ -60,10 +62,20 @@ def test_namespaces_share_nothing(ask: Ask) -> None:
     assert [ask("b", flexkv__namespace=name) for name in [*names, None]] == [whole("b")] * 3
 
 
+def test_what_is_stored_for_a_while_expires(ask: Ask) -> None:
+    kept, short = {"flexkv__namespace": "kept"}, {"flexkv__namespace": "short"}
+    assert ask("b", flexkv__ttl_s=3600, **kept) == 0
+    assert ask("b", flexkv__ttl_s=1, **short) == 0
+    ends_s = time.monotonic() + WITHIN_S
+    while ask("b", flexkv__skip_save=True, **short):
+        assert time.monotonic() < ends_s, "it is still there"
+    assert ask("b", **kept) == whole("b"), "the control: its time is not over"
+
+
 def test_what_cannot_be_read_ends_no_engine_and_is_named(spied: Spied, ask: Ask) -> None:
     bad = {
         "flexkv__tiers": "disk",
-        "flexkv__ttl_s": 3,
+        "flexkv__ttl": 3,
         "flexkv__max_store_tokens": 8,
         "flexkv__max_load_tokens": -1,
     }

@@ -21,6 +21,7 @@ WARN_EVERY_S = 60.0
 KEPT_OUT: dict[str, tuple[dict[str, Any], str]] = {
     "skip_save": ({"skip_save": True}, "; the request is not stored"),
     "max_store_tokens": ({"skip_save": True}, "; the request is not stored"),
+    "ttl_s": ({"skip_save": True}, "; the request is not stored"),
     "namespace": ({"skip_save": True, "skip_load": True}, "; nothing is stored or loaded for the request"),
 }
 """What holds instead of a value that cannot be read, and the words for it. Other settings count as not given."""

@@ -178,11 +178,12 @@ class FlexKVLinker(UnifiedCacheLinker):
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
         """Refuses what the request that the tree takes is not to store. An offload without room completes as not
         stored."""
-        if self._requests.inserting.skip_save:
+        settings = self._requests.inserting
+        if settings.skip_save:
             return False
         transfer = _only(transfers)
         blocks = pages_of(transfer.device_indices, self._page_size)
-        self._offloads.add(self._cache.keys(transfer.keys), blocks, self._writer_stream())
+        self._offloads.add(self._cache.keys(transfer.keys), blocks, self._writer_stream(), settings.ttl_s)
         return True
 
     def num_completed_offloads(self) -> int:

@@ -52,11 +52,12 @@ class Offloads:
         self._queue: deque[Offload] = deque()
         self._numbers = count(1)
 
-    def add(self, keys: Keys, blocks: BlockIds, stream: int | None) -> None:
-        """Starts to store a node's pages. If a page finds no room, the offload completes as not stored."""
+    def add(self, keys: Keys, blocks: BlockIds, stream: int | None, ttl_s: int | None = None) -> None:
+        """Starts to store a node's pages, which expire after `ttl_s`. If a page finds no room, the offload completes as
+        not stored."""
         offload = Offload(f"offload {next(self._numbers)}")
         self._queue.append(offload)
-        plan = self._cache.store(offload.request_id, keys, blocks, offload.ended, stream)
+        plan = self._cache.store(offload.request_id, keys, blocks, offload.ended, stream, ttl_s)
         offload.began(plan.graph)
         if plan.dropped:
             offload.stored = False

@@ -186,15 +186,22 @@ class RankCache(RankWorker):
         return job
 
     def store(
-        self, request_id: str, keys: Keys, blocks: BlockIds, watcher: Watcher, stream: int | None
+        self,
+        request_id: str,
+        keys: Keys,
+        blocks: BlockIds,
+        watcher: Watcher,
+        stream: int | None,
+        ttl_s: int | None = None,
     ) -> StorePlan:
         """Stores pages that are not stored yet, as far as there is room. If the plan has a graph, `watcher` is called
         once for each of its ops.
 
         Args:
             stream: see `load`.
+            ttl_s: see `CacheManager.begin_store`.
         """
-        plan = self.manager.begin_store(request_id, GROUP, keys, blocks, 0)
+        plan = self.manager.begin_store(request_id, GROUP, keys, blocks, 0, ttl_s=ttl_s)
         PageLoss.NO_SLOT.count(self.counters, plan.dropped)
         if plan.graph is not None:
             self._watchers.update((op.op_id, watcher) for op in plan.graph.ops)

@@ -15,7 +15,7 @@ from flexkv.facts.request_settings import NAMES, NO_SETTINGS, PREFIX, RequestSet
 
 PLACE = "custom_params"
 
-SERVED = ("skip_save", "skip_load", "max_load_tokens", "tiers", "namespace")
+SERVED = ("skip_save", "skip_load", "max_load_tokens", "tiers", "ttl_s", "namespace")
 """The fields that SGLang's hooks allow to heed. A store is of a node of its tree as a whole, so no limit can end it."""
 
 SERVED_NAMES = tuple(PREFIX + name for name in SERVED)

@@ -320,7 +320,10 @@ class RequestTable:
         given = self._fields.given(request)
         if not given:
             return
-        first = tracker.first_namespace
+        first, before = tracker.first_namespace, tracker.asked.ttl_s
+        if before is not None and "ttl_s" in given:
+            # A block may hold tokens of this piece and of those before.
+            given["ttl_s"] = min(before, given["ttl_s"] or before)
         tracker.asked = tracker.settings = replace(tracker.asked, **given)
         if tracker.asked.namespace != first:
             tracker.settings = replace(tracker.asked, skip_save=True, skip_load=True)

@@ -11,10 +11,11 @@ from numpy.typing import NDArray
 
 from flexkv.c_ext import BlockIndex
 from flexkv.cache.base import NO_ENTRY, CacheListener, EntryIds, GroupSpec, sharing
+from flexkv.cache.ledger.page_times import ExpiredKeys, Expiries, PageTimes
 from flexkv.cache.ledger.reactions import Reactions
 from flexkv.cache.ledger.stats import ManagerStats
 from flexkv.facts.keys import Keys
-from flexkv.transfer.graph import OpId, ReadIds, SlotIds
+from flexkv.transfer.graph import NEVER, OpId, ReadIds, SlotIds
 
 RESERVE_FROM_SLOTS = 4096
 """Smaller pools keep no reserve: every slot counts there, and evictions are few."""
@@ -95,6 +96,8 @@ class Hub:
             array. Correct only if `tracks_tokens`.
         tracks_tokens: other tiers need the number of valid tokens per page.
         any_partial: some page may have another number of tokens than `tokens` had initially.
+        times: when pages expire.
+        expired: keys that expired lately in any tier.
         owners: the groups with slots of their own.
         listeners: notified, in this order, of the pages that become visible or leave.
 
@@ -122,6 +125,8 @@ class Hub:
         self.any_partial = any(
             spec.block_tokens != specs[owner].block_tokens for spec, owner in zip(specs, owners, strict=True)
         )
+        self.times = PageTimes([spec.slots for spec in specs], owners)
+        self.expired = ExpiredKeys()
         self._counts = counts
         self._reactions = reactions
         self._reserve = [0] * len(specs)
@@ -164,11 +169,15 @@ class Hub:
             self._gone(group, evicted)
         return Inserted(positions, entries, slots, not dropped and not known)
 
-    def filled_by_store(self, group: int, slots: SlotIds, tokens: int) -> None:
-        """Notes that a store got these slots, for pages of `tokens` valid tokens each."""
+    def filled_by_store(
+        self, group: int, slots: SlotIds, keys: Keys, tokens: int, expiries: Expiries | int | None
+    ) -> None:
+        """Notes that a store got these slots, for pages of `tokens` valid tokens each, and when they expire, None if
+        none does."""
         if self.tracks_tokens:
             self.tokens[group][slots] = tokens
             self.any_partial |= tokens != self._block_tokens[group]
+        self.note_times(group, slots, keys, expiries)
 
     def filled_by_fetch(self, group: int, slots: SlotIds, tokens: NDArray[np.integer] | None) -> None:
         """Notes the valid tokens of each page that a fetch has brought; None if all are whole blocks."""
@@ -176,6 +185,22 @@ class Hub:
             self.any_partial = True
         if self.any_partial:
             self.tokens[group][slots] = self._block_tokens[group] if tokens is None else tokens
+
+    def note_times(self, group: int, slots: SlotIds, keys: Keys, expiries: Expiries | int | None) -> None:
+        """Notes when the pages expire that these slots get, None if none does. Called once the op that fills them is
+        planned."""
+        if expiries is None:
+            if not self.times.any:
+                return
+            expiries = NEVER
+        self.times.set(group, slots, keys, expiries)
+        self.times.thin_out(self._slots_of)
+
+    def _slots_of(self, group: int, keys: Keys) -> tuple[NDArray[np.bool_], SlotIds]:
+        """Which of the keys have a slot, bool [keys], and the slots of those."""
+        entries = self.index.find(group, keys, ready_only=False)
+        there: NDArray[np.bool_] = entries != NO_ENTRY
+        return there, self.index.slots_of(entries[there])
 
     # --- what is there ---
 
@@ -210,6 +235,23 @@ class Hub:
         return published
 
     # --- what leaves ---
+
+    def drop_expired(self, now_s: int) -> None:
+        """Makes misses of the pages whose time has come. Promised pages keep their slots until their last lease ends.
+
+        Call order:
+            Before keys are looked up or stored, if `times.any`.
+        """
+        while due := self.times.first_due(now_s):
+            for group, keys in due:
+                entries = self.index.find(group, keys, ready_only=False)
+                there = entries[entries != NO_ENTRY]
+                expiries = self.times.of(group, self.index.slots_of(there))
+                there = np.unique(there[(expiries != NEVER) & (expiries <= now_s)])
+                if len(there):
+                    self.expired.add(self.index.keys_of(there))
+                    self._counts.expired_blocks += self.remove(group, there)
+            self.times.end_first()
 
     def evict(self, group: int, most: int) -> None:
         """Evicts up to `most` blocks of the group and of others that share its slots."""

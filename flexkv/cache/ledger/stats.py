@@ -23,6 +23,7 @@ class ManagerStats:
         discarded_pages: pages written well and not published: revoked, forgotten, or of an old epoch.
         busy_pages: offered pages that were not stored, because there was no slot or no queue entry.
         evicted_blocks: blocks evicted to make room.
+        expired_blocks: blocks that left host memory because their time to live was over.
         forgotten_blocks: blocks made misses by `forget` or a failed load.
         expired_leases: lookups whose lease expired before a load.
         cut_promises: lookups whose promise was cut because the load queue was full.
@@ -42,6 +43,7 @@ class ManagerStats:
     discarded_pages: int = 0
     busy_pages: int = 0
     evicted_blocks: int = 0
+    expired_blocks: int = 0
     forgotten_blocks: int = 0
     expired_leases: int = 0
     cut_promises: int = 0

@@ -265,16 +265,17 @@ class Promotions:
     def _order(self, tier: TierId, group: int, plan: FetchPlan, layerwise: bool) -> None:
         source = self._tables.tiers[tier].source
         assert source is not None
-        entries, host = _joined(plan.entries), _joined(plan.host)
+        entries, host, keys = _joined(plan.entries), _joined(plan.host), _joined(plan.keys)
         transfer = source.plan_fetch(
             plan.op_id,
             group,
-            _joined(plan.keys),
+            keys,
             entries,
             _joined(plan.places),
             _joined(plan.slots),
             layerwise,
         )
+        self._tables.hub.note_times(group, transfer.slots, keys, source.expiries_of(transfer))
         op = FetchOp(
             plan=transfer,
             role=OpRole.FETCH,

@@ -12,7 +12,7 @@ from flexkv.cache.ledger.ops import WriteOp, good_pages
 from flexkv.cache.tiers.contract import Sink, WriteMode
 from flexkv.cache.tiers.tables import CacheTables
 from flexkv.facts.keys import Keys
-from flexkv.transfer.graph import OpResult, SlotIds
+from flexkv.transfer.graph import NEVER, OpResult, SlotIds
 
 LEAVE_PAGES = 256
 """Most pages that are made to leave host memory in one call; bounds the time that a step spends on it to tens of us."""
@@ -234,6 +234,7 @@ class WriteQueue:
         keys = keys[~self._sink.known(group, keys)]
         entries = self._tables.hub.index.find(group, keys)
         there = entries != NO_ENTRY
+        there[there] &= self._may_take(group, entries[there])
         if there.any():
             slots = self._tables.hub.index.pin(entries[there])
             left = self._write(group, keys[there], entries[there], slots, leaving=False)
@@ -275,9 +276,17 @@ class WriteQueue:
         for group, entries in self._tables.hub.by_group(owner, index.take_coldest(owner, count)):
             self._write_leaving(group, entries)
 
+    def _may_take(self, group: int, entries: EntryIds) -> NDArray[np.bool_]:
+        """Which of these pages the tier takes, bool [entries]: none that expire, unless it keeps their time."""
+        times = self._tables.hub.times
+        if not times.any or self._sink.keeps_times:
+            return np.ones(len(entries), np.bool_)
+        lasting: NDArray[np.bool_] = times.of(group, self._tables.hub.index.slots_of(entries)) == NEVER
+        return lasting
+
     def _write_leaving(self, group: int, entries: EntryIds) -> None:
         index = self._tables.hub.index
-        known = self._sink.known(group, index.keys_of(entries))
+        known = self._sink.known(group, index.keys_of(entries)) | ~self._may_take(group, entries)
         self._tables.hub.unpin_and_evict(group, entries[known])
         entries = entries[~known]
         if len(entries):

@@ -154,13 +154,12 @@ class Lookup:
 
     def _find(self, ask: Ask, start: int, room_pages: int) -> Found:
         """Finds the prefix from block `start` on, and leases each page in its tier for the caller."""
-        found = self._native.look(ask.keys, start, room_pages, ask.tiers_mask, self._now(), bool(ask.tiers))
+        found = self._native.look(
+            ask.keys, start, room_pages, ask.tiers_mask, self._tables.now_s, bool(ask.tiers)
+        )
         self._drop_expired(found, ask.keys)
         found.detach()
         return found
-
-    def _now(self) -> int:
-        return max(0, int(self._tables.unix_s()))
 
     def _drop_expired(self, found: Found | FoundLengths, keys: Sequence[Keys]) -> None:
         for number, group, _ in found.expired:
@@ -220,7 +219,7 @@ class Lookup:
             ask.start_tokens,
             max(0, ask.room_pages),
             ask.tiers_mask,
-            self._now(),
+            self._tables.now_s,
             bool(ask.tiers),
         )
         self._drop_expired(found, ask.keys)

@@ -120,7 +120,7 @@ class Promises:
         miss = None
         # A lookup with a tail asks only for the known hit and its tail, so an earlier note of a miss stays.
         if lease.tokens < asked_tokens or (requests.misses and tail is None):
-            miss = self._note_miss(request_id, lease, looked, bound, asked_tokens)
+            miss = self._note_miss(request_id, keys, lease, looked, bound, asked_tokens)
         result = self._answer(request_id, lease, looked, miss)
         tables.counts.add_lookup(asked_tokens // size, lease.tokens // size, lease.tail_tokens > 0, lease.cut)
         self._log.looked_up(result, asked_tokens)
@@ -254,7 +254,13 @@ class Promises:
         self._tables.access_orders.put_lookup(request_id, before, promised)
 
     def _note_miss(
-        self, request_id: str, lease: Lease, looked: Looked, bound: MissReason | None, asked_tokens: int
+        self,
+        request_id: str,
+        keys: Sequence[Keys],
+        lease: Lease,
+        looked: Looked,
+        bound: MissReason | None,
+        asked_tokens: int,
     ) -> MissReason | None:
         """Notes why no more than the lease is promised, to be counted when the engine acts on the lookup. Returns the
         reason; None if more may come."""
@@ -266,10 +272,22 @@ class Promises:
         reason = bound or next(iter(requests.skipped(request_id).values()), MissReason.ABSENT)
         if lease.cut:
             reason = MissReason.QUEUE_FULL
+        if reason is MissReason.ABSENT and self._has_expired(keys, lease.start_tokens + lease.tokens):
+            reason = MissReason.EXPIRED
         is_open = bool(looked.fetches or looked.awaited)
         # If the caller acts on the lookup though more may come, it could not wait any longer.
         requests.note_miss(request_id, MissReason.LATE if is_open else reason, missing)
         return None if is_open else reason
+
+    def _has_expired(self, keys: Sequence[Keys], tokens: int) -> bool:
+        """Whether the block that follows a request's first `tokens` tokens, in some group, has expired lately."""
+        expired = self._tables.hub.expired
+        blocks = [tokens // size for size in self._sizes]
+        return any(
+            expired.holds(of_group[block : block + 1])
+            for of_group, block in zip(keys, blocks, strict=True)
+            if block < len(of_group)
+        )
 
     def _count_miss(self, request_id: str) -> None:
         """Counts the miss of the request's last lookup, because the engine acts on it."""

@@ -125,8 +125,9 @@ class BoundaryStores:
         graphs = []
         for at, (first, ids) in pages.items():
             keys = request.tables[at].keys.keys()[first : first + len(ids)]
+            blocks_at, ttl_s = np.array(ids, dtype=np.int32), request.settings.ttl_s
             plan = self._manager.begin_store(
-                request.request_id, at, keys, np.array(ids, dtype=np.int32), first, spare=spare
+                request.request_id, at, keys, blocks_at, first, spare=spare, ttl_s=ttl_s
             )
             self._planner.count(plan.dropped, PageLoss.NO_SLOT)
             graphs.append(self._planner.note_plan(request, at, plan, first))

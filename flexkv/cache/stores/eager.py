@@ -186,7 +186,12 @@ class EagerStores(RequestStores):
             if last == first:
                 break
             plan = self._manager.begin_store(
-                request.request_id, group, table.keys.keys()[first:last], table.blocks(first, last), first
+                request.request_id,
+                group,
+                table.keys.keys()[first:last],
+                table.blocks(first, last),
+                first,
+                ttl_s=request.settings.ttl_s,
             )
             if plan.dropped:
                 table.cursor = first + plan.accepted
@@ -267,7 +272,13 @@ class EagerStores(RequestStores):
             self.count(1, PageLoss.BUSY)
             return None
         plan = self._manager.begin_store(
-            request.request_id, GROUP, key, request.tables[0].blocks(block, block + 1), block, tokens
+            request.request_id,
+            GROUP,
+            key,
+            request.tables[0].blocks(block, block + 1),
+            block,
+            tokens,
+            ttl_s=request.settings.ttl_s,
         )
         self.count(plan.dropped, PageLoss.NO_SLOT)
         for op in plan.graph.ops if plan.graph is not None else ():

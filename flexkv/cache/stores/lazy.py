@@ -79,7 +79,7 @@ class LazyStores(RequestStores, CacheListener):
 
     def preempted(self, request: StoreRequest) -> None:
         self._settle(request)
-        if not request.stale:
+        if not request.stale and request.settings.ttl_s is None:
             self._count_preempted(request)
 
     def ended(self, request: StoreRequest, blocks: BlocksByGroup | None = None) -> list[TransferGraph]:
@@ -133,6 +133,9 @@ class LazyStores(RequestStores, CacheListener):
         # Blocks that the caller or `store.tokens` keeps out must not be stored. No lookup reaches blocks behind one
         # that the caller keeps out, except through the engine's own cache. Blocks from there are other requests' too.
         first = good if request.settings.max_store_tokens is None else max(good, request.own_from)
+        if request.settings.ttl_s is not None:
+            # The engine evicts a block at any time, and the time to live would begin only then.
+            first = min(first, request.own_from)
         if kept := request.kept_out.within(0, len(request.block_ids) * self._block_tokens):
             first = min(first, max(request.own_from, kept[0] // self._block_tokens))
         self._suspect(request.block_ids[first:])

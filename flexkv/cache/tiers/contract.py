@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from flexkv.c_ext import BlockIndex
 from flexkv.cache.base import EntryIds
+from flexkv.cache.ledger.page_times import Expiries
 from flexkv.cache.tiers.routes import LoadRoute, StoreRoute, StraightLoads
 from flexkv.errors import ConfigError
 from flexkv.facts.keys import Keys
@@ -209,6 +210,14 @@ class Source(ABC):
     def tokens_of(self, plan: TransferOp) -> NDArray[np.integer] | None:
         """Valid tokens of each page of a fetch; None if all of the tier's pages are whole blocks."""
 
+    def expiries_of(self, plan: TransferOp) -> Expiries | None:
+        """When each page of a fetch expires; None if none of the tier's pages does."""
+        return None
+
+    def expiries_there(self, group: int, keys: Keys) -> Expiries | None:
+        """When each of the keys' pages expires, NEVER for those that the tier lacks; None if none of its pages does."""
+        return None
+
 
 class Prober(ABC):
     """A tier that has to be asked which pages it has. Its answers are in its `presence` when the question has ended.
@@ -238,7 +247,13 @@ class Prober(ABC):
 
 
 class Sink(ABC):
-    """A tier that takes pages from host slots."""
+    """A tier that takes pages from host slots.
+
+    Attributes:
+        keeps_times: it takes pages that expire, and keeps their time. If not, such pages are not written to it.
+    """
+
+    keeps_times: bool = False
 
     @abstractmethod
     def known(self, group: int, keys: Keys) -> NDArray[np.bool_]:

@@ -18,7 +18,7 @@ from flexkv.cache.ledger.leases import GroupLease, Lease, StraightPages
 from flexkv.cache.ledger.ops import Op, RankOp
 from flexkv.errors import ContractError
 from flexkv.facts.keys import Keys
-from flexkv.transfer.graph import BlockIds, OpResult, SlotIds, TransferOp
+from flexkv.transfer.graph import NEVER, BlockIds, OpResult, SlotIds, TransferOp
 
 
 class LoadRoute(ABC):
@@ -59,6 +59,7 @@ class StoreOffer:
         keys, blocks: `keys[i]` is the key of engine block `blocks[i]`, which is block `first_block + i` of the request.
         tokens: valid tokens in each of the blocks.
         spare: see `CacheManager.begin_store`.
+        expiry: when the pages expire, in Unix seconds; NEVER if they do not.
         chosen: for a part of an offer, the position of each key in the whole offer, int32, ascending; block i is then
             block `first_block + chosen[i]` of the request. None for a whole offer.
     """
@@ -70,6 +71,7 @@ class StoreOffer:
     first_block: int
     tokens: int
     spare: bool = False
+    expiry: int = NEVER
     chosen: NDArray[np.int32] | None = None
 
     def part(self, positions: NDArray[np.integer]) -> StoreOffer:
@@ -82,6 +84,7 @@ class StoreOffer:
             self.first_block,
             self.tokens,
             self.spare,
+            self.expiry,
             positions.astype(np.int32),
         )
 

@@ -10,13 +10,15 @@ from numpy.typing import NDArray
 
 from flexkv.c_ext import BlockIndex, in_a_row
 from flexkv.cache.base import NO_ENTRY, EntryIds, sharing
+from flexkv.cache.ledger.page_times import Expiries
 from flexkv.cache.tiers.contract import Source, Tier, TierCounts, TierFacts
 from flexkv.cache.tiers.tables import TierContext
 from flexkv.facts.keys import Keys
 from flexkv.storage.base import Places, StoredPages
 from flexkv.storage.striping import striped_slots
-from flexkv.storage.tags import NEVER, TAG, TagFields, make_tags, tag_fields
+from flexkv.storage.tags import TAG, TagFields, make_tags, tag_fields
 from flexkv.transfer.graph import (
+    NEVER,
     NO_BLOCKS,
     TAG_BYTES,
     OpId,
@@ -26,6 +28,9 @@ from flexkv.transfer.graph import (
     SlotIds,
     TransferOp,
 )
+
+LOOKED_THROUGH = 65_536
+"""Places of a group that one search for expired pages looks at: some 100 us."""
 
 
 class StoredTier(Tier, Source):
@@ -48,13 +53,19 @@ class StoredTier(Tier, Source):
             pages.reset(pages.epoch + 1)
         self.epoch = pages.epoch
         self._unix_s = context.tables.unix_s
+        self._hub = context.tables.hub
         slots = [pages.slots(group) for group in range(len(context.tables.specs))]
         owners = sharing(context.tables.specs)
-        self._owners = sorted(set(owners))
+        self._owner_of, self._owners = owners, sorted(set(owners))
+        self._looked_through = dict.fromkeys(self._owners, 0)
+        """For each group with places of its own, the first that the next `let_go_expired` looks at."""
         self.presence = BlockIndex(slots, context.policy, owners if len(self._owners) < len(owners) else [])
         tags = {owner: np.zeros(slots[owner], TAG) for owner in self._owners}
         self._tags = [tags[owner] for owner in owners]
         """Per group, the tag that each place was last written with. Groups that share places share the array."""
+        self._asked: dict[int, NDArray[np.bool_]] = {}
+        """For each group with places of its own, at which of them a request has asked that its page expires. Empty
+        until a request asks. Nothing says who asked for the time of a page that is found at the start: it counts."""
         self._any_expires = False
         self._any_partial = False
         self._sizes = [spec.block_tokens for spec in context.tables.specs]
@@ -75,6 +86,7 @@ class StoredTier(Tier, Source):
         self._tags[group][rows.places[taken]] = tag_fields(tags)
         if bool((rows.expiries != NEVER).any()):
             self._any_expires = True
+            self.note_asked(group, rows.places[taken], rows.expiries[taken] != NEVER)
             for each in (group,) if groups is None else np.unique(groups):
                 those = taken if groups is None else taken & (groups == each)
                 entries = self.presence.find(int(each), rows.keys[those])
@@ -113,7 +125,28 @@ class StoredTier(Tier, Source):
         return past
 
     def _drop_expired(self, group: int, entries: EntryIds) -> None:
+        self._hub.expired.add(self.presence.keys_of(entries))
         self.counts.expired += self.remove(group, entries)
+
+    def let_go_expired(self) -> None:
+        """Drops the expired pages at the next LOOKED_THROUGH places of each group, so that they leave before pages that
+        may still be used, whether or not anybody asks for them."""
+        if not self._any_expires:
+            return
+        now = self._now()
+        for owner in self._owners:
+            first = self._looked_through[owner]
+            tags = self._tags[owner][first : first + LOOKED_THROUGH]
+            self._looked_through[owner] = (first + len(tags)) % max(1, len(self._tags[owner]))
+            past = np.flatnonzero((tags["expiry"] != NEVER) & (tags["expiry"] <= now))
+            keys = np.ascontiguousarray(tags["key"][past])
+            for group in np.flatnonzero(np.asarray(self._owner_of) == owner).tolist() if len(past) else ():
+                entries = self.presence.find(group, keys)
+                there = np.flatnonzero(entries != NO_ENTRY)
+                # A tag outlives its page, and the page may lie elsewhere by now.
+                there = there[self.presence.slots_of(entries[there]) == past[there] + first]
+                if len(there):
+                    self._drop_expired(group, entries[there])
 
     def _now(self) -> int:
         return max(0, int(self._unix_s()))
@@ -140,6 +173,32 @@ class StoredTier(Tier, Source):
 
     def tokens_of(self, plan: TransferOp) -> NDArray[np.integer] | None:
         return tag_fields(plan.tags)["tokens"] if self._any_partial else None
+
+    def expiries_of(self, plan: TransferOp) -> Expiries | None:
+        return self._expiries_at(plan.group, plan.places) if self._asked else None
+
+    def expiries_there(self, group: int, keys: Keys) -> Expiries | None:
+        if not self._asked:
+            return None
+        entries = self.presence.find(group, keys, ready_only=False)
+        there = entries != NO_ENTRY
+        expiries = np.full(len(keys), NEVER, np.uint64)
+        expiries[there] = self._expiries_at(group, self.presence.slots_of(entries[there]))
+        return expiries
+
+    def _expiries_at(self, group: int, places: Places) -> Expiries:
+        """When the pages at these places expire in every tier; NEVER for those that expire here alone."""
+        expiries = self._fields(group, places)["expiry"]
+        return np.where(self._asked[self._owner_of[group]][places], expiries, np.uint64(NEVER))
+
+    def note_asked(self, group: int, places: Places, asked: NDArray[np.bool_] | bool) -> None:
+        """Notes at which of these places, which are being filled, a request has asked that its page expires."""
+        owner = self._owner_of[group]
+        if owner not in self._asked:
+            if not np.any(asked):
+                return
+            self._asked |= {each: np.zeros(len(self._tags[each]), np.bool_) for each in self._owners}
+        self._asked[owner][places] = asked
 
     def end_use(self, group: int, entries: EntryIds, places: Places, suspect: NDArray[np.bool_]) -> None:
         """Unpins pages that were read, and removes those marked in `suspect`, which did not hold what was asked for."""

@@ -15,13 +15,15 @@ from flexkv.cache.ledger.cost import CostModel
 from flexkv.cache.ledger.hub import Hub
 from flexkv.cache.ledger.ops import OpTable, RankOp
 from flexkv.cache.ledger.outbox import Outbox
+from flexkv.cache.ledger.page_times import Expiries, earlier
 from flexkv.cache.ledger.reactions import Reactions
 from flexkv.cache.ledger.requests import RequestLedger
 from flexkv.cache.ledger.stats import ManagerStats
 from flexkv.cache.tiers.contract import Tier
 from flexkv.cache.tiers.routes import LoadRoute, StoreOffer, StoreRoute
+from flexkv.facts.keys import Keys
 from flexkv.observe import unix_now_s
-from flexkv.transfer.graph import TransferOp
+from flexkv.transfer.graph import NEVER, TransferOp
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,6 +54,11 @@ class CacheTables:
     cost: CostModel = field(default_factory=CostModel)
     epoch: int = 0
 
+    @property
+    def now_s(self) -> int:
+        """Whole Unix seconds."""
+        return max(0, int(self.unix_s()))
+
     def loads_of(self, tier: TierId) -> LoadRoute:
         """The route from a tier to engine blocks. Precondition: the tier has one."""
         route = self.tiers[tier].loads
@@ -63,6 +70,19 @@ class CacheTables:
         route = self.tiers[tier].stores
         assert route is not None
         return route
+
+    def expiries_of(self, group: int, keys: Keys, expiry: int) -> Expiries | int | None:
+        """When these pages, which a store brings to host memory, expire there; None if none does.
+
+        Args:
+            expiry: when the request that stores them wants them to expire. A page that another tier has expires with
+                it, if that is earlier: the request may have loaded the page from there.
+        """
+        expiries: Expiries | int | None = None if expiry == NEVER else expiry
+        for tier in self.tiers[1:]:
+            if tier.source is not None and (there := tier.source.expiries_there(group, keys)) is not None:
+                expiries = earlier(there, NEVER if expiries is None else expiries)
+        return expiries
 
     def enter_store(
         self,

@@ -219,6 +219,21 @@ def test_pages_expire(make_disk_engine: Make, monkeypatch: pytest.MonkeyPatch) -
     assert engine.counters.data["flexkv_disk_expired_pages_total"][""] == 5
 
 
+def test_a_requests_time_to_live_survives_the_engine(
+    make_disk_engine: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed = make_request(PROMPT, "one", extra_args={"flexkv.ttl_s": 3600})
+    make_disk_engine().run(timed)
+    assert make_disk_engine().run(make_request(PROMPT, "two", extra_args={"flexkv.skip_save": True})) == 20
+    engine = make_disk_engine()
+    manager = engine.unit.manager
+    late = lambda: time.time() + 3600  # noqa: E731
+    monkeypatch.setattr(disk_tier(manager), "_unix_s", late)
+    monkeypatch.setattr(manager.tables, "unix_s", late)
+    assert engine.run(make_request(PROMPT, "three")) == 0
+    assert engine.counters.data["flexkv_disk_expired_pages_total"][""] == 5
+
+
 def test_metrics_say_what_the_disks_did(make_disk_engine: Make) -> None:
     engine = make_disk_engine()
     engine.run(make_request(PROMPT, "one"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
@@ -65,6 +66,7 @@ VALUES: dict[str, tuple[Any, Any]] = {
     "lmcache.max_tokens_per_load": (8, 8),
     "flexkv.tiers": (["disk", "remote"], frozenset(("disk", "remote"))),
     "kv_load_tiers": ([{"medium": "STORAGE", "locality": "local"}], frozenset(("disk", "peers"))),
+    "flexkv.ttl_s": (60, 60),
     "flexkv.namespace": ("tenant 7", "tenant 7"),
 }
 """For each name, a value as a caller gives it, and what it is read as."""
@@ -103,11 +105,13 @@ def test_vllms_matchers_stand_for_tiers(read: Read, entries: Any, tiers: tuple[s
 NOTHING_SHARED = {"skip_save": True, "skip_load": True}
 NOT_STORED = {"skip_save": True}
 NOT_TOKENS: tuple[object, ...] = (-1, True, 1.5, "64k", "-1", "٣", [], 2**63, float("nan"))
+NOT_SECONDS: tuple[object, ...] = (0, *NOT_TOKENS)
 NOT_TIERS: tuple[object, ...] = ("disk", ["gpu"], [1], [["disk"]], 3)
 NOT_NAMES: tuple[object, ...] = ("", 7, "x" * (MOST_NAMESPACE_BYTES + 1), "\ud800", ["a"])
 UNREADABLE: list[tuple[str, Any, dict[str, Any], str]] = [
     ("flexkv.skip_load", "maybe", {}, "true, false, 1 or 0"),
     *(("flexkv.max_store_tokens", value, NOT_STORED, "a whole number") for value in NOT_TOKENS),
+    *(("flexkv.ttl_s", value, NOT_STORED, "a whole number from 1") for value in NOT_SECONDS),
     ("max_load_tokens", "all", {}, "a whole number"),
     *(("flexkv.tiers", value, {}, "host, disk, peers, remote") for value in NOT_TIERS),
     ("kv_load_tiers", {"medium": "CPU"}, {}, "a list of mappings"),
@@ -136,7 +140,7 @@ def test_a_value_that_cannot_be_read_is_named_and_counted(
     assert read.counters.data["flexkv_unread_request_fields_total"] == {"value": 1}
 
 
-@pytest.mark.parametrize("name", ["flexkv.ttl_s", "flexkv.", "flexkv.skip-save", "flexkv.blend"])
+@pytest.mark.parametrize("name", ["flexkv.ttl", "flexkv.", "flexkv.skip-save", "flexkv.blend"])
 def test_a_name_that_is_not_built_is_named_with_those_that_are(read: Read, name: str) -> None:
     assert read(**{name: 5}) == {}
     (said,) = read.said()
@@ -144,6 +148,7 @@ def test_a_name_that_is_not_built_is_named_with_those_that_are(read: Read, name:
 
 
 def test_of_two_values_the_one_that_allows_less_holds(read: Read) -> None:
+    assert read(**{PARAMS: {"flexkv.ttl_s": 60}}, **{"flexkv.ttl_s": 30}) == {"ttl_s": 30}
     both = {"max_offload_tokens": 64, "flexkv.skip_save": True, "flexkv.tiers": ["disk", "host"]}
     other = {"flexkv.max_store_tokens": 32, "flexkv.skip_save": False, "flexkv.tiers": ["disk", "remote"]}
     given = {"max_store_tokens": 32, "skip_save": True, "tiers": frozenset(("disk",))}
@@ -193,6 +198,61 @@ def test_lazy_stores_end_at_the_limit(make_engine: Make, most: int | None, block
     engine.step({})
     engine.drain()
     assert engine.stored_pages == blocks
+
+
+def after(engine: MiniEngine, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Moves the wall clock of an engine's manager on."""
+    monkeypatch.setattr(engine.unit.manager.tables, "unix_s", lambda: time.time() + seconds)
+
+
+@pytest.mark.parametrize("mode", ["eager", "layerwise"])
+def test_what_a_request_stores_expires(make_engine: Make, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(**{"store.mode": mode, "store.partial_blocks": True})
+    extra = {"flexkv.ttl_s": 60}
+    assert stored_blocks(engine, extra) == list(range(WHOLE))
+    assert engine.stored_pages == WHOLE + 1
+    engine.forget()
+    assert engine.run(make_request([*PROMPT, 1], "two", extra_args=extra)) == len(PROMPT), "also its tail"
+    engine.forget()
+    after(engine, 60, monkeypatch)
+    assert engine.run(make_request([*PROMPT, 1], "three")) == 0
+    engine.step({})
+    assert engine.counters.data["flexkv_expired_pages_total"][""] >= WHOLE + 1
+    assert engine.counters.data["flexkv_missed_blocks_total"]["expired"] == (len(PROMPT) + 1) // BLOCK_TOKENS
+
+
+@pytest.mark.parametrize(("ttl_s", "blocks"), [(None, 4), (60, 0)])
+def test_lazy_stores_leave_out_what_would_expire(make_engine: Make, ttl_s: int | None, blocks: int) -> None:
+    """Nothing says when its time began: the engine evicts a block long after it was computed."""
+    engine = make_engine(blocks=8, **{"store.mode": "lazy", "store.max_reference_share": 1.0})
+    engine.run(make_request(range(100, 116), "one", extra_args={"flexkv.ttl_s": ttl_s}))
+    engine.step({})
+    engine.drain()
+    assert engine.stored_pages == blocks
+
+
+@pytest.mark.parametrize(
+    ("ttls", "left"),
+    [
+        ((None, None), [0, 1, 2, 3]),
+        ((60, None), []),
+        ((60, 600), []),
+        ((600, 60), [0, 1]),
+        ((None, 60), [0, 1]),
+    ],
+)
+def test_a_sessions_time_becomes_no_longer(
+    make_engine: Make, monkeypatch: pytest.MonkeyPatch, ttls: tuple[int | None, ...], left: list[int]
+) -> None:
+    """A block may hold tokens of two pieces. Pieces of 10 and 9 tokens."""
+    extra = [None if ttl is None else {"flexkv.ttl_s": ttl} for ttl in ttls]
+    engine = make_engine()
+    session = Session(engine, range(100, 110), extra[0])
+    session.go_on(range(110, 119), extra[1])
+    assert session.stored_blocks() == [0, 1, 2, 3]
+    after(engine, 60, monkeypatch)
+    keys = engine.keys_of(session.request)
+    assert np.flatnonzero(engine.unit.manager.present(0, keys)).tolist() == left
 
 
 @pytest.mark.parametrize(

@@ -48,8 +48,8 @@ class PublishesOnDiskBeforeTheWriteEnds(LocalCacheManager):
         super().__init__(*args, **kwargs)
         disk, begin_write = disk_tier(self), disk_tier(self).begin_write
 
-        def early(group: int, keys: Any, tokens: Any, room: int) -> Any:
-            planned = begin_write(group, keys, tokens, room)
+        def early(group: int, keys: Any, tokens: Any, room: int, expiries: Any = None) -> Any:
+            planned = begin_write(group, keys, tokens, room, expiries)
             disk.end_write(group, planned[1], np.ones(len(planned[1]), np.bool_))
             disk.presence.pin(planned[1])
             return planned

@@ -105,11 +105,17 @@ class DiskWorld:
     # --- the engine's part ---
 
     def store(
-        self, keys: Keys, name: str = "w", group: int = 0, first: int = 0, tokens: int | None = None
+        self,
+        keys: Keys,
+        name: str = "w",
+        group: int = 0,
+        first: int = 0,
+        tokens: int | None = None,
+        ttl_s: int | None = None,
     ) -> int:
         """Stores blocks; returns how many were dropped."""
         plan = self.manager.begin_store(
-            name, group, keys, np.arange(len(keys), dtype=np.int32), first, tokens
+            name, group, keys, np.arange(len(keys), dtype=np.int32), first, tokens, ttl_s=ttl_s
         )
         if plan.graph is not None:
             (op,) = plan.graph.ops

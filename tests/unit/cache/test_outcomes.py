@@ -187,5 +187,5 @@ def test_metrics_have_every_total_and_every_reason() -> None:
 
 
 def test_no_total_of_a_manager_is_left_without_a_metric() -> None:
-    elsewhere = {"evicted_blocks", "streamed_pages", "expired_leases", "resets", "missed"}
+    elsewhere = {"evicted_blocks", "expired_blocks", "streamed_pages", "expired_leases", "resets", "missed"}
     assert set(STATS) | elsewhere == set(make().stats().__dataclass_fields__)

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexkv.cache.base import NO_ENTRY, EntryIds
+from flexkv.cache.ledger.page_times import Expiries, earlier
 from flexkv.cache.tiers.contract import Plane, Sink, TierFacts, TierRoom
 from flexkv.cache.tiers.stored_tier import StoredTier
 from flexkv.cache.tiers.tables import TierContext
@@ -16,8 +17,8 @@ from flexkv.errors import ConfigError
 from flexkv.facts.keys import Keys
 from flexkv.observe import get_logger
 from flexkv.storage.base import Places, Volumes
-from flexkv.storage.tags import NEVER, make_tags, tag_fields
-from flexkv.transfer.graph import NO_BLOCKS, OpId, OpKind, PageTags, Priority, SlotIds, TransferOp
+from flexkv.storage.tags import make_tags, tag_fields
+from flexkv.transfer.graph import NEVER, NO_BLOCKS, OpId, OpKind, PageTags, Priority, SlotIds, TransferOp
 
 logger = get_logger(__name__)
 
@@ -33,6 +34,8 @@ class DiskPages(StoredTier, Sink):
     Raises:
         ConfigError: the time to live is not positive.
     """
+
+    keeps_times = True
 
     def __init__(
         self,
@@ -62,7 +65,9 @@ class DiskPages(StoredTier, Sink):
     def plan_write(
         self, op_id: OpId, group: int, keys: Keys, slots: SlotIds, tokens: NDArray[np.int32]
     ) -> tuple[NDArray[np.integer], EntryIds, TransferOp | None]:
-        positions, entries, places, tags = self.begin_write(group, keys, tokens, len(keys))
+        times = self._hub.times
+        expiries = times.of(group, slots) if times.any else None
+        positions, entries, places, tags = self.begin_write(group, keys, tokens, len(keys), expiries)
         if not len(positions):
             return positions, entries, None
         return (
@@ -81,27 +86,41 @@ class DiskPages(StoredTier, Sink):
         )
 
     def begin_write(
-        self, group: int, keys: Keys, tokens: NDArray[np.int32], room: int
+        self,
+        group: int,
+        keys: Keys,
+        tokens: NDArray[np.int32],
+        room: int,
+        expiries: Expiries | None = None,
     ) -> tuple[NDArray[np.uint32], EntryIds, Places, PageTags]:
         """Gives a place to those of `keys` that have none, for at most `room` of them, evicting others by the tier's
         policy.
 
+        Args:
+            expiries: when the pages expire; None if none does. `ttl_s` bounds them.
+
         Returns:
             Positions in `keys` of those that got a place, their entries (pinned until `end_write`), places and tags.
         """
+        if self._any_expires and self.presence.free_slots(group) < len(keys):
+            self.let_go_expired()
         positions, entries, places, evicted, _, _ = self.presence.insert(group, keys, room)
         self.counts.evicted += len(evicted)
         former = self._fields(group, places)["generation"]
         if former.any():
             # Recorded before the place is written, so that no crash leaves an index that still lists its old content.
             self.pages.record_evict(group, places[former != 0], former[former != 0])
-        expiry = NEVER if self._ttl_s is None else self._now() + self._ttl_s
+        ends: Expiries | int = NEVER if self._ttl_s is None else self._now() + self._ttl_s
+        if expiries is not None:
+            ends = earlier(expiries[positions], ends)
+            self._any_expires |= bool((ends != NEVER).any())
+        self.note_asked(group, places, False if expiries is None else expiries[positions] != NEVER)
         generations = self.volumes.next_generations(len(places))
-        tags = make_tags(keys[positions], self.epoch, generations, tokens[positions], expiry)
+        tags = make_tags(keys[positions], self.epoch, generations, tokens[positions], ends)
         self._any_partial |= bool((tokens[positions] != self._sizes[group]).any())
         self._tags[group][places] = tag_fields(tags)
         if self._any_expires:
-            self.presence.set_expiry(entries, np.full(len(entries), expiry, np.uint64))
+            self.presence.set_expiry(entries, tag_fields(tags)["expiry"].copy())
         return positions, entries, places, tags
 
     def under_way(self, group: int, entries: EntryIds) -> NDArray[np.bool_]:
@@ -158,6 +177,7 @@ class DiskPages(StoredTier, Sink):
     # --- what lies below ---
 
     def poll(self, now_s: float) -> None:
+        self.let_go_expired()
         events = self.volumes.poll()
         self.durable_pages += sum(len(pages.places) for pages in events.durable)
         for lost in events.lost:

@@ -16,6 +16,7 @@ from flexkv.cache.tiers.disk.pages import DiskPages
 from flexkv.cache.tiers.routes import StoreOffer, StoreRoute
 from flexkv.cache.tiers.tables import TierContext
 from flexkv.transfer.graph import (
+    NEVER,
     NO_BLOCKS,
     NO_PLACES,
     OpKind,
@@ -94,8 +95,9 @@ class GdsStores(StoreRoute):
         group, ops = offer.group, self._context.tables.ops
         room = max(0, min(room, self._most_pages - self.pages))
         valid = np.full(len(new), offer.tokens, np.int32)
+        expiries = None if offer.expiry == NEVER else np.full(len(new), offer.expiry, np.uint64)
         found, entries, places, tags = self._disk.begin_write(
-            group, np.ascontiguousarray(offer.keys[new]), valid, room
+            group, np.ascontiguousarray(offer.keys[new]), valid, room, expiries
         )
         stored = new[found].astype(np.int32)
         dropped = len(new) - len(stored)

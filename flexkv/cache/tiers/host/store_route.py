@@ -31,7 +31,10 @@ class HostStores(StoreRoute):
         accepted = int(stored[-1]) + 1 if len(stored) and not without_slot else 0
         if not len(stored):
             return StorePlan(None, stored, known, dropped, accepted)
-        tables.hub.filled_by_store(group, slots, offer.tokens)
+        new = offer.keys if len(positions) == len(blocks) else offer.keys[positions]
+        tables.hub.filled_by_store(
+            group, slots, new, offer.tokens, tables.expiries_of(group, new, offer.expiry)
+        )
         all_new = len(positions) == len(blocks)
         sources = blocks if all_new else blocks[positions]
         plan = TransferOp(tables.ops.next_id(), OpKind.D2H, group, Priority.STORE, sources, slots)

@@ -37,6 +37,7 @@ class HostTier(Tier):
 
     def begin_reset(self) -> None:
         self.presence.clear()
+        self._hub.times.clear()
 
     def finish_reset(self, ends_s: float) -> None:
         """Does nothing: no page survives the process."""
