@@ -135,6 +135,11 @@ std::vector<int64_t> TransferEngine::released_views() {
   return released;
 }
 
+bool TransferEngine::has_results() const {
+  require_home("poll");
+  return scheduler_->has_results();
+}
+
 std::vector<OpResult> TransferEngine::poll(size_t max_results) {
   require_home("poll");
   return scheduler_->poll(max_results);

@@ -62,6 +62,8 @@ class TransferEngine {
   // the work enqueued on it when open_layers() named the layer.
   std::optional<int64_t> submit(GraphSpec graph, std::optional<StreamId> stream = std::nullopt);
   std::vector<OpResult> poll(size_t max_results);
+  // Whether poll() would take any. Waits for no lock.
+  bool has_results() const;
   int event_fd() const { return scheduler_->event_fd(); }
   bool wait(int64_t ticket, double deadline_s);
   LayerWait wait_layer(int64_t ticket, int32_t layer, double deadline_s);

@@ -146,6 +146,7 @@ std::vector<OpResult> Scheduler::poll(size_t max_results) {
     Graph& graph = graphs_.at(result.ticket);
     if (--graph.unpolled == 0) remember(result.ticket, forgotten);
   }
+  has_results_ = !results_.empty();
   if (!taken.empty() && results_.empty()) {
     uint64_t count = 0;
     // This fails only if somebody else has read the fd, against the contract. The counter is then 0, as it

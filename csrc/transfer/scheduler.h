@@ -2,6 +2,7 @@
 // moves while it is held.
 #pragma once
 #include <array>
+#include <atomic>
 #include <condition_variable>
 #include <deque>
 #include <list>
@@ -72,6 +73,8 @@ class Scheduler : public WorkSource {
                                 const std::vector<std::shared_ptr<const AttachedView>>& views,
                                 const std::vector<PageSizes>& sizes);
   std::vector<OpResult> poll(size_t max_results);
+  // Whether poll() would take any. Waits for no lock.
+  bool has_results() const { return has_results_; }
   // Both throw ContractError for a ticket that was never returned; wait_layer() also for one that was
   // forgotten.
   bool wait(int64_t ticket, double deadline_s);
@@ -211,6 +214,7 @@ class Scheduler : public WorkSource {
   std::deque<int64_t> remembered_;  // tickets of graphs ended and polled, oldest first
   std::unordered_set<int64_t> op_ids_;
   std::deque<std::pair<OpResult, std::shared_ptr<OpState>>> results_;
+  std::atomic<bool> has_results_{false};  // changes with results_, before event_fd_ does
   std::set<std::shared_ptr<WorkItem>> moving_;
   std::deque<Consequence> consequences_;  // empty whenever the lock is free
   std::list<Coming> coming_;

@@ -134,6 +134,7 @@ void Scheduler::settle(OpState& op) {
   if (op.expedited()) std::erase_if(expedited_, [&](const auto& one) { return one.get() == &op; });
   --graphs_.at(op.ticket()).open;
   results_.emplace_back(std::move(result), op.shared_from_this());
+  has_results_ = true;
   if (results_.size() == 1) {
     const uint64_t one = 1;
     // The counter is 0 or 1, so this cannot block or fail.

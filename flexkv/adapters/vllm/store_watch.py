@@ -54,6 +54,8 @@ class BlockWatch(StoreWatch):
         """Blocks of stores in flight that no request holds and our watcher covers, by op. Blocks that requests hold are
         left out, so `take_reused` does not look at them, however many there are."""
         self._reused: dict[OpId, set[int]] = {}
+        self._checked: tuple[int, int] | None = None
+        """`free_head` when `take_reused` last looked at all of `_watched`; None if there are new ones since."""
         self._held: dict[int, list[HeldBlocks]] = {}
         self._callback = self._on_reuse
         self._others: dict[int, Callable[[KVCacheBlock], None]] = {}
@@ -106,16 +108,10 @@ class BlockWatch(StoreWatch):
                 del self._op_of_block[block]
 
     def take_reused(self) -> dict[OpId, list[int]]:
-        watchers = self._pool._reuse_watchers
-        for op_id, watched in self._watched.items():
-            # Our watcher is gone if it was called, which has noted the block, or if another one replaced it. The usual
-            # case comes in each step, so it has no loop in Python.
-            if list(map(watchers.get, watched)).count(self._callback) == len(watched):
-                continue
-            lost = {block for block in watched if watchers.get(block) is not self._callback}
-            if lost:
-                self._reused.setdefault(op_id, set()).update(lost)
-                self._watched[op_id] = [block for block in watched if block not in lost]
+        # The engine hands out blocks at the head of its free queue: where that has not moved, it took none.
+        if (head := self.free_head) != self._checked:
+            self._checked = head
+            self._find_unwatched()
         for op_id, free in self._free.items():
             # The engine drops the hash of a block that it hands out. A hit takes the block with its hash and content.
             gone = {block.block_id for block, block_hash in free if block.block_hash != block_hash}
@@ -126,6 +122,18 @@ class BlockWatch(StoreWatch):
             return {}
         reused, self._reused = self._reused, {}
         return {op_id: self._positions(op_id, ids) for op_id, ids in reused.items()}
+
+    def _find_unwatched(self) -> None:
+        """Counts blocks without our watcher as handed out: it was called, which has noted the block, or another watcher
+        replaced it."""
+        watchers = self._pool._reuse_watchers
+        for op_id, watched in self._watched.items():
+            # The usual case has no loop in Python, as it comes in most steps of an engine that is busy.
+            if list(map(watchers.get, watched)).count(self._callback) == len(watched):
+                continue
+            lost = {block for block in watched if watchers.get(block) is not self._callback}
+            self._reused.setdefault(op_id, set()).update(lost)
+            self._watched[op_id] = [block for block in watched if block not in lost]
 
     # --- blocks that wait for a store ---
 
@@ -216,6 +224,7 @@ class BlockWatch(StoreWatch):
     def _count_unheld(self, op_id: OpId) -> None:
         self._watched[op_id] = self.ops[op_id].tolist()
         self._unheld += len(self.ops[op_id])
+        self._checked = None
 
     def _on_reuse(self, block: KVCacheBlock) -> None:
         op_id = self._op_of_block.get(block.block_id)

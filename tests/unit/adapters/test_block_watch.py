@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -41,6 +42,32 @@ def test_a_block_handed_out_again_is_named_by_its_position() -> None:
     assert blocks[1] in again
     assert watch.take_reused() == {OP: [1]}
     assert watch.take_reused() == {}
+
+
+def test_steps_that_hand_out_no_block_look_at_none() -> None:
+    """The control shows that the count would see a look."""
+
+    class Counted(dict):  # type: ignore[type-arg]
+        looks = 0
+
+        def get(self, *key: Any) -> Any:
+            Counted.looks += 1
+            return super().get(*key)
+
+    pool = make_pool(16)
+    watch = BlockWatch(pool, 1.0, BLOCK_TOKENS)
+    blocks = pool.get_new_blocks(4)
+    pool.free_blocks(blocks)
+    watch.add(OP, ids(blocks))
+    pool._reuse_watchers = Counted(pool._reuse_watchers)
+    assert watch.take_reused() == {}
+    first, Counted.looks = Counted.looks, 0
+    assert first >= len(blocks)
+    assert watch.take_reused() == {}
+    assert Counted.looks == 0
+    pool.get_new_blocks(1)
+    assert watch.take_reused() == {}
+    assert Counted.looks >= len(blocks)
 
 
 def test_a_reset_counts_as_reuse_because_the_pool_will_not_say_it_again() -> None:
@@ -186,6 +213,8 @@ def test_a_watcher_that_takes_our_place_makes_the_block_count_as_handed_out() ->
     assert watch.take_reused() == {}
     pool.touch(blocks[2:])
     pool.unpin_blocks(blocks[2:], lambda block: None)
+    assert watch.take_reused() == {}
+    pool.get_new_blocks(1)  # any: the engine has not said which
     assert watch.take_reused() == {OP: [2]}
     assert watch.take_reused() == {}
 
