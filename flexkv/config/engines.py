@@ -32,6 +32,7 @@ class NoEffect:
 
 
 _ONE_WAY_OF_STORES = NoEffect("a page is stored once the engine offers it", "eager")
+_AS_OFFERED = NoEffect("a page is stored once the engine offers it")
 _WHOLE_PAGES = NoEffect("the engine offers whole pages only", False)
 _NO_LOST_BLOCKS = NoEffect("the engine keeps a page until its store has ended")
 _ONE_GROUP = NoEffect("only engines with one KV group are served")
@@ -48,6 +49,7 @@ _FOR_BLENDING = NoEffect("only blending (flexkv.blend) works layer by layer ahea
 PARTLY: dict[str, dict[str, NoEffect]] = {
     "store.mode": {"sglang": _ONE_WAY_OF_STORES, "tensorrt_llm": _ONE_WAY_OF_STORES},
     "store.tokens": {"sglang": NoEffect("SGLang offers a node of its tree whoever made its tokens", "all")},
+    "store.generated_blocks": {"sglang": _AS_OFFERED, "tensorrt_llm": _AS_OFFERED},
     "store.partial_blocks": {"sglang": _WHOLE_PAGES, "tensorrt_llm": _WHOLE_PAGES},
     "store.max_reference_share": {"sglang": _NO_LOST_BLOCKS, "tensorrt_llm": _NO_LOST_BLOCKS},
     "store.hold_s": {"sglang": _NO_LOST_BLOCKS, "tensorrt_llm": _NO_LOST_BLOCKS},

@@ -122,6 +122,12 @@ class StoreConfig(Section):
         description="`prompt` stores only prompt blocks; `all` also what was generated, which the next turn of a "
         "conversation asks for.",
     )
+    generated_blocks: Count = Field(
+        4,
+        description="How many blocks a running request generates before `eager` and `layerwise` store them together "
+        "(vLLM): a store costs the engine's step the same for one block as for many. What is left is stored at the "
+        "request's end; a crash or a preemption loses it.",
+    )
     partial_blocks: bool = Field(
         False,
         description="Also store the tail that fills no whole block. Saves less than one block of recompute "

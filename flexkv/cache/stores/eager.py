@@ -1,5 +1,5 @@
-"""Eager stores: each block is offered as soon as the step that completes it is planned. Windows, chunks and states are
-offered at the boundaries that the step reaches (`boundary_stores.py`).
+"""Eager stores: each block of a prompt is offered as soon as the step that completes it is planned, generated blocks
+some at a time. Windows, chunks and states are offered at the boundaries that the step reaches (`boundary_stores.py`).
 
 A block of full attention that finds no room is pending: it is offered again at every step while its request lives, and
 then while it is held (`holds.py`). The pending blocks of each block table are a range, so they need no list.
@@ -53,6 +53,8 @@ class EagerStores(RequestStores):
         # With a tier behind host memory, pages that are evicted from host memory are still cached.
         self._most_blocks = sys.maxsize if parts.has_tiers else parts.slots
         self._by_layer = settings.mode == "layerwise"
+        # Where stores end in their step, none comes at the request's end for the rest.
+        self._generated_blocks = 1 if parts.ends_in_step else settings.generated_blocks
         self.holds = Holds(parts.manager, parts.watch, settings.hold_s, parts.counters)
         self._full: set[int] = set()
         """Groups that had no room for a page since the step began: none of their pages is offered again in the step."""
@@ -125,8 +127,8 @@ class EagerStores(RequestStores):
         for group in self._full_groups:
             table = request.tables[group]
             end = self._certain_end(request, group)
-            if end <= table.cursor:
-                table.has_pending = False
+            if end <= table.cursor or (holder is not None and self._waits_for_more(request, group, end)):
+                table.has_pending = table.has_pending and end > table.cursor
                 continue
             if request.stale:
                 self.taint(request, table.ids[table.cursor : end])
@@ -144,6 +146,14 @@ class EagerStores(RequestStores):
             else:
                 table.cursor, table.has_pending = max(table.cursor, end), False
         return graphs
+
+    def _waits_for_more(self, request: StoreRequest, group: int, end: int) -> bool:
+        """Whether the blocks from the cursor to `end` are generated ones, and too few to be stored while the request
+        lives: a store costs a step the same for one block as for many."""
+        table = request.tables[group]
+        if end - table.cursor >= self._generated_blocks or table.has_pending:
+            return False
+        return table.cursor >= request.prompt_tokens // self._groups[group].block_tokens
 
     def _runs(self, request: StoreRequest, group: int, end: int) -> Iterator[tuple[int, int]]:
         """The runs [first, end) of a group's blocks from the cursor to `end` that have no token that the caller keeps

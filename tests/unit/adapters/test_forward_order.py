@@ -220,7 +220,7 @@ def store_of_generated(engine: GpuEngine, monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_block_of_earlier_forwards_is_stored_beside_the_one_that_runs(
     make_engine: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = make_engine()
+    engine = make_engine(**{"store.generated_blocks": 1})
     store_of_generated(engine, monkeypatch)
     assert engine.copies_end(LONG_S)
     assert engine.world.held

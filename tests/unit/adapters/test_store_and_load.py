@@ -117,7 +117,7 @@ def test_a_request_may_ask_not_to_be_stored(make_engine: Make, extra: dict) -> N
 
 
 def test_drafts_are_not_stored_before_they_are_accepted(make_engine: Make) -> None:
-    engine = make_engine()
+    engine = make_engine(**{"store.generated_blocks": 1})
     request = make_request(PROMPT[:6], "one")
     engine.add(request)
     engine.step()

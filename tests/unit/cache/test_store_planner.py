@@ -61,10 +61,12 @@ class TokenKeys:
 class Request(StoreRequest):
     tokens: list[int]
     namespace: bytes = NAMESPACE
+    generated: int = 0
+    """The last tokens, which are not of the prompt."""
 
     @property
     def prompt_tokens(self) -> int:
-        return len(self.tokens)
+        return len(self.tokens) - self.generated
 
     @property
     def leading_shared(self) -> int:
@@ -219,6 +221,56 @@ def test_blocks_are_stored_as_they_become_certain() -> None:
     assert engine.step((request, 10)) == [51]
     assert engine.finish(request) == []
     assert hit(engine.manager, keys_of(tokens)) == 2
+
+
+@pytest.mark.parametrize("together", [1, 3])
+def test_generated_blocks_are_stored_some_at_a_time(together: int) -> None:
+    """The first of them also has the prompt's last tokens."""
+    engine, tokens = Engine(EagerStores, generated_blocks=together), range(29)
+    request = engine.start("one", tokens, 50)
+    request.generated = 29 - 6
+    assert engine.step((request, 6)) == [50]
+    stored = [engine.step((request, end)) for end in range(7, 30)]
+    if together == 1:
+        assert stored[1::4] == [[51], [52], [53], [54], [55], [56]]
+        assert engine.finish(request) == []
+    else:
+        assert [blocks for blocks in stored if blocks] == [[51, 52, 53], [54, 55, 56]]
+        assert engine.finish(request) == []
+    assert hit(engine.manager, keys_of(tokens)) == 7
+
+
+def test_generated_blocks_that_wait_are_stored_at_the_end() -> None:
+    engine, tokens = Engine(EagerStores, generated_blocks=3), range(16)
+    request = engine.start("one", tokens, 50)
+    request.generated = 12
+    assert engine.step((request, 4)) == [50]
+    assert engine.step((request, 12)) == []
+    assert engine.step((request, 13)) == []
+    assert engine.finish(request) == [51, 52]
+    assert hit(engine.manager, keys_of(tokens)) == 3
+
+
+def test_generated_blocks_without_room_do_not_wait_for_more() -> None:
+    engine = Engine(EagerStores, slots=4, generated_blocks=3)
+    leased = engine.start("leased", range(100, 116), 90)
+    assert engine.step((leased, 16)) == [90, 91, 92, 93]
+    engine.manager.match("reader", [keys_of(range(100, 116))], 0)  # all slots are in use
+    request = engine.start("one", range(16), 50)
+    request.generated = 16
+    assert engine.step((request, 12)) == []
+    engine.manager.release("reader")
+    assert engine.step((request, 13)) == [50, 51, 52]
+
+
+def test_what_waits_is_lost_by_a_preemption_and_counted() -> None:
+    engine = Engine(EagerStores, generated_blocks=3)
+    request = engine.start("one", range(16), 50)
+    request.generated = 12
+    assert engine.step((request, 4)) == [50]
+    assert engine.step((request, 12)) == []
+    engine.stores.preempted(request)
+    assert engine.lost("preempted") == 2
 
 
 def test_a_tail_is_stored_at_the_end() -> None:

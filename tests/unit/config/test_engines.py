@@ -76,6 +76,7 @@ def test_control_a_setting_of_one_adapter_is_told_from_a_shared_one() -> None:
 GIVEN = {
     "store.mode": "lazy",
     "store.tokens": "prompt",
+    "store.generated_blocks": 8,
     "store.partial_blocks": True,
     "store.max_reference_share": 0.5,
     "store.hold_s": 5.0,
