@@ -39,11 +39,15 @@ def _needs_torch(torch: Any) -> None:
 
 @pytest.mark.parametrize("kernel", [True, False], ids=["kernel", "copy engine"])
 @pytest.mark.parametrize("run_bytes", [65536 + 16, 192 << 10, (1 << 20) + 1])
-def test_long_runs_arrive_by_the_copy_engine(run_bytes: int, kernel: bool) -> None:
+def test_long_runs_go_by_the_way_of_their_direction(run_bytes: int, kernel: bool) -> None:
+    """The kernel stores runs of any length. Without batches it also loads longer runs; with them it loads none of
+    these."""
     paths = check_runs(DEVICE, run_bytes, kernel)
-    # Without batches the kernel takes longer runs too; with them it takes none of these.
-    if "batch" in paths or not kernel:
+    loaded, stored = 2 * 3 * run_bytes, 3 * 3 * run_bytes
+    if not kernel:
         assert "kernel" not in paths
+    elif "batch" in paths:
+        assert paths == {"kernel": stored, "batch": loaded}
 
 
 @pytest.mark.parametrize("run_bytes", [20 << 20, (20 << 20) + 4096])
