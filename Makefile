@@ -4,7 +4,7 @@ VENV ?= .venv
 PY = $(VENV)/bin/python
 PYTEST = $(PY) -m pytest
 # Tests at once: each worker takes a core and up to 3 GB.
-WORKERS ?= 2
+WORKERS ?= 3
 PARALLEL = -n $(WORKERS)
 
 .DEFAULT_GOAL := help
@@ -74,7 +74,7 @@ test-native: build-test  ## C++ tests; some of them: make test-native CASE='*sta
 ifdef CASE
 	@$(PY) -m tests.native.run --case '$(CASE)'
 else
-	@$(PYTEST) tests/native
+	@$(PYTEST) -m long tests/native
 endif
 
 test-sanitizers: build-test  ## C++ and Python tests under ASan+UBSan and TSan

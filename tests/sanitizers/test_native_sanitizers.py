@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -41,6 +42,20 @@ def test_native_tests_are_clean(sanitizer: str) -> None:
     done = run_module("tests.native.run", sanitizer)
     assert done.returncode == 0, done.stdout[-20_000:]
     assert "0 failed" in done.stdout
+
+
+@pytest.mark.timeout(RUN_S)
+def test_one_case_runs_alone() -> None:
+    done = run_module("tests.native.run", "address", "--case", "runs that share bytes of the pool*")
+    assert done.returncode == 0, done.stdout[-20_000:]
+    assert re.search(r"test cases:\s+1 \|\s+1 passed", done.stdout), done.stdout[-20_000:]
+
+
+@pytest.mark.timeout(RUN_S)
+def test_a_pattern_that_fits_no_case_is_an_error() -> None:
+    done = run_module("tests.native.run", "address", "--case", "no such case")
+    assert done.returncode == 1
+    assert "--case no such case: no test case has such a name" in done.stdout
 
 
 @pytest.mark.parametrize("sanitizer", list(CONTROLS))

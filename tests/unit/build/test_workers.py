@@ -67,4 +67,4 @@ def test_every_folder_has_its_place() -> None:
 
 def test_the_makefile_asks_for_it() -> None:
     done = subprocess.run(["make", "-n", "test"], capture_output=True, text=True, cwd=ROOT, timeout=60)
-    assert "-m pytest -n 2" in done.stdout
+    assert "-m pytest -n 3" in done.stdout
