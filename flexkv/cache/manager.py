@@ -36,6 +36,7 @@ from flexkv.cache.checks import (
 )
 from flexkv.cache.ledger.cost import CostModel
 from flexkv.cache.ledger.hub import REFILL_PAGES, Hub
+from flexkv.cache.ledger.leases import HeldPages
 from flexkv.cache.ledger.ops import RankOp
 from flexkv.cache.ledger.stats import ManagerStats
 from flexkv.cache.moves.broken_plan import BrokenPlans
@@ -184,6 +185,37 @@ class LocalCacheManager(CacheManager):
     def held_slots(self, group: int) -> set[int]:
         """Host slots kept for requests that wait, without those that a fetch is filling."""
         return self.promises.held_slots(group)
+
+    # --- pages that plugins keep ---
+
+    @property
+    def kept_pages(self) -> int:
+        """Number of pages that `keep` holds in host memory."""
+        return sum(len(pages.entries) for kept in self.tables.requests.kept.values() for pages in kept)
+
+    def keep(self, name: str, keys: Sequence[Keys], most: int) -> int:
+        """Keeps from eviction, until `end_keep`, up to `most` pages of a prompt that are in host memory, from the
+        prompt's start on; returns how many. A reset ends it too; a time to live goes on.
+
+        Precondition: nothing is kept under this name.
+        """
+        check_lookup(self.tables.specs, keys, 0, None)
+        index, kept, pages = self.tables.hub.index, self.tables.requests.kept, 0
+        with self._broken_plans:
+            if self.tables.hub.times.any:
+                self._drop_expired()
+            for group, of_group in enumerate(keys):
+                entries = index.find(group, of_group)
+                entries = entries[entries != NO_ENTRY][: most - pages]
+                if len(entries):
+                    kept.setdefault(name, []).append(HeldPages(group, entries, index.pin(entries)))
+                    pages += len(entries)
+        return pages
+
+    def end_keep(self, name: str) -> None:
+        """Ends what `keep` did under this name. Idempotent."""
+        for pages in self.tables.requests.kept.pop(name, ()):
+            self.tables.hub.index.unpin(pages.entries)
 
     # --- lookups ------------------------------------------------------------------------------------------------------
 
@@ -407,6 +439,8 @@ class LocalCacheManager(CacheManager):
         self.promises.resetting = True
         with self._broken_plans:
             self.promises.end_all()
+            for name in list(self.tables.requests.kept):
+                self.end_keep(name)
             self.tables.access_orders.clear()
             self.work.reset()
             self.tables.epoch += 1

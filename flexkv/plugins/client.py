@@ -80,6 +80,16 @@ class UnitClient:
         pages, so they lose them too."""
         return int(self._call("forget", tokens=list(tokens), salt=salt)["pages"])
 
+    def pin(self, tokens: Sequence[int], seconds: float, salt: str = "") -> int:
+        """Keeps a prompt's pages that are in host memory from being evicted, for so many seconds (an hour at most), as
+        far as there is room for pins; returns how many pages, from the prompt's first one on. `unpin`, the end of this
+        connection and a reset of the cache end it earlier."""
+        return int(self._call("pin", tokens=list(tokens), salt=salt, seconds=seconds)["pages"])
+
+    def unpin(self) -> int:
+        """Ends the pins of this connection; returns how many pages they kept."""
+        return int(self._call("unpin")["pages"])
+
     def _pages(self, reply: dict[str, Any]) -> list[CachedPages]:
         return [CachedPages(**group) for group in reply["groups"]]
 

@@ -44,6 +44,7 @@ class Call:
     Attributes:
         arguments: what the plugin has sent besides the name.
         ends_s: when it is given up, on the monotonic clock.
+        connection: where it came from.
         reply: the answer; None until there is one.
         is_over: it was answered or given up: nobody waits for it any more.
     """
@@ -52,6 +53,7 @@ class Call:
     arguments: dict[str, Any]
     ends_s: float
     server: UnitServer
+    connection: Connection
     reply: dict[str, Any] | None = None
     is_over: bool = False
 
@@ -82,12 +84,14 @@ class Connection:
         received: the beginning of a call.
         unsent: what the socket had no room for.
         call: the call that is not answered yet.
+        is_over: it has ended. Set by the server's thread, and read by the unit's.
     """
 
     socket: socket.socket
     received: bytearray
     unsent: bytearray
     call: Call | None = None
+    is_over: bool = False
 
 
 class UnitServer:
@@ -239,7 +243,7 @@ class UnitServer:
         if not found:
             return
         connection.received = rest
-        connection.call = call = Call("", {}, time.monotonic() + DEFAULT_WAIT_S, self)
+        connection.call = call = Call("", {}, time.monotonic() + DEFAULT_WAIT_S, self, connection)
         try:
             call.arguments = decoded(bytes(line))
             call.name = str(call.arguments.pop("call", ""))
@@ -291,6 +295,7 @@ class UnitServer:
 
     def _end(self, connection: Connection) -> None:
         """Ends a connection; nobody waits for its call any more."""
+        connection.is_over = True
         if connection.call is not None:
             connection.call.is_over = True
         self._connections.pop(connection.socket.fileno(), None)

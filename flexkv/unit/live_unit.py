@@ -164,6 +164,7 @@ class LiveUnit(EngineUnit):
             "tiers": list(self.tier_names),
             "host_slots": self._up,
             "host_slots_used": self._up - self.manager.free_slots(0),
+            "pinned_pages": self.manager.kept_pages,
             "inflight_ops": self.manager.inflight_ops(),
             "hit_blocks": stats.hit_blocks,
             "miss_blocks": stats.miss_blocks,

@@ -15,7 +15,7 @@ from flexkv.cache.manager import LocalCacheManager
 from flexkv.errors import PluginCallError
 from flexkv.facts.keys import Keys
 from flexkv.observe import get_logger
-from flexkv.plugins.server import Call, CallTaker
+from flexkv.plugins.server import Call, CallTaker, Connection
 from flexkv.plugins.unit_socket import MOST_TOKENS
 
 logger = get_logger(__name__)
@@ -25,6 +25,14 @@ MOST_WAITING = 64
 
 STATUS_EVERY_S = 1.0
 """How often the unit's thread notes its status."""
+
+PIN_SHARE = 8
+"""Plugins pin one host slot in this many at most, all together: the rest is for requests."""
+
+MOST_PIN_S = 3600.0
+
+MOST_PINS = 64
+"""Most calls of `pin` whose time is not over."""
 
 PromptKeys = Callable[[Sequence[int], str], Sequence[Keys]]
 """Makes the keys of a prompt's whole blocks by KV group, from its token ids and its cache salt (empty for none). The
@@ -52,6 +60,19 @@ class KeyedCall:
     keys: Sequence[Keys]
 
 
+@dataclass(slots=True, eq=False)
+class Pin:
+    """Pages that one call has pinned, kept under `name`.
+
+    Attributes:
+        ends_s: when the pin ends, on the monotonic clock.
+    """
+
+    name: str
+    connection: Connection
+    ends_s: float
+
+
 class PluginCalls(CallTaker):
     """
     Args:
@@ -70,7 +91,10 @@ class PluginCalls(CallTaker):
             "lookup": self._answer_cached,
             "prefetch": self._begin_prefetch,
             "forget": self._forget,
+            "pin": self._pin,
+            "unpin": self._unpin,
         }
+        self._pins: list[Pin] = []
 
     # --- the server's thread ---
 
@@ -80,15 +104,21 @@ class PluginCalls(CallTaker):
             return
         if call.name not in self._actions:
             raise PluginCallError(f"no such call; there are status, {', '.join(self._actions)}")
+        if len(self._waiting) >= MOST_WAITING:
+            raise PluginCallError(f"{MOST_WAITING} calls wait already; try again")
+        if call.name == "unpin":
+            self._waiting.append(KeyedCall(call, ()))
+            return
         if self._prompt_keys is None:
             raise PluginCallError("this unit makes no keys of tokens")
+        seconds = call.arguments.get("seconds", 1)
+        if type(seconds) not in (int, float) or not 0 < seconds <= MOST_PIN_S:
+            raise PluginCallError(f"seconds={seconds!r:.40}; allowed are numbers up to {MOST_PIN_S:g}")
         tokens, salt = call.arguments.get("tokens"), call.arguments.get("salt", "")
         if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
             raise PluginCallError("expected 'tokens', a list of whole numbers")
         if len(tokens) > MOST_TOKENS or not isinstance(salt, str):
             raise PluginCallError(f"{len(tokens)} tokens, salt {salt!r:.40}; allowed: {MOST_TOKENS} and text")
-        if len(self._waiting) >= MOST_WAITING:
-            raise PluginCallError(f"{MOST_WAITING} calls wait already; try again")
         self._waiting.append(KeyedCall(call, self._prompt_keys(tokens, salt)))
 
     # --- the unit's thread ---
@@ -104,6 +134,8 @@ class PluginCalls(CallTaker):
         now_s = time.monotonic()
         if now_s - self._status_at_s >= STATUS_EVERY_S:
             self._status, self._status_at_s = self._unit.status(), now_s
+        if self._pins:
+            self._end_pins(lambda pin: now_s >= pin.ends_s or pin.connection.is_over)
         if self._waiting:
             one = self._waiting.popleft()
             if not one.call.is_over:
@@ -138,6 +170,33 @@ class PluginCalls(CallTaker):
         manager = self._unit.manager
         one.call.answer({"pages": sum(manager.forget(group, keys) for group, keys in enumerate(one.keys))})
 
+    def _pin(self, one: KeyedCall) -> None:
+        manager = self._unit.manager
+        if len(self._pins) >= MOST_PINS:
+            one.call.answer(
+                {"error": f"{MOST_PINS} pins are held already; unpin, or wait for their time to end"}
+            )
+            return
+        slots = sum(manager.hub.index.up_slots(owner) for owner in manager.hub.owners)
+        self._made += 1
+        name = f"flexkv plugin {self._made}"
+        pages = manager.keep(name, one.keys, max(0, slots // PIN_SHARE - manager.kept_pages))
+        if pages:
+            ends_s = time.monotonic() + one.call.arguments["seconds"]
+            self._pins.append(Pin(name, one.call.connection, ends_s))
+        one.call.answer({"pages": pages})
+
+    def _unpin(self, one: KeyedCall) -> None:
+        before = self._unit.manager.kept_pages
+        self._end_pins(lambda pin: pin.connection is one.call.connection)
+        one.call.answer({"pages": before - self._unit.manager.kept_pages})
+
+    def _end_pins(self, ends: Callable[[Pin], bool]) -> None:
+        """Ends the pins of which `ends` is true."""
+        for pin in [pin for pin in self._pins if ends(pin)]:
+            self._pins.remove(pin)
+            self._unit.manager.end_keep(pin.name)
+
     def _begin_prefetch(self, one: KeyedCall) -> None:
         self._made += 1
         request_id = f"flexkv plugin {self._made}"
@@ -159,6 +218,7 @@ class PluginCalls(CallTaker):
 
     def close(self) -> None:
         """Ends what calls hold."""
+        self._end_pins(lambda pin: True)
         while self._prefetches:
             self._unit.manager.release(self._prefetches.popitem()[0])
         self._waiting.clear()

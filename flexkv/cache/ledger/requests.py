@@ -53,6 +53,7 @@ class RequestLedger:
         reserved_pages: pages of all leases.
         misses: by request, why its last lookup promised no more, and how many whole blocks it did not promise. Only
             lookups that the engine has not acted on yet.
+        kept: pages that plugins keep, each pinned once, by the name of the pin.
     """
 
     def __init__(self) -> None:
@@ -61,6 +62,7 @@ class RequestLedger:
         self.prefetched: set[str] = set()
         self.reserved_pages = 0
         self.misses: dict[str, tuple[MissReason, int]] = {}
+        self.kept: dict[str, list[HeldPages]] = {}
 
     # --- misses ---
 

@@ -69,6 +69,7 @@ class BrokenPlans:
                 if group.straight is not None:
                     pinned[group.straight.tier].append(group.straight.entries)
         pinned[HUB].extend(held.entries for held in self._tables.requests.held())
+        pinned[HUB].extend(pages.entries for kept in self._tables.requests.kept.values() for pages in kept)
         for op in self._tables.ops:
             pinned[op.tier].append(op.entries)
             if isinstance(op, FetchOp | WriteOp):
