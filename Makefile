@@ -92,9 +92,9 @@ test-vllm33: build-test env-vllm33  ## tests with the Python of vLLM 0.33 on a m
 steady: build-test  ## repeats test files under load, an hour a call: make steady FILES="tests/unit/storage"
 	@$(PY) -m tests.steady $(FILES)
 
-soak: build-test env-sglang  ## simulation, stress, fuzz, flipped bits, engine pressure, kills, power cuts, 20 times as long (or FLEXKV_SOAK); long tests
+soak: build-test env-sglang  ## simulation, stress, fuzz, flipped bits, engine pressure, kills, power cuts, 5 times as long (or FLEXKV_SOAK); long tests
 	@$(PYTHON) -m build_support.vllm33_environment || true
-	@FLEXKV_SOAK=$${FLEXKV_SOAK:-20} $(PYTEST) $(PARALLEL) -m "soak or long" --timeout 14400
+	@FLEXKV_SOAK=$${FLEXKV_SOAK:-5} $(PYTEST) $(PARALLEL) -m "soak or long" --timeout 14400
 
 # Every program in benchmarks/ takes --json, but for gpu_results, which writes a page and wants a GPU, those that want a
 # trace, and vllm_beside_engine, which another program starts.
