@@ -109,6 +109,7 @@ class CompletionHandler:
                 continue
             self._unit.manager.discard_from(tracker.request_id, first * self._block_tokens)
             tracker.tables[0].cursor = min(tracker.tables[0].cursor, first)
+            tracker.next_offer = 0
             tracker.suspect_from = first if tracker.suspect_from is None else min(first, tracker.suspect_from)
             if self._keeps_computed and tracker.request.status != RequestStatus.WAITING_FOR_REMOTE_KVS:
                 self._keep_out(tracker, first)

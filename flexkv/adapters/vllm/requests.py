@@ -137,6 +137,7 @@ class RequestTracker(StoreRequest):
         self.certain = 0
         self.reached_tokens = 0
         self.states_at = 0
+        self.next_offer = 0
         self.counted = False
         self.made_way = False
 

@@ -98,6 +98,8 @@ class StoreRequest(ABC):
         reached_tokens: boundaries up to here have been stored or passed over; see `Boundaries`. With states, the last
             boundary that was stored.
         states_at: the last boundary at which a step of the engine ended: the request's table has its state.
+        next_offer: the planner's note: with fewer certain tokens there is no block to offer. Whoever sets a cursor back
+            or changes the prompt sets it to 0.
     """
 
     request_id: str
@@ -113,6 +115,7 @@ class StoreRequest(ABC):
     certain: int = 0
     reached_tokens: int = 0
     states_at: int = 0
+    next_offer: int = 0
 
     @property
     @abstractmethod

@@ -69,6 +69,8 @@ class EagerStores(RequestStores):
             if self._has_boundaries:
                 # Windows go first, because they cannot be offered again, while blocks of full attention can.
                 orders.stores += self._boundary_stores.plan(request, step)
+            if request.certain < request.next_offer:
+                continue
             # Forwards of earlier steps wrote the KV of generated tokens. This step's forward only reads it.
             settled = request.certain <= request.computed
             for graph in self._plan(request, request.request_id):
@@ -76,6 +78,7 @@ class EagerStores(RequestStores):
                     orders.settled.append(graph)
                 else:
                     orders.stores.append(graph.layerwise() if self._by_layer else graph)
+            request.next_offer = self._next_offer(request)
 
     def preempted(self, request: StoreRequest) -> None:
         """Counts pages that found no room until now: certain blocks were offered at every step, so these are lost."""
@@ -146,6 +149,17 @@ class EagerStores(RequestStores):
             else:
                 table.cursor, table.has_pending = max(table.cursor, end), False
         return graphs
+
+    def _next_offer(self, request: StoreRequest) -> int:
+        """See `StoreRequest.next_offer`. Saves most requests of a step the look at their tables."""
+        least = sys.maxsize
+        for group in self._full_groups:
+            table, block = request.tables[group], self._groups[group].block_tokens
+            if table.has_pending:
+                return 0
+            generated = table.cursor >= request.prompt_tokens // block
+            least = min(least, (table.cursor + (self._generated_blocks if generated else 1)) * block)
+        return least
 
     def _waits_for_more(self, request: StoreRequest, group: int, end: int) -> bool:
         """Whether the blocks from the cursor to `end` are generated ones, and too few to be stored while the request
