@@ -167,6 +167,9 @@ class HostPool:
     def wait_ready(self, slots: int, deadline_s: float) -> bool: ...
     def address(self) -> tuple[int, int, bytes, int]:
         """pid, fd, token, file_bytes."""
+    @property
+    def file_layout(self) -> tuple[int, int, int]:
+        """Offset of slot 0 in the file of a shared pool, slots per extent, bytes from one extent to the next."""
     def report(self) -> list[tuple[int, int, str, int, float, bool, int]]:
         """index, bytes, pages_kind, huge_bytes, bring_up_s, registered, numa_node of each extent."""
     def extent_of(self, slot: int) -> NDArray[np.uint8]: ...
@@ -174,6 +177,103 @@ class HostPool:
     def settle(self, slots: NDArray[np.int32], read: int, verified: bool) -> None:
         """Reports that a read from disk has ended for these slots' pages: loads that wait for it go on, or fail."""
     def close(self) -> None: ...
+
+class SlotBoard:
+    """What a unit tells other units of one tier's slots: csrc/share/slot_board.h. Not thread-safe.
+
+    Raises:
+        CapacityError: there is no memory for so many slots. BlockRangeError: no slot.
+    """
+
+    def __init__(self, slots: int) -> None: ...
+    @property
+    def fd(self) -> int: ...
+    @property
+    def bytes(self) -> int: ...
+    def note(
+        self,
+        slots: NDArray[np.int32],
+        tokens: NDArray[np.uint32],
+        generations: NDArray[np.uint64],
+        expiries: NDArray[np.uint64],
+        epoch: int,
+    ) -> None:
+        """Notes what the pages' rows are to say once they are published; empty arrays stand for zeros.
+
+        Raises:
+            BlockRangeError: there is no such slot. ContractError: arrays of other lengths.
+        """
+    def retire(self) -> None:
+        """Makes every reader leave, for good."""
+
+class PeerDirectory:
+    """Which pages other units have, and where: csrc/share/peer_directory.h. Thread-safe."""
+
+    def __init__(self) -> None: ...
+    def add(
+        self,
+        board: tuple[int, int],
+        pool: tuple[int, int, int, int, int, int] | None = None,
+        pieces: Sequence[tuple[int, int, int]] = (),
+        runs: Sequence[tuple[int, int, int, int]] = (),
+    ) -> int:
+        """Maps a peer's memory, to be read only; returns the peer's number.
+
+        Args:
+            board: descriptor and bytes.
+            pool: descriptor, bytes of the file, offset of slot 0, bytes of a slot, slots per extent, bytes from one
+                extent to the next.
+            pieces: offset in the peer's slot, offset in ours, bytes.
+            runs: offset in our slot, bytes, offset of the digest in the peer's slot and in ours; -1 for none.
+
+        Raises:
+            ClosedError: a file is not what was announced. CapacityError: it cannot be mapped.
+        """
+    def drop(self, peer: int, keep: bool = False) -> None:
+        """Forgets a peer. `keep`: its pages stay known, as last seen."""
+    def follow(self) -> int:
+        """Reads what has changed; returns how many rows it looked at."""
+    @property
+    def has_news(self) -> bool: ...
+    def take(
+        self, most: int
+    ) -> tuple[NDArray[np.uint8], NDArray[np.uint32], NDArray[np.uint32], NDArray[np.bool_]]:
+        """Up to `most` news, in order: keys, groups, tokens, and whether a peer has the page now."""
+    def bring(
+        self,
+        pool: HostPool,
+        group: int,
+        keys: NDArray[np.uint8],
+        tokens: NDArray[np.uint32],
+        slots: NDArray[np.int32],
+    ) -> tuple[NDArray[np.uint8], NDArray[np.int32], NDArray[np.int32]]:
+        """Copies pages to slots; returns for each how it ended (0 copied, 1 absent, 2 changed, 3 digest, 4 another
+        format), and for 4 the peer and its slot.
+
+        Raises:
+            BlockRangeError: a slot is not up. ContractError: arrays of other lengths.
+        """
+    def read(
+        self, peer: int, slot: int, group: int, key: NDArray[np.uint8], tokens: int, image: NDArray[np.uint8]
+    ) -> int:
+        """Copies the start of a page's slot in the peer's own format; returns how that ended, as `bring`.
+
+        Raises:
+            ContractError: not one key.
+        """
+    def find(
+        self, group: int, keys: NDArray[np.uint8]
+    ) -> tuple[
+        NDArray[np.int32], NDArray[np.int32], NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint64]
+    ]:
+        """For each key a peer that has it (-1: none), its slot, generation, expiry and epoch."""
+    def retired(self, peer: int) -> bool: ...
+    def counts(self, peer: int) -> tuple[int, int, int, int, int]:
+        """Pages asked of the peer, by how that ended."""
+    def pages(self, peer: int) -> int: ...
+    @property
+    def overruns(self) -> int:
+        """How often all rows of a peer were read again, because too many had changed."""
 
 def available_memory(proc_root: str = "/proc", cgroup_root: str = "/sys/fs/cgroup") -> tuple[int, str]:
     """Bytes that this process may still take, and the limit that decides them."""
@@ -635,6 +735,13 @@ class BlockIndex:
                 share them.
         """
     def grow(self, group: int, slots: int) -> None: ...
+    def tell(self, board: SlotBoard) -> None:
+        """Publishes on `board` the blocks that are ready, and from now on every change to a slot.
+
+        Raises:
+            ContractError: the groups have slots of their own.
+            BlockRangeError: the index has more slots than the board.
+        """
     def match_prefix(self, group: int, keys: NDArray[np.uint8]) -> NDArray[np.uint32]: ...
     def match_and_pin(
         self, group: int, keys: NDArray[np.uint8]

@@ -68,3 +68,5 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name in (*map(environment_name, (*setting_fields(), *ALIASES)), "FLEXKV_CONFIG"):
         monkeypatch.delenv(name, raising=False)
+    # Units of other tests, and of other people's runs, have the same models: only tests of sharing find them.
+    monkeypatch.setenv("FLEXKV_PEERS_SHARE", "off")

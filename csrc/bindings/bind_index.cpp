@@ -15,6 +15,7 @@
 #include "bindings/native_class.h"
 #include "index/block_index.h"
 #include "index/slot_run.h"
+#include "share/slot_board.h"
 
 namespace py = pybind11;
 
@@ -81,6 +82,16 @@ void bind_index(py::module_& m) {
            }),
            py::arg("group_slots"), py::arg("policy") = "lru", py::arg("shared_with") = py::list())
       .def("grow", &BlockIndex::grow, py::arg("group"), py::arg("slots"))
+      .def(
+          "tell",
+          [](BlockIndex& index, std::shared_ptr<SlotBoard> board) {
+            if (index.most_slots() > board->slots()) {
+              throw BlockRangeError("a board of " + std::to_string(board->slots()) + " slots for " +
+                                    std::to_string(index.most_slots()));
+            }
+            index.tell(std::move(board));
+          },
+          py::arg("board"))
       .def(
           "match_prefix",
           [](const BlockIndex& index, uint32_t group, const py::array& keys) {

@@ -136,6 +136,11 @@ void bind_pool(py::module_& m) {
       .def_property_readonly("pinned_slots", &HostPool::pinned_slots)
       .def("wait_ready", &wait_ready, py::arg("slots"), py::arg("deadline_s"))
       .def("address", &address)
+      .def_property_readonly("file_layout",
+                             [](const HostPool& p) {
+                               const ExtentTable& table = p.extents();
+                               return py::make_tuple(p.slots_offset(), table.slots_per_extent, table.stride);
+                             })
       .def("report", &report)
       .def("slot", &slot_array, py::arg("slot"))
       .def("extent_of", &extent_array, py::arg("slot"))

@@ -13,6 +13,7 @@ void bind_layout(pybind11::module_& m);
 void bind_lookup(pybind11::module_& m);  // after bind_index: it takes block indexes
 void bind_pool(pybind11::module_& m);
 void bind_rope(pybind11::module_& m);
+void bind_share(pybind11::module_& m);    // after bind_index and bind_pool
 void bind_storage(pybind11::module_& m);  // after bind_transfer: DiskLane derives from Lane
 void bind_transfer(pybind11::module_& m);
 

@@ -31,8 +31,10 @@ class Lane;
 class PageCodec;
 class PageConversion;
 class PageMover;
+class PeerDirectory;
 class QueueWrapper;
 class SlabFile;
+class SlotBoard;
 class SlotImage;
 class TierLookup;
 class TokenChain;
@@ -51,8 +53,8 @@ template <typename T>
 inline constexpr bool kIsNativeClass =
     OneOf<T, BlockIndex, BoundaryLookup, DiskLane, EngineKeyChain, Found, FoundLengths, GDSManager, GdsLane,
           GroupRule, HostMover, HostPool, KvView, Lane, OpResult, PageCodec, PageConversion, PageMover,
-          QueueWrapper, SlabFile, SlotImage, StreamPoint, TierLookup, TokenChain, TransferEngine,
-          cuda::CudaLane, cuda::DeviceMemory>;
+          PeerDirectory, QueueWrapper, SlabFile, SlotBoard, SlotImage, StreamPoint, TierLookup, TokenChain,
+          TransferEngine, cuda::CudaLane, cuda::DeviceMemory>;
 
 template <typename T>
 concept NativeClass = kIsNativeClass<T>;

@@ -20,6 +20,7 @@
 #include "index/eviction/eviction_policy.h"
 #include "index/huge_array.h"
 #include "index/key_map.h"
+#include "index/slot_listener.h"
 #include "index/slot_pool.h"
 
 namespace flexkv {
@@ -62,6 +63,9 @@ class BlockIndex {
       : BlockIndex(group_slots, policy_kind(policy), seed, shared_with) {}
 
   size_t groups() const { return class_of_.size(); }
+  // Tells `listener` of the ready blocks, and from now on of every change to a slot. Throws ContractError if
+  // the groups have slots of their own, which one number does not name.
+  void tell(std::shared_ptr<SlotListener> listener);
   void grow(uint32_t group, uint32_t slots) { class_at(group).pool.grow(slots); }
 
   // Writes the entries of the leading keys that are ready; returns how many.
@@ -212,6 +216,12 @@ class BlockIndex {
     const SizeClass& owner = class_at(group);
     return owner.pool.usable() - std::min<size_t>(owner.pool.usable(), owner.pinned);
   }
+  // The most slots that a group will ever have.
+  uint32_t most_slots() const {
+    uint32_t most = 0;
+    for (const SizeClass& owner : classes_) most = std::max(most, owner.pool.max_slots());
+    return most;
+  }
   uint64_t evictions() const { return evictions_; }
 
   // Checks every link, count, map place and slot owner, and that each entry has as many pins as it occurs in
@@ -310,6 +320,7 @@ class BlockIndex {
   // The same for a caller that has the hash of its key.
   void erase(EntryId id, uint32_t hash, Leaving why) {
     if (!map_.erase(hash, id)) throw ContractError("entry " + std::to_string(id) + " is not in the map");
+    if (listener_) listener_->withdraw(table_[id].slot);
     table_[id].set_state(EntryState::kRemoved);
     if (policy_follows_) class_of(table_[id]).policy->gone(id, hash, why);
   }
@@ -328,6 +339,7 @@ class BlockIndex {
   std::vector<SizeClass> classes_;
   bool shares_ = false;  // some class has several groups
   std::vector<uint32_t> gone_groups_;
+  std::shared_ptr<SlotListener> listener_;
   uint64_t evictions_ = 0;
   // Both are indexed by entry, and made when first used, so that an index without them pays nothing.
   // `fillers_`: the op that fills a pending entry. `expiries_`: the time from which an entry is a miss. 0:

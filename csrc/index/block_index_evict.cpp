@@ -93,6 +93,7 @@ size_t BlockIndex::remove(std::span<const EntryId> entries, uint8_t* removed) {
 size_t BlockIndex::clear() {
   const size_t count = map_.size();
   map_.clear();
+  if (listener_) listener_->clear();
   for (SizeClass& owner : classes_) owner.policy->clear();
   for (EntryId id = table_.first(); id < table_.end(); ++id) {
     Entry& entry = table_[id];

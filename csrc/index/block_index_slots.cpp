@@ -2,6 +2,7 @@
 // retires slots that are permanently lost, and finds the blocks that will be evicted next.
 #include <cstring>
 #include <string>
+#include <utility>
 
 #include "base/error.h"
 #include "index/block_index.h"
@@ -54,6 +55,7 @@ size_t BlockIndex::adopt(uint32_t group, std::span<const BlockKey> keys, const i
     if (first == kNoEntry) first = id;
     last = id;
     map_.put(place, hash, id);
+    if (listener_) listener_->publish(slot, of_block, keys[i]);
     used[slot] = 1;
     taken[i] = 1;
     ++count;
@@ -61,6 +63,15 @@ size_t BlockIndex::adopt(uint32_t group, std::span<const BlockKey> keys, const i
   owner.pool.adopt(used);
   if (count > 0) owner.policy->admit(first, last, Use{});
   return count;
+}
+
+void BlockIndex::tell(std::shared_ptr<SlotListener> listener) {
+  if (classes_.size() != 1) throw ContractError("tell: the groups have slots of their own");
+  listener_ = std::move(listener);
+  for (EntryId id = table_.first(); listener_ && id < table_.end(); ++id) {
+    const Entry& entry = table_[id];
+    if (entry.state() == EntryState::kReady) listener_->publish(entry.slot, entry.group(), entry.key);
+  }
 }
 
 std::vector<EntryId> BlockIndex::take_coldest(uint32_t group, size_t count) {

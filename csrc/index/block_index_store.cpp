@@ -108,6 +108,7 @@ Inserted BlockIndex::insert(uint32_t group, std::span<const BlockKey> keys, size
     entry.older = after;
     entry.meta = Entry::pack(EntryState::kPending, group, 1 + leases);
     ++owner.pinned;
+    if (listener_) listener_->begin(*slot);
     if (noted) clear_notes(id, filler);
     if (spare) {
       (*spare_)[id] = 1;
@@ -162,6 +163,7 @@ void BlockIndex::finish(std::span<const EntryId> entries, const uint8_t* ok, uin
     published[i] = pending && ok[i];
     if (published[i]) {
       entry.set_state(EntryState::kReady);
+      if (listener_) listener_->publish(entry.slot, entry.group(), entry.key);
       if (leases > 0) {
         entry.meta += leases - 1;  // one of the leases takes over the pin of `insert`
         continue;

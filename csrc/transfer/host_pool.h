@@ -72,6 +72,8 @@ class HostPool {
 
   const PoolGeometry& geometry() const { return table_.geometry; }
   const ExtentTable& extents() const { return table_; }
+  // Where slot 0 lies in the file of a shared pool.
+  int64_t slots_offset() const { return header_->slots_offset; }
   bool shared() const { return mapping_.fd() >= 0; }
   bool attached() const { return attached_; }
   bool closed() const { return closed_.load(std::memory_order_acquire); }

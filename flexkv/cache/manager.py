@@ -108,6 +108,7 @@ class LocalCacheManager(CacheManager):
             tier.facts.check()
             tables.tiers.append(tier)
         tables.hub.tracks_tokens = len(tables.tiers) > 1
+        self._followers = [tier.follower for tier in tables.tiers if tier.follower is not None]
         self._log = OpLog(tables)
         self._broken_plans = BrokenPlans(tables, limits.ranks)
         promotions = Promotions(tables, PageWalk(tables))
@@ -228,6 +229,8 @@ class LocalCacheManager(CacheManager):
         settings: RequestSettings = NO_SETTINGS,
     ) -> MatchResult:
         check_lookup(self.tables.specs, keys, start_tokens, tail)
+        for follower in self._followers:
+            follower.take_news()
         with self._broken_plans:
             if self.tables.hub.times.any:
                 self._drop_expired()
@@ -241,6 +244,8 @@ class LocalCacheManager(CacheManager):
         settings: RequestSettings = NO_SETTINGS,
     ) -> int:
         check_lookup(self.tables.specs, keys, start_tokens, None)
+        for follower in self._followers:
+            follower.take_news()
         with self._broken_plans:
             if self.tables.hub.times.any:
                 self._drop_expired()

@@ -21,6 +21,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "disk": ("flexkv.cli.disk_command", "Show or delete what the disk tier keeps."),
     "fsck": ("flexkv.cli.fsck_command", "Verify every page on disk; --repair makes the index right."),
     "info": ("flexkv.cli.info_command", "Show what this build and this machine can do."),
+    "peers": ("flexkv.cli.peers_command", "Show which running units share pages on this machine."),
     "remote": ("flexkv.cli.remote_command", "Ask the store of the remote tier, measure it, look at values."),
     "simulate": (
         "flexkv.cli.simulate_command",

@@ -19,6 +19,7 @@ from flexkv.config.sections import (
     KeysConfig,
     LoadConfig,
     ObserveConfig,
+    PeersConfig,
     PluginsConfig,
     RemoteConfig,
     Section,
@@ -54,6 +55,7 @@ class FlexKVConfig(Section):
     keys: KeysConfig = KeysConfig()
     identity: IdentityConfig = IdentityConfig()
     plugins: PluginsConfig = PluginsConfig()
+    peers: PeersConfig = PeersConfig()
     observe: ObserveConfig = ObserveConfig()
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)

@@ -505,6 +505,24 @@ class PluginsConfig(Section):
     )
 
 
+class PeersConfig(Section):
+    """Units of the same user on the same machine that share their pages while they run."""
+
+    share: Annotated[Literal["auto", "host+disk", "disk", "off"], BeforeValidator(off_is_a_word)] = Field(
+        "auto",
+        description="What units of one model show each other: the pages in host memory (`host+disk`), those in their "
+        "folders (`disk`, and with `host+disk`), or nothing (`off`). `auto`: `host+disk` where one engine starts "
+        "several units or `host.units_per_node` is above 1, else `disk`. Only units of the same user find each other, "
+        "and only models with one KV group share.",
+    )
+    folder: OptionalFolder = Field(
+        None,
+        description="Absolute path of the folder in which units find each other; it must belong to the engine's user, "
+        "and nobody else may have rights in it. Containers share if they mount the same one. Unset: `flexkv` in "
+        "`$XDG_RUNTIME_DIR`, else `/tmp/flexkv-UID`.",
+    )
+
+
 class ObserveConfig(Section):
     """Logs, metrics and traces."""
 

@@ -90,7 +90,7 @@ _TABLE = (
         "Whole blocks that the engine took of what was promised, by the tier that they came from; what was read from "
         "disk, or from the store that machines share, for the request counts for that. Where KV groups need other "
         "pages each, a tier's blocks are reckoned by its share of the pages.",
-        (("tier", ("host", "disk", "peers", "remote")),),
+        (("tier", ("host", "peer-host", "disk", "peers", "remote")),),
     ),
     Metric(
         "flexkv_no_room_pages_total",
@@ -98,7 +98,7 @@ _TABLE = (
         "pages",
         "Pages of a tier that a request went on without, because host memory had no slot for them, or too many were "
         "being read, for as long as it waits: larger prompts than host memory, and what waited in vain for room.",
-        (("tier", ("disk", "peers", "remote")),),
+        (("tier", ("peer-host", "disk", "peers", "remote")),),
     ),
     Metric(
         "flexkv_moved_bytes_total", MetricKind.COUNTER, "bytes", "Bytes of pages that arrived.", (_DIRECTION,)
@@ -318,6 +318,15 @@ _TABLE = (
         "flexkv_disk_slots_used", MetricKind.GAUGE, "slots", "Disk slots that hold a page or receive one."
     ),
     Metric("flexkv_disks", MetricKind.GAUGE, "disks", "Disks in use."),
+    Metric("flexkv_peers", MetricKind.GAUGE, "units", "Running units whose pages this one finds."),
+    Metric(
+        "flexkv_peer_pages_total",
+        MetricKind.COUNTER,
+        "pages",
+        "Pages asked of the host memory of running units: copied, or a miss because the page had gone, its slot "
+        "changed during the copy, a digest did not match, or a unit of another format had left.",
+        (("outcome", ("copied", "absent", "changed", "digest", "format")),),
+    ),
     Metric(
         "flexkv_remote_pages_total",
         MetricKind.COUNTER,

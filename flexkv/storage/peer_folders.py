@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -126,6 +126,20 @@ def _open(path: Path, identity: DiskIdentity, ours: DiskGroup, heads: int) -> Pe
         DiskError: the folder is another model's, in use, damaged, or unreadable.
         GeometryError: its pages cannot be rewritten exactly.
     """
+    peer = open_slab(path, identity, ours, heads)
+    rows, epoch = _rows(path.parent, peer.slab, peer.header.slab_id, peer.codec, peer.slab.row[3])
+    weights, of_epoch = read_weights(path.parent) or (b"", -1)
+    # If its unit has begun another epoch meanwhile, the weights' name belongs to that epoch.
+    return replace(peer, rows=rows, epoch=epoch, weights=weights if of_epoch == epoch else b"")
+
+
+def open_slab(path: Path, identity: DiskIdentity, ours: DiskGroup, heads: int) -> PeerFolder:
+    """Opens another unit's slab, without its index.
+
+    Raises:
+        DiskError: it is another model's, damaged, or unreadable.
+        GeometryError: its pages cannot be rewritten exactly.
+    """
     found = find_header(path)
     header = found.header
     if header.fingerprint != identity.fingerprint:
@@ -137,12 +151,8 @@ def _open(path: Path, identity: DiskIdentity, ours: DiskGroup, heads: int) -> Pe
     codec = codec_of(theirs)
     slots = (path.stat().st_size - header.header_bytes) // header.slot_bytes
     slab = c_ext.SlabFile(native_path(path), header.header_bytes, header.slot_bytes, slots, header.slab_id)
-    rows, epoch = _rows(path.parent, slab, header.slab_id, codec, slots)
     stripes = tuple((codec.stripe_offset(rank), size) for rank, size in enumerate(theirs.stripe_bytes))
-    weights, of_epoch = read_weights(path.parent) or (b"", -1)
-    # If its unit has begun another epoch meanwhile, the weights' name belongs to that epoch.
-    weights = weights if of_epoch == epoch else b""
-    return PeerFolder(path.parent, slab, header, codec, stripes, rewrites, rows, epoch, weights)
+    return PeerFolder(path.parent, slab, header, codec, stripes, rewrites, np.zeros(0, ROW), epoch=0)
 
 
 def _rows(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 
 from flexkv.cache.base import CacheListener, GroupSpec, ManagerLimits
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.cache.tiers.disk.plan import overwritable
 from flexkv.cache.tiers.factory import plan_tiers
 from flexkv.cache.tiers.host.tier import HostTier
+from flexkv.cache.tiers.live.plan import plan_share
 from flexkv.cache.tiers.plan import UnitFacts
 from flexkv.cache.tiers.tables import TierFactory
 from flexkv.config import FlexKVConfig, read_memory, resolve_host_bytes
@@ -74,6 +76,7 @@ def build_unit(
         FlexKVError: a folder cannot be used, or another process uses it.
     """
     facts = UnitFacts(config, tuple(groups), _stripes(ranks, len(groups)), owner, role.recomputes)
+    facts = replace(facts, share=plan_share(facts))
     check_start(config, len(ranks), overwritable(facts))
     plans = plan_tiers(facts)
     images = [plan.images for plan in plans if plan.images]
@@ -107,6 +110,8 @@ def build_unit(
         pools = [ranks[rank].pool_id for rank in range(len(ranks))]
         gate = WeightsGate.of(config, owner.weights, manager)
         on_error.callback(gate.close)
+        if facts.share is not None and owner.weights.is_named:
+            facts.share.start(b"")
         unit = LiveUnit(pool, manager, geometry.places, slabs, pools, config.transfer.close_s, gate)
         _log_capacity(config, unit, groups, prompt_limit)
         unit.plugins = UnitPlugins.start(config, unit.unit_id, unit, prompt_keys)

@@ -37,6 +37,7 @@ OPERATIONS = (
     f"{PACKAGE}.image_ops",
     f"{PACKAGE}.kill_ops",
     f"{PACKAGE}.listen_ops",
+    f"{PACKAGE}.peer_ops",
     f"{PACKAGE}.remote_ops",
     f"{PACKAGE}.second_ops",
     f"{PACKAGE}.sleep_ops",

@@ -28,7 +28,12 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-SOURCES = {"host": CacheHitSource.HOST, "disk": CacheHitSource.DISK, "peers": CacheHitSource.DISK}
+SOURCES = {
+    "host": CacheHitSource.HOST,
+    "peer-host": CacheHitSource.HOST,
+    "disk": CacheHitSource.DISK,
+    "peers": CacheHitSource.DISK,
+}
 """Tier -> vLLM's name for it. Peers count as disk, because other units' folders lie on disks of this machine."""
 
 

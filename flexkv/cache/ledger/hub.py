@@ -9,13 +9,15 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from flexkv.c_ext import BlockIndex
+from flexkv.c_ext import BlockIndex, SlotBoard
 from flexkv.cache.base import NO_ENTRY, CacheListener, EntryIds, GroupSpec, sharing
 from flexkv.cache.ledger.page_times import ExpiredKeys, Expiries, PageTimes
 from flexkv.cache.ledger.reactions import Reactions
 from flexkv.cache.ledger.stats import ManagerStats
 from flexkv.facts.keys import Keys
 from flexkv.transfer.graph import NEVER, OpId, ReadIds, SlotIds
+
+NO_WORDS = np.zeros(0, np.uint64)
 
 RESERVE_FROM_SLOTS = 4096
 """Smaller pools keep no reserve: every slot counts there, and evictions are few."""
@@ -100,6 +102,7 @@ class Hub:
         expired: keys that expired lately in any tier.
         owners: the groups with slots of their own.
         listeners: notified, in this order, of the pages that become visible or leave.
+        board: shows other units what the slots hold; None if nobody sees it.
 
     Raises:
         ConfigError: no such policy.
@@ -132,6 +135,7 @@ class Hub:
         self._reserve = [0] * len(specs)
         """Slots to keep free, by the group that owns them."""
         self.listeners: list[CacheListener] = []
+        self.board: SlotBoard | None = None
 
     def grow(self, group: int, slots: int) -> None:
         """Makes the first `slots` slots of the group usable."""
@@ -227,12 +231,20 @@ class Hub:
         Returns:
             Which became visible, bool [entries].
         """
+        if self.board is not None:
+            self._note_tokens(group, entries)
         published = self.presence.finish(entries, good.view(np.uint8)).view(np.bool_)
         if self.listeners and published.any():
             keys = self.index.keys_of(entries[published])
             for listener in self.listeners:
                 listener.on_publish(group, keys)
         return published
+
+    def _note_tokens(self, group: int, entries: EntryIds) -> None:
+        """Notes on the board how many tokens the pages have that are about to become visible."""
+        assert self.board is not None
+        slots = self.index.slots_of(entries)
+        self.board.note(slots, self.tokens[group][slots].astype(np.uint32), NO_WORDS, NO_WORDS, 0)
 
     # --- what leaves ---
 

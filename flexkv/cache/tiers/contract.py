@@ -2,7 +2,8 @@
 
 Host memory is the hub: the tier with number 0, which every other tier reads into and is written from. A tier's facets
 say what it can do: a `Source` fills host slots, a `Sink` takes pages from them, a `Prober` has to be asked for its
-pages, and routes move pages straight between the tier and engine blocks. The manager knows tiers by their number alone.
+pages, a `Follower` is told of them, and routes move pages straight between the tier and engine blocks. The manager
+knows tiers by their number alone.
 
 The manager's thread makes all calls. Only `finish_reset` and `close` may wait.
 """
@@ -288,6 +289,15 @@ class Sink(ABC):
         """Most pages of the group that the tier can hold now."""
 
 
+class Follower(ABC):
+    """A tier whose pages others bring and take away, and whose `presence` is told of it now and then."""
+
+    @abstractmethod
+    def take_news(self) -> None:
+        """Enters in `presence` what has become known since the last call, or a bounded part of it. Costs next to
+        nothing if nothing has."""
+
+
 class Tier(ABC):
     """One kind of storage that holds pages.
 
@@ -297,8 +307,8 @@ class Tier(ABC):
         down: why the tier cannot be used; empty while it can. While it is down, its pages are misses and nothing is
             written.
         held: why the tier may not be used yet; empty once it may. Until then its pages are misses, and writes wait.
-        source, sink, prober, loads, stores: its facets; None for what it cannot do. `loads` move its pages to engine
-            blocks, `stores` move pages from there.
+        source, sink, prober, follower, loads, stores: its facets; None for what it cannot do. `loads` move its pages to
+            engine blocks, `stores` move pages from there.
         straight: the same as `loads` for tiers other than the hub; None for the hub.
         plane: moves the pages of its own ops; None if it has no such ops or the caller moves them.
         durable_pages: pages written so far that would survive a crash.
@@ -313,6 +323,7 @@ class Tier(ABC):
     source: Source | None = None
     sink: Sink | None = None
     prober: Prober | None = None
+    follower: Follower | None = None
     loads: LoadRoute | None = None
     straight: StraightLoads | None = None
     stores: StoreRoute | None = None

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from flexkv.cache.tiers.tables import TierFactory
 from flexkv.config import FlexKVConfig
 from flexkv.facts.ranks import KvGroup, RankFacts, UnitOwner
+from flexkv.peers.share import PeerShare
 from flexkv.transfer.host_pool import HostPool
 from flexkv.transfer.slab_map import SlabMap
 
@@ -26,6 +27,7 @@ class UnitFacts:
         groups: the unit's KV groups, which share slots.
         ranks: the ranks with a stripe of their own; one if all ranks hold the same bytes.
         recomputes: the engine computes the pages that a load did not bring.
+        share: what the unit shares with others of its user on this machine; None for nothing.
     """
 
     config: FlexKVConfig
@@ -33,6 +35,7 @@ class UnitFacts:
     ranks: tuple[RankFacts, ...]
     owner: UnitOwner
     recomputes: bool
+    share: PeerShare | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ ALLOWED: dict[str, frozenset[str]] = {
         "storage.tags",
         "storage.striping",
     },
-    "cache.tiers": BASE | {"cache", "facts", "transfer", "storage", "remote"},
+    "cache.tiers": BASE | {"cache", "facts", "transfer", "storage", "remote", "peers"},
     "transfer": BASE,
     "remote": BASE
     | {
@@ -45,6 +45,7 @@ ALLOWED: dict[str, frozenset[str]] = {
         "transfer.graph",
         "transfer.host_pool",
     },
+    "peers": BASE | {"storage", "transfer.graph", "transfer.host_pool"},
     "storage": BASE | {"transfer.graph", "transfer.host_pool", "transfer.slab_map"},
     "weights": frozenset({"errors", "observe", "config", "storage.private_files"}),
     "plugins": frozenset({"errors", "observe", "remote.own_program"}),
@@ -56,7 +57,18 @@ ALLOWED: dict[str, frozenset[str]] = {
     "blend.runner": BASE | {"blend", "transfer"},
     "integration": frozenset({"adapters", "errors"}),
     "cli": BASE
-    | {"cache", "facts", "transfer", "storage", "remote", "unit", "adapters", "simulation", "weights"},
+    | {
+        "cache",
+        "facts",
+        "transfer",
+        "storage",
+        "remote",
+        "peers",
+        "unit",
+        "adapters",
+        "simulation",
+        "weights",
+    },
 }
 CONTROL_PLANE = ("base", "keys", "stores", "ledger", "checks", "tiers", "moves", "promise", "manager")
 """Files and folders of `flexkv/cache`, from the ground up: each imports only those before it."""

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
+from flexkv.c_ext import SlotBoard
 from flexkv.cache.base import NO_ENTRY, EntryIds
 from flexkv.cache.ledger.page_times import Expiries, earlier
 from flexkv.cache.tiers.contract import Plane, Sink, TierFacts, TierRoom
@@ -53,6 +54,25 @@ class DiskPages(StoredTier, Sink):
         self.sink = self
         self._ttl_s = ttl_s
         self._any_expires |= ttl_s is not None
+        self._board: SlotBoard | None = None
+
+    # --- what other units see ---
+
+    def show(self) -> SlotBoard:
+        """Makes a board of the pages of group 0, and keeps it up to date."""
+        places = np.arange(len(self._tags[0]), dtype=np.int32)
+        self._board = SlotBoard(len(places))
+        self._note(0, places)
+        self.presence.tell(self._board)
+        return self._board
+
+    def _note(self, group: int, places: Places) -> None:
+        assert self._board is not None
+        tags = self._fields(group, places)
+        tokens, generations, expiries = (
+            np.ascontiguousarray(tags[name]) for name in ("tokens", "generation", "expiry")
+        )
+        self._board.note(places, tokens, generations, expiries, self.epoch)
 
     # --- writes ---
 
@@ -132,6 +152,8 @@ class DiskPages(StoredTier, Sink):
 
     def end_write(self, group: int, entries: EntryIds, good: NDArray[np.bool_]) -> NDArray[np.bool_]:
         places, keys = self.presence.slots_of(entries), self.presence.keys_of(entries)
+        if self._board is not None:
+            self._note(group, places)
         published = self.presence.finish(entries, good.view(np.uint8)).view(np.bool_)
         there = places[published]
         if len(there):

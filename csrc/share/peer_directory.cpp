@@ -1,0 +1,282 @@
+#include "share/peer_directory.h"
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+#include <utility>
+
+#include "base/digest.h"
+#include "base/error.h"
+
+namespace flexkv {
+namespace {
+
+// Unit: rows. How many are read under one hold of the lock, some 100 us.
+constexpr size_t kRowsAtOnce = 1024;
+
+uint64_t digest_at(const std::byte* from) {
+  uint64_t digest = 0;
+  copy_words(reinterpret_cast<std::byte*>(&digest), from, sizeof digest);
+  return digest;
+}
+
+bool same_page(const RowFacts& a, const RowFacts& b) {
+  return a.key == b.key && a.group == b.group && a.tokens == b.tokens && a.generation == b.generation &&
+         a.expiry == b.expiry && a.epoch == b.epoch;
+}
+
+}  // namespace
+
+PeerDirectory::Peer::Peer(SharedFile file, std::optional<PeerPool> mapped, PeerFormat how)
+    : board(std::move(file)),
+      pool(std::move(mapped)),
+      format(std::move(how)),
+      parts(board_parts(board->base())) {
+  const BoardHeader& header = *parts.header;
+  const uint64_t rows = header.slots.load(std::memory_order_relaxed);
+  if (header.magic.load(std::memory_order_acquire) != kBoardMagic ||
+      header.ring.load(std::memory_order_relaxed) != kRingChanges || rows == 0 || rows > UINT32_MAX ||
+      board_bytes(rows) != board->bytes()) {
+    throw ClosedError("a peer's board is of another version, or was not finished");
+  }
+  slots = static_cast<uint32_t>(rows);
+  if (pool && pool->slot(slots - 1) + pool->slot_bytes > pool->file.base() + pool->file.bytes()) {
+    throw ClosedError("a peer's pool has no room for the slots of its board");
+  }
+  known.resize(slots);
+}
+
+int32_t PeerDirectory::add(SharedFile board, std::optional<PeerPool> pool, PeerFormat format) {
+  auto peer = std::make_shared<Peer>(std::move(board), std::move(pool), std::move(format));
+  const std::lock_guard lock(mutex_);
+  peers_.emplace(next_, std::move(peer));
+  return next_++;
+}
+
+void PeerDirectory::drop(int32_t number, bool keep) {
+  std::shared_ptr<Peer> gone;  // unmapped after the lock
+  const std::lock_guard lock(mutex_);
+  const auto found = peers_.find(number);
+  if (found == peers_.end()) return;
+  Peer& peer = *found->second;
+  if (keep) {
+    peer.board.reset();
+    return;
+  }
+  for (uint32_t slot = 0; slot < peer.slots; ++slot) leave(number, peer, slot);
+  gone = std::move(found->second);
+  peers_.erase(found);
+}
+
+size_t PeerDirectory::follow() {
+  std::vector<int32_t> numbers;
+  {
+    const std::lock_guard lock(mutex_);
+    for (const auto& [number, peer] : peers_) {
+      if (peer->board) numbers.push_back(number);
+    }
+  }
+  size_t looked = 0;
+  for (const int32_t number : numbers) {
+    // A peer that changes faster than this thread reads must not keep it from the others.
+    const size_t most = looked + kRingChanges + kRowsAtOnce;
+    for (size_t rows = kRowsAtOnce; rows == kRowsAtOnce && looked < most;) {
+      const std::lock_guard lock(mutex_);
+      const auto found = peers_.find(number);
+      if (found == peers_.end() || !found->second->board) break;
+      rows = follow(number, *found->second);
+      looked += rows;
+    }
+  }
+  return looked;
+}
+
+size_t PeerDirectory::follow(int32_t number, Peer& peer) {
+  if (news_.size() - taken_ + 2 * kRowsAtOnce > kMostNews) return 0;
+  const BoardHeader& header = *peer.parts.header;
+  const uint64_t head = header.head.load(std::memory_order_acquire);
+  if (!peer.all && head - peer.seen > kRingChanges) {
+    peer.all = true;
+    overruns_.fetch_add(1, std::memory_order_relaxed);
+  }
+  if (peer.all) {
+    // What changes from here on is in the ring from `seen` on.
+    if (peer.next == 0) peer.seen = head;
+    size_t rows = 0;
+    for (; rows < kRowsAtOnce && peer.next < peer.slots; ++rows) look(number, peer, peer.next++);
+    if (peer.next == peer.slots) {
+      peer.all = false;
+      peer.next = 0;
+    }
+    return std::max<size_t>(rows, 1);
+  }
+  size_t rows = 0;
+  while (rows < kRowsAtOnce && peer.seen != head) {
+    const uint32_t slot = peer.parts.ring[peer.seen % kRingChanges].load(std::memory_order_acquire);
+    // The place may have been written anew meanwhile; then the next call reads all rows.
+    if (header.head.load(std::memory_order_acquire) - peer.seen > kRingChanges) break;
+    if (slot < peer.slots) look(number, peer, slot);
+    ++peer.seen;
+    ++rows;
+  }
+  return rows;
+}
+
+void PeerDirectory::look(int32_t number, Peer& peer, uint32_t slot) {
+  uint64_t version = 0;
+  const auto facts = read_row(peer.parts.rows[slot], version);
+  const auto& known = peer.known[slot];
+  if (facts && known && same_page(*facts, *known)) return;
+  leave(number, peer, slot);
+  if (facts) enter(number, peer, slot, *facts);
+}
+
+void PeerDirectory::enter(int32_t number, Peer& peer, uint32_t slot, const RowFacts& facts) {
+  const PageName name{facts.key, facts.group};
+  if (!holders_.contains(name)) tell(facts, true);
+  holders_.emplace(name, Holder{number, slot});
+  peer.known[slot] = facts;
+  ++peer.pages;
+}
+
+void PeerDirectory::leave(int32_t number, Peer& peer, uint32_t slot) {
+  if (!peer.known[slot]) return;
+  const RowFacts facts = *peer.known[slot];
+  const PageName name{facts.key, facts.group};
+  const auto [first, last] = holders_.equal_range(name);
+  for (auto at = first; at != last; ++at) {
+    if (at->second.peer != number || at->second.slot != slot) continue;
+    holders_.erase(at);
+    break;
+  }
+  peer.known[slot].reset();
+  --peer.pages;
+  if (!holders_.contains(name)) tell(facts, false);
+}
+
+void PeerDirectory::tell(const RowFacts& facts, bool there) {
+  news_.push_back({facts.key, facts.group, facts.tokens, there});
+  news_count_.store(news_.size() - taken_, std::memory_order_release);
+}
+
+size_t PeerDirectory::take(size_t most, std::vector<PeerNews>& out) {
+  const std::lock_guard lock(mutex_);
+  const size_t count = std::min(most, news_.size() - taken_);
+  const auto first = news_.begin() + static_cast<ptrdiff_t>(taken_);
+  out.assign(first, first + static_cast<ptrdiff_t>(count));
+  taken_ += count;
+  if (taken_ == news_.size() || taken_ > kMostNews) {
+    news_.erase(news_.begin(), news_.begin() + static_cast<ptrdiff_t>(taken_));
+    taken_ = 0;
+  }
+  news_count_.store(news_.size() - taken_, std::memory_order_release);
+  return count;
+}
+
+std::shared_ptr<PeerDirectory::Peer> PeerDirectory::at(int32_t number) const {
+  const std::lock_guard lock(mutex_);
+  const auto found = peers_.find(number);
+  return found == peers_.end() ? nullptr : found->second;
+}
+
+PeerPlace PeerDirectory::find(const BlockKey& key, uint32_t group, std::span<const int32_t> without) const {
+  const std::lock_guard lock(mutex_);
+  PeerPlace place;
+  const auto [first, last] = holders_.equal_range(PageName{key, group});
+  for (auto at = first; at != last; ++at) {
+    const Holder& holder = at->second;
+    if (place.peer >= 0 && holder.peer >= place.peer) continue;
+    if (std::ranges::find(without, holder.peer) != without.end()) continue;
+    place = {holder.peer, holder.slot, *peers_.at(holder.peer)->known[holder.slot]};
+  }
+  return place;
+}
+
+PeerEnd PeerDirectory::bring(const BlockKey& key, uint32_t group, uint32_t tokens, std::byte* slot,
+                             PeerPlace& other) {
+  std::array<int32_t, kMostHolders> tried{};
+  PeerEnd end = PeerEnd::kAbsent;
+  for (size_t tries = 0; tries < kMostHolders; ++tries) {
+    const PeerPlace place = find(key, group, {tried.data(), tries});
+    const auto peer = place.peer < 0 ? nullptr : at(place.peer);
+    if (!peer) return end;
+    tried[tries] = place.peer;
+    if (peer->pool && peer->format.pieces.empty()) {
+      other = place;
+      end = PeerEnd::kFormat;
+      continue;
+    }
+    const PeerEnd tried_end = copy(*peer, place.slot, key, group, tokens, slot);
+    peer->counts[static_cast<size_t>(tried_end)].fetch_add(1, std::memory_order_relaxed);
+    if (tried_end == PeerEnd::kOk) return tried_end;
+    if (end != PeerEnd::kFormat) end = tried_end;
+  }
+  return end;
+}
+
+PeerEnd PeerDirectory::copy(const Peer& peer, uint32_t slot, const BlockKey& key, uint32_t group,
+                            uint32_t tokens, std::byte* to) const {
+  if (!peer.pool) return PeerEnd::kAbsent;
+  const BoardRow& row = peer.parts.rows[slot];
+  uint64_t version = 0;
+  if (!row_holds(row, key, group, tokens, version)) return PeerEnd::kAbsent;
+  const std::byte* from = peer.pool->slot(slot);
+  for (const PagePiece& piece : peer.format.pieces) {
+    copy_words(to + piece.to, from + piece.from, static_cast<size_t>(piece.bytes));
+  }
+  std::vector<uint64_t> digests;
+  for (const PieceRun& run : peer.format.runs) {
+    if (run.digest_from >= 0) digests.push_back(digest_at(from + run.digest_from));
+  }
+  if (!row_is_at(row, version)) return PeerEnd::kChanged;
+  size_t next = 0;
+  for (const PieceRun& run : peer.format.runs) {
+    const uint64_t digest = run_digest(to + run.at, static_cast<size_t>(run.bytes));
+    if (run.digest_from >= 0 && digests[next++] != digest) return PeerEnd::kDigest;
+    if (run.digest_to >= 0) std::memcpy(to + run.digest_to, &digest, sizeof digest);
+  }
+  return PeerEnd::kOk;
+}
+
+PeerEnd PeerDirectory::read(const PeerPlace& place, std::byte* to, size_t bytes) {
+  const auto peer = at(place.peer);
+  if (!peer || !peer->pool || static_cast<int64_t>(bytes) > peer->pool->slot_bytes ||
+      place.slot >= peer->slots) {
+    return PeerEnd::kAbsent;
+  }
+  const RowFacts& asked = place.facts;
+  const BoardRow& row = peer->parts.rows[place.slot];
+  uint64_t version = 0;
+  PeerEnd end = PeerEnd::kAbsent;
+  if (row_holds(row, asked.key, asked.group, asked.tokens, version)) {
+    copy_words(to, peer->pool->slot(place.slot), bytes);
+    end = row_is_at(row, version) ? PeerEnd::kOk : PeerEnd::kChanged;
+  }
+  peer->counts[static_cast<size_t>(end)].fetch_add(1, std::memory_order_relaxed);
+  return end;
+}
+
+bool PeerDirectory::retired(int32_t number) const {
+  const std::lock_guard lock(mutex_);
+  const auto found = peers_.find(number);
+  if (found == peers_.end()) return true;
+  const Peer& peer = *found->second;
+  return peer.board && peer.parts.header->retired.load(std::memory_order_acquire) != 0;
+}
+
+PeerCounts PeerDirectory::counts(int32_t number) const {
+  PeerCounts copied{};
+  const auto peer = at(number);
+  for (size_t end = 0; peer && end < kPeerEnds; ++end) {
+    copied[end] = peer->counts[end].load(std::memory_order_relaxed);
+  }
+  return copied;
+}
+
+size_t PeerDirectory::pages(int32_t number) const {
+  const std::lock_guard lock(mutex_);
+  const auto found = peers_.find(number);
+  return found == peers_.end() ? 0 : found->second->pages;
+}
+
+}  // namespace flexkv

@@ -1,0 +1,133 @@
+"""Plans the tiers of running peers' pages, and what the unit shows of its own."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Literal
+
+from flexkv.c_ext import PeerDirectory
+from flexkv.cache.tiers.contract import Tier, WriteMode
+from flexkv.cache.tiers.disk.pages import DiskPages
+from flexkv.cache.tiers.disk.plan import disk_facts, disk_folders, disk_groups, disk_identity, image_needs
+from flexkv.cache.tiers.live.tier import LivePeerTier
+from flexkv.cache.tiers.plan import TierPlan, UnitFacts
+from flexkv.cache.tiers.tables import TierContext, TierFactory
+from flexkv.config import FlexKVConfig
+from flexkv.observe import get_logger
+from flexkv.peers.pool_reader import PoolReader
+from flexkv.peers.share import PeerShare
+from flexkv.peers.slab_reader import SlabReader
+from flexkv.storage.folder import unit_folder
+from flexkv.transfer.host_pool import HostPool
+
+logger = get_logger(__name__)
+
+HOST, FOLDERS = "peer-host", "peers"
+"""The tiers' names in metrics. Folders of running peers count with those that were read at start."""
+
+
+def plan_share(unit: UnitFacts) -> PeerShare | None:
+    """What the unit shares with others, by its settings; None for nothing."""
+    host, disk = shares(unit.config)
+    if not host and not disk:
+        return None
+    if len(unit.groups) != 1:
+        if unit.config.peers.share != "auto":
+            logger.warning("peers.share is off here: the model has %d KV groups", len(unit.groups))
+        return None
+    (group,), heads = disk_groups(unit), unit.ranks[0].groups[0].heads
+    return PeerShare(
+        unit.config.peers.folder,
+        disk_identity(unit),
+        group,
+        heads,
+        unit.config.keys.scheme == "common",
+        host,
+        disk,
+    )
+
+
+def shares(config: FlexKVConfig) -> tuple[bool, bool]:
+    """Whether host memory and folders are shared. `auto`: host memory where several units start on the node."""
+    share: Literal["auto", "host+disk", "disk", "off"] = config.peers.share
+    host = share == "host+disk" or (share == "auto" and config.host.units_per_node > 1)
+    return host, share != "off" and bool(config.disk.folders)
+
+
+def plan_peer_host(unit: UnitFacts) -> TierPlan | None:
+    """The plan of the tier of peers' host pools; None if host memory is not shared."""
+    share = unit.share
+    return None if share is None or share.host is None else PeerHostPlan(unit, share, share.host)
+
+
+def plan_peer_folders(unit: UnitFacts) -> TierPlan | None:
+    """The plan of the tier of running peers' folders; None if folders are not shared."""
+    share = unit.share
+    return None if share is None or share.disk is None else PeerFoldersPlan(unit, share, share.disk)
+
+
+class PeerHostPlan(TierPlan):
+    """Peers' host pools, and this unit's own as they see it."""
+
+    shares_pool = True
+
+    def __init__(self, unit: UnitFacts, share: PeerShare, directory: PeerDirectory) -> None:
+        self._unit, self._share, self._directory = unit, share, directory
+        (self._group,) = disk_groups(unit)
+        self.images = (image_needs(self._group),) if unit.config.host.verify else ()
+
+    def open(self, pool: HostPool, on_error: ExitStack) -> TierFactory:
+        config = self._unit.config
+        share = self._share
+        on_error.callback(share.close)
+        reader = PoolReader(
+            self._directory,
+            share.other_format,
+            self._group,
+            pool,
+            config.transfer.queue_ops,
+            config.disk.stuck_s,
+        )
+        on_error.callback(reader.close, config.transfer.close_s)
+        facts = replace(
+            disk_facts(self._unit), name=HOST, write=WriteMode.OFF, streams=False, stream_layers=False
+        )
+
+        def make(context: TierContext) -> Tier:
+            board = share.show_host(context.tables.hub.presence, pool, pool.slots)
+            context.tables.hub.board = board
+            return LivePeerTier(context, self._directory, facts, share, reader)
+
+        return make
+
+
+class PeerFoldersPlan(TierPlan):
+    """Running peers' folders, and this unit's own as they see them."""
+
+    def __init__(self, unit: UnitFacts, share: PeerShare, directory: PeerDirectory) -> None:
+        self._unit, self._share, self._directory = unit, share, directory
+        (self._group,) = disk_groups(unit)
+
+    def open(self, pool: HostPool, on_error: ExitStack) -> TierFactory:
+        unit, config, share = self._unit, self._unit.config, self._share
+        on_error.callback(share.close)
+        reader = SlabReader(
+            self._directory,
+            share.folders,
+            self._group,
+            pool,
+            config.transfer.queue_ops,
+            config.disk.stuck_s,
+        )
+        on_error.callback(reader.close, config.transfer.close_s)
+        facts = replace(disk_facts(unit), name=FOLDERS, write=WriteMode.OFF, stream_layers=False)
+        identity = disk_identity(unit)
+        folders = [unit_folder(root, identity, [self._group]) for root in disk_folders(unit)]
+
+        def make(context: TierContext) -> Tier:
+            disk = next(tier for tier in context.tables.tiers if isinstance(tier, DiskPages))
+            share.show_disk(disk.show(), folders)
+            return LivePeerTier(context, self._directory, facts, share, reader)
+
+        return make

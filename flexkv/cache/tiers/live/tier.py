@@ -1,0 +1,177 @@
+"""The tier of pages that running units have: in their host pools, or in their folders."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexkv.c_ext import BlockIndex, PeerDirectory
+from flexkv.cache.base import NO_ENTRY, EntryIds
+from flexkv.cache.tiers.contract import Follower, Plane, Series, Source, Tier, TierCounts, TierFacts
+from flexkv.cache.tiers.tables import TierContext
+from flexkv.facts.keys import Keys
+from flexkv.peers.pool_reader import OUTCOMES
+from flexkv.storage.tags import make_tags
+from flexkv.transfer.graph import NO_BLOCKS, OpId, OpKind, Priority, SlotIds, TransferOp
+
+KNOWN_PAGES = 262_144
+"""Most pages of peers that are known, about 25 MB. Beyond it the ones that the policy evicts are misses."""
+
+NEWS_PER_LOOKUP = 512
+"""Most changes that one lookup takes over, some 100 us of work; the rest waits for the next one, or for `poll`."""
+
+NEWS_PER_POLL = 16_384
+"""Most changes taken over a few times per second, so that a unit without lookups keeps up."""
+
+
+class SharingUnit(Protocol):
+    """This unit among its peers; implemented by `flexkv.peers.share.PeerShare`."""
+
+    def start(self, weights: bytes) -> None: ...
+    def retire(self) -> None: ...
+    def close(self) -> None: ...
+    @property
+    def joined(self) -> int:
+        """How many units are followed."""
+
+
+class ReadingPlane(Plane, Protocol):
+    """Copies pages of peers.
+
+    Attributes:
+        outcomes: pages asked of peers by how that ended, in the order of `OUTCOMES`, int64.
+    """
+
+    outcomes: NDArray[np.int64]
+
+    @property
+    def down_reason(self) -> str: ...
+
+
+class LivePeerTier(Tier, Source, Follower):
+    """`presence` repeats what `directory` has been told. It may be stale: a page that is not there any more is a miss
+    when it is read.
+
+    Args:
+        directory: which pages peers have; a thread keeps it up to date.
+    """
+
+    def __init__(
+        self,
+        context: TierContext,
+        directory: PeerDirectory,
+        facts: TierFacts,
+        share: SharingUnit,
+        plane: ReadingPlane,
+    ) -> None:
+        self.facts, self.counts = facts, TierCounts()
+        self.source = self.follower = self
+        self.plane = self._reader = plane
+        self._directory, self._share = directory, share
+        self.presence = BlockIndex([KNOWN_PAGES], context.policy)
+        self.presence.grow(0, KNOWN_PAGES)
+        self._block_tokens = context.tables.specs[0].block_tokens
+        self._tokens = np.zeros(KNOWN_PAGES, np.int32)
+        """Valid tokens of the page in each place."""
+        self._any_partial = False
+
+    # --- what peers tell ---
+
+    def take_news(self, most: int = NEWS_PER_LOOKUP) -> None:
+        if not self._directory.has_news or self.down:
+            return
+        keys, _, tokens, there = self._directory.take(most)
+        ends = np.append(np.flatnonzero(there[1:] != there[:-1]) + 1, len(keys))
+        first = 0
+        for end in ends.tolist():
+            if there[first]:
+                self._enter(keys[first:end], tokens[first:end].astype(np.int32))
+            else:
+                found = self.presence.find(0, keys[first:end])
+                self.presence.remove(found[found != NO_ENTRY])
+            first = end
+
+    def _enter(self, keys: Keys, tokens: NDArray[np.int32]) -> None:
+        positions, new, places, *_ = self.presence.insert(0, keys, len(keys))
+        self._tokens[places] = tokens[positions]
+        self._any_partial |= bool((tokens != self._block_tokens).any())
+        self.presence.finish(new, np.ones(len(new), np.uint8))
+
+    # --- lookups ---
+
+    def leading(self, group: int, keys: Keys) -> EntryIds:
+        return self.presence.match_prefix(group, keys)
+
+    def present(self, group: int, keys: Keys) -> NDArray[np.bool_]:
+        found: NDArray[np.bool_] = self.presence.find(group, keys) != NO_ENTRY
+        return found
+
+    def forget(self, group: int, keys: Keys) -> int:
+        """Makes the pages misses in this process, until a peer stores them again."""
+        entries = self.presence.find(group, keys, ready_only=False)
+        return int(np.count_nonzero(self.presence.remove(entries[entries != NO_ENTRY])))
+
+    # --- fetches ---
+
+    def plan_fetch(
+        self,
+        op_id: OpId,
+        group: int,
+        keys: Keys,
+        entries: EntryIds,
+        places: SlotIds,
+        slots: SlotIds,
+        layerwise: bool,
+    ) -> TransferOp:
+        tags = make_tags(keys, 0, np.zeros(len(keys), np.uint64), self._tokens[places])
+        return TransferOp(
+            op_id, OpKind.DISK_READ, group, Priority.LOAD, NO_BLOCKS, slots, places=places, tags=tags
+        )
+
+    def end_fetch(self, plan: TransferOp, entries: EntryIds, suspect: NDArray[np.bool_]) -> None:
+        if suspect.any():
+            self.presence.remove(entries[suspect])
+        self.presence.unpin(entries, hit=True)
+
+    def tokens_of(self, plan: TransferOp) -> NDArray[np.integer] | None:
+        return self._tokens[plan.places] if self._any_partial else None
+
+    # --- the unit's life ---
+
+    def open_for(self, weights: bytes) -> None:
+        super().open_for(weights)
+        self._share.start(weights)
+
+    def begin_reset(self) -> None:
+        # Nothing names the new weights, neither here nor at peers.
+        self._share.retire()
+        self.go_down(
+            "the weights were exchanged, and nothing names the new ones until the engine starts again"
+        )
+        self.presence.clear()
+
+    def finish_reset(self, ends_s: float) -> None:
+        self._share.close()
+
+    def poll(self, now_s: float) -> None:
+        self.take_news(NEWS_PER_POLL)
+        if not self.down and (reason := self._reader.down_reason):
+            self.go_down(reason)
+            self.presence.clear()
+
+    def close(self, deadline_s: float) -> bool:
+        self._share.close()
+        return True
+
+    def gauges(self) -> Mapping[str, float]:
+        return {"flexkv_peers": self._share.joined}
+
+    def totals(self) -> Mapping[Series, int]:
+        return {
+            ("flexkv_peer_pages_total", (("outcome", end),)): pages
+            for end, pages in zip(OUTCOMES, self._reader.outcomes.tolist(), strict=True)
+            if pages
+        }

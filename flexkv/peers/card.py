@@ -1,0 +1,122 @@
+"""What a unit tells others of its user: whose pages it has, in which encoding, and where."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from flexkv.errors import ContractError
+from flexkv.storage.base import DiskGroup
+
+PROTOCOL = 1
+"""Version of cards, boards and pools together; units of another version are left alone."""
+
+MOST_CARD_BYTES = 128 << 10
+"""The longest card; a packet of a Unix socket holds it."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedHost:
+    """Where the slots of a unit's host pool lie. Its descriptor and its board's come with the card.
+
+    Attributes:
+        slots_offset: of slot 0 in the file.
+        digests: whether slots have run digests (`host.verify`).
+    """
+
+    board_bytes: int
+    file_bytes: int
+    slots_offset: int
+    slot_bytes: int
+    slots_per_extent: int
+    extent_stride: int
+    digests: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SharedDisk:
+    """The unit's folders, in the order in which its places are striped over them; the board's descriptor comes with the
+    card."""
+
+    board_bytes: int
+    folders: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class UnitCard:
+    """
+    Attributes:
+        fingerprint: 64 hex digits; units exchange pages only if theirs are equal.
+        weights: 64 hex digits that name all content of the weights; empty if the fingerprint names it.
+        runs: each rank's runs: offset, bytes and layer.
+        host, disk: None for what is not shared.
+    """
+
+    unit: str
+    pid: int
+    model: str
+    fingerprint: str
+    weights: str
+    format_id: str
+    dtype: str
+    block_tokens: int
+    stripe_bytes: tuple[int, ...]
+    runs: tuple[tuple[tuple[int, int, int], ...], ...] = field(repr=False)
+    host: SharedHost | None = None
+    disk: SharedDisk | None = None
+
+    @property
+    def group(self) -> DiskGroup:
+        return DiskGroup(
+            format_id=self.format_id,
+            stripe_bytes=self.stripe_bytes,
+            runs=tuple(np.array(runs, np.int64).reshape(-1, 3) for runs in self.runs),
+            block_tokens=self.block_tokens,
+            dtype=self.dtype,
+            host_digests=self.host is not None and self.host.digests,
+        )
+
+    def short(self) -> dict[str, Any]:
+        """What the unit's file says: enough to see whether it is worth asking for the rest."""
+        return {
+            "protocol": PROTOCOL,
+            "pid": self.pid,
+            "model": self.model,
+            "fingerprint": self.fingerprint,
+            "weights": self.weights,
+            "shares": [name for name, shared in (("host", self.host), ("disk", self.disk)) if shared],
+        }
+
+    def encode(self) -> bytes:
+        """
+        Raises:
+            ContractError: the card is too long.
+        """
+        text = json.dumps({"protocol": PROTOCOL, **asdict(self)}, separators=(",", ":")).encode()
+        if len(text) > MOST_CARD_BYTES:
+            raise ContractError(f"a unit's card of {len(text)} bytes; allowed are {MOST_CARD_BYTES}")
+        return text
+
+
+def decode_card(text: bytes) -> UnitCard:
+    """
+    Raises:
+        ContractError: no card, or one of another version; says what is wrong.
+    """
+    try:
+        told = json.loads(text)
+        if told.pop("protocol") != PROTOCOL:
+            raise ContractError(f"a unit's card of another version than {PROTOCOL}")
+        host, disk = told.pop("host"), told.pop("disk")
+        told["runs"] = tuple(tuple(tuple(run) for run in rank) for rank in told["runs"])
+        told["stripe_bytes"] = tuple(told["stripe_bytes"])
+        return UnitCard(
+            **told,
+            host=None if host is None else SharedHost(**host),
+            disk=None if disk is None else SharedDisk(disk["board_bytes"], tuple(disk["folders"])),
+        )
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ContractError(f"what a unit sent is no card: {type(error).__name__}: {error}") from error

@@ -1,0 +1,139 @@
+"""Loads pages from the host pools of other units: a thread copies them, and drops what changed meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexkv import c_ext
+from flexkv.storage.base import DiskGroup
+from flexkv.storage.page_reader import DIGEST, PageReader, UnderWay
+from flexkv.storage.tags import tag_fields
+from flexkv.transfer.graph import OpResult, OpStatus, TransferOp
+from flexkv.transfer.host_pool import HostPool
+
+PAGES_AT_ONCE = 16
+"""Pages copied by one native call: some milliseconds of large pages, after which the reader can be closed."""
+
+COPIED, FORMAT = 0, 4
+OUTCOMES = ("copied", "absent", "changed", "digest", "format")
+"""The ends of `PeerDirectory.bring`, by number."""
+
+REASONS = {
+    1: "absent: no peer has the page any more",
+    2: "changed: the peer gave the slot to another page during the copy",
+    3: "digest: a run of the peer's page does not match its digest",
+    FORMAT: "format: the peer has left",
+}
+"""Why a page was not copied, by the outcome of `PeerDirectory.bring` and `read`."""
+
+
+@dataclass(frozen=True, slots=True)
+class OtherFormat:
+    """How pages of one peer become pages of this unit.
+
+    Attributes:
+        codec: the peer's.
+        digests: whether the peer's slots have run digests.
+    """
+
+    group: DiskGroup
+    codec: c_ext.PageCodec
+    rewrites: tuple[c_ext.PageConversion | None, ...]
+    digests: bool
+
+
+class PoolReader(PageReader):
+    """Carries out DISK_READ ops whose tags name pages that `directory` knows. Their places mean nothing.
+
+    A page counts only if its slot's row named it with the same version before and after the copy, and if its runs match
+    the digests that the peer keeps, where it keeps any.
+
+    Args:
+        other: how the pages of a peer become this unit's; None once the peer has left. Called for peers of another
+            format.
+
+    Attributes:
+        outcomes: pages by how they ended, in the order of `OUTCOMES`.
+    """
+
+    def __init__(
+        self,
+        directory: c_ext.PeerDirectory,
+        other: Callable[[int], OtherFormat | None],
+        group: DiskGroup,
+        pool: HostPool,
+        queue_ops: int,
+        stuck_s: float,
+    ) -> None:
+        super().__init__("flexkv-peerhost", group, pool, queue_ops, stuck_s)
+        self._directory = directory
+        self._other = other
+        self.outcomes = np.zeros(len(OUTCOMES), np.int64)
+        self._image: NDArray[np.uint64] = np.zeros(0, np.uint64)
+
+    def _read(self, moving: UnderWay) -> OpResult:
+        op, reason = moving.op, ""
+        for first in range(0, op.pages, PAGES_AT_ONCE):
+            with self._lock:
+                if self._closed:
+                    return self._broken(moving, RuntimeError("closed"))
+            tags = tag_fields(op.tags[first : first + PAGES_AT_ONCE])
+            slots = np.ascontiguousarray(op.slots[first : first + PAGES_AT_ONCE])
+            with self._writing:
+                if self._down:
+                    break
+                keys = np.ascontiguousarray(tags["key"])
+                ends, peers, places = self._directory.bring(
+                    self._pool.native, op.group, keys, tags["tokens"].astype(np.uint32), slots
+                )
+                for page in np.flatnonzero(ends == FORMAT).tolist():
+                    ends[page] = self._rewrite(
+                        op.group, keys[page : page + 1], int(tags["tokens"][page]), peers[page], places[page],
+                        int(slots[page]),
+                    )  # fmt: skip
+            self.outcomes += np.bincount(ends, minlength=len(OUTCOMES))
+            good = ends == COPIED
+            self._pool.native.settle(slots[good], op.op_id, True)
+            self._pool.native.settle(slots[~good], op.op_id, False)
+            moving.failed += (np.flatnonzero(~good) + first).tolist()
+            if not good.all():
+                reason = reason or REASONS[int(ends[~good][0])]
+        status = OpStatus.FAILED if moving.failed else OpStatus.OK
+        return OpResult(op.op_id, status, np.array(moving.failed, np.int32), reason)
+
+    def _bring(self, op: TransferOp, page: int) -> str:
+        raise AssertionError("pages are copied together")
+
+    def _rewrite(
+        self, group: int, key: NDArray[np.uint8], tokens: int, peer: int, place: int, slot: int
+    ) -> int:
+        """Copies a page of another format, and rewrites it once it is known to be whole; returns how that ended."""
+        how = self._other(peer)
+        if how is None:
+            return FORMAT
+        words = -(-how.codec.image_bytes // 8)
+        if len(self._image) < words:
+            self._image = np.zeros(words, np.uint64)
+        image = self._image[:words].view(np.uint8)[: how.codec.image_bytes]
+        end = self._directory.read(peer, place, group, key, tokens, image)
+        if end != COPIED:
+            return end
+        stripes = [(how.codec.stripe_offset(rank), size) for rank, size in enumerate(how.group.stripe_bytes)]
+        if how.digests and not self._has_digests(how, image):
+            return 3
+        self._put_stripes(image, stripes, how.rewrites, self._pool.slot(slot))
+        return COPIED
+
+    @staticmethod
+    def _has_digests(how: OtherFormat, image: NDArray[np.uint8]) -> bool:
+        for rank, runs in enumerate(how.group.runs):
+            start = how.codec.stripe_offset(rank)
+            made = [c_ext.run_digest(image[start + at : start + at + size]) for at, size, _ in runs.tolist()]
+            kept = how.codec.digest_offset(rank)
+            if np.array(made, DIGEST).tobytes() != image[kept : kept + 8 * len(made)].tobytes():
+                return False
+        return True

@@ -1,0 +1,111 @@
+"""The folder in which the units of one user find each other, and the files that name them there."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import stat
+import struct
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from flexkv.errors import ConfigError
+from flexkv.storage.private_files import make_folders
+
+CARD_SUFFIX = ".json"
+SOCKET_SUFFIX = ".sock"
+
+MOST_PATH_BYTES = 107
+"""The longest name of a Unix socket (`sun_path`)."""
+
+MOST_UNITS = 256
+"""Most units that a folder is searched for."""
+
+CREDENTIALS = struct.Struct("3i")
+"""struct ucred"""
+
+
+def runtime_folder(setting: str | None) -> Path:
+    """The folder that `peers.folder` names, or this user's own: `flexkv` in $XDG_RUNTIME_DIR, else in /tmp. It is made
+    if it is missing.
+
+    Raises:
+        ConfigError: it belongs to another user, or others may use it, or its name is too long for a socket.
+        OSError: it cannot be made.
+    """
+    if setting:
+        folder = Path(setting)
+    elif (above := os.environ.get("XDG_RUNTIME_DIR")) and _is_own(Path(above)):
+        folder = Path(above) / "flexkv"
+    else:
+        folder = Path(f"/tmp/flexkv-{os.geteuid()}")
+    make_folders(folder)
+    if not _is_own(folder):
+        raise ConfigError(
+            f"peers.folder: {folder} must be a folder of user {os.geteuid()} that nobody else may use (mode 700)"
+        )
+    if len(os.fsencode(socket_path(folder, "0" * 16))) > MOST_PATH_BYTES:
+        raise ConfigError(f"peers.folder: {folder} is too long for a socket; allowed are 80 bytes")
+    return folder
+
+
+def _is_own(folder: Path) -> bool:
+    try:
+        found = folder.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
+
+
+def card_path(folder: Path, unit: str) -> Path:
+    return folder / (unit + CARD_SUFFIX)
+
+
+def socket_path(folder: Path, unit: str) -> Path:
+    return folder / (unit + SOCKET_SUFFIX)
+
+
+def write_card(folder: Path, unit: str, facts: dict[str, Any]) -> None:
+    """Writes a unit's file as a whole, so that no reader sees a part of it.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    path = card_path(folder, unit)
+    made = path.with_suffix(".new")
+    made.write_text(json.dumps(facts))
+    made.chmod(0o600)
+    made.rename(path)
+
+
+def read_cards(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The units with a file in the folder, and what it says. Files of other users, and those that are no unit's, are
+    left out."""
+    with suppress(OSError):
+        names = sorted(entry.name for entry in os.scandir(folder) if entry.name.endswith(CARD_SUFFIX))
+        for name in names[:MOST_UNITS]:
+            with suppress(OSError, ValueError):
+                path = folder / name
+                found = path.lstat()
+                if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid():
+                    facts = json.loads(path.read_text())
+                    if isinstance(facts, dict):
+                        yield name.removesuffix(CARD_SUFFIX), facts
+
+
+def remove_unit(folder: Path, unit: str) -> None:
+    """Removes the files of a unit that has ended."""
+    for path in (card_path(folder, unit), socket_path(folder, unit)):
+        with suppress(FileNotFoundError):
+            path.unlink()
+
+
+def is_same_user(connection: socket.socket) -> bool:
+    """Whether the process at the other end is of this process's user, as the kernel has it."""
+    _, user, _ = CREDENTIALS.unpack(
+        connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+    )
+    return bool(user == os.geteuid())

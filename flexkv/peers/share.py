@@ -1,0 +1,357 @@
+"""What one unit shares with other units of its user on this machine, and what it has from them."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from flexkv import c_ext
+from flexkv.errors import DiskError, FlexKVError, GeometryError
+from flexkv.observe import get_logger
+from flexkv.peers.card import PROTOCOL, SharedDisk, SharedHost, UnitCard
+from flexkv.peers.pool_reader import OUTCOMES, OtherFormat
+from flexkv.peers.runtime_folder import runtime_folder
+from flexkv.peers.watch import PeerWatch
+from flexkv.storage.base import DiskGroup, DiskIdentity
+from flexkv.storage.folder import slab_name
+from flexkv.storage.group_tables import codec_of
+from flexkv.storage.header import format_digests
+from flexkv.storage.peer_folders import GROUP, PeerFolder, open_slab, rewrites_of
+from flexkv.transfer.host_pool import HostPool
+
+logger = get_logger(__name__)
+
+UNIT_DIGITS = 16
+DIGEST_BYTES = 8
+
+
+class PeerShare:
+    """Made with the unit's plan; `start` shows the unit to others, once nothing can be shared that may not be.
+
+    Args:
+        folder: `peers.folder`.
+        other_formats: pages of other formats are rewritten, which only keys without an engine's own names allow.
+        heads: heads of K and V on one rank; 0 if there are none.
+
+    Attributes:
+        host: the directory of peers' host pools; None if host memory is not shared.
+        disk: the directory of peers' folders; None if folders are not shared.
+    """
+
+    def __init__(
+        self,
+        folder: str | None,
+        identity: DiskIdentity,
+        group: DiskGroup,
+        heads: int,
+        other_formats: bool,
+        host: bool,
+        disk: bool,
+    ) -> None:
+        self._setting = folder
+        self._identity, self._group, self._heads = identity, group, heads
+        self._other_formats = other_formats
+        self.host = c_ext.PeerDirectory() if host else None
+        self.disk = c_ext.PeerDirectory() if disk else None
+        self._boards: list[c_ext.SlotBoard] = []
+        self._shown: tuple[SharedHost | None, SharedDisk | None] = (None, None)
+        self._pool: HostPool | None = None
+        self._watch: PeerWatch | None = None
+        self._ended = False
+        self._lock = threading.Lock()
+        """Guards what follows, which the watch's thread changes and readers look up."""
+        self._others: dict[int, OtherFormat] = {}
+        self._slabs: dict[int, tuple[PeerFolder, ...]] = {}
+        self._kept: dict[tuple[str, ...], int] = {}
+        """By its folders, the peer in `disk` that has ended and whose pages stay known."""
+        self._joined: dict[str, tuple[UnitCard, int | None, int | None]] = {}
+        self.refused: dict[str, str] = {}
+        """Units with this unit's fingerprint that share nothing with it, and why."""
+
+    # --- what this unit shows ---
+
+    def show_host(self, index: c_ext.BlockIndex, pool: HostPool, slots: int) -> c_ext.SlotBoard:
+        """Publishes what the slots of `pool` hold, according to `index`."""
+        board = c_ext.SlotBoard(slots)
+        index.tell(board)
+        _, _, _, file_bytes = pool.native.address()
+        offset, per_extent, stride = pool.native.file_layout
+        self._shown = (
+            SharedHost(
+                board.bytes, file_bytes, offset, pool.slot_bytes, per_extent, stride, self._group.host_digests
+            ),
+            self._shown[1],
+        )
+        self._pool = pool
+        self._boards.insert(0, board)
+        return board
+
+    def show_disk(self, board: c_ext.SlotBoard, folders: Sequence[Path]) -> None:
+        """Publishes what the places of this unit's folders hold, which `board` says."""
+        self._shown = (self._shown[0], SharedDisk(board.bytes, tuple(map(str, folders))))
+        self._boards.append(board)
+
+    def start(self, weights: bytes) -> None:
+        """Shows this unit to others, and begins to follow them. Only the first call has an effect. If that cannot be,
+        the unit shares nothing, and the log says why.
+
+        Args:
+            weights: 32 bytes that name all content of the weights; empty if the fingerprint does.
+        """
+        if self._watch is not None or self._ended:
+            return
+        host, disk = self._shown
+        card = UnitCard(
+            unit=secrets.token_hex(UNIT_DIGITS // 2),
+            pid=os.getpid(),
+            model=self._identity.model,
+            fingerprint=self._identity.fingerprint.hex(),
+            weights=weights.hex(),
+            format_id=self._group.format_id,
+            dtype=self._group.dtype,
+            block_tokens=self._group.block_tokens,
+            stripe_bytes=self._group.stripe_bytes,
+            runs=tuple(tuple(tuple(run) for run in runs.tolist()) for runs in self._group.runs),
+            host=host,
+            disk=disk,
+        )
+        self._card = card
+        files = [board.fd for board in self._boards]
+        opened = []
+        try:
+            folder = runtime_folder(self._setting)
+            if self._pool is not None:
+                files.append(self._pool.native.address()[1])
+            # Opened anew, so that whoever gets it can map it to read only.
+            opened = [os.open(f"/proc/self/fd/{file}", os.O_RDONLY | os.O_CLOEXEC) for file in files]
+            self._files = opened
+            watch = PeerWatch(
+                folder, card, opened, self._wants, self._join, self._left, self._follow, self.status
+            )
+            watch.start()
+        except (FlexKVError, OSError) as error:
+            logger.warning("nothing is shared with other units: %s", error)
+            for file in opened:
+                os.close(file)
+            self._ended = True
+            return
+        self._watch = watch
+        logger.info(
+            "unit %s shares %s with units of the same model: %s",
+            card.unit,
+            " and ".join(card.short()["shares"]),
+            folder,
+        )
+
+    def retire(self) -> None:
+        """Ends sharing for good: the weights are not those any more that the card names."""
+        for board in self._boards:
+            board.retire()
+        self.close()
+
+    def close(self) -> None:
+        """Leaves. Copies under way end by themselves. Idempotent."""
+        self._ended = True
+        watch, self._watch = self._watch, None
+        if watch is None:
+            return
+        watch.close()
+        for file in self._files:
+            os.close(file)
+        with self._lock:
+            for _, host, disk in self._joined.values():
+                self._drop(host, disk)
+            self._joined.clear()
+
+    def _drop(self, host: int | None, disk: int | None) -> None:
+        if self.host is not None and host is not None:
+            self.host.drop(host)
+            self._others.pop(host, None)
+        if self.disk is not None and disk is not None:
+            self.disk.drop(disk)
+            self._slabs.pop(disk, None)
+
+    # --- what readers ask ---
+
+    def other_format(self, peer: int) -> OtherFormat | None:
+        """How pages of a peer's host pool become this unit's."""
+        with self._lock:
+            return self._others.get(peer)
+
+    def folders(self, peer: int) -> Sequence[PeerFolder]:
+        """The slabs of a peer, in the order of its places."""
+        with self._lock:
+            return self._slabs.get(peer, ())
+
+    # --- what the watch's thread calls ---
+
+    def _wants(self, facts: dict[str, Any]) -> bool:
+        mine = self._card
+        if facts.get("fingerprint") != mine.fingerprint:
+            return False
+        if facts.get("protocol") != PROTOCOL:
+            self._refuse(
+                str(facts.get("pid")), f"it speaks version {facts.get('protocol')}, this one {PROTOCOL}"
+            )
+            return False
+        if facts.get("weights") != mine.weights:
+            self._refuse(str(facts.get("pid")), "its weights are others")
+            return False
+        return True
+
+    def _refuse(self, whom: str, why: str) -> None:
+        if whom not in self.refused:
+            logger.warning("the unit of process %s is not shared with: %s", whom, why)
+        self.refused[whom] = why
+
+    def _join(self, card: UnitCard, files: list[int]) -> None:
+        if not self._wants(card.short()):
+            raise DiskError("its card is not that of its file")
+        if len(files) != (2 if card.host else 0) + (1 if card.disk else 0):
+            raise DiskError(f"its card came with {len(files)} descriptors")
+        group = card.group
+        try:
+            rewrites = rewrites_of(group, self._group, self._heads)
+        except GeometryError as error:
+            self._refuse(str(card.pid), str(error))
+            raise
+        plain = format_digests([group]) == format_digests([self._group])
+        if not plain and not self._other_formats:
+            self._refuse(str(card.pid), "its pages have another format, and keys.scheme is not common")
+            raise DiskError("another format")
+        host = disk = None
+        with self._lock:
+            if self.host is not None and card.host is not None:
+                host = self._join_host(card.host, group, rewrites, plain, files)
+            if self.disk is not None and card.disk is not None:
+                disk = self._join_disk(card, rewrites, plain, files[1 if card.host else 0])
+            self._joined[card.unit] = (card, host, disk)
+        self.refused.pop(str(card.pid), None)
+        logger.info(
+            "unit %s (process %d): its %s read here",
+            card.unit,
+            card.pid,
+            " and ".join(
+                name for name, it in (("host memory is", host), ("folders are", disk)) if it is not None
+            )
+            or "pages are not",
+        )
+
+    def _join_host(
+        self,
+        told: SharedHost,
+        group: DiskGroup,
+        rewrites: tuple[c_ext.PageConversion | None, ...],
+        plain: bool,
+        files: list[int],
+    ) -> int:
+        assert self.host is not None
+        theirs, ours = codec_of(group), codec_of(self._group)
+        pieces, runs = [], []
+        for rank, size in enumerate(group.stripe_bytes if plain else ()):
+            start, mine = theirs.stripe_offset(rank), ours.stripe_offset(rank)
+            pieces.append((start, mine, size))
+            if not told.digests and not self._group.host_digests:
+                continue
+            for number, (at, length, _) in enumerate(group.runs[rank].tolist()):
+                kept = theirs.digest_offset(rank) + DIGEST_BYTES * number if told.digests else -1
+                made = ours.digest_offset(rank) + DIGEST_BYTES * number if self._group.host_digests else -1
+                runs.append((mine + at, length, kept, made))
+        peer = self.host.add(
+            (files[0], told.board_bytes),
+            (
+                files[-1],
+                told.file_bytes,
+                told.slots_offset,
+                told.slot_bytes,
+                told.slots_per_extent,
+                told.extent_stride,
+            ),
+            pieces,
+            runs,
+        )
+        if not plain:
+            self._others[peer] = OtherFormat(group, theirs, rewrites, told.digests)
+        return peer
+
+    def _join_disk(
+        self, card: UnitCard, rewrites: tuple[c_ext.PageConversion | None, ...], plain: bool, file: int
+    ) -> int | None:
+        assert self.disk is not None
+        assert card.disk is not None
+        slabs = []
+        try:
+            for folder in card.disk.folders:
+                path = Path(folder) / slab_name(GROUP)
+                found = path.lstat()
+                if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+                    raise DiskError(f"{path} is not a file of user {os.geteuid()}")
+                slabs.append(open_slab(path, self._identity, self._group, self._heads))
+        except (FlexKVError, OSError) as error:
+            logger.warning("unit %s: its folders are not read here: %s", card.unit, error)
+            return None
+        if (kept := self._kept.pop(card.disk.folders, None)) is not None:
+            self._drop(None, kept)
+        peer = self.disk.add((file, card.disk.board_bytes))
+        self._slabs[peer] = tuple(slabs)
+        return peer
+
+    def _left(self, unit: str) -> None:
+        """Forgets a peer's host memory at once. Its pages on disk stay known: the trailer of each says whether it is
+        still there."""
+        with self._lock:
+            card, host, disk = self._joined.pop(unit)
+            self._drop(host, None)
+            if disk is None or self.disk is None or card.disk is None:
+                return
+            if self.disk.retired(disk):
+                self._drop(None, disk)
+                return
+            self.disk.drop(disk, keep=True)
+            self._kept[card.disk.folders] = disk
+
+    def _follow(self) -> None:
+        for directory in (self.host, self.disk):
+            if directory is not None:
+                directory.follow()
+
+    # --- what people see ---
+
+    @property
+    def joined(self) -> int:
+        return len(self._joined)
+
+    def status(self) -> dict[str, Any]:
+        """This unit, its peers, and with whom it does not share."""
+        return {
+            "unit": self._card.unit,
+            "pid": self._card.pid,
+            "model": self._card.model,
+            "shares": self._card.short()["shares"],
+            "peers": self.peers(),
+            "refused": dict(self.refused),
+        }
+
+    def peers(self) -> list[dict[str, Any]]:
+        """The units that are followed, and what each was asked for."""
+        with self._lock:
+            joined = list(self._joined.values())
+        rows = []
+        for card, host, disk in joined:
+            counts = (0,) * len(OUTCOMES) if self.host is None or host is None else self.host.counts(host)
+            rows.append(
+                {
+                    "unit": card.unit,
+                    "pid": card.pid,
+                    "model": card.model,
+                    "host_pages": 0 if self.host is None or host is None else self.host.pages(host),
+                    "disk_pages": 0 if self.disk is None or disk is None else self.disk.pages(disk),
+                }
+                | dict(zip(OUTCOMES, counts, strict=True))
+            )
+        return rows

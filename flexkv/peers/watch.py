@@ -1,0 +1,242 @@
+"""The thread by which a unit shows itself to others of its user, finds them, and follows what they have."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flexkv.errors import FlexKVError
+from flexkv.observe import NamedThread, get_logger
+from flexkv.peers.card import MOST_CARD_BYTES, UnitCard, decode_card
+from flexkv.peers.runtime_folder import (
+    is_same_user,
+    read_cards,
+    remove_unit,
+    socket_path,
+    write_card,
+)
+
+logger = get_logger(__name__)
+
+FOLLOW_S = 0.02
+"""How often rings are read: a page is found at most this long after a peer has it."""
+
+SCAN_S = 0.5
+"""How often the folder is searched for units that came."""
+
+ANSWER_S = 5.0
+"""How long a unit may take to answer; a stopped one is asked again after as long."""
+
+STOP_S = 2.0
+"""How long a close waits for the thread, which never waits longer than `SCAN_S`."""
+
+MOST_CONNECTIONS = 256
+"""Units that follow this one at a time; a further one is not answered."""
+
+ASK_STATUS = b"peers?"
+"""What a person's command sends after it has got the card."""
+
+MOST_FILES = 4
+"""Descriptors that come with a card."""
+
+
+@dataclass(slots=True)
+class Asked:
+    """A unit that was asked for its card, or has sent it.
+
+    Attributes:
+        line: the connection; the unit has ended once it is closed at the other end.
+        joined: its card has come, and was taken.
+    """
+
+    line: socket.socket
+    since_s: float
+    joined: bool = False
+
+
+class PeerWatch:
+    """
+    Args:
+        folder: the runtime folder.
+        card: this unit's; its descriptors go with it.
+        files: descriptors that others may map to read.
+        wants: whether a unit with such a file is worth asking.
+        join: takes a unit's card and its descriptors, which the caller closes. Raises FlexKVError to leave it alone.
+        left: a unit that was joined has ended.
+        follow: reads what has changed at the peers.
+        status: what the unit has of others, as plain values.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        card: UnitCard,
+        files: list[int],
+        wants: Callable[[dict[str, Any]], bool],
+        join: Callable[[UnitCard, list[int]], None],
+        left: Callable[[str], None],
+        follow: Callable[[], None],
+        status: Callable[[], dict[str, Any]],
+    ) -> None:
+        self._folder, self._card, self._files = folder, card, files
+        self._wants, self._join, self._left, self._follow = wants, join, left, follow
+        self._status = status
+        self._peers: dict[str, Asked] = {}
+        self._again_s: dict[str, float] = {}
+        """Units that did not answer or were not taken, with the time from which they are asked again."""
+        self._served: set[socket.socket] = set()
+        self._selector = selectors.DefaultSelector()
+        self._door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._wake, self._woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._closed = False
+        self._scan_at_s = 0.0
+        self._thread = NamedThread("flexkv-share", self._run)
+
+    def start(self) -> None:
+        """
+        Raises:
+            OSError: the socket or the file cannot be made.
+        """
+        path = socket_path(self._folder, self._card.unit)
+        self._door.bind(str(path))
+        path.chmod(0o600)
+        self._door.listen(MOST_CONNECTIONS)
+        self._door.setblocking(False)
+        self._selector.register(self._door, selectors.EVENT_READ, self._answer)
+        self._selector.register(self._wake, selectors.EVENT_READ, lambda: None)
+        write_card(self._folder, self._card.unit, self._card.short())
+        self._thread.start()
+
+    def close(self) -> None:
+        """Leaves: others find this unit no more. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        os.write(self._woken, b"x")
+        if self._thread.is_alive():
+            self._thread.join(STOP_S)
+        with suppress(OSError):
+            remove_unit(self._folder, self._card.unit)
+        for line in [*self._served, *(peer.line for peer in self._peers.values()), self._door]:
+            line.close()
+        self._selector.close()
+        os.close(self._wake)
+        os.close(self._woken)
+
+    def _run(self) -> None:
+        while not self._closed:
+            joined = any(peer.joined for peer in self._peers.values())
+            try:
+                for key, _ in self._selector.select(FOLLOW_S if joined else SCAN_S):
+                    key.data()
+                if self._closed:
+                    return
+                if joined:
+                    self._follow()
+                if (now_s := time.monotonic()) >= self._scan_at_s:
+                    self._scan_at_s = now_s + SCAN_S
+                    self._scan(now_s)
+            except Exception:  # sharing ends, the unit serves on
+                logger.exception("following other units")
+                return
+
+    # --- those who follow this unit ---
+
+    def _answer(self) -> None:
+        """Gives this unit's card to whoever asks, if it is the same user's."""
+        try:
+            line, _ = self._door.accept()
+        except OSError:
+            return
+        if len(self._served) >= MOST_CONNECTIONS or not is_same_user(line):
+            line.close()
+            return
+        line.setblocking(False)
+        try:
+            socket.send_fds(line, [self._card.encode()], self._files)
+        except OSError:
+            line.close()
+            return
+        self._served.add(line)
+        self._selector.register(line, selectors.EVENT_READ, lambda: self._serve(line))
+
+    def _serve(self, line: socket.socket) -> None:
+        """Says what the unit has of others, if that is asked. Peers say nothing more, so what is to be read is their
+        end."""
+        with suppress(OSError):
+            if line.recv(len(ASK_STATUS)) == ASK_STATUS:
+                line.send(json.dumps(self._status()).encode())
+                return
+        self._selector.unregister(line)
+        self._served.discard(line)
+        line.close()
+
+    # --- those whom this unit follows ---
+
+    def _scan(self, now_s: float) -> None:
+        found = dict(read_cards(self._folder))
+        for unit, facts in found.items():
+            if unit == self._card.unit or unit in self._peers or now_s < self._again_s.get(unit, 0.0):
+                continue
+            self._ask(unit, now_s, bool(self._wants(facts)))
+        for unit, asked in list(self._peers.items()):
+            if not asked.joined and now_s - asked.since_s > ANSWER_S:
+                self._end_asked(unit, "it does not answer")
+        self._again_s = {unit: at_s for unit, at_s in self._again_s.items() if unit in found}
+
+    def _ask(self, unit: str, now_s: float, wanted: bool) -> None:
+        """Asks a unit for its card. Removes the files of one that has ended."""
+        line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        line.setblocking(False)
+        try:
+            line.connect(str(socket_path(self._folder, unit)))
+        except (ConnectionRefusedError, FileNotFoundError):
+            line.close()
+            remove_unit(self._folder, unit)
+            logger.info("unit %s has ended without leaving; its files are removed", unit)
+            return
+        except OSError:
+            wanted = False
+        if not wanted or not is_same_user(line):
+            line.close()
+            self._again_s[unit] = now_s + ANSWER_S
+            return
+        self._peers[unit] = Asked(line, now_s)
+        self._selector.register(line, selectors.EVENT_READ, lambda: self._read(unit))
+
+    def _read(self, unit: str) -> None:
+        """Takes a unit's card, or its end."""
+        asked = self._peers[unit]
+        text = b""
+        files: list[int] = []
+        with suppress(OSError):
+            text, files, _, _ = socket.recv_fds(asked.line, MOST_CARD_BYTES + 1, MOST_FILES)
+        try:
+            if not text or asked.joined:
+                self._end_asked(unit, "it has ended")
+                return
+            self._join(decode_card(text), files)
+            asked.joined = True
+        except (FlexKVError, OSError) as error:
+            logger.info("unit %s is not shared with: %s", unit, error)
+            self._end_asked(unit, str(error))
+        finally:
+            for file in files:
+                os.close(file)
+
+    def _end_asked(self, unit: str, why: str) -> None:
+        asked = self._peers.pop(unit)
+        self._selector.unregister(asked.line)
+        asked.line.close()
+        self._again_s[unit] = time.monotonic() + ANSWER_S
+        if asked.joined:
+            logger.info("unit %s: %s", unit, why)
+            self._left(unit)

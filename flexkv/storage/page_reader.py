@@ -1,0 +1,237 @@
+"""A thread that brings pages of other units to host slots, op by op."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexkv import c_ext
+from flexkv.errors import ContractError
+from flexkv.observe import NamedThread
+from flexkv.storage.base import DiskGroup
+from flexkv.storage.group_tables import codec_of
+from flexkv.transfer.graph import OpKind, OpResult, OpStatus, TransferGraph, TransferOp
+from flexkv.transfer.host_pool import HostPool
+
+DIGEST = np.dtype("<u8")
+
+WRITE_S = 1.0
+"""How long a close waits while a page is written to its host slot, which is a copy and takes milliseconds."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class UnderWay:
+    """The op that is being carried out.
+
+    Attributes:
+        since_s: when its `page` began, on the monotonic clock.
+        failed: earlier pages of the op that failed.
+    """
+
+    op: TransferOp
+    since_s: float
+    page: int = 0
+    failed: list[int] = field(default_factory=list)
+
+
+class PageReader(ABC):
+    """Carries out DISK_READ ops in the order of their submission. A page reaches its host slot only after it was
+    verified. A page that does not match, or cannot be read, is a failed page of its op.
+
+    Args:
+        name: of the thread.
+        group: the group of this unit's pages.
+        pool: host pool with slots for this unit's images.
+        queue_ops: ops that may wait; beyond it `submit` returns None.
+        stuck_s: if reading a page takes more seconds than this, the reader ends, and all its ops fail.
+    """
+
+    def __init__(self, name: str, group: DiskGroup, pool: HostPool, queue_ops: int, stuck_s: float) -> None:
+        self._group = group
+        self._codec = codec_of(group)
+        self._pool = pool
+        self._queue_ops = queue_ops
+        self._stuck_s = stuck_s
+        self._lock = threading.Condition()
+        self._writing = threading.Lock()
+        """Held while a host slot is written. An op is abandoned only while this lock is free."""
+        self._under_way: UnderWay | None = None
+        self._down = ""
+        self._waiting: deque[TransferOp] = deque()
+        self._ended: deque[OpResult] = deque()
+        self._tickets = 0
+        self._closed = False
+        self._thread = NamedThread(name, self._run)
+
+    @abstractmethod
+    def _bring(self, op: TransferOp, page: int) -> str:
+        """Brings one page to its host slot; returns why it could not, or an empty string. Holds `_writing` while it
+        writes the slot, and writes nothing once the reader is down."""
+
+    def submit(self, graph: TransferGraph) -> int | None:
+        """Takes the ops of `graph`; returns None and takes none when the queue is full.
+
+        Raises:
+            ContractError: an op of another kind.
+        """
+        if any(op.kind is not OpKind.DISK_READ for op in graph.ops):
+            raise ContractError("pages of other units are only read")
+        with self._lock:
+            if self._closed or self._down or len(self._waiting) + len(graph.ops) > self._queue_ops:
+                return None
+            if not self._thread.is_alive():
+                self._thread.start()
+            self._waiting.extend(graph.ops)
+            self._tickets += 1
+            self._lock.notify()
+            return self._tickets
+
+    def poll(self) -> list[OpResult]:
+        """The ops that have ended since the last call. Never waits."""
+        with self._lock:
+            ended = list(self._ended)
+            self._ended.clear()
+            return ended
+
+    @property
+    def down_reason(self) -> str:
+        """Why the reader has stopped; empty while it reads. Call it regularly, because it also detects a disk that
+        hangs.
+        """
+        with self._lock:
+            moving = self._under_way
+            if not self._down and moving is not None and time.monotonic() - moving.since_s >= self._stuck_s:
+                self._give_up(moving, f"a page was not read within {self._stuck_s:.0f} s")
+            return self._down
+
+    def _give_up(self, moving: UnderWay, reason: str, wait_s: float = 0.0) -> None:
+        """Permanently abandons the op under way and all that wait, unless the page under way has been read and is still
+        being written after `wait_s` seconds. The caller holds the lock.
+        """
+        if not self._writing.acquire(timeout=wait_s):
+            return
+        self._down = reason
+        self._writing.release()
+        left = np.arange(moving.page, moving.op.pages, dtype=np.int32)
+        self._pool.fail_read(moving.op.slots[moving.page :], moving.op.op_id)
+        failed = np.concatenate((np.array(moving.failed, np.int32), left))
+        self._ended.append(OpResult(moving.op.op_id, OpStatus.FAILED, failed, reason))
+        self._drop_waiting(reason)
+
+    def _drop_waiting(self, reason: str) -> None:
+        while self._waiting:
+            op = self._waiting.popleft()
+            self._pool.fail_read(op.slots, op.op_id)
+            self._ended.append(OpResult.cancelled(op.op_id, op.pages, reason))
+
+    def close(self, deadline_s: float) -> bool:
+        """Drops what waits and ends the thread. Idempotent.
+
+        Returns False if a read has not ended within `deadline_s` seconds: the read is abandoned, and no host slot is
+        written any more.
+        """
+        with self._lock:
+            self._closed = True
+            self._drop_waiting("closed")
+            self._lock.notify()
+        if self._thread.is_alive():
+            self._thread.join(deadline_s)
+        with self._lock:
+            if not self._thread.is_alive():
+                return True
+            if not self._down and self._under_way is not None:
+                self._give_up(
+                    self._under_way, f"closed, and a page was not read within {deadline_s:.1f} s", WRITE_S
+                )
+            return False
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                while not self._waiting and not self._closed:
+                    self._lock.wait()
+                if not self._waiting:
+                    return
+                op = self._waiting.popleft()
+                moving = self._under_way = UnderWay(op, time.monotonic())
+            try:
+                result = self._read(moving)
+            except Exception as error:  # an op that never ends would keep its slots forever
+                logger.exception("reading pages of other units")
+                result = self._broken(moving, error)
+            with self._lock:
+                self._under_way = None
+                if self._down:
+                    return  # the op was given up, and its result is in `_ended`
+                self._ended.append(result)
+
+    def _read(self, moving: UnderWay) -> OpResult:
+        op, reason = moving.op, ""
+        for page in range(op.pages):
+            with self._lock:
+                moving.page, moving.since_s = page, time.monotonic()
+            why = self._bring(op, page)
+            with self._lock:
+                if self._down:
+                    break
+                self._settle(op, page, not why)
+                if why:
+                    moving.failed.append(page)
+                    reason = reason or why
+        status = OpStatus.FAILED if moving.failed else OpStatus.OK
+        return OpResult(op.op_id, status, np.array(moving.failed, np.int32), reason)
+
+    def _broken(self, moving: UnderWay, error: Exception) -> OpResult:
+        op = moving.op
+        with self._lock:
+            if not self._down:
+                self._pool.fail_read(op.slots, op.op_id)
+        every = np.arange(op.pages, dtype=np.int32)
+        return OpResult(op.op_id, OpStatus.FAILED, every, f"{type(error).__name__}: {error}")
+
+    def _settle(self, op: TransferOp, page: int, verified: bool) -> None:
+        """Ends the wait of loads that were promised the page before it was read: they continue, or fail."""
+        self._pool.native.settle(np.ascontiguousarray(op.slots[page : page + 1]), op.op_id, verified)
+
+    def _put_stripes(
+        self,
+        image: NDArray[np.uint8],
+        stripes: Sequence[tuple[int, int]],
+        rewrites: Sequence[c_ext.PageConversion | None],
+        slot: NDArray[np.uint8],
+    ) -> None:
+        """Writes a page of another unit to a host slot, in this unit's encoding.
+
+        Args:
+            stripes: offset and bytes of each rank's stripe in `image`.
+            rewrites: for each rank, the conversion of its stripe; None if the bytes are the same.
+        """
+        for rank, ((offset, size), rewrite) in enumerate(zip(stripes, rewrites, strict=True)):
+            source = image[offset : offset + size]
+            start = self._codec.stripe_offset(rank)
+            target = slot[start : start + self._group.stripe_bytes[rank]]
+            if rewrite is None:
+                target[:] = source
+            else:
+                rewrite.convert(source, target)
+            if self._group.host_digests:
+                self._digest(rank, target, slot)
+
+    def _digest(self, rank: int, stripe: np.ndarray, slot: np.ndarray) -> None:
+        """Writes the digests with which a load checks the page if host memory is verified."""
+        runs = self._group.runs[rank]
+        digests = np.array(
+            [c_ext.run_digest(stripe[at : at + size]) for at, size, _ in runs.tolist()], DIGEST
+        )
+        start = self._codec.digest_offset(rank)
+        slot[start : start + digests.nbytes] = digests.view(np.uint8)

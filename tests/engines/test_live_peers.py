@@ -1,0 +1,120 @@
+"""Two engines that run at the same time serve each other's prompts, and survive each other's end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .conftest import Engines, connector, engine_arguments
+from .session import BLOCK_TOKENS, EngineSession, Prompt, Reference
+from .test_data_parallel import SMALL, run
+from .test_disk import SLAB_BYTES
+
+HOST_HITS = "vllm:flexkv_hit_blocks_total{tier=peer-host}"
+FOLDER_HITS = "vllm:flexkv_hit_blocks_total{tier=peers}"
+COPIED = "vllm:flexkv_peer_pages_total{outcome=copied}"
+GONE = "vllm:flexkv_peer_pages_total{outcome=absent}"
+WITHIN_S = 60.0
+TOKENS = 581
+PAGES = (TOKENS - 1) // BLOCK_TOKENS
+
+
+def shared(tmp_path: Path, share: str = "host+disk", **more: Any) -> dict[str, Any]:
+    """The tiny model computes faster than anything is read."""
+    return connector(
+        peers__share=share,
+        peers__folder=str(tmp_path / "run"),
+        disk__compute_if_faster=False,
+        **more,
+    )
+
+
+def until(done: Callable[[], bool]) -> None:
+    ends_s = time.monotonic() + WITHIN_S
+    while not done():
+        assert time.monotonic() < ends_s, "it never came to that"
+        time.sleep(0.05)
+
+
+def knows(session: EngineSession, tier: str, pages: int) -> Callable[[], bool]:
+    return lambda: session.call("peers")["known"][tier] >= pages
+
+
+def test_a_prompt_computed_in_one_engine_is_a_hit_in_the_other(
+    engines: Engines, stream: int, tmp_path: Path
+) -> None:
+    one, other = engines.another(shared(tmp_path)), engines.another(shared(tmp_path))
+    mine, yours = Prompt.of(TOKENS, stream), Prompt.of(TOKENS, stream + 1)
+    assert one.check_one(mine).cached == 0
+    assert other.check_one(yours).cached == 0
+    one.settle()
+    other.settle()
+    until(knows(other, "peer-host", PAGES))
+    until(knows(one, "peer-host", PAGES))
+    assert other.check_one(mine).cached == mine.whole_blocks
+    assert one.check_one(yours).cached == yours.whole_blocks
+    for session in (one, other):
+        session.settle()
+        assert session.metric(HOST_HITS) == session.metric(COPIED) == PAGES
+
+
+def test_a_peer_killed_in_the_copy_costs_no_token(engines: Engines, stream: int, tmp_path: Path) -> None:
+    one, other = engines.another(shared(tmp_path)), engines.another(shared(tmp_path))
+    prompt = Prompt.of(TOKENS, stream)
+    one.check_one(prompt)
+    one.settle()
+    until(knows(other, "peer-host", PAGES))
+    other.call("kill_in_copy")
+    answer = other.check_one(prompt)
+    assert answer.cached < prompt.whole_blocks
+    other.settle()
+    assert other.metric(COPIED) == 4
+    until(lambda: not any((tmp_path / "run").iterdir()) or other.call("peers")["peers"] == [])
+    assert other.check_one(Prompt.of(TOKENS, stream + 1)).cached == 0
+
+
+def test_pages_in_a_running_engines_folder_are_served(engines: Engines, stream: int, tmp_path: Path) -> None:
+    def start(name: str) -> EngineSession:
+        told = shared(
+            tmp_path,
+            "disk",
+            disk__folders=str(tmp_path / name),
+            disk__bytes_per_folder=SLAB_BYTES,
+        )
+        return engines.another(told)
+
+    one, other = start("a"), start("b")
+    prompt = Prompt.of(TOKENS, stream)
+    one.check_one(prompt)
+    one.settle()
+    until(lambda: bool(one.check_one(Prompt.of(5, 7, max_tokens=1))) and knows(other, "peers", PAGES)())
+    assert other.check_one(prompt).cached == prompt.whole_blocks
+    other.settle()
+    assert other.metric(FOLDER_HITS) == PAGES
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_data_parallel_ranks_serve_each_other(
+    model: Path, reference: Reference, stream: int, tmp_path: Path
+) -> None:
+    """With the default of `peers.share`, because both ranks are units of one engine."""
+    prompt = Prompt.of(300, stream)
+    told = connector(
+        host__bytes=24 << 20,
+        peers__share="auto",
+        peers__folder=str(tmp_path / "run"),
+        disk__compute_if_faster=False,
+    )
+    arguments = engine_arguments(model) | SMALL | {"data_parallel_size": 2, "kv_transfer_config": told}
+    asked = list(prompt.ids)
+    orders = [("mine", 0, asked), None, ("mine", 1, asked), ("mine", 1, asked)]
+    answers = run(arguments, orders, tmp_path / "engine.log")
+    for answer in answers:
+        assert tuple(answer["tokens"]) == reference.tokens(prompt), answer
+    assert answers[0]["cached"] == 0
+    assert answers[1]["cached"] == prompt.whole_blocks

@@ -1,0 +1,271 @@
+// Pages that another unit overwrites while they are copied: a copy is whole, or it does not count.
+#include <doctest/doctest.h>
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "base/digest.h"
+#include "index/block_index.h"
+#include "share/peer_directory.h"
+#include "soak.h"
+
+using namespace flexkv;
+
+namespace {
+
+constexpr int64_t kSlotBytes = 4096;
+constexpr uint32_t kTokens = 16;
+constexpr size_t kWords = kSlotBytes / 8;
+
+BlockKey share_key(uint64_t number) { return {number * 0x9E3779B97F4A7C15u, number}; }
+
+uint64_t page_word(const BlockKey& key, size_t word) { return key.low ^ (word * 0xD1B54A32D192ED03u); }
+
+// A unit that shares `slots` slots: its board, and a pool of which it writes whole pages.
+struct SharingUnit {
+  explicit SharingUnit(uint32_t slots)
+      : board(slots), pool(SharedFile::make("test-pool", int64_t{slots} * kSlotBytes)) {}
+
+  void write(uint32_t slot, const BlockKey& key) {
+    const auto number = static_cast<int32_t>(slot);
+    board.begin(slot);
+    auto* words = reinterpret_cast<std::atomic<uint64_t>*>(pool.base() + slot * kSlotBytes);
+    for (size_t word = 0; word < kWords; ++word) {
+      words[word].store(page_word(key, word), std::memory_order_release);
+    }
+    board.note({&number, 1}, {&kTokens, 1}, {}, {}, 0);
+    board.publish(slot, 0, key);
+  }
+
+  int32_t join(PeerDirectory& directory, PeerFormat format = {{{0, 0, kSlotBytes}}, {}}) const {
+    return directory.add(SharedFile::read_only(board.fd(), board.bytes(), "board"), mapped_pool(),
+                         std::move(format));
+  }
+
+  PeerPool mapped_pool() const {
+    return {SharedFile::read_only(pool.fd(), pool.bytes(), "pool"), 0, kSlotBytes, board.slots(),
+            pool.bytes()};
+  }
+
+  SlotBoard board;
+  SharedFile pool;
+};
+
+struct alignas(64) CopiedPage {
+  std::array<uint64_t, kWords> words{};
+  std::byte* bytes() { return reinterpret_cast<std::byte*>(words.data()); }
+  bool is(const BlockKey& key) const {
+    for (size_t word = 0; word < kWords; ++word) {
+      if (words[word] != page_word(key, word)) return false;
+    }
+    return true;
+  }
+};
+
+PeerEnd bring_page(PeerDirectory& directory, const BlockKey& key, CopiedPage& page) {
+  PeerPlace other;
+  return directory.bring(key, 0, kTokens, page.bytes(), other);
+}
+
+std::vector<PeerNews> take_all(PeerDirectory& directory) {
+  std::vector<PeerNews> all;
+  std::vector<PeerNews> some;
+  while (directory.take(1000, some) > 0) all.insert(all.end(), some.begin(), some.end());
+  return all;
+}
+
+// A writer that gives slots to new pages as fast as it can, while this object lives.
+class FastWriter {
+ public:
+  explicit FastWriter(SharingUnit& unit) : unit_(unit), thread_([this] { run(); }) {}
+  ~FastWriter() {
+    stop_.store(true);
+    thread_.join();
+  }
+  uint64_t newest() const { return newest_.load(std::memory_order_acquire); }
+
+ private:
+  void run() {
+    std::mt19937 random(1);
+    for (uint64_t number = 1; !stop_.load(std::memory_order_relaxed); ++number) {
+      unit_.write(static_cast<uint32_t>(random() % unit_.board.slots()), share_key(number));
+      newest_.store(number, std::memory_order_release);
+    }
+  }
+
+  SharingUnit& unit_;
+  std::atomic<bool> stop_{false};
+  std::atomic<uint64_t> newest_{0};
+  std::thread thread_;
+};
+
+}  // namespace
+
+TEST_CASE("share: what a unit publishes is found, copied and withdrawn") {
+  SharingUnit unit(8);
+  PeerDirectory directory;
+  const int32_t peer = unit.join(directory);
+  unit.write(3, share_key(1));
+  directory.follow();
+  const auto news = take_all(directory);
+  REQUIRE(news.size() == 1);
+  CHECK((news[0].there && news[0].key == share_key(1) && news[0].tokens == kTokens));
+  CopiedPage page;
+  CHECK(bring_page(directory, share_key(1), page) == PeerEnd::kOk);
+  CHECK(page.is(share_key(1)));
+  unit.board.withdraw(3);
+  CHECK(bring_page(directory, share_key(1), page) == PeerEnd::kAbsent);  // before the ring was read
+  directory.follow();
+  CHECK_FALSE(take_all(directory).at(0).there);
+  CHECK(directory.counts(peer) == PeerCounts{1, 1, 0, 0, 0});
+}
+
+TEST_CASE("share: a page that two units have is lost only with the last") {
+  SharingUnit one(4);
+  SharingUnit other(4);
+  PeerDirectory directory;
+  const int32_t first = one.join(directory);
+  other.join(directory);
+  one.write(0, share_key(1));
+  other.write(2, share_key(1));
+  directory.follow();
+  CHECK(take_all(directory).size() == 1);
+  directory.drop(first);
+  CHECK(take_all(directory).empty());
+  CopiedPage page;
+  CHECK(bring_page(directory, share_key(1), page) == PeerEnd::kOk);
+  other.board.retire();
+  directory.follow();
+  CHECK_FALSE(take_all(directory).at(0).there);
+  other.write(2, share_key(1));
+  directory.follow();
+  CHECK_MESSAGE(take_all(directory).empty(), "a unit that has retired publishes nothing");
+}
+
+TEST_CASE("share: a reader that the ring overruns reads all rows again") {
+  SharingUnit unit(16);
+  PeerDirectory directory;
+  unit.join(directory);
+  directory.follow();
+  for (uint64_t number = 1; number <= kRingChanges; ++number) {
+    unit.write(static_cast<uint32_t>(number % 16), share_key(number));
+  }
+  while (directory.follow() > 0) {
+  }
+  CHECK(directory.overruns() == 1);
+  size_t there = 0;
+  for (uint64_t number = kRingChanges - 15; number <= kRingChanges; ++number) {
+    there += directory.find(share_key(number), 0).peer == 0;
+  }
+  CHECK(there == 16);
+}
+
+TEST_CASE("share: an index tells of every change to a slot") {
+  BlockIndex index({4}, "lru", 42);
+  index.grow(0, 4);
+  auto board = std::make_shared<SlotBoard>(4);
+  PeerDirectory directory;
+  directory.add(SharedFile::read_only(board->fd(), board->bytes(), "board"), std::nullopt, {});
+  std::vector<BlockKey> keys;
+  for (uint64_t number = 0; number < 6; ++number) keys.push_back(share_key(number));
+  const uint8_t good[4] = {1, 1, 1, 0};
+  uint8_t done[4];
+  const Inserted first = index.insert(0, {keys.data(), 2}, 2);
+  index.finish(first.entries, good, done);
+  index.tell(board);  // two are there already
+  const Inserted more = index.insert(0, {keys.data() + 2, 2}, 2);
+  directory.follow();
+  CHECK(take_all(directory).size() == 2);
+  index.finish(more.entries, good + 2, done);  // the second one failed
+  directory.follow();
+  CHECK(take_all(directory).size() == 1);
+  index.insert(0, {keys.data() + 4, 2}, 2);  // one takes the free slot, one evicts
+  directory.follow();
+  auto news = take_all(directory);
+  REQUIRE(news.size() == 1);
+  CHECK_FALSE(news[0].there);
+  index.clear();
+  directory.follow();
+  CHECK(take_all(directory).size() == 2);
+}
+
+TEST_CASE("share: a page that does not match its digest is not taken") {
+  SharingUnit unit(2);
+  PeerDirectory directory;
+  constexpr int64_t kRunBytes = kSlotBytes - 64;
+  const int32_t peer = unit.join(directory, {{{0, 0, kRunBytes}}, {{0, kRunBytes, kRunBytes, kRunBytes}}});
+  unit.write(0, share_key(1));
+  directory.follow();
+  CopiedPage page;
+  CHECK(bring_page(directory, share_key(1), page) == PeerEnd::kDigest);
+  const uint64_t digest = run_digest(unit.pool.base(), kRunBytes);
+  std::memcpy(unit.pool.base() + kRunBytes, &digest, 8);
+  CHECK(bring_page(directory, share_key(1), page) == PeerEnd::kOk);
+  CHECK(page.words[kRunBytes / 8] == digest);
+  CHECK(directory.counts(peer) == PeerCounts{1, 0, 0, 1, 0});
+}
+
+TEST_CASE("share: no copy beside a writer that reuses slots is another page") {
+  SharingUnit unit(16);
+  PeerDirectory directory;
+  unit.join(directory);
+  const int tries = (kThreadSanitizer ? 20'000 : 500'000) * soak_factor();
+  std::atomic<bool> stop{false};
+  std::atomic<uint64_t> wrong{0};
+  std::array<std::atomic<uint64_t>, kPeerEnds> ends{};
+  {
+    const FastWriter writer(unit);
+    std::thread follower([&] {
+      std::vector<PeerNews> news;
+      while (!stop.load(std::memory_order_relaxed)) {
+        directory.follow();
+        directory.take(kMostNews, news);
+      }
+    });
+    std::vector<std::thread> readers;
+    for (int reader = 0; reader < 2; ++reader) {
+      readers.emplace_back([&, reader] {
+        std::mt19937 random(static_cast<unsigned>(reader));
+        CopiedPage page;
+        for (int copy = 0; copy < tries; ++copy) {
+          const uint64_t newest = writer.newest();
+          const BlockKey key = share_key(newest - std::min<uint64_t>(newest, random() % 16));
+          const PeerEnd end = bring_page(directory, key, page);
+          ends[static_cast<size_t>(end)].fetch_add(1);
+          if (end == PeerEnd::kOk && !page.is(key)) wrong.fetch_add(1);
+        }
+      });
+    }
+    for (std::thread& reader : readers) reader.join();
+    stop.store(true);
+    follower.join();
+  }
+  CHECK(wrong.load() == 0);
+  CHECK(ends[static_cast<size_t>(PeerEnd::kOk)].load() > 0);
+  CHECK(ends[static_cast<size_t>(PeerEnd::kChanged)].load() > 0);
+}
+
+TEST_CASE("share: control, a reader that leaves out the second look takes wrong pages") {
+  SharingUnit unit(1);
+  const PeerPool pool = unit.mapped_pool();
+  auto rows = SharedFile::read_only(unit.board.fd(), unit.board.bytes(), "board");
+  const BoardRow& row = board_parts(rows.base()).rows[0];
+  const FastWriter writer(unit);
+  CopiedPage page;
+  bool wrong = false;
+  const auto ends = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+  while (!wrong && std::chrono::steady_clock::now() < ends) {
+    uint64_t version = 0;
+    const auto facts = read_row(row, version);
+    if (!facts) continue;
+    copy_words(page.bytes(), pool.slot(0), kSlotBytes);
+    wrong = !page.is(facts->key);
+  }
+  CHECK(wrong);
+}

@@ -1,0 +1,48 @@
+"""Mini engines that run at the same time and share what they have."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from flexkv.adapters.vllm.engine_spec import EngineRole
+from flexkv.cache.tiers.live.tier import LivePeerTier
+from flexkv.peers.share import PeerShare
+from tests.unit.adapters.mini_engine import MiniEngine
+
+PROMPT = list(range(100, 123))
+"""5 whole blocks of 4 tokens, and 3 more tokens."""
+
+DEADLINE_S = 30.0
+
+Make = Callable[..., MiniEngine]
+
+
+def wait_for(done: Callable[[], bool]) -> None:
+    ends_s = time.monotonic() + DEADLINE_S
+    while not done():
+        assert time.monotonic() < ends_s, "it never came to that"
+        time.sleep(0.005)
+
+
+def live_tiers(engine: MiniEngine) -> list[LivePeerTier]:
+    return [tier for tier in engine.unit.manager.tiers if isinstance(tier, LivePeerTier)]
+
+
+def share_of(engine: MiniEngine) -> PeerShare:
+    share = live_tiers(engine)[0]._share
+    assert isinstance(share, PeerShare)
+    return share
+
+
+def knows(engine: MiniEngine, pages: int) -> bool:
+    """Whether the engine knows so many pages of its peers, in each of its tiers."""
+    for tier in live_tiers(engine):
+        tier.take_news()
+    return all(len(tier.presence) == pages for tier in live_tiers(engine))
+
+
+def settings_of(folder: Path, share: str = "host+disk") -> dict[str, Any]:
+    return {"peers.share": share, "peers.folder": str(folder), "role": EngineRole(recomputes=True)}

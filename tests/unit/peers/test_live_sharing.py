@@ -1,0 +1,73 @@
+"""Engines that run at the same time find each other's pages, and load them right or not at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.unit.adapters.mini_engine import MiniEngine
+from tests.unit.adapters.vllm_objects import make_request
+from tests.unit.peers.live_engines import PROMPT, Make, knows, live_tiers, settings_of, share_of, wait_for
+
+pytest_plugins = ("tests.unit.adapters.conftest",)
+
+
+@pytest.fixture
+def pair(make_engine: Make, tmp_path: Path) -> tuple[MiniEngine, MiniEngine]:
+    """Two engines that share host memory."""
+    settings = settings_of(tmp_path / "run")
+    return make_engine(**settings), make_engine(**settings)
+
+
+def hits(engine: MiniEngine, tier: str) -> float:
+    return engine.counters.data["flexkv_hit_blocks_total"][tier]
+
+
+def test_a_prompt_of_one_engine_is_a_hit_in_another_from_its_host_memory(
+    pair: tuple[MiniEngine, MiniEngine],
+) -> None:
+    one, other = pair
+    assert one.run(make_request(PROMPT, "one")) == 0
+    wait_for(lambda: knows(other, 5))
+    assert other.run(make_request(PROMPT, "two")) == 20  # `run` compares every number in the pool
+    (row,) = share_of(other).peers()
+    assert (row["copied"], row["host_pages"]) == (5, 5)
+    assert hits(other, "peer-host") == 5
+
+
+def test_both_directions_and_verified_host_memory(make_engine: Make, tmp_path: Path) -> None:
+    settings = settings_of(tmp_path / "run") | {"host.verify": True}
+    one, other = make_engine(**settings), make_engine(**settings)
+    one.run(make_request(PROMPT, "one"))
+    second = [token + 1000 for token in PROMPT]
+    other.run(make_request(second, "two"))
+    wait_for(lambda: knows(one, 5) and knows(other, 5))
+    assert other.run(make_request(PROMPT, "three")) == 20
+    assert one.run(make_request(second, "four")) == 20
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_pages_on_a_running_engines_disk_are_found(make_engine: Make, tmp_path: Path, ranks: int) -> None:
+    engines = [
+        make_engine(
+            ranks=ranks,
+            **settings_of(tmp_path / "run", "disk"),
+            **{"disk.folders": str(tmp_path / name), "disk.bytes_per_folder": 4 << 20},
+        )
+        for name in ("a", "b")
+    ]
+    one, other = engines
+    one.run(make_request(PROMPT, "one"))
+    one.until(lambda: not one.unit.busy)
+    wait_for(lambda: knows(other, 5))
+    assert other.run(make_request(PROMPT, "two")) == 20
+    assert hits(other, "peers") == 5
+
+
+def test_with_sharing_off_there_is_no_thread_no_tier_and_no_folder(make_engine: Make, tmp_path: Path) -> None:
+    engine = make_engine(**settings_of(tmp_path / "run", "off"))
+    engine.run(make_request(PROMPT, "one"))
+    assert not live_tiers(engine)
+    assert not (tmp_path / "run").exists()
+    assert engine.unit.manager.hub.board is None

@@ -1,0 +1,229 @@
+"""Peers that are stopped, killed, reset, of another kind, or not to be trusted cost hits, and never an answer."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flexkv.errors import ContractError, DiskError
+from flexkv.peers import watch as watch_module
+from flexkv.peers.card import PROTOCOL, UnitCard, decode_card
+from flexkv.peers.pool_reader import OUTCOMES
+from flexkv.peers.runtime_folder import read_cards, runtime_folder, socket_path, write_card
+from flexkv.peers.share import PeerShare
+from tests.unit.adapters.mini_engine import MiniEngine
+from tests.unit.adapters.vllm_objects import make_request
+from tests.unit.peers.live_engines import PROMPT, Make, knows, live_tiers, settings_of, share_of, wait_for
+
+pytest_plugins = ("tests.unit.adapters.conftest",)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+def with_a_prompt(make_engine: Make, folder: Path, **more: object) -> tuple[MiniEngine, MiniEngine]:
+    """An engine that has computed `PROMPT`, and one that knows it."""
+    one, other = make_engine(**settings_of(folder) | more), make_engine(**settings_of(folder) | more)
+    one.run(make_request(PROMPT, "one"))
+    wait_for(lambda: knows(other, 5))
+    return one, other
+
+
+def test_a_reset_peer_is_left_and_serves_nothing(make_engine: Make, folder: Path) -> None:
+    one, other = with_a_prompt(make_engine, folder)
+    one.unit.manager.reset()
+    wait_for(lambda: knows(other, 0))
+    one.forget()
+    one.run(make_request(PROMPT, "again"))  # with the new weights, which nobody knows
+    assert other.run(make_request(PROMPT, "two")) == 0
+    assert live_tiers(one)[0].down
+
+
+def test_pages_evicted_after_the_lookup_are_computed(
+    make_engine: Make, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = with_a_prompt(make_engine, folder)
+    monkeypatch.setattr(other.unit.manager, "_followers", [])  # nothing tells it that they are gone
+    one.unit.manager.hub.evict(0, 3)
+    request = make_request(PROMPT, "two")
+    other.add(request)
+    other.end_load("two")
+    other.step()
+    other.check("two")
+    outcomes = dict(zip(OUTCOMES, live_tiers(other)[0]._reader.outcomes.tolist(), strict=True))
+    assert (outcomes["copied"], outcomes["absent"] + outcomes["changed"]) == (2, 3)
+
+
+def test_a_peers_damaged_page_is_computed_where_memory_is_verified(make_engine: Make, folder: Path) -> None:
+    one, other = with_a_prompt(make_engine, folder, **{"host.verify": True})
+    pool = one.unit.pool
+    for slot in range(8):
+        pool.slot(slot)[5] ^= 1
+    request = make_request(PROMPT, "two")
+    other.add(request)
+    other.end_load("two")
+    other.step()
+    other.check("two")
+    assert share_of(other).peers()[0]["digest"] > 0
+
+
+def test_control_without_digests_a_damaged_page_is_taken(make_engine: Make, folder: Path) -> None:
+    one, other = with_a_prompt(make_engine, folder)
+    for slot in range(8):
+        one.unit.pool.slot(slot)[5] ^= 1
+    other.add(make_request(PROMPT, "two"))
+    other.end_load("two")
+    other.step()
+    assert other.wrong("two") != []
+
+
+def test_pages_on_disk_stay_known_after_their_engines_end(make_engine: Make, tmp_path: Path) -> None:
+    def start(name: str) -> MiniEngine:
+        disk = {"disk.folders": str(tmp_path / name), "disk.bytes_per_folder": 4 << 20}
+        return make_engine(**settings_of(tmp_path / "run", "disk") | disk)
+
+    one, other = start("a"), start("b")
+    one.run(make_request(PROMPT, "one"))
+    wait_for(lambda: knows(other, 5))
+    one.close()
+    wait_for(lambda: share_of(other).joined == 0)
+    assert knows(other, 5)
+    assert other.run(make_request(PROMPT, "two")) == 20
+    again = start("a")  # has the same pages in the same folder
+    wait_for(lambda: share_of(other).joined == 1 and knows(other, 5))
+    assert again.run(make_request(PROMPT, "three")) == 20
+
+
+def test_the_host_memory_of_a_peer_that_ended_is_forgotten(make_engine: Make, folder: Path) -> None:
+    one, other = with_a_prompt(make_engine, folder)
+    one.close()
+    wait_for(lambda: knows(other, 0))
+    assert list(folder.glob("*")) != []
+    other.close()
+    assert list(folder.glob("*")) == []
+
+
+def test_a_stopped_unit_keeps_nobody_waiting(
+    make_engine: Make, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its socket takes the connection, as a stopped process's does, and nobody answers."""
+    monkeypatch.setattr(watch_module, "ANSWER_S", 0.2)
+    one = make_engine(**settings_of(folder))
+    (_, facts), *_ = read_cards(folder)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stopped:
+        stopped.bind(str(socket_path(folder, "0" * 16)))
+        stopped.listen(8)
+        write_card(folder, "0" * 16, facts)
+        other = make_engine(**settings_of(folder))
+        one.run(make_request(PROMPT, "one"))
+        wait_for(lambda: knows(other, 5))
+        assert other.run(make_request(PROMPT, "two")) == 20
+        wait_for(lambda: "0" * 16 not in share_of(other)._watch._peers)  # type: ignore[union-attr]
+        assert (folder / ("0" * 16 + ".json")).exists(), "it may go on"
+
+
+def test_the_files_of_a_killed_unit_are_removed(make_engine: Make, folder: Path) -> None:
+    folder.mkdir(mode=0o700)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as dead:
+        dead.bind(str(socket_path(folder, "0" * 16)))
+        dead.listen(1)
+    write_card(folder, "0" * 16, {"fingerprint": "another"})
+    make_engine(**settings_of(folder))
+    wait_for(lambda: not (folder / ("0" * 16 + ".json")).exists())
+    assert not socket_path(folder, "0" * 16).exists()
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o720])
+def test_a_folder_that_others_may_use_is_not_used(
+    make_engine: Make, folder: Path, mode: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder.mkdir()
+    folder.chmod(mode)
+    engine = make_engine(**settings_of(folder))
+    assert "nobody else may use" in caplog.text
+    assert list(folder.iterdir()) == []
+    assert engine.run(make_request(PROMPT, "one")) == 0
+
+
+def test_a_folder_or_file_of_another_user_is_not_used(folder: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can give files away")
+    folder.mkdir(mode=0o700)
+    write_card(folder, "0" * 16, {"pid": 1})
+    assert len(list(read_cards(folder))) == 1
+    os.chown(folder / ("0" * 16 + ".json"), 12345, -1)
+    assert list(read_cards(folder)) == []
+    os.chown(folder, 12345, -1)
+    with pytest.raises(Exception, match="nobody else may use"):
+        runtime_folder(str(folder))
+
+
+def card_of(engine: MiniEngine) -> UnitCard:
+    return share_of(engine)._card
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"weights": "ab" * 32}, "its weights are others"),
+        ({"protocol": PROTOCOL + 1}, "it speaks version"),
+    ],
+)
+def test_units_that_may_not_share_are_named(
+    make_engine: Make, folder: Path, change: dict[str, object], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make_engine(**settings_of(folder))
+    share = share_of(engine)
+    assert share._wants(card_of(engine).short())
+    with caplog.at_level(logging.WARNING):
+        assert not share._wants(card_of(engine).short() | {"pid": 7} | change)
+    assert reason in share.refused["7"]
+    assert reason in caplog.text
+    assert not share._wants(card_of(engine).short() | {"fingerprint": "00" * 32}), "another model"
+    assert len(share.refused) == 1, "another model is nothing to warn of"
+
+
+def test_another_format_is_refused_under_an_engines_own_keys(make_engine: Make, folder: Path) -> None:
+    engine = make_engine(**settings_of(folder))
+    share, card = share_of(engine), card_of(engine)
+    for other in (
+        replace(card, unit="x", pid=7, block_tokens=card.block_tokens * 2),
+        replace(card, unit="x", pid=7, format_id=card.format_id.replace("HND", "NHD") + "x"),
+    ):
+        share.refused.clear()
+        with pytest.raises((DiskError, Exception)):
+            share._join(other, [0, 0])
+        assert list(share.refused) == ["7"]
+        assert share.joined == 0
+
+
+def test_a_card_that_is_none_is_an_error() -> None:
+    for text in (b"", b"{}", b"[]", b'{"protocol":2}', b"\xff", b'{"protocol":1,"host":null,"disk":null}'):
+        with pytest.raises(ContractError):
+            decode_card(text)
+
+
+def test_cards_survive_their_way(make_engine: Make, folder: Path) -> None:
+    card = card_of(make_engine(**settings_of(folder)))
+    there = decode_card(card.encode())
+    assert there == card
+    assert np.array_equal(there.group.runs[0], card.group.runs[0])
+
+
+def test_an_unusable_descriptor_leaves_the_unit_serving(make_engine: Make, folder: Path) -> None:
+    """A unit that sends another file than its board."""
+    engine = make_engine(**settings_of(folder))
+    share, card = share_of(engine), card_of(engine)
+    with open("/dev/null") as nothing, pytest.raises(Exception, match="expected a sealed memfd"):
+        share._join(replace(card, unit="x"), [nothing.fileno(), nothing.fileno()])
+    assert share.joined == 0
+    assert isinstance(share, PeerShare)
+    assert engine.run(make_request(PROMPT, "one")) == 0
