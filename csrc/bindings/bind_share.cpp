@@ -31,7 +31,7 @@ using Words = py::array_t<uint64_t, py::array::c_style>;
 using Numbers = py::array_t<uint32_t, py::array::c_style>;
 using FilePart = std::tuple<int, int64_t>;
 using PoolFile = std::tuple<int, int64_t, int64_t, int64_t, int64_t, int64_t>;
-using Piece = std::tuple<int64_t, int64_t, int64_t>;
+using SpanTuple = std::tuple<int64_t, int64_t, int64_t>;
 using RunPart = std::tuple<int64_t, int64_t, int64_t, int64_t>;
 
 template <typename T, int Flags>
@@ -69,7 +69,7 @@ PeerPool map_peer_pool(const PoolFile& told) {
 }
 
 int32_t add_peer(PeerDirectory& directory, const FilePart& board, const std::optional<PoolFile>& pool,
-                 const List<Piece>& pieces, const List<RunPart>& runs) {
+                 const List<SpanTuple>& pieces, const List<RunPart>& runs) {
   PeerFormat format;
   for (const auto& [from, to, bytes] : pieces) {
     const bool inside = pool && from >= 0 && bytes > 0 && from % 8 == 0 && to >= 0 && to % 8 == 0 &&

@@ -475,7 +475,7 @@ class KeysConfig(Section):
         "engine",
         description="`engine` takes the engine's own block hashes. `common` makes keys of token ids, in a namespace "
         "that names weights, KV dtype and block size but no engine, so that vLLM, SGLang and TensorRT-LLM find each "
-        "other's pages in one folder, one engine after the other.",
+        "other's pages.",
     )
 
 

@@ -102,10 +102,11 @@ def test_pages_in_a_running_engines_folder_are_served(engines: Engines, stream: 
 def test_data_parallel_ranks_serve_each_other(
     model: Path, reference: Reference, stream: int, tmp_path: Path
 ) -> None:
-    """With the default of `peers.share`, because both ranks are units of one engine."""
+    """With the default of `peers.share`, because the settings say that two units share the node."""
     prompt = Prompt.of(300, stream)
     told = connector(
         host__bytes=24 << 20,
+        host__units_per_node=2,
         peers__share="auto",
         peers__folder=str(tmp_path / "run"),
         disk__compute_if_faster=False,

@@ -33,6 +33,7 @@ READERS = {
     "flexkv/plugins/client.py": "the name of its unit's socket, in a plugin's process",
     "flexkv/plugins/launcher.py": "all, for the process that it starts",
     "flexkv/remote/process.py": "all, for the process that it starts",
+    "flexkv/peers/runtime_folder.py": "`XDG_RUNTIME_DIR`, the folder of the user's own sockets (docs/one-cache.md)",
     "flexkv/cli/remote/child.py": "all, for the process that it starts",
 }
 """Files of the product that read the environment, and what they read: the second reads variables of launchers

@@ -21,8 +21,6 @@ from tests.unit.adapters.mini_engine import MiniEngine
 from tests.unit.adapters.vllm_objects import make_request
 from tests.unit.peers.live_engines import PROMPT, Make, knows, live_tiers, settings_of, share_of, wait_for
 
-pytest_plugins = ("tests.unit.adapters.conftest",)
-
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:

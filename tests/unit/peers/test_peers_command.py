@@ -15,8 +15,6 @@ from tests.unit.adapters.mini_engine import MiniEngine
 from tests.unit.adapters.vllm_objects import make_request
 from tests.unit.peers.live_engines import PROMPT, knows, settings_of, share_of, wait_for
 
-pytest_plugins = ("tests.unit.adapters.conftest",)
-
 
 def test_shows_units_what_they_have_and_who_is_silent(
     make_engine: Callable[..., MiniEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -1,0 +1,121 @@
+"""What sharing with running units costs: copies from a peer's pool beside plain copies between the same mappings, and
+lookups that find nothing at peers.
+
+    python -m benchmarks.live_peers
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from flexkv import c_ext
+from flexkv.cache.base import GroupSpec
+from flexkv.cache.manager import LocalCacheManager
+from flexkv.cache.tiers.contract import TierFacts
+from flexkv.cache.tiers.host.tier import HostTier
+from flexkv.cache.tiers.live.tier import LivePeerTier
+from flexkv.cache.tiers.tables import TierContext
+from flexkv.peers.pool_reader import PoolReader
+from flexkv.transfer.host_pool import HostPool
+
+PAGE_BYTES = 2 << 20
+PAGES = 128
+ROUNDS = 7
+LOOKUP_BLOCKS = 1024
+LOOKUPS = 2000
+TOKENS = 16
+
+
+def seconds(work: Callable[[], object]) -> float:
+    begun = time.perf_counter()
+    work()
+    return time.perf_counter() - begun
+
+
+def copies() -> None:
+    theirs, ours = (HostPool(PAGE_BYTES, PAGES, shared=True) for _ in range(2))
+    for pool in (theirs, ours):
+        pool.wait_ready(PAGES, 60.0)
+        for slot in range(PAGES):
+            pool.slot(slot)[:] = 1
+    keys = np.random.default_rng(0).integers(0, 256, (PAGES, 16), dtype=np.uint8)
+    board, index = c_ext.SlotBoard(PAGES), c_ext.BlockIndex([PAGES])
+    index.grow(0, PAGES)
+    index.tell(board)
+    _, entries, slots, *_ = index.insert(0, keys, PAGES)
+    tokens, nothing = np.full(PAGES, TOKENS, np.uint32), np.zeros(0, np.uint64)
+    board.note(slots, tokens, nothing, nothing, 0)
+    index.finish(entries, np.ones(PAGES, np.uint8))
+    _, fd, _, file_bytes = theirs.native.address()
+    offset, per_extent, stride = theirs.native.file_layout
+    directory = c_ext.PeerDirectory()
+    directory.add(
+        (board.fd, board.bytes),
+        (fd, file_bytes, offset, PAGE_BYTES, per_extent, stride),
+        [(0, 0, PAGE_BYTES)],
+    )
+    directory.follow()
+
+    def from_peer() -> None:
+        ends, _, _ = directory.bring(ours.native, 0, keys, tokens, slots)
+        assert not ends.any()
+
+    def plain() -> None:
+        for slot in range(PAGES):
+            np.copyto(ours.slot(slot), theirs.slot(slot))
+
+    rates = {}
+    for name, work in (("peer", from_peer), ("memcpy", plain)):
+        work()
+        rates[name] = PAGES * PAGE_BYTES / statistics.median(seconds(work) for _ in range(ROUNDS)) / 1e9
+        print(f"{name}: {rates[name]:.1f} GB/s, pages of {PAGE_BYTES >> 20} MiB")
+    print(f"share of memcpy: {rates['peer'] / rates['memcpy']:.2f}")
+
+
+class NobodyElse:
+    """A unit without peers."""
+
+    joined = 0
+
+    def start(self, weights: bytes) -> None: ...
+    def retire(self) -> None: ...
+    def close(self) -> None: ...
+
+
+def lookups() -> None:
+    rng = np.random.default_rng(1)
+    asked = [rng.integers(0, 256, (LOOKUP_BLOCKS, 16), dtype=np.uint8)]
+    pool = HostPool(4096, 64)
+    pool.wait_ready(64, 60.0)
+    medians = {}
+    for name, shares in (("alone", False), ("with peers", True)):
+
+        def live(context: TierContext) -> LivePeerTier:
+            directory = c_ext.PeerDirectory()
+            reader = PoolReader.__new__(PoolReader)
+            tier = LivePeerTier(context, directory, TierFacts("peer-host"), NobodyElse(), reader)
+            known = rng.integers(0, 256, (100_000, 16), dtype=np.uint8)
+            tier._enter(known, np.full(len(known), TOKENS, np.int32))
+            return tier
+
+        manager = LocalCacheManager(
+            [GroupSpec(TOKENS, 1 << 16)], tiers=[HostTier, live] if shares else [HostTier]
+        )
+        manager.hub.grow(0, 1 << 16)
+
+        def look(manager: LocalCacheManager = manager) -> None:
+            manager.match("r", asked, 0)
+            manager.release("r")
+
+        medians[name] = statistics.median(seconds(look) for _ in range(LOOKUPS)) * 1e6
+        print(f"lookup of {LOOKUP_BLOCKS} blocks that nobody has, {name}: {medians[name]:.1f} us")
+    print(f"more with peers: {medians['with peers'] - medians['alone']:.1f} us")
+
+
+if __name__ == "__main__":
+    copies()
+    lookups()
