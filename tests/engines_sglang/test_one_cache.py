@@ -41,9 +41,9 @@ class Sglang:
     """A SGLang engine over the folder. It gets neither a linker nor a setting: flexkv's entry point supplies the
     linker, and flexkv's file and variables supply the settings."""
 
-    def __init__(self, model: Path, log: Path, disk: Path) -> None:
+    def __init__(self, model: Path, log: Path, disk: Path, **more: str) -> None:
         settings = log.with_suffix(".yaml")
-        settings.write_text(json.dumps(SETTINGS))
+        settings.write_text(json.dumps(SETTINGS | more))
         environment = {"FLEXKV_CONFIG": str(settings), "FLEXKV_DISK_FOLDERS": str(disk)}
         arguments = {
             "enable_unified_cache_external_linker": True,
@@ -60,7 +60,7 @@ class Sglang:
 class Vllm:
     """A vLLM engine over the folder; if the folder is None, it has no flexkv and no cache."""
 
-    def __init__(self, model: Path, log: Path, disk: Path | None) -> None:
+    def __init__(self, model: Path, log: Path, disk: Path | None, **more: str) -> None:
         arguments: dict[str, Any] = {
             "model": str(model),
             "dtype": "float32",
@@ -73,7 +73,7 @@ class Vllm:
         if disk is None:
             arguments["enable_prefix_caching"] = False
         else:
-            extra = {**SETTINGS, "disk.folders": str(disk)}
+            extra = {**SETTINGS, **more, "disk.folders": str(disk)}
             arguments["kv_transfer_config"] = {**FLEXKV, "kv_connector_extra_config": extra}
         environment = {**IN_PROCESS, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         self.process = EngineProcess(arguments, log, ["tests.engines_sglang.uncompiled"], environment, [ROOT])

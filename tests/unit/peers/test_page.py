@@ -1,0 +1,63 @@
+"""What docs/one-cache.md tells a reader to write and to look for is what flexkv reads and logs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from flexkv.cache.tiers.live.plan import shares
+from flexkv.config import load_config
+from tests.unit.adapters.vllm_objects import make_request
+from tests.unit.peers.live_engines import PROMPT, Make, knows, settings_of, share_of, wait_for
+
+PAGE = (Path(__file__).resolve().parents[3] / "docs" / "one-cache.md").read_text()
+
+
+def test_the_pages_settings_share_host_memory(tmp_path: Path) -> None:
+    (settings, common) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+    told = tmp_path / "shared.yaml"
+    told.write_text(settings)
+    assert shares(load_config({}, {"FLEXKV_CONFIG": str(told)})) == (True, False)
+    told.write_text(common)
+    assert shares(load_config({}, {"FLEXKV_CONFIG": str(told)})) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, (False, False)),
+        ({"disk.folders": "/d"}, (False, True)),
+        ({"host.units_per_node": 2}, (True, False)),
+        ({"host.units_per_node": 2, "peers.share": "disk"}, (False, False)),
+        ({"host.units_per_node": 2, "disk.folders": "/d", "peers.share": False}, (False, False)),
+        ({"peers.share": "host+disk", "disk.folders": "/d"}, (True, True)),
+    ],
+)
+def test_what_is_shared_by_default(settings: dict[str, object], expected: tuple[bool, bool]) -> None:
+    assert shares(load_config(settings, {})) == expected
+
+
+def test_the_log_lines_that_the_page_names(
+    make_engine: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    one, other = (make_engine(**settings_of(tmp_path / "run")) for _ in range(2))
+    wait_for(lambda: share_of(one).joined == share_of(other).joined == 1)
+    for line in re.findall(r"Each logs `(.*?)`, and within a second `(.*?)`", PAGE)[0]:
+        for part in line.split("..."):
+            assert part.strip() in caplog.text, part
+
+
+def test_the_series_that_the_page_names(make_engine: Make, tmp_path: Path) -> None:
+    one, other = (make_engine(**settings_of(tmp_path / "run")) for _ in range(2))
+    one.run(make_request(PROMPT, "one"))
+    wait_for(lambda: knows(other, 5))
+    other.run(make_request(PROMPT, "two"))
+    other.unit.count(other.counters)
+    (pattern,) = re.findall(r"grep -E '(.*?)'", PAGE)
+    hits, copied = pattern.split("|")
+    assert hits.partition(".*") == ("flexkv_hit_blocks_total", ".*", "peer-host")
+    assert other.counters.data["flexkv_hit_blocks_total"]["peer-host"] == 5
+    assert other.counters.data[copied]["copied"] == 5
