@@ -93,15 +93,19 @@ class SegmentCache:
 
     # --- lookups ---
 
-    def begin_load(self, segments: Sequence[Tokens | None]) -> SegmentLoad:
+    def begin_load(self, segments: Sequence[Tokens | None], caller: str = "") -> SegmentLoad:
         """Begins to load the cached leading part of each segment; None stands for a segment to skip.
 
         A segment for which the staging pool has no room is a miss. Whole blocks on disk are loaded layer by layer while
         they are being read; for the tokens after them this waits up to `disk.wait_s`. After an error, only the blocks
         of transfers that already move stay in use, until these have ended.
+
+        Args:
+            caller: finds only what was stored for the same caller.
         """
         self._moves.free_late()
-        return SegmentLoad(self._moves, self._lookup.begin(segments, self.deadline_s), self.deadline_s)
+        hits = self._lookup.begin(segments, self.deadline_s, caller)
+        return SegmentLoad(self._moves, hits, self.deadline_s)
 
     # --- stores ---
 
@@ -111,6 +115,7 @@ class SegmentCache:
         layers: Callable[[int], tuple[object, object]],
         rotation: KeyRotation,
         first_position: int = 0,
+        caller: str = "",
     ) -> int:
         """Stores a segment, its keys turned to positions from 0 on. Returns how many of its tokens are cached now,
         which means that lookups find them.
@@ -119,13 +124,14 @@ class SegmentCache:
             layers: gives a layer's keys and values [heads, tokens, head_dim], contiguous, of any library, in host
                 memory.
             first_position: position at which the first key was computed.
+            caller: loads for another caller do not find it.
 
         Raises:
             CapacityError: the segment is longer than the staging pool.
             TransferError: the pages still move at the deadline. Their staging blocks are freed once they have stopped.
         """
         self._moves.free_late()
-        keys = self.scheme.keys(tokens)
+        keys = self.scheme.keys(tokens, caller)
         pages = len(keys.whole) + (keys.tail is not None)
         if rotation.row_bytes != self.shape.row_bytes:
             raise ContractError(
@@ -198,6 +204,11 @@ class SegmentCache:
         if keys.tail is not None and self.manager.present(GROUP, keys.tail.keys).all():
             cached += int(keys.tail.tokens[0])
         return cached
+
+    def forget(self) -> None:
+        """Makes everything cached a miss for good, because the model's weights change."""
+        self._moves.free_late()
+        self.manager.reset()
 
     def flush(self) -> bool:
         """Makes all cached pages durable on disk, within the deadline. Returns whether all of them would survive a

@@ -20,6 +20,9 @@ GROUP = 0
 SCOPE = "flexkv.scope"
 """The namespace field that distinguishes segments from prefixes, which do not have it."""
 
+CALLER = "flexkv.caller"
+"""The namespace field that distinguishes callers who share one cache and no segment."""
+
 SHAPE = "flexkv.kv"
 """The namespace field that distinguishes rows of different kinds, even of equal size: float16 and bfloat16, two heads
 of 16 and four of 8.
@@ -54,22 +57,27 @@ class SegmentKeyScheme:
     """
 
     def __init__(self, namespace: Mapping[str, bytes | str | int], block_tokens: int, shape: KvShape) -> None:
-        self.namespace = namespace_digest({**namespace, SCOPE: "segment", SHAPE: str(shape)})
+        self._fields = {**namespace, SCOPE: "segment", SHAPE: str(shape)}
+        self.namespace = namespace_digest(self._fields)
         self.block_tokens = block_tokens
 
-    def keys(self, tokens: Tokens) -> SegmentKeys:
+    def keys(self, tokens: Tokens, caller: str = "") -> SegmentKeys:
         """
+        Args:
+            caller: segments of different callers have different keys.
+
         Raises:
             TokenError: a token is not an integer in [0, 2**32).
         """
+        namespace = namespace_digest({**self._fields, CALLER: caller}) if caller else self.namespace
         chain = TokenChain(self.block_tokens)
         chain.extend(tokens)
-        whole = EngineKeyChain(self.namespace, GROUP)
+        whole = EngineKeyChain(namespace, GROUP)
         whole.extend(chain.digests)
         blocks = len(whole)
         rest = tokens[blocks * self.block_tokens :]
         if not len(rest):
             return SegmentKeys(whole.keys, None)
         parent = chain.digests[-1].tobytes() if blocks else None
-        key = tail_key(self.namespace, GROUP, parent, b"", rest, blocks)
+        key = tail_key(namespace, GROUP, parent, b"", rest, blocks)
         return SegmentKeys(whole.keys, TailCandidates(key, np.array([len(rest)], np.int32), blocks))

@@ -57,6 +57,29 @@ class SegmentLoad:
             end = min(at + block_tokens, hit.tokens)
             rows[:, at:end] = staging.rows[layer, block, :, : end - at]
 
+    @property
+    def moves(self) -> bool:
+        """Whether some pages are still on their way. Does not wait."""
+        engine = self._moves.engine
+        return not all(engine.wait(ticket, 0.0) for hit in self.hits for ticket in hit.tickets)
+
+    def drop_lost(self) -> None:
+        """Drops hits some of whose pages did not arrive or verify; `lost` names them. The pages of the others stay as
+        they are until the load is closed. Precondition: nothing moves.
+        """
+        self._moves.take_results()
+        for hit in list(self.hits):
+            if reason := self._moves.why_failed(hit):
+                self.lost[hit.segment] = reason
+                self.hits.remove(hit)
+                self._moves.finish(hit, 0.0)
+
+    def abandon(self) -> None:
+        """Frees the staging blocks, those of pages that still move once they have ended. Does not wait."""
+        hits, self.hits = self.hits, []
+        for hit in hits:
+            self._moves.finish(hit, 0.0)
+
     def close(self) -> None:
         """Waits for pages that still move, and frees the staging blocks. Idempotent.
 

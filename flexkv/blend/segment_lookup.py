@@ -49,14 +49,14 @@ class SegmentLookup:
         self._scheme = scheme
         self._requests = itertools.count()
 
-    def begin(self, segments: Sequence[Tokens | None], deadline_s: float) -> list[Hit]:
+    def begin(self, segments: Sequence[Tokens | None], deadline_s: float, caller: str = "") -> list[Hit]:
         """Begins to load the cached part of each segment; None stands for a segment to skip.
 
         Waits up to `deadline_s` seconds for the tokens after whole blocks to be read from disk. After an error only
         blocks of transfers that already move stay taken, until these have ended.
         """
         asked = [
-            Asked(number, self._scheme.keys(tokens), f"load-{next(self._requests)}")
+            Asked(number, self._scheme.keys(tokens, caller), f"load-{next(self._requests)}")
             for number, tokens in enumerate(segments)
             if tokens is not None
         ]
