@@ -11,6 +11,7 @@ from flexkv.adapters.tensorrt_llm.identity_fields import ARGUMENTS as TENSORRT_A
 from flexkv.adapters.vllm.identity_fields import markdown as vllm_fields
 from flexkv.cli.config_command import markdown_reference
 from flexkv.facts.request_settings import markdown_table as request_settings
+from flexkv.observe.blend_results import markdown_table as blend_table
 from flexkv.observe.metrics import markdown_table
 from flexkv.observe.miss_reasons import markdown_table as misses_table
 from flexkv.observe.page_losses import markdown_table as losses_table
@@ -29,7 +30,10 @@ def markdown_identity() -> str:
 def markdown_metrics() -> str:
     """Every metric, and every reason why pages are lost and lookups miss."""
     losses = f"## Pages that are not stored or not served\n\n{losses_table()}"
-    return f"{markdown_table()}\n\n{losses}\n\n## Blocks that a lookup does not promise\n\n{misses_table()}"
+    misses = f"## Blocks that a lookup does not promise\n\n{misses_table()}"
+    return (
+        f"{markdown_table()}\n\n{losses}\n\n{misses}\n\n## Requests that ask for blending\n\n{blend_table()}"
+    )
 
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"

@@ -4,6 +4,7 @@ Defaults < YAML file (FLEXKV_CONFIG) < FLEXKV_* environment < the engine's extra
 place, and passed on; nothing else in flexkv reads settings from the environment.
 """
 
+from flexkv.config.blending import BlendConfig
 from flexkv.config.engines import STEP_LOADS_NEED, without_effect
 from flexkv.config.load import load_config
 from flexkv.config.memory import MemoryState, read_memory, resolve_host_bytes
@@ -26,6 +27,7 @@ from flexkv.config.sections import (
 
 __all__ = [
     "STEP_LOADS_NEED",
+    "BlendConfig",
     "DiskConfig",
     "FlexKVConfig",
     "GdsConfig",

@@ -46,6 +46,8 @@ _MANY_PIECES = NoEffect(
 )
 _FOR_BLENDING = NoEffect("only blending (flexkv.blend) works layer by layer ahead")
 
+_FOR_VLLM = NoEffect("blending inside an engine is vLLM's; beside the others it is a library (flexkv.blend)")
+
 PARTLY: dict[str, dict[str, NoEffect]] = {
     "store.mode": {"sglang": _ONE_WAY_OF_STORES, "tensorrt_llm": _ONE_WAY_OF_STORES},
     "store.tokens": {"sglang": NoEffect("SGLang offers a node of its tree whoever made its tokens", "all")},
@@ -69,6 +71,10 @@ PARTLY: dict[str, dict[str, NoEffect]] = {
     },
     "disk.compute_if_faster": {"sglang": _NO_STEP_TIMES, "tensorrt_llm": _NO_STEP_TIMES},
     "disk.stream": {"sglang": _NO_RECOMPUTE, "tensorrt_llm": _NO_RECOMPUTE},
+    **{
+        f"blend.{name}": {"sglang": _FOR_VLLM, "tensorrt_llm": _FOR_VLLM}
+        for name in ("enabled", "separators", "ratio", "min_tokens", "check_layer", "bytes")
+    },
     "gds.register_pool": {"vllm": _MANY_PIECES, "sglang": _MANY_PIECES},
     "observe.metrics_log_s": {"vllm": NoEffect("vLLM logs with its own statistics what was counted")},
 }

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import PrivateAttr
 from pydantic.fields import FieldInfo
 
+from flexkv.config.blending import BlendConfig
 from flexkv.config.names import environment_name, unknown_setting
 from flexkv.config.sections import (
     DiskConfig,
@@ -53,6 +54,7 @@ class FlexKVConfig(Section):
     gds: GdsConfig = GdsConfig()
     index: IndexConfig = IndexConfig()
     keys: KeysConfig = KeysConfig()
+    blend: BlendConfig = BlendConfig()
     identity: IdentityConfig = IdentityConfig()
     plugins: PluginsConfig = PluginsConfig()
     peers: PeersConfig = PeersConfig()

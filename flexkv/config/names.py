@@ -49,9 +49,23 @@ def _choice(when_true: str, when_false: str) -> Callable[[object], object]:
     return translate
 
 
+def _only_item(value: object) -> object:
+    """The item of a list of one, because there is one check."""
+    if isinstance(value, (list, tuple)):
+        if len(value) != 1:
+            raise ValueError("expected one value: there is one check")
+        return value[0]
+    return value
+
+
 ALIASES: dict[str, Alias] = {
+    "blend_check_layers": Alias("blend.check_layer", _only_item, "the same value; of a list, its only item"),
+    "blend_min_tokens": Alias("blend.min_tokens", _same, "the same value"),
+    "blend_recompute_ratios": Alias("blend.ratio", _only_item, "the same value; of a list, its only item"),
+    "blend_special_str": Alias("blend.separators", _same, "the same value"),
     "cpu_bytes_to_use": Alias("host.bytes", _same, "the same value"),
     "cpu_bytes_to_use_per_rank": Alias("host.bytes_per_rank", _same, "the same value"),
+    "enable_blending": Alias("blend.enabled", _same, "the same value"),
     "lazy_offload": Alias("store.mode", _choice("lazy", "eager"), "true: `lazy`, false: `eager`"),
     "runtime_plugin_locations": Alias("plugins.folder", _same, "the same value, of one folder"),
     "save_decode_cache": Alias("store.tokens", _choice("all", "prompt"), "true: `all`, false: `prompt`"),

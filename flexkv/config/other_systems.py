@@ -19,9 +19,6 @@ ENGINE_BLOCK = (
     "flexkv's unit is the engine's own block (--block-size of vLLM, --page-size of SGLang, tokens_per_block of "
     "TensorRT-LLM)"
 )
-BLENDING = (
-    "blending is a library of its own and no setting of an engine's cache: flexkv.blend, docs/blending.md"
-)
 NO_PEERS = "flexkv moves nothing between engines; a store that they share does (docs/remote.md)"
 A_STORE = "mooncake://HOST:PORT or redis://HOST:PORT of a store (docs/remote.md)"
 NO_SERVER = "flexkv has no server: it lives in the engine's processes"
@@ -70,10 +67,6 @@ OTHER_NAMES: Mapping[str, OtherName] = {
     "pre_caching_hash_algorithm": OtherName(LMCACHE, how="flexkv's keys are always SHA-256"),
     "gds_path": OtherName(LMCACHE, "disk.folders", "absolute paths; with 'disk.gds' 'on' or 'auto'"),
     "cufile_buffer_size": OtherName(LMCACHE, "gds.max_staging_bytes", "of one rank", "MiB"),
-    **_all(
-        "enable_blending blend_recompute_ratios blend_check_layers blend_special_str blend_min_tokens",
-        OtherName(LMCACHE, how=BLENDING),
-    ),
     **_all(
         "external_lookup_client p2p_host enable_pd pd_role transfer_channel",
         OtherName(LMCACHE, how=NO_PEERS),

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
+from flexkv.facts.blend_ask import FIELDS, BlendAsk
+
 PREFIX = "flexkv."
 """Prefix of a setting's own name in a request."""
 
@@ -109,11 +111,25 @@ def _one_namespace(one: str, other: str) -> str:
     return one
 
 
+def _blend(value: object) -> BlendAsk | None:
+    try:
+        return BlendAsk.read(value)
+    except ValueError as error:
+        raise UnreadableError(str(error)) from error
+
+
+def _one_blend(one: BlendAsk, other: BlendAsk | None) -> BlendAsk | None:
+    if one != other:
+        raise UnreadableError("one way to blend per request")
+    return one
+
+
 FLAG = Kind(_flag, lambda one, other: one or other)
 TOKENS = Kind(_tokens, min)
 SECONDS = Kind(_seconds, min)
 TIERS = Kind(_tiers, frozenset.intersection)
 NAMESPACE = Kind(_namespace, _one_namespace)
+BLEND = Kind(_blend, _one_blend)
 
 
 def _setting(
@@ -145,6 +161,7 @@ class RequestSettings:
         tiers: names of the tiers that may serve the request, besides host memory, which always does; None for all.
         ttl_s: whole seconds after which what is stored of the request is a miss; None for never.
         namespace: a further part of the namespace of the request's keys; empty for none.
+        blend: how the request is blended; None for not at all.
     """
 
     skip_save: bool = _setting(
@@ -187,6 +204,13 @@ class RequestSettings:
         NAMESPACE,
         "a further part of the namespace of its keys: requests with different ones share nothing, in any tier",
         f"text of 1 to {MOST_NAMESPACE_BYTES} bytes",
+    )
+    blend: BlendAsk | None = _setting(  # noqa: RUF009 - the class is frozen
+        None,
+        BLEND,
+        "segments of the prompt are reused at their positions, or the prompt is kept as a segment (vLLM alone; "
+        "[blending.md](blending.md))",
+        f"true, false, a mapping with {', '.join(f'`{name}`' for name in FIELDS)}",
     )
 
 

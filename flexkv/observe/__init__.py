@@ -4,6 +4,7 @@ processes, logging, spans, thread names, which package of this name runs, and th
 A leaf package: every other package may import it, and it imports none.
 """
 
+from flexkv.observe.blend_results import BlendResult
 from flexkv.observe.counters import Counters, merge_values
 from flexkv.observe.failed_ops import FailedOps
 from flexkv.observe.log import configure_logging, get_logger, log_package, warn_once
@@ -16,6 +17,7 @@ from flexkv.observe.unix_clock import unix_now_ms, unix_now_s
 
 __all__ = [
     "METRICS",
+    "BlendResult",
     "Counters",
     "FailedOps",
     "Metric",

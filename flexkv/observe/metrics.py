@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
 
+from flexkv.observe.blend_results import RESULTS
 from flexkv.observe.miss_reasons import MissReason
 from flexkv.observe.page_losses import NOT_MOVED, NOT_ON_DISK, NOT_READ, NOT_STORED, NOT_WRITTEN, reasons_of
 
@@ -141,6 +142,27 @@ _TABLE = (
         "Fields of requests that flexkv could not read: a name that it does not know, a value or a type that is not "
         "allowed. The request is served; docs/requests.md says what holds instead.",
         (("reason", ("name", "value", "type")),),
+    ),
+    Metric(
+        "flexkv_blend_requests_total",
+        MetricKind.COUNTER,
+        "requests",
+        "Requests that ask for blending, by what became of them. All but `blended` were computed fully.",
+        (("result", RESULTS),),
+    ),
+    Metric(
+        "flexkv_blend_rows_total",
+        MetricKind.COUNTER,
+        "rows",
+        "Rows of blended prompts that cached segments cover, per rank: `reused` after the check layer, `computed` in "
+        "every layer, or in a step whose batch did not have them where the scheduler said (`unplaced`).",
+        (("kind", ("reused", "computed", "unplaced")),),
+    ),
+    Metric(
+        "flexkv_blend_lost_segments_total",
+        MetricKind.COUNTER,
+        "segments",
+        "Cached segments whose pages did not arrive or did not verify, per rank. They were computed.",
     ),
     Metric(
         "flexkv_failed_kernel_launches_total",

@@ -124,12 +124,12 @@ def test_every_name_was_tried(request: pytest.FixtureRequest) -> None:
     """Runs behind the others, which need the names."""
     tests = [item for item in request.session.items if item.path == request.path]
     if len(tests) > 10:
-        assert NAMES.keys() == TRIED
+        assert NAMES.keys() - TRIED == {"flexkv.blend"}, "test_blend.py tries it"
 
 
 def test_what_cannot_be_read_ends_no_engine(session: EngineSession, ask: Ask) -> None:
     before = session.metric(UNREAD)
-    bad = {name: 3.5 for name in NAMES if not name.endswith("skip_save")}
+    bad: dict[str, Any] = {name: 3.5 for name in NAMES if not name.endswith("skip_save")}
     assert ask("flexkv.ttl", 3, **bad) == 0
     assert session.metric(UNREAD) - before == len(bad) + 1
     assert ask("flexkv.skip_save", "maybe") == 0, (

@@ -13,6 +13,7 @@ import pytest
 
 from flexkv.adapters.common.settings_reader import SettingsReader
 from flexkv.adapters.vllm.request_fields import RequestFields
+from flexkv.facts.blend_ask import BlendAsk
 from flexkv.facts.request_settings import (
     MOST_NAMESPACE_BYTES,
     NAMES,
@@ -68,6 +69,7 @@ VALUES: dict[str, tuple[Any, Any]] = {
     "kv_load_tiers": ([{"medium": "STORAGE", "locality": "local"}], frozenset(("disk", "peers"))),
     "flexkv.ttl_s": (60, 60),
     "flexkv.namespace": ("tenant 7", "tenant 7"),
+    "flexkv.blend": ({"segments": [[3, 9]], "ratio": 1}, BlendAsk(((3, 9),), 1.0)),
 }
 """For each name, a value as a caller gives it, and what it is read as."""
 
@@ -140,7 +142,7 @@ def test_a_value_that_cannot_be_read_is_named_and_counted(
     assert read.counters.data["flexkv_unread_request_fields_total"] == {"value": 1}
 
 
-@pytest.mark.parametrize("name", ["flexkv.ttl", "flexkv.", "flexkv.skip-save", "flexkv.blend"])
+@pytest.mark.parametrize("name", ["flexkv.ttl", "flexkv.", "flexkv.skip-save", "flexkv.blends"])
 def test_a_name_that_is_not_built_is_named_with_those_that_are(read: Read, name: str) -> None:
     assert read(**{name: 5}) == {}
     (said,) = read.said()

@@ -88,6 +88,12 @@ GIVEN = {
     "disk.prefetch_requests": 4,
     "disk.compute_if_faster": True,
     "disk.stream": True,
+    "blend.enabled": True,
+    "blend.separators": " # # ",
+    "blend.ratio": 0.3,
+    "blend.min_tokens": 64,
+    "blend.check_layer": 2,
+    "blend.bytes": "2GiB",
     "gds.register_pool": "on",
     "observe.metrics_log_s": 5,
 }

@@ -1,0 +1,82 @@
+"""The settings of blending inside vLLM, and the values that only they have."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field
+
+from flexkv.config.sections import GIB, Section
+from flexkv.config.values import Count, Share, SizeBytes, none_is_a_word
+
+MAX_TOKEN = 2**32 - 1
+
+Separator = str | tuple[int, ...]
+"""A text, which the model's tokenizer encodes without tokens of its own, or the ids of its tokens."""
+
+
+def separators_of(value: object) -> object:
+    """One text, or a list of texts and lists of token ids; a variable may have the list in JSON."""
+    if none_is_a_word(value) is None:
+        return ()
+    if isinstance(value, str) and value:
+        value = _json_list(value) or [value]
+    if not isinstance(value, (list, tuple)):
+        raise ValueError("expected a text, or a list of texts and of lists of token ids")
+    return tuple(_separator(each) for each in value)
+
+
+def _json_list(text: str) -> list[object] | None:
+    try:
+        read = json.loads(text) if text.lstrip().startswith("[") else None
+    except ValueError:
+        return None
+    return read if isinstance(read, list) else None
+
+
+def _separator(value: object) -> Separator:
+    if isinstance(value, str) and value:
+        return value
+    ids = tuple(value) if isinstance(value, (list, tuple)) else ()
+    if ids and all(type(each) is int and 0 <= each <= MAX_TOKEN for each in ids):
+        return ids
+    raise ValueError(f"expected texts and lists of token ids from 0 to {MAX_TOKEN}, none of them empty")
+
+
+Separators = Annotated[tuple[Separator, ...], BeforeValidator(separators_of)]
+
+
+class BlendConfig(Section):
+    """Blending inside vLLM: pieces of text reused at other positions."""
+
+    enabled: bool = Field(
+        False,
+        description="Blend requests that ask for it ([blending.md](blending.md)). Needs one of flexkv's model classes "
+        "(`--hf-overrides`). Off, because blended answers are not exact.",
+    )
+    separators: Separators = Field(
+        (),
+        description="What stands between the segments of a prompt, for requests that do not name their segments: a "
+        "text, or a list of texts and of lists of token ids. A text is encoded without special tokens; ids are the "
+        "surer way, because a tokenizer may join a text with what is beside it.",
+    )
+    ratio: Share = Field(
+        0.15,
+        description="Share of the reused rows that is computed again after the check layer; 0.15 is what CacheBlend's "
+        "authors use. A request may give its own, 0 included.",
+    )
+    min_tokens: Count = Field(
+        256,
+        description="A request with fewer tokens in its segments is computed fully: a short prompt gains little.",
+    )
+    check_layer: Count = Field(
+        1,
+        description="The layer whose fresh keys are compared with the cached ones; this layer and those before it "
+        "compute every row. The first layer's keys do not depend on the text before, so 1 is the earliest.",
+    )
+    bytes: SizeBytes = Field(
+        GIB,
+        description="Host memory of each rank for cached segments. The least recently used leave it first. As many "
+        "tokens as the longest prompt has take their memory beside it, for segments on their way.",
+    )

@@ -1,0 +1,64 @@
+"""What a request asks of blending."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+MOST_SEGMENTS = 256
+"""As many segments of one prompt are loaded at once; see `flexkv.blend.segment_lookup`."""
+
+FIELDS = ("segments", "ratio", "store")
+
+
+@dataclass(frozen=True, slots=True)
+class BlendAsk:
+    """
+    Attributes:
+        segments: [first, end) of each piece of the prompt that may be reused; None cuts the prompt at the configured
+            separators.
+        ratio: share of the reused rows that is computed again; None for the configured one.
+        store: the prompt is one segment, which is computed by itself and kept. Excludes the others.
+    """
+
+    segments: tuple[tuple[int, int], ...] | None = None
+    ratio: float | None = None
+    store: bool = False
+
+    @classmethod
+    def read(cls, value: object) -> BlendAsk | None:
+        """The ask in a request's own words; None for false.
+
+        Raises:
+            ValueError: it cannot be read; says what is allowed.
+        """
+        if isinstance(value, bool):
+            return cls() if value else None
+        if not isinstance(value, Mapping) or value.keys() - set(FIELDS):
+            raise ValueError(f"true, false, or a mapping with {', '.join(FIELDS)}")
+        store = value.get("store", False)
+        if not isinstance(store, bool) or (store and len(value) > 1):
+            raise ValueError("as `store` true alone, or false")
+        return cls(_segments(value.get("segments")), _ratio(value.get("ratio")), store)
+
+
+def _segments(value: object) -> tuple[tuple[int, int], ...] | None:
+    if value is None:
+        return None
+    allowed = f"as `segments` at most {MOST_SEGMENTS} pairs [first, end) of positions in the prompt"
+    if not isinstance(value, (list, tuple)) or len(value) > MOST_SEGMENTS:
+        raise ValueError(allowed)
+    found = []
+    for pair in value:
+        if not isinstance(pair, (list, tuple)) or len(pair) != 2 or any(type(end) is not int for end in pair):
+            raise ValueError(allowed)
+        found.append((pair[0], pair[1]))
+    return tuple(found)
+
+
+def _ratio(value: object) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and 0.0 <= value <= 1.0:
+        return float(value)
+    raise ValueError("as `ratio` a number from 0 to 1")

@@ -1,0 +1,46 @@
+"""What became of requests that ask for blending: the results that metrics, docs and the adapter share."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class BlendResult(Enum):
+    """One result. A request that was not blended was computed fully.
+
+    Attributes:
+        result: the value of the label `result` of `flexkv_blend_requests_total`.
+        words: what happened, for the operator.
+    """
+
+    BLENDED = "blended", "cached segments were put where they stand in the prompt"
+    STORED = "stored", "the prompt is a segment, which is computed by itself and kept"
+    MISS = "miss", "none of its segments was cached"
+    LOST = "lost", "no page of its segments arrived and verified"
+    LATE = "late", "its pages, or room for them, did not come within `load.deadline_s`"
+    RESET = "reset", "the weights changed while it waited or ran"
+    OFF = "off", "blending is off in this engine; the log says why"
+    SALT = "salt", "it has no `cache_salt` that begins with `flexkv-blend:`"
+    USED_SALT = "used_salt", "its `cache_salt` was used before"
+    SEGMENTS = "segments", "its segments overlap, are empty or lie outside the prompt"
+    NO_SEGMENTS = "no_segments", "it names no segments, and no configured separator occurs in it"
+    SHORT = "short", "its segments have fewer than `blend.min_tokens` tokens"
+    INPUTS = "inputs", "it has images, other inputs or prompt embeddings"
+    LORA = "lora", "it uses a LoRA adapter"
+    POOLING = "pooling", "it is of a pooling model"
+    PROMPT_LOGPROBS = "prompt_logprobs", "it asks for log probabilities of its prompt"
+    SESSION = "session", "it is a streaming session"
+
+    def __init__(self, result: str, words: str) -> None:
+        self.result = result
+        self.words = words
+
+
+RESULTS = tuple(each.result for each in BlendResult)
+
+
+def markdown_table() -> str:
+    """The table of results for the documentation."""
+    rows = ["| result | what became of the request |", "|---|---|"]
+    rows += [f"| `{each.result}` | {each.words} |" for each in BlendResult]
+    return "\n".join(rows)
