@@ -30,6 +30,7 @@ FAULTY = FLEXKV | {
     "kv_connector_module_path": f"{PACKAGE}.faulty_connector",
 }
 OPERATIONS = (
+    f"{PACKAGE}.blend_ops",
     f"{PACKAGE}.block_ops",
     f"{PACKAGE}.disk_ops",
     f"{PACKAGE}.request_ops",

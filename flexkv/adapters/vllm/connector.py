@@ -147,9 +147,10 @@ class FlexKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """True with layerwise loads or stores: a graph of the whole forward would leave out the calls per layer."""
+        """True with layerwise loads or stores and with blending: a graph of the whole forward would leave out the calls
+        per layer, and the layers that compute fewer rows."""
         settings = load_config(extra_config)
-        return "layerwise" in (settings.load.mode, settings.store.mode)
+        return settings.blend.enabled or "layerwise" in (settings.load.mode, settings.store.mode)
 
     def get_kv_connector_stats(self) -> FlexKVStats | None:
         if self.role is KVConnectorRole.WORKER:
@@ -187,6 +188,23 @@ class FlexKVConnector(KVConnectorBase_V1, SupportsHMA):
         with ending_failed_start(self._vllm_config):
             check_batch_invariance(self._vllm_config)
             self.worker.register_kv_caches(kv_caches, self._kv_cache_config)
+            self._start_blending()
+
+    def _start_blending(self) -> None:
+        settings = load_config(self._kv_transfer_config.kv_connector_extra_config)
+        if not settings.blend.enabled:
+            return
+        from flexkv.adapters.vllm.blend.worker import BlendWorker  # imports vLLM's models
+
+        config, worker = self._kv_cache_config, self.worker
+        worker.blend = BlendWorker(
+            self._vllm_config,
+            settings,
+            worker.rank,
+            len(config.kv_cache_groups),
+            config.num_blocks,
+            worker.counters,
+        )
 
     def unregister_kv_caches(self) -> None:
         """vLLM 0.33 and later call this before a sleep takes the KV memory away."""
@@ -198,6 +216,12 @@ class FlexKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return self.worker.handshake()
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        if self.worker.blend is not None:
+            # Here, because `start_load_kv` may come after the forward.
+            self.worker.blend.begin_step(cast("ConnectorMetadata", connector_metadata).blend)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(kv_connector_metadata, ConnectorMetadata)
@@ -264,7 +288,7 @@ class FlexKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def on_new_request(self, request: Request) -> None:
         """Called when the request enters the engine's queue: starts to fetch its pages."""
-        self.scheduler.prefetch(request)
+        self.scheduler.enter(request)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
+from flexkv.adapters.vllm.blend.spec import BlendSpec
 from flexkv.adapters.vllm.identity import adapter_settings, engine_namespace, engine_weights
 from flexkv.adapters.vllm.input_names import InputNames
 from flexkv.adapters.vllm.pool_geometry import PoolGeometry
@@ -76,6 +77,7 @@ class EngineSpec:
         names: names of the engine's images and other inputs.
         adapters: see `adapter_settings`.
         block_hash: name of the engine's block hash.
+        blend: None if blending is not asked for.
     """
 
     config: FlexKVConfig
@@ -88,6 +90,7 @@ class EngineSpec:
     names: InputNames = field(default_factory=InputNames)
     adapters: Mapping[str, Any] = field(default_factory=dict)
     block_hash: str = "sha256"
+    blend: BlendSpec | None = None
 
     @classmethod
     def of(
@@ -115,6 +118,7 @@ class EngineSpec:
             InputNames.of(vllm_config),
             adapter_settings(vllm_config),
             vllm_config.cache_config.prefix_caching_hash_algo,
+            BlendSpec.of(vllm_config, config),
         )
 
     @property

@@ -11,13 +11,20 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from flexkv.adapters.common.base import LoadJob
+from flexkv.adapters.vllm.blend.orders import BlendOrders
 from flexkv.facts.ranks import NO_UNIT, PoolGrant, RankFacts, UnitId
 from flexkv.transfer.graph import OpId, OpResult, TransferGraph
 
 
 @dataclass(frozen=True, slots=True)
 class Handshake(RankFacts, KVConnectorHandshakeMetadata):
-    """One worker's facts about its KV pool, in the form that vLLM carries before the first lookup."""
+    """One worker's facts about its KV pool, in the form that vLLM carries before the first lookup.
+
+    Attributes:
+        blend_refusal: why this rank cannot blend; empty if it can, None if blending is not asked for.
+    """
+
+    blend_refusal: str | None = None
 
 
 @dataclass(slots=True)
@@ -39,6 +46,7 @@ class ConnectorMetadata(KVConnectorMetadata):
         void: ops whose bytes must not be used, however they end.
         idle: no forward runs in this step, so a worker may wait a moment for copies instead of spinning.
         disk_busy: the unit's disks are at work, and an idle step may wait a moment for them too.
+        blend: what is to be blended; None for nothing.
     """
 
     unit: UnitId = NO_UNIT
@@ -54,6 +62,7 @@ class ConnectorMetadata(KVConnectorMetadata):
     void: list[OpId] = field(default_factory=list)
     idle: bool = False
     disk_busy: bool = False
+    blend: BlendOrders | None = None
 
 
 @dataclass(slots=True)
@@ -70,6 +79,7 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
         no_gds: rank -> why it cannot load from the disks without a page of host memory.
         handshakes: handshakes of ranks that have no host pool yet. vLLM collects handshakes itself at the start, but a
             MultiConnector passes on those of only one of its connectors.
+        blend_arrived: rank -> see `BlendPages.take_arrived`.
         others: reports of ranks that serve another unit, or that shake hands for a rank that this report has already.
     """
 
@@ -80,6 +90,7 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
     errors: dict[int, str] = field(default_factory=dict)
     no_gds: dict[int, str] = field(default_factory=dict)
     handshakes: dict[int, Handshake] = field(default_factory=dict)
+    blend_arrived: dict[int, dict[str, tuple[int, ...]]] = field(default_factory=dict)
     others: list[WorkerMetadata] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMetadata:
@@ -94,5 +105,6 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
         self.errors.update(other.errors)
         self.no_gds.update(other.no_gds)
         self.handshakes.update(other.handshakes)
+        self.blend_arrived.update(other.blend_arrived)
         self.others.extend(other.others)
         return self

@@ -1,6 +1,6 @@
 """vLLM's plugin entry point (group `vllm.general_plugins`): registers the connector's name, so that
-`"kv_connector":"FlexKVConnector"` is enough and no module path is needed, in a MultiConnector too. Also makes vLLM mark
-the names that clients give inputs (`name_marks`).
+`"kv_connector":"FlexKVConnector"` is enough and no module path is needed, in a MultiConnector too. Also registers the
+model classes that blend, and makes vLLM mark the names that clients give inputs (`name_marks`).
 
 vLLM loads this module in each of its processes, with or without a connector. So it imports nothing of vLLM, and none of
 its errors reaches the engine.
@@ -16,6 +16,7 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
 
+from flexkv.adapters.vllm.blend import ARCHITECTURES, MODELS
 from flexkv.adapters.vllm.name_marks import HASHER, mark_names
 
 NAME, MODULE = "FlexKVConnector", "flexkv.adapters.vllm"
@@ -23,13 +24,16 @@ FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory"
 """The module in which vLLM keeps the names of connectors. It imports hundreds of modules, in processes that need a
 connector."""
 
+REGISTRY = "vllm.model_executor.models.registry"
+"""The module in which vLLM keeps the names of architectures."""
+
 logger = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Registers the connector's name and makes vLLM mark names of inputs: now, or as soon as vLLM imports the modules
-    that this changes. Idempotent."""
-    for module, change in ((FACTORY, _add_name), (HASHER, _mark_names)):
+    """Registers the names of connector and models, and makes vLLM mark names of inputs: now, or as soon as vLLM imports
+    the modules that this changes. Idempotent."""
+    for module, change in ((FACTORY, _add_name), (HASHER, _mark_names), (REGISTRY, _add_models)):
         if module in sys.modules:
             change(sys.modules[module])
         elif not any(isinstance(finder, _Finder) and finder.module == module for finder in sys.meta_path):
@@ -73,6 +77,18 @@ def _add_name(factory: ModuleType) -> None:
             type(error).__name__,
             error,
             MODULE,
+        )
+
+
+def _add_models(registry: ModuleType) -> None:
+    try:
+        for name in ARCHITECTURES.values():
+            registry.ModelRegistry.register_model(name, f"{MODELS}:{name}")
+    except Exception as error:
+        logger.warning(
+            "flexkv: this vLLM takes no model classes (%s: %s), so blending cannot be turned on",
+            type(error).__name__,
+            error,
         )
 
 

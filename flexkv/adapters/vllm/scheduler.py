@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from flexkv.adapters.common.settings_reader import SettingsReader
 from flexkv.adapters.vllm import local_engines
+from flexkv.adapters.vllm.blend.requests import BlendRequests
 from flexkv.adapters.vllm.completions import CompletionHandler
 from flexkv.adapters.vllm.engine_spec import EngineSpec
 from flexkv.adapters.vllm.events import EventLog
@@ -56,6 +57,7 @@ class SchedulerSide:
         events: KV cache events that the engine has not taken yet; None if it publishes none.
         orders: the orders given since the last step.
         unit: the engine's unit; a `NullUnit` until every rank has shaken hands.
+        blend: decides which requests are blended; None unless blending is asked for.
         workers: the worker sides of all ranks if they live in this process; empty otherwise.
     """
 
@@ -84,6 +86,11 @@ class SchedulerSide:
         self.handshakes = Handshakes(spec.ranks, self.counters)
         self.events = EventLog(spec.geometry) if with_events else None
         self._old_kv = False
+        self.blend = (
+            BlendRequests(spec.blend, spec.geometry.groups[0].block_tokens, spec.ranks, self.counters)
+            if spec.blend is not None
+            else None
+        )
         self._serve(NullUnit(), (), StorePlanner())
 
     # --- set up ---
@@ -143,6 +150,8 @@ class SchedulerSide:
                 unit.manager.hub.listeners.append(stores)
             self._serve(unit, workers, stores)
             on_error.pop_all()
+        if self.blend is not None:
+            self.blend.take_verdicts([each.blend_refusal for each in self.handshakes.of_rank.values()])
 
     def _serve(self, unit: EngineUnit, workers: tuple[WorkerSide, ...], stores: StorePlanner) -> None:
         """Makes `unit` serve the engine from now on."""
@@ -165,6 +174,12 @@ class SchedulerSide:
 
     # --- lookups and loads ---
 
+    def enter(self, request: Request) -> None:
+        """Called when the request enters the engine's queue."""
+        if self.blend is not None:
+            self.blend.enter(self._tracker(request))
+        self.prefetch(request)
+
     def prefetch(self, request: Request) -> None:
         """Starts to fetch a request's pages from the tiers behind host memory while it waits in the engine's queue."""
         if not self.unit.usable or not self.unit.has_tiers or not self._spec.role.loads:
@@ -182,6 +197,9 @@ class SchedulerSide:
         may be handed are stored first. The engine asks again with its next step.
         """
         unit = self.unit
+        if self.blend is not None and (blends := self.blend.match(request, computed_tokens)) is not False:
+            self.requests.begin_lookup(self._tracker(request), self._preempted)
+            return (0 if blends else None), False
         if not unit.usable or not self._spec.role.loads:
             return 0, False
         self._completions.collect_early()
@@ -254,6 +272,10 @@ class SchedulerSide:
             self._stores.plan_step(scheduled, blocks, self.orders, idle)
         elif self._stores.holds:
             self._stores.holds.end_all(PageLoss.NO_SLOT)
+        if self.blend is not None:
+            for tracker in scheduled:
+                self.blend.chunk(tracker)
+            self.orders.blend = self.blend.take_orders()
         if self._watch.ops and (reused := self._watch.take_reused()):
             self._order_ends(reused, output)
         if unit.has_tiers:
@@ -291,6 +313,8 @@ class SchedulerSide:
         Args:
             blocks: the request's blocks now, by the engine's numbers of the groups; None if the engine does not say.
         """
+        if self.blend is not None:
+            self.blend.end(request.request_id)
         tracker = self.requests.live.pop(request.request_id, None)
         if tracker is None:
             return
@@ -316,12 +340,17 @@ class SchedulerSide:
             worker.before_forward(ConnectorMetadata(self.unit.unit_id, step=self._forward_step, early=early))
 
     def _preempted(self, tracker: RequestTracker) -> None:
+        if self.blend is not None:
+            self.blend.preempted(tracker.request_id)
         self._stores.preempted(tracker)
         self._completions.retire(tracker, self._forward_step)
 
     def _take_reports(self, report: WorkerMetadata) -> None:
         for part in (report, *report.others):
             own = self.unit.unit_id
+            if self.blend is not None and part.unit in (own, NO_UNIT):
+                for rank, arrived in part.blend_arrived.items():
+                    self.blend.take_arrived(rank, arrived)
             if part.unit == own != NO_UNIT:
                 # Taken from a rank whose engine has registered another pool too: it reports that itself.
                 self._completions.take(part)
@@ -351,6 +380,8 @@ class SchedulerSide:
     def has_work(self) -> bool:
         """Whether the engine has to keep stepping although no request runs."""
         self._completions.collect_early()
+        if self.blend is not None and self.blend.has_orders:
+            return True
         unit = self.unit
         if unit.has_tiers:
             self._poll()
@@ -376,6 +407,8 @@ class SchedulerSide:
             rank has shaken hands: the reset is then carried out once all have, before anything is stored or promised.
         """
         self._completions.collect_early()
+        if self.blend is not None:
+            self.blend.reset()
         self.unit.manager.reset()
         if self.unit.state is UnitState.AWAITING_RANKS:
             self._old_kv = any(tracker.block_ids for tracker in self.requests.live.values()) or bool(

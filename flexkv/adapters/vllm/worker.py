@@ -26,6 +26,7 @@ from flexkv.transfer.graph import OpResult, TransferGraph
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+    from flexkv.adapters.vllm.blend.worker import BlendWorker
     from flexkv.c_ext import StreamPoint
 
 logger = get_logger(__name__)
@@ -53,6 +54,7 @@ class WorkerSide(RankWorker):
         layer_loads, layer_stores: the layerwise loads and stores of the step under way; `busy` while there are any.
         settled_step: the last step whose outcome, with all its failures, a scheduler in this process knows.
         reports: the reports for the unit that ordered the step under way, which the engine's hooks carry.
+        blend: this rank's part in blending; None unless it is asked for.
     """
 
     def __init__(self, config: FlexKVConfig, rank: int, ranks: int, head_replicas: int = 1) -> None:
@@ -80,6 +82,7 @@ class WorkerSide(RankWorker):
         self._reported_error = False
         self._reported_no_gds = False
         self._reported_foreign: UnitId | None = None
+        self.blend: BlendWorker | None = None
 
     # --- set up ---
 
@@ -141,7 +144,8 @@ class WorkerSide(RankWorker):
         if facts is None:
             return None
         plain = {field.name: getattr(facts, field.name) for field in fields(facts)}
-        return Handshake(**plain | {"gpudirect": self._has_gpudirect()})
+        more = {"gpudirect": self._has_gpudirect()}
+        return Handshake(**plain | more, blend_refusal=self.blend.refusal if self.blend else None)
 
     def _has_gpudirect(self) -> bool:
         disk = self._config.disk
@@ -290,6 +294,8 @@ class WorkerSide(RankWorker):
         if self._ops.gds_refusal and not self._reported_no_gds:
             news["no_gds"] = {self.rank: self._ops.gds_refusal}
             self._reported_no_gds = True
+        if self.blend is not None and (arrived := self.blend.take_arrived()):
+            news["blend_arrived"] = {self.rank: arrived}
         return WorkerMetadata(unit=self.unit, **news) if news else None
 
     def _take_refusals(self, unit: UnitId) -> WorkerMetadata | None:
@@ -309,6 +315,11 @@ class WorkerSide(RankWorker):
         """
         self._ops.poll()
         return self._ops.reports.take_settled(self.settled_step)
+
+    def close(self) -> None:
+        super().close()
+        if self.blend is not None:
+            self.blend.close()
 
     @property
     def busy(self) -> bool:

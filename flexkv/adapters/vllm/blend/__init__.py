@@ -1,0 +1,24 @@
+"""Blending inside vLLM: cached pieces of text are put where they stand in a new prompt (docs/blending.md).
+
+The scheduler's side (`requests`) decides which requests are blended and where their rows are in each step; the worker's
+side (`worker`, `pages`) keeps each rank's segments; the model's side (`model`, `forward`, `rows`) computes fewer rows.
+vLLM takes the model classes (`model`) by the names below.
+"""
+
+from __future__ import annotations
+
+MODELS = "flexkv.adapters.vllm.blend.model"
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": "FlexKVLlamaForCausalLM",
+    "MistralForCausalLM": "FlexKVMistralForCausalLM",
+    "Qwen2ForCausalLM": "FlexKVQwen2ForCausalLM",
+    "Qwen3ForCausalLM": "FlexKVQwen3ForCausalLM",
+}
+"""vLLM's name of an architecture -> the name under which its blending class is registered, which is the class's."""
+
+PLAIN = {blending: plain for plain, blending in ARCHITECTURES.items()}
+
+SALT = "flexkv-blend:"
+"""What the `cache_salt` of a blended request begins with. The rest must be its own: vLLM and flexkv take the blocks of
+two requests with one salt for the same."""

@@ -1,0 +1,263 @@
+"""A forward of one of vLLM's decoder models in which later layers compute fewer rows."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from vllm.distributed import get_tp_group
+from vllm.forward_context import get_forward_context, override_forward_context
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from flexkv.adapters.vllm.blend.rows import BatchRows, Numbers, Runs, kept_rows
+
+Planes = tuple[Any, Any]
+
+
+class RowSource(Protocol):
+    """Cached keys and values of rows."""
+
+    def only(self, chosen: Numbers) -> RowSource:
+        """The chosen ones of these rows."""
+
+    def layer(self, layer: int) -> Planes:
+        """Keys and values of a layer, tensors [rows, heads, head_dim] on the pool's device."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReusedRows:
+    """Rows of one request that cached ones cover.
+
+    Attributes:
+        rows: their numbers in the batch.
+        ratio: share of them that is computed again.
+    """
+
+    rows: Numbers
+    source: RowSource
+    ratio: float
+
+
+@dataclass(frozen=True, slots=True)
+class TakenRows:
+    """Rows whose fresh keys and values somebody takes.
+
+    Attributes:
+        rows: their numbers in the batch; none of them is reused.
+        take: called once per layer with the layer's number and the rows' keys and values.
+    """
+
+    rows: Numbers
+    take: Callable[[int, Planes], None]
+
+
+Choose = Callable[[BatchRows, Sequence[tuple[Numbers, float]], NDArray[np.float64]], NDArray[np.bool_]]
+"""Chooses the rows that later layers compute; see `kept_rows`."""
+
+
+class BlendForward:
+    """The layers of one model.
+
+    Args:
+        model: a vLLM model whose decoder is `model.model`, with layers of the form
+            `layer(positions, hidden_states, residual)` whose attention is `self_attn.attn`.
+        check_layer: the layer whose fresh keys are compared with the cached ones.
+
+    Attributes:
+        choose: see `Choose`.
+        runs: makes sequences of kept rows.
+    """
+
+    def __init__(self, model: Any, vllm_config: Any, check_layer: int) -> None:
+        self._decoder = model.model
+        self._config = vllm_config
+        self.layers = list(self._decoder.layers)
+        self.attentions = [layer.self_attn.attn for layer in self.layers]
+        self._names = [attention.layer_name for attention in self.attentions]
+        self._check = check_layer
+        self._builder: Any = None
+        self.choose: Choose = kept_rows
+        self.runs: Callable[[BatchRows, Numbers], Runs] = Runs.of
+
+    def batch(self, positions: Any) -> BatchRows | None:
+        """The rows of the forward under way; None if the engine does not describe them as one batch."""
+        context = get_forward_context()
+        if not isinstance(context.attn_metadata, dict) or not isinstance(context.slot_mapping, dict):
+            return None
+        starts = context.attn_metadata[self._names[0]].query_start_loc.cpu().numpy().astype(np.int64)
+        rows = int(starts[-1])
+        return BatchRows(
+            starts,
+            context.slot_mapping[self._names[0]][:rows].cpu().numpy().astype(np.int64),
+            positions[:rows].cpu().numpy().astype(np.int64),
+        )
+
+    def run(
+        self,
+        input_ids: Any,
+        positions: Any,
+        batch: BatchRows,
+        reused: Sequence[ReusedRows],
+        taken: Sequence[TakenRows] = (),
+    ) -> tuple[Any, NDArray[np.bool_]]:
+        """The model's hidden states, [rows of `input_ids`, hidden size], with zeros in rows that were not computed; and
+        which rows were computed in every layer.
+
+        Every rank must be called with the same rows.
+        """
+        positions = positions[: batch.rows]
+        hidden: Any = self._decoder.embed_input_ids(input_ids[: batch.rows])
+        residual: Any = None
+        watched = range(len(self.layers)) if taken else [self._check] if reused else []
+        with self._fresh(watched) as fresh:
+            for layer in range(self._check + 1):
+                hidden, residual = self.layers[layer](positions, hidden, residual)
+                self._pass_on(layer, fresh, taken, None)
+            keep = np.ones(batch.rows, np.bool_)
+            if reused:
+                keep = self._keep(batch, reused, fresh[self._check][0])
+            kept = np.flatnonzero(keep)
+            context = get_forward_context()
+            if len(kept) < batch.rows:
+                context = self._context(context, batch, kept)
+                at = torch.from_numpy(kept).to(hidden.device)
+                hidden, residual, positions = hidden[at], residual[at], positions[at]
+            skipped = [self._skipped(each, keep) for each in reused]
+            with override_forward_context(context):
+                for layer in range(self._check + 1, len(self.layers)):
+                    for source, slots in skipped:
+                        self._put(layer, source, slots)
+                    hidden, residual = self.layers[layer](positions, hidden, residual)
+                    self._pass_on(layer, fresh, taken, kept)
+        hidden, _ = self._decoder.norm(hidden, residual)
+        if len(kept) == len(input_ids):
+            return hidden, keep
+        full = hidden.new_zeros((len(input_ids), hidden.shape[1]))
+        full[torch.from_numpy(kept).to(hidden.device)] = hidden
+        return full, keep
+
+    # --- which rows ---
+
+    def _keep(self, batch: BatchRows, reused: Sequence[ReusedRows], fresh: Any) -> NDArray[np.bool_]:
+        """The rows that later layers compute, the same on every rank."""
+        difference = torch.zeros(batch.rows, dtype=torch.float32, device=fresh.device)
+        for each in reused:
+            cached, _ = each.source.layer(self._check)
+            rows = torch.from_numpy(each.rows).to(fresh.device)
+            apart = fresh[rows].reshape(len(rows), -1).float() - cached.reshape(len(rows), -1).float()
+            difference[rows] = apart.square().sum(1)
+        group = get_tp_group()
+        if group.world_size > 1:
+            difference = group.all_reduce(difference)  # each rank has some of the heads
+        measured = difference.cpu().numpy().astype(np.float64)
+        keep = self.choose(batch, [(each.rows, each.ratio) for each in reused], measured)
+        if group.world_size > 1:
+            # The sums' last bits may differ between ranks, the rows must not.
+            ours = torch.from_numpy(keep.astype(np.float32)).to(fresh.device)
+            keep = group.broadcast(ours, src=0).cpu().numpy().astype(np.bool_)
+        return keep
+
+    def _skipped(self, reused: ReusedRows, keep: NDArray[np.bool_]) -> tuple[RowSource, Any]:
+        """The reused rows that no later layer computes, and their slots."""
+        chosen = np.flatnonzero(~keep[reused.rows])
+        slots = get_forward_context().slot_mapping[self._names[0]]
+        rows = torch.from_numpy(reused.rows[chosen]).to(slots.device)
+        return reused.source.only(chosen), slots[rows]
+
+    def _put(self, layer: int, source: RowSource, slots: Any) -> None:
+        """Writes a layer's cached rows to the pool, in whatever layout its backend has."""
+        if len(slots):
+            attention = self.attentions[layer]
+            keys, values = source.layer(layer)
+            attention.impl.do_kv_cache_update(attention, keys, values, attention.kv_cache, slots)
+
+    # --- fresh keys and values ---
+
+    @contextlib.contextmanager
+    def _fresh(self, layers: Sequence[int]) -> Iterator[dict[int, Planes]]:
+        """Keys and values that the given layers pass to their attention, as they come."""
+        seen: dict[int, Planes] = {}
+
+        def look(layer: int) -> Callable[[Any, tuple[Any, ...]], None]:
+            def hook(attention: Any, arguments: tuple[Any, ...]) -> None:
+                seen[layer] = arguments[1], arguments[2]
+
+            return hook
+
+        hooks = [self.attentions[layer].register_forward_pre_hook(look(layer)) for layer in layers]
+        try:
+            yield seen
+        finally:
+            for each in hooks:
+                each.remove()
+
+    def _pass_on(
+        self, layer: int, fresh: dict[int, Planes], taken: Sequence[TakenRows], kept: Numbers | None
+    ) -> None:
+        """Gives a layer's fresh keys and values to those who take them.
+
+        Args:
+            kept: the rows that the layer computed; None for all.
+        """
+        if not taken:
+            return
+        attention = self.attentions[layer]
+        planes = [
+            plane.view(len(plane), attention.num_kv_heads, attention.head_size) for plane in fresh[layer]
+        ]
+        for each in taken:
+            at = each.rows if kept is None else np.searchsorted(kept, each.rows)
+            rows = torch.from_numpy(at).to(planes[0].device)
+            each.take(layer, (planes[0][rows], planes[1][rows]))
+
+    # --- attention of fewer rows ---
+
+    def _context(self, context: Any, batch: BatchRows, kept: Numbers) -> Any:
+        """The forward's context with the kept rows alone, each run of them as a sequence of its own."""
+        whole = context.attn_metadata[self._names[0]]
+        all_slots = context.slot_mapping[self._names[0]]
+        runs = self.runs(batch, kept)
+        table = whole.block_table[torch.from_numpy(runs.sequences).to(all_slots.device)].contiguous()
+        slots = all_slots[torch.from_numpy(kept).to(all_slots.device)].contiguous()
+        metadata = self.metadata(runs, table, slots)
+        return dataclasses.replace(
+            context,
+            attn_metadata=dict.fromkeys(context.attn_metadata, metadata),
+            slot_mapping=dict.fromkeys(context.slot_mapping, slots),
+        )
+
+    def metadata(self, runs: Runs, table: Any, slots: Any) -> Any:
+        """The attention backend's description of runs as sequences.
+
+        Args:
+            table: each run's blocks, [runs, blocks].
+            slots: slot of each row.
+        """
+        starts, lengths = torch.from_numpy(runs.starts), torch.from_numpy(runs.lengths)
+        common = CommonAttentionMetadata(
+            query_start_loc=starts.to(slots.device),
+            query_start_loc_cpu=starts,
+            seq_lens=lengths.to(slots.device),
+            num_reqs=len(runs.lengths),
+            num_actual_tokens=len(slots),
+            max_query_len=int(np.diff(runs.starts).max()),
+            max_seq_len=int(runs.lengths.max()),
+            block_table_tensor=table,
+            slot_mapping=slots,
+            causal=True,
+            seq_lens_cpu_upper_bound=lengths,
+        )
+        return self._metadata_builder(slots.device).build(0, common)
+
+    def _metadata_builder(self, device: Any) -> Any:
+        if self._builder is None:
+            attention = self.attentions[0]
+            spec = attention.get_kv_cache_spec(self._config)
+            self._builder = attention.attn_backend.get_builder_cls()(spec, self._names, self._config, device)
+        return self._builder

@@ -1,0 +1,89 @@
+"""What each step tells the ranks about blending. Plain and picklable."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexkv.blend.base import Tokens
+
+RequestId = str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SegmentOrder:
+    """Segments to load for a request before it is scheduled.
+
+    Attributes:
+        caller: see `SegmentCache.begin_load`.
+    """
+
+    request: RequestId
+    segments: tuple[Tokens, ...]
+    caller: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reuse:
+    """What a request reuses, once all ranks have it.
+
+    Attributes:
+        spans: position of each segment's first token in the prompt, and the number of its leading tokens that every
+            rank has loaded.
+        ratio: share of the reused rows that is computed again.
+    """
+
+    spans: tuple[tuple[int, int], ...]
+    ratio: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NewSegment:
+    """A prompt that is kept as a segment.
+
+    Attributes:
+        tokens: all its tokens.
+        caller: see `SegmentCache.store`.
+    """
+
+    tokens: Tokens
+    caller: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChunkOrder:
+    """The rows of one request in a step.
+
+    Attributes:
+        first: position of its first token in the prompt.
+        slots: slot of each of its rows in the engine's pool, int64 [rows]. A rank finds the rows by them, because the
+            order of a batch is not that of the schedule.
+        asks: what the rows are for.
+    """
+
+    request: RequestId
+    first: int
+    slots: NDArray[np.int64]
+    asks: Reuse | NewSegment
+
+
+@dataclass(slots=True)
+class BlendOrders:
+    """One step's orders, carried out in this order before its forward.
+
+    Attributes:
+        forget: the weights change: nothing that is cached, loaded or being captured may be used.
+        release: requests whose loaded segments or captured rows are not needed any more.
+        load: segments to load.
+        chunks: rows of the step's batch.
+    """
+
+    forget: bool = False
+    release: list[RequestId] = field(default_factory=list)
+    load: list[SegmentOrder] = field(default_factory=list)
+    chunks: list[ChunkOrder] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return self.forget or bool(self.release or self.load or self.chunks)

@@ -1,0 +1,142 @@
+"""Blends a prompt whose answer is known, on the engine's own pool, before the engine's first request.
+
+Three things are shown: the layers called one by one compute what the model computes; a ratio of 1 computes the same;
+and where the cached rows are those that a full computation gives, every kept row of the last layer gets the keys of
+that computation, whichever rows are kept (the oracle). The oracle fails if a kept row attends to a row that it must not
+see, or to one that was not written, neither of which the next token would show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from vllm.distributed import get_tp_group
+from vllm.forward_context import set_forward_context
+
+from flexkv.adapters.vllm.blend.forward import BlendForward, Planes, ReusedRows, TakenRows
+from flexkv.adapters.vllm.blend.rows import BatchRows, Numbers, Runs
+
+ROWS = 96
+FIRST, END = 7, 80
+"""The reused rows."""
+LIMITS = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 2e-2}
+"""Relative errors of rounding; rows that attend to wrong keys are off by a tenth or more."""
+
+
+class KnownRows:
+    """Rows of one full computation."""
+
+    def __init__(self, planes: Sequence[Planes], rows: Numbers) -> None:
+        self._planes, self._rows = planes, rows
+
+    def only(self, chosen: Numbers) -> KnownRows:
+        return KnownRows(self._planes, self._rows[chosen])
+
+    def layer(self, layer: int) -> Planes:
+        keys, values = self._planes[layer]
+        at = torch.from_numpy(self._rows).to(keys.device)
+        return keys[at], values[at]
+
+
+class SelfTest:
+    """
+    Args:
+        model: one of flexkv's model classes, with its KV cache.
+        num_blocks: blocks of the engine's pool, none of which is in use.
+    """
+
+    def __init__(self, model: Any, forward: BlendForward, vllm_config: Any, num_blocks: int) -> None:
+        self._model, self._forward, self._config = model, forward, vllm_config
+        attention = forward.attentions[0]
+        self._device = attention.kv_cache.device
+        self._block_tokens = attention.get_kv_cache_spec(vllm_config).block_size
+        self._blocks = -(-ROWS // self._block_tokens)
+        # Block 0 is the engine's null block.
+        self._has_room = num_blocks > self._blocks and vllm_config.model_config.max_model_len >= ROWS
+        at = np.arange(ROWS, dtype=np.int64)
+        slots = (1 + at // self._block_tokens) * self._block_tokens + at % self._block_tokens
+        self._batch = BatchRows(np.array([0, ROWS], np.int64), slots, at)
+        words = np.random.default_rng(1).integers(0, vllm_config.model_config.get_vocab_size(), ROWS)
+        self._ids = torch.from_numpy(words).to(self._device)
+        self._positions = torch.from_numpy(at).to(self._device)
+
+    def refusal(self) -> str:
+        """Why blending must be off, the same on every rank; empty if all is as it should be."""
+        if not self._has_room:
+            return f"the engine has no room for a prompt of {ROWS} tokens to test it with"
+        with torch.inference_mode():
+            errors = self._errors()
+        limit = LIMITS[self._config.model_config.dtype]
+        worst = torch.tensor([*errors.values()], dtype=torch.float32, device=self._device)
+        group = get_tp_group()
+        if group.world_size > 1:
+            # A NaN of one rank is a NaN of all.
+            worst = group.all_gather(worst[None], dim=0).amax(dim=0)
+        found = dict(zip(errors, worst.cpu().tolist(), strict=True))
+        wrong = [f"{name} is off by {error:.2g}" for name, error in found.items() if not error <= limit]
+        return f"its test at the start fails: {'; '.join(wrong)}" if wrong else ""
+
+    def _errors(self) -> dict[str, float]:
+        whole = self._compute(lambda: self._model(self._ids, self._positions))
+        planes: list[Planes] = []
+        everything = TakenRows(self._batch.positions, lambda layer, fresh: planes.append(fresh))
+        layered = self._compute(lambda: self._run([], [everything]))
+        wrong = [(keys * 0 + 7, values * 0 + 7) for keys, values in planes]
+        rows = np.arange(FIRST, END, dtype=np.int64)
+        self._spoil(wrong)
+        again = self._compute(lambda: self._run([ReusedRows(rows, KnownRows(wrong, rows), 1.0)]))
+        self._spoil(wrong)
+        keep = np.ones(ROWS, np.bool_)
+        keep[rows] = np.random.default_rng(2).random(len(rows)) < 0.3
+        kept = self._kept_keys(rows, planes, keep)
+        last = planes[-1][0][torch.from_numpy(np.flatnonzero(keep)).to(self._device)]
+        return {
+            "the model layer by layer": _relative(layered, whole),
+            "a ratio of 1": _relative(again, layered),
+            "the oracle": _relative(kept.view(last.shape), last),
+        }
+
+    def _kept_keys(self, rows: Numbers, planes: Sequence[Planes], keep: NDArray[np.bool_]) -> Any:
+        """Keys of the rows in `keep` in the last layer, where the other ones come from a full computation."""
+        seen: list[Any] = []
+        hook = self._forward.attentions[-1].register_forward_pre_hook(
+            lambda attention, arguments: seen.append(arguments[1])
+        )
+        choose, self._forward.choose = self._forward.choose, lambda batch, reused, difference: keep
+        try:
+            self._compute(lambda: self._run([ReusedRows(rows, KnownRows(planes, rows), 0.3)]))
+        finally:
+            self._forward.choose = choose
+            hook.remove()
+        return seen[0]
+
+    def _run(self, reused: Sequence[ReusedRows], taken: Sequence[TakenRows] = ()) -> Any:
+        hidden, _ = self._forward.run(self._ids, self._positions, self._batch, reused, taken)
+        return hidden
+
+    def _spoil(self, planes: Sequence[Planes]) -> None:
+        slots = torch.from_numpy(self._batch.slots).to(self._device)
+        for attention, (keys, values) in zip(self._forward.attentions, planes, strict=True):
+            attention.impl.do_kv_cache_update(attention, keys, values, attention.kv_cache, slots)
+
+    def _compute(self, compute: Any) -> Any:
+        table = torch.arange(1, 1 + self._blocks, dtype=torch.int32, device=self._device)[None]
+        slots = torch.from_numpy(self._batch.slots).to(self._device)
+        whole = Runs.of(self._batch, self._batch.positions)
+        metadata = self._forward.metadata(whole, table, slots)
+        names = [attention.layer_name for attention in self._forward.attentions]
+        with set_forward_context(
+            dict.fromkeys(names, metadata),
+            self._config,
+            num_tokens=ROWS,
+            slot_mapping=dict.fromkeys(names, slots),
+        ):
+            return compute()
+
+
+def _relative(found: Any, wanted: Any) -> float:
+    return float((found.float() - wanted.float()).norm() / wanted.float().norm())

@@ -1,0 +1,99 @@
+"""Prompts of segments for engines that blend."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+from typing import Any
+
+from demo.model import prompt_tokens
+
+from .conftest import Engines, connector
+from .session import EngineSession, Prompt
+
+SEPARATOR = 5
+SIZES = (96, 75, 128)
+_salts = itertools.count()
+
+
+def salt() -> str:
+    return f"flexkv-blend:{next(_salts)}"
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Segments, and a prompt in which they stand in another order, with text before and after them.
+
+    Attributes:
+        spans: where each segment stands, in the prompt's order.
+    """
+
+    segments: tuple[tuple[int, ...], ...]
+    prompt: Prompt
+    spans: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, stream: int, sizes: tuple[int, ...] = SIZES, **fields: Any) -> Documents:
+        segments = [tuple(prompt_tokens(size, stream + 1 + number)) for number, size in enumerate(sizes)]
+        tokens, spans = list(prompt_tokens(8, stream + 20)), []
+        for segment in reversed(segments):
+            tokens.append(SEPARATOR)
+            spans.append((len(tokens), len(tokens) + len(segment)))
+            tokens += segment
+        tokens += [SEPARATOR, *prompt_tokens(28, stream + 30)]
+        fields.setdefault("log_probabilities", True)
+        return cls(tuple(segments), Prompt(tuple(tokens), **fields), tuple(spans))
+
+    def store(self, session: EngineSession) -> None:
+        """Has the engine compute and keep each segment by itself."""
+        asks = [
+            Prompt(segment, max_tokens=1, salt=salt(), extra=blending({"store": True}))
+            for segment in self.segments
+        ]
+        for ask in asks:
+            session.ask(ask)
+
+    def blended(self, ratio: float | None = None, spans: Any = None, **fields: Any) -> Prompt:
+        """The prompt as a request that is blended, under a salt of its own unless `fields` says otherwise."""
+        ask: dict[str, Any] = {"segments": [list(span) for span in (self.spans if spans is None else spans)]}
+        if ratio is not None:
+            ask["ratio"] = ratio
+        return replace(self.prompt, **{"salt": salt(), "extra": blending(ask)} | fields)
+
+    def plain(self, **fields: Any) -> Prompt:
+        """The prompt under a salt of its own, not blended: the engine computes all of it."""
+        return replace(self.prompt, **{"salt": f"plain-{next(_salts)}"} | fields)
+
+
+def blending(ask: Any) -> dict[str, Any]:
+    return {"kv_transfer_params": {"flexkv.blend": ask}}
+
+
+def start_blending(
+    engines: Engines,
+    settings: dict[str, Any] | None = None,
+    environment: dict[str, str] | None = None,
+    **engine: Any,
+) -> EngineSession:
+    """The engine that blends; the same configuration gives the same engine.
+
+    Args:
+        settings: more settings of flexkv, dotted.
+        engine: more engine arguments.
+    """
+    given: dict[str, Any] = {
+        "blend.enabled": True,
+        "blend.bytes": 16 << 20,
+        "blend.min_tokens": 32,
+        "blend.separators": [[SEPARATOR]],
+    } | (settings or {})
+    config = connector(None, **{key.replace(".", "__"): value for key, value in given.items()})
+    overrides = {"architectures": [engine.pop("architecture", "FlexKVLlamaForCausalLM")]}
+    return engines.get(config, environment, hf_overrides=overrides, **engine)
+
+
+def results(session: EngineSession) -> dict[str, float]:
+    """How many requests had each result so far, without those that none had."""
+    family = "vllm:flexkv_blend_requests_total"
+    found = session.process.metrics(family)
+    return {key.partition("result=")[2].rstrip("}"): value for key, value in found.items() if value}

@@ -1,0 +1,271 @@
+"""Blending inside the unpatched vLLM: what is computed, and that nothing of it reaches other requests."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from .blend_world import Documents, blending, results, salt, start_blending
+from .conftest import Engines
+from .session import EngineSession, Prompt
+
+ROUNDING = 1e-4
+STORED = "vllm:flexkv_moved_pages_total{direction=store}"
+
+
+@pytest.fixture
+def session(engines: Engines) -> EngineSession:
+    return start_blending(engines)
+
+
+@pytest.fixture
+def documents(session: EngineSession, stream: int) -> Documents:
+    made = Documents.of(stream % 10_000_000)
+    made.store(session)
+    return made
+
+
+def new_results(session: EngineSession, before: dict[str, float]) -> dict[str, float]:
+    return dict(Counter(results(session)) - Counter(before))
+
+
+@pytest.mark.parametrize("chunk", [0, 256, 33, 1])
+def test_a_ratio_of_one_is_the_full_computation_bit_for_bit(
+    session: EngineSession, documents: Documents, chunk: int
+) -> None:
+    before = results(session)
+    usual = session.call("step_tokens", tokens=chunk)["before"] if chunk else 0
+    try:
+        [full] = session.ask(documents.plain())
+        [blended] = session.ask(documents.blended(1.0))
+    finally:
+        if usual:
+            session.call("step_tokens", tokens=usual)
+    assert (blended.tokens, blended.log_probabilities) == (full.tokens, full.log_probabilities)
+    assert blended.tokens == session.reference.tokens(documents.prompt)
+    assert new_results(session, before) == {"blended": 1}
+
+
+def test_some_rows_are_reused_and_the_others_computed(session: EngineSession, documents: Documents) -> None:
+    rows = [f"vllm:flexkv_blend_rows_total{{kind={kind}}}" for kind in ("reused", "computed")]
+    [full] = session.ask(documents.plain())
+    before = [session.metric(name) for name in rows]
+    [some] = session.ask(documents.blended(0.15))
+    reused, computed = (session.metric(name) - had for name, had in zip(rows, before, strict=True))
+    covered = sum(end - first for first, end in documents.spans)
+    assert (reused, computed) == (covered - computed, round(0.15 * covered))
+    assert some.log_probabilities != full.log_probabilities, "nothing was reused"
+
+
+def test_cached_keys_are_turned_to_where_they_stand(session: EngineSession, documents: Documents) -> None:
+    turned = session.call("blend_differences", request=documents.blended(0.15).wire())["sum"]
+    control = session.call("blend_differences", request=documents.blended(0.15).wire(), turned=False)["sum"]
+    assert 0 < turned < control / 2
+
+
+@pytest.mark.parametrize("chunk", [0, 100])
+def test_kept_rows_get_the_keys_of_the_full_computation(
+    session: EngineSession, documents: Documents, chunk: int
+) -> None:
+    """The oracle: the cached rows are the full computation's, so every kept row must get its keys from it."""
+    usual = session.call("step_tokens", tokens=chunk)["before"] if chunk else 0
+    try:
+        found, control = (
+            session.call(
+                "blend_oracle",
+                full=documents.plain().wire(),
+                blended=documents.blended(0.15).wire(),
+                share=0.2,
+                one_sequence=broken,
+            )
+            for broken in (False, True)
+        )
+        [full] = session.ask(documents.plain())
+    finally:
+        if usual:
+            session.call("step_tokens", tokens=usual)
+    assert found["runs"] > 30, "the kept rows are apart"
+    assert found["worst"] < ROUNDING
+    for ours, theirs in zip(found["answer"]["logprobs"], full.log_probabilities, strict=True):
+        assert abs(ours - theirs) < ROUNDING
+    assert control["worst"] > 0.1, "the kept rows as one causal sequence: they see rows behind them"
+
+
+def test_earlier_rows_do_not_see_later_ones(session: EngineSession, documents: Documents) -> None:
+    first, end = documents.spans[1]
+    asks = {"request": documents.blended(0.15).wire(), "other": documents.blended(0.15).wire()}
+    found = session.call("blend_poison", first=first, end=end, **asks)
+    assert found["of_before"] > 10
+    assert found["before"] == 0
+    assert found["after"] > 10, "the control: later rows see the garbage"
+
+
+def test_requests_of_one_batch_do_not_change_each_other(session: EngineSession, stream: int) -> None:
+    several = [Documents.of(stream % 10_000_000 + 100 * number) for number in range(2)]
+    for each in several:
+        each.store(session)
+    usual = session.call("step_tokens", tokens=600)["before"]
+    try:
+
+        def batch() -> list[Prompt]:
+            first, second = (each.blended(0.15, max_tokens=8) for each in several)
+            ordinary = Prompt.of(77, stream, max_tokens=8, log_probabilities=True, salt=salt())
+            # The first one decodes when the chunks of the others come.
+            decoding = Prompt.of(40, stream + 1, max_tokens=24, log_probabilities=True, salt=salt())
+            return [decoding, first, ordinary, second]
+
+        alone = [session.ask(prompt)[0] for prompt in batch()]
+        # The same chunks: a chunk selects its own share of rows.
+        together = session.ask(*batch())
+    finally:
+        session.call("step_tokens", tokens=usual)
+    unchunked = [0, 1, 2]
+    for number in unchunked:
+        assert together[number].tokens == alone[number].tokens
+        assert together[number].log_probabilities == alone[number].log_probabilities
+
+
+def test_no_other_request_gets_anything_of_a_blended_one(
+    session: EngineSession, documents: Documents
+) -> None:
+    session.settle()
+    stored = session.metric(STORED)
+    blended = documents.blended(0.0)
+    session.ask(blended)
+    ordinary = session.check_one(documents.plain(salt=""))
+    assert ordinary.cached == 0
+    # vLLM has blocks of the blended one under this salt.
+    again = session.check_one(documents.plain(salt=blended.salt))
+    assert again.cached == 0
+    session.forget()
+    assert session.check_one(documents.plain(salt=blended.salt)).cached == 0
+    session.forget()
+    session.check_one(documents.plain(salt=""))
+    assert session.metric(STORED) - stored > 0
+    held = session.call("blend_held")
+    assert held == {"live": 0, "pages": 0, "loads": 0, "staged": 0}
+
+
+def test_a_blended_request_stores_no_page(session: EngineSession, documents: Documents) -> None:
+    session.settle()
+    stored = session.metric(STORED)
+    session.ask(documents.blended(0.15, max_tokens=70))
+    session.settle()
+    assert session.metric(STORED) == stored
+    session.ask(documents.plain(max_tokens=70))
+    session.settle()
+    assert session.metric(STORED) > stored, "the control: an ordinary one stores its pages"
+
+
+@pytest.mark.parametrize("forgotten", [False, True])
+def test_a_salt_serves_once(session: EngineSession, documents: Documents, forgotten: bool) -> None:
+    before = results(session)
+    once = salt()
+    session.ask(documents.blended(0.0, salt=once))
+    if forgotten:
+        session.call("blend_forget_salts")
+    assert session.check_one(documents.blended(0.0, salt=once)).cached == 0
+    assert new_results(session, before) == {"blended": 1, "used_salt": 1} or forgotten
+
+
+def test_control_without_a_salt_others_get_blended_rows(session: EngineSession, documents: Documents) -> None:
+    [full] = session.ask(documents.plain())
+    session.call("blend_trusting", requests=[documents.blended(0.0, salt="").wire()])
+    [answer] = session.ask(documents.plain(salt=""))
+    assert answer.cached > 0
+    assert answer.log_probabilities != full.log_probabilities
+    session.call("reset")
+
+
+def test_a_damaged_segment_is_computed(session: EngineSession, documents: Documents) -> None:
+    lost = "vllm:flexkv_blend_lost_segments_total"
+    before = session.metric(lost)
+    count = results(session)
+    session.call("blend_flip", pages=10_000)
+    try:
+        session.check_one(documents.blended(0.0))
+    finally:
+        session.call("blend_flip", pages=10_000)
+    assert session.metric(lost) - before == len(documents.spans)
+    assert new_results(session, count) == {"miss": 1}
+
+
+def test_segments_between_separators_are_found(session: EngineSession, documents: Documents) -> None:
+    [named] = session.ask(documents.blended(0.15))
+    [found] = session.ask(documents.blended(salt=salt(), extra=blending(True)))
+    assert found.log_probabilities == named.log_probabilities
+
+
+def test_namespaces_share_no_segment(session: EngineSession, documents: Documents) -> None:
+    before = results(session)
+    ask = documents.blended(0.0)
+    assert ask.extra is not None
+    ask.extra["kv_transfer_params"]["flexkv.namespace"] = "another"
+    session.check_one(ask)
+    assert new_results(session, before) == {"miss": 1}
+
+
+@pytest.mark.parametrize(
+    ("result", "spans", "more"),
+    [
+        ("salt", None, {"salt": ""}),
+        ("salt", None, {"salt": "somebody's"}),
+        ("segments", [(10, 60), (50, 90)], {}),
+        ("segments", [(10, 10)], {}),
+        ("segments", [(10, 5000)], {}),
+        ("no_segments", [], {}),
+        ("short", [(10, 40)], {}),
+    ],
+)
+def test_what_cannot_be_blended_is_computed_and_counted(
+    session: EngineSession, documents: Documents, result: str, spans: Any, more: dict[str, Any]
+) -> None:
+    before = results(session)
+    session.check_one(documents.blended(0.0, spans, **more))
+    assert new_results(session, before) == {result: 1}
+
+
+def test_a_request_that_ends_in_the_middle_leaves_nothing(
+    session: EngineSession, documents: Documents
+) -> None:
+    usual = session.call("step_tokens", tokens=64)["before"]
+    try:
+        reply = session.call(
+            "abort",
+            requests=[documents.blended(0.15).wire(), documents.plain().wire()],
+            victim=0,
+            status="RUNNING",
+            later=[documents.plain().wire()],
+        )
+    finally:
+        session.call("step_tokens", tokens=usual)
+    assert reply["aborted"], reply
+    session.settle()
+    assert session.call("blend_held") == {"live": 0, "pages": 0, "loads": 0, "staged": 0}
+    [again] = session.ask(documents.blended(1.0))
+    assert again.tokens == session.reference.tokens(documents.prompt)
+
+
+def test_a_preempted_request_is_blended_again(session: EngineSession, stream: int) -> None:
+    """Three prompts fill the pool, and run out of blocks while they generate."""
+    several = [
+        Documents.of(stream % 10_000_000 + 100 * number, (600, 400, 250), max_tokens=120)
+        for number in range(3)
+    ]
+    for each in several:
+        each.store(session)
+    preemptions = session.metric("vllm:num_preemptions_total")
+    session.check(*(each.blended(1.0) for each in several))
+    assert session.metric("vllm:num_preemptions_total") > preemptions
+    session.settle()
+    assert session.call("blend_held") == {"live": 0, "pages": 0, "loads": 0, "staged": 0}
+
+
+def test_a_reset_forgets_the_segments(session: EngineSession, documents: Documents) -> None:
+    before = results(session)
+    session.settle()
+    assert session.call("reset", connector=True)["done"]
+    session.check_one(documents.blended(0.0))
+    assert new_results(session, before) == {"miss": 1}

@@ -1,0 +1,146 @@
+"""Blending on each family of models, and on two ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from demo.model import PRESETS, WEIGHT_STD, model_config, model_weights, write_tokenizer
+from flexkv.adapters.vllm.blend import ARCHITECTURES
+
+from .blend_world import Documents, blending, results, salt, start_blending
+from .conftest import Engines
+from .session import EngineSession, Prompt
+from .test_parallel import TWO_RANKS
+
+pytestmark = pytest.mark.long
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "MistralForCausalLM": ("mistral", {"sliding_window": None}),
+    "Qwen2ForCausalLM": ("qwen2", {"use_sliding_window": False}),
+    "Qwen3ForCausalLM": ("qwen3", {"use_sliding_window": False}),
+}
+
+
+def write_family(folder: Path, architecture: str) -> Path:
+    """Writes a random model of the family, with the biases and norms that its attention has."""
+    from safetensors.numpy import save_file
+
+    shape = PRESETS["tiny"]
+    kind, particular = FAMILIES[architecture]
+    random = np.random.default_rng(5)
+
+    def drawn(rows: int, columns: int, std: float = WEIGHT_STD) -> np.ndarray:
+        return (random.standard_normal((rows, columns)) * std).astype(np.float32)
+
+    def attention(prefix: str) -> dict[str, np.ndarray]:
+        sizes = {"q": shape.heads * shape.head_size, "k": shape.kv_heads * shape.head_size}
+        sizes["v"] = sizes["k"]
+        found = {f"{prefix}{name}_proj.weight": drawn(rows, shape.hidden) for name, rows in sizes.items()}
+        found[prefix + "o_proj.weight"] = drawn(shape.hidden, sizes["q"])
+        if kind == "qwen2":
+            found |= {f"{prefix}{name}_proj.bias": drawn(1, rows)[0] for name, rows in sizes.items()}
+        if kind == "qwen3":
+            for name in ("q", "k"):
+                found[f"{prefix}{name}_norm.weight"] = 1 + drawn(1, shape.head_size)[0]
+        return found
+
+    folder.mkdir()
+    config = model_config(architecture, kind, shape, head_dim=shape.head_size, **particular)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(model_weights(shape, drawn, attention), str(folder / "model.safetensors"), {"format": "pt"})
+    write_tokenizer(folder, shape)
+    return folder
+
+
+def check_blends(session: EngineSession, stream: int) -> None:
+    """A ratio of 1 is the full computation, and a lower one reuses rows."""
+    documents = Documents.of(stream % 10_000_000)
+    documents.store(session)
+    before = results(session)
+    [full] = session.ask(documents.plain())
+    [same] = session.ask(documents.blended(1.0))
+    [some] = session.ask(documents.blended(0.15))
+    assert (same.tokens, same.log_probabilities) == (full.tokens, full.log_probabilities)
+    assert some.log_probabilities != full.log_probabilities
+    assert results(session)["blended"] - before.get("blended", 0) == 2
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_each_family_blends(engines: Engines, tmp_path: Path, stream: int, architecture: str) -> None:
+    model = write_family(tmp_path / "model", architecture)
+    session = start_blending(engines, model=str(model), architecture=ARCHITECTURES[architecture])
+    check_blends(session, stream)
+    documents = Documents.of(stream % 10_000_000 + 50)
+    found = session.call(
+        "blend_oracle",
+        full=documents.plain().wire(),
+        blended=_stored(session, documents).wire(),
+        share=0.2,
+    )
+    assert found["runs"] > 30
+    assert found["worst"] < 1e-3
+
+
+def _stored(session: EngineSession, documents: Documents) -> Prompt:
+    documents.store(session)
+    return documents.blended(0.15)
+
+
+def test_two_ranks_blend_the_same_rows(engines: Engines, stream: int) -> None:
+    session = start_blending(engines, environment=TWO_RANKS, tensor_parallel_size=2)
+    check_blends(session, stream)
+    rows = session.process.metrics("vllm:flexkv_blend_rows_total")
+    assert rows
+    assert not any(value for key, value in rows.items() if "unplaced" in key)
+
+
+def test_without_its_model_class_the_engine_computes_fully(engines: Engines, stream: int) -> None:
+    session = start_blending(engines, architecture="LlamaForCausalLM")
+    documents = Documents.of(stream % 10_000_000)
+    documents.store(session)
+    session.check_one(documents.blended(0.0))
+    assert results(session) == {"off": 4}
+
+
+def test_lazy_stores_take_nothing_of_a_blended_request(engines: Engines, stream: int) -> None:
+    session = start_blending(engines, {"store.mode": "lazy"})
+    documents = Documents.of(stream % 10_000_000)
+    documents.store(session)
+    once = salt()
+    session.ask(documents.blended(0.0, salt=once))
+    for number in range(6):
+        # Others take its blocks.
+        session.ask(Prompt.of(1500, stream + number, max_tokens=1))
+    session.settle()
+    session.forget()
+    assert session.check_one(documents.plain(salt="")).cached == 0
+    assert session.check_one(documents.plain(salt=once)).cached == 0
+
+
+def test_preemption_without_a_prefix_cache(engines: Engines, stream: int) -> None:
+    session = start_blending(
+        engines, enable_prefix_caching=False, num_gpu_blocks_override=58, max_model_len=1024
+    )
+    several = [
+        Documents.of(stream % 10_000_000 + 100 * number, (300, 256, 200), max_tokens=120)
+        for number in range(2)
+    ]
+    for each in several:
+        each.store(session)
+    before = session.metric("vllm:num_preemptions_total")
+    session.check(*(each.blended(1.0) for each in several))
+    assert session.metric("vllm:num_preemptions_total") > before
+
+
+def test_a_text_separates(engines: Engines, stream: int) -> None:
+    session = start_blending(engines, {"blend.separators": "w5"})  # the tokenizer's word for token 5
+    documents = Documents.of(stream % 10_000_000)
+    documents.store(session)
+    [named] = session.ask(documents.blended(0.15))
+    [found] = session.ask(documents.blended(extra=blending(True)))
+    assert found.log_probabilities == named.log_probabilities
