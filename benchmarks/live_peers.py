@@ -61,7 +61,7 @@ def copies() -> None:
     directory.follow()
 
     def from_peer() -> None:
-        ends, _, _ = directory.bring(ours.native, 0, keys, tokens, slots)
+        ends, _, _ = directory.bring(ours.native, 0, keys, tokens, np.zeros(PAGES, np.uint64), slots)
         assert not ends.any()
 
     def plain() -> None:
@@ -99,7 +99,7 @@ def lookups() -> None:
             reader = PoolReader.__new__(PoolReader)
             tier = LivePeerTier(context, directory, TierFacts("peer-host"), NobodyElse(), reader)
             known = rng.integers(0, 256, (100_000, 16), dtype=np.uint8)
-            tier._enter(known, np.full(len(known), TOKENS, np.int32))
+            tier._enter(known, np.full(len(known), TOKENS, np.int32), np.zeros(len(known), np.uint64))
             return tier
 
         manager = LocalCacheManager(

@@ -237,24 +237,34 @@ class PeerDirectory:
     def has_news(self) -> bool: ...
     def take(
         self, most: int
-    ) -> tuple[NDArray[np.uint8], NDArray[np.uint32], NDArray[np.uint32], NDArray[np.bool_]]:
-        """Up to `most` news, in order: keys, groups, tokens, and whether a peer has the page now."""
+    ) -> tuple[
+        NDArray[np.uint8], NDArray[np.uint32], NDArray[np.uint32], NDArray[np.uint64], NDArray[np.bool_]
+    ]:
+        """Up to `most` news, in order: keys, groups, tokens, expiries, and whether a peer has the page now."""
     def bring(
         self,
         pool: HostPool,
         group: int,
         keys: NDArray[np.uint8],
         tokens: NDArray[np.uint32],
+        expiries: NDArray[np.uint64],
         slots: NDArray[np.int32],
     ) -> tuple[NDArray[np.uint8], NDArray[np.int32], NDArray[np.int32]]:
         """Copies pages to slots; returns for each how it ended (0 copied, 1 absent, 2 changed, 3 digest, 4 another
-        format), and for 4 the peer and its slot.
+        format), and for 4 the peer and its slot. A page that expires before the time given counts as absent.
 
         Raises:
             BlockRangeError: a slot is not up. ContractError: arrays of other lengths.
         """
     def read(
-        self, peer: int, slot: int, group: int, key: NDArray[np.uint8], tokens: int, image: NDArray[np.uint8]
+        self,
+        peer: int,
+        slot: int,
+        group: int,
+        key: NDArray[np.uint8],
+        tokens: int,
+        expiry: int,
+        image: NDArray[np.uint8],
     ) -> int:
         """Copies the start of a page's slot in the peer's own format; returns how that ended, as `bring`.
 

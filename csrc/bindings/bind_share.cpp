@@ -96,14 +96,16 @@ py::tuple take(PeerDirectory& directory, size_t most) {
   Bytes keys({news.size(), kKeyBytes});
   Numbers groups(static_cast<py::ssize_t>(news.size()));
   Numbers tokens(static_cast<py::ssize_t>(news.size()));
+  Words expiries(static_cast<py::ssize_t>(news.size()));
   py::array_t<bool> there(static_cast<py::ssize_t>(news.size()));
   for (size_t i = 0; i < news.size(); ++i) {
     std::memcpy(keys.mutable_data() + i * kKeyBytes, &news[i].key, kKeyBytes);
     groups.mutable_data()[i] = news[i].group;
     tokens.mutable_data()[i] = news[i].tokens;
+    expiries.mutable_data()[i] = news[i].expiry;
     there.mutable_data()[i] = news[i].there;
   }
-  return py::make_tuple(keys, groups, tokens, there);
+  return py::make_tuple(keys, groups, tokens, expiries, there);
 }
 
 // Checks that every page's own part of a slot lies inside it.
@@ -119,11 +121,13 @@ void require_room(const PeerFormat& format, int64_t slot_bytes) {
 }
 
 py::tuple bring(PeerDirectory& directory, const HostPool& pool, uint32_t group, const py::array& keys,
-                const Numbers& tokens, const Slots& slots) {
+                const Numbers& tokens, const Words& expiries, const Slots& slots) {
   const auto wanted = keys_of(keys);
   const auto valid = row_of(tokens, "tokens");
+  const auto until = row_of(expiries, "expiries");
   const auto targets = row_of(slots, "slots");
   require_length(valid.size(), wanted.size(), "tokens");
+  require_length(until.size(), wanted.size(), "expiries");
   require_length(targets.size(), wanted.size(), "slots");
   for (const int32_t slot : targets) pool.slot(slot);  // throws where there is none
   const auto count = static_cast<py::ssize_t>(wanted.size());
@@ -137,7 +141,12 @@ py::tuple bring(PeerDirectory& directory, const HostPool& pool, uint32_t group, 
   directory.each_format([&](const PeerFormat& format) { require_room(format, pool.geometry().slot_bytes); });
   for (size_t i = 0; i < wanted.size(); ++i) {
     PeerPlace other;
-    const PeerEnd end = directory.bring(wanted[i], group, valid[i], pool.slot_address(targets[i]), other);
+    RowFacts asked;
+    asked.key = wanted[i];
+    asked.group = group;
+    asked.tokens = valid[i];
+    asked.expiry = until[i];
+    const PeerEnd end = directory.bring(asked, pool.slot_address(targets[i]), other);
     ended[i] = static_cast<uint8_t>(end);
     holders[i] = other.peer;
     at[i] = static_cast<int32_t>(other.slot);
@@ -147,13 +156,14 @@ py::tuple bring(PeerDirectory& directory, const HostPool& pool, uint32_t group, 
 }
 
 int read(PeerDirectory& directory, int32_t peer, uint32_t slot, uint32_t group, const py::array& key,
-         uint32_t tokens, const py::buffer& image) {
+         uint32_t tokens, uint64_t expiry, const py::buffer& image) {
   const auto keys = keys_of(key);
   require_length(keys.size(), 1, "keys");
   const ByteBuffer bytes(image, ByteBuffer::kWritable);
   if (reinterpret_cast<uintptr_t>(bytes.data()) % 8 != 0) throw ContractError("an image that is not aligned");
-  const PeerPlace place{
-      .peer = peer, .slot = slot, .facts = {.key = keys[0], .group = group, .tokens = tokens}};
+  const PeerPlace place{.peer = peer,
+                        .slot = slot,
+                        .facts = {.key = keys[0], .group = group, .tokens = tokens, .expiry = expiry}};
   const py::gil_scoped_release release;
   return static_cast<int>(directory.read(place, bytes.data(), bytes.size()));
 }
@@ -204,9 +214,9 @@ void bind_share(py::module_& m) {
       .def_property_readonly("has_news", &PeerDirectory::has_news)
       .def("take", &take, py::arg("most"))
       .def("bring", &bring, py::arg("pool"), py::arg("group"), py::arg("keys"), py::arg("tokens").noconvert(),
-           py::arg("slots").noconvert())
+           py::arg("expiries").noconvert(), py::arg("slots").noconvert())
       .def("read", &read, py::arg("peer"), py::arg("slot"), py::arg("group"), py::arg("key"),
-           py::arg("tokens"), py::arg("image"))
+           py::arg("tokens"), py::arg("expiry"), py::arg("image"))
       .def("find", &find, py::arg("group"), py::arg("keys"))
       .def("retired", &PeerDirectory::retired, py::arg("peer"))
       .def("counts", &PeerDirectory::counts, py::arg("peer"))

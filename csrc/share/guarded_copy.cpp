@@ -41,9 +41,12 @@ void copy_words(std::byte* to, const std::byte* from, size_t bytes) {
   std::memcpy(to + whole * 8, &last, bytes % 8);
 }
 
-bool row_holds(const BoardRow& row, const BlockKey& key, uint32_t group, uint32_t tokens, uint64_t& version) {
+bool row_holds(const BoardRow& row, const RowFacts& asked, uint64_t& version) {
   const auto facts = read_row(row, version);
-  return facts && facts->key == key && facts->group == group && facts->tokens == tokens;
+  if (!facts || facts->key != asked.key || facts->group != asked.group || facts->tokens != asked.tokens) {
+    return false;
+  }
+  return facts->expiry == 0 || (asked.expiry != 0 && asked.expiry <= facts->expiry);
 }
 
 }  // namespace flexkv

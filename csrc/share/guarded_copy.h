@@ -22,8 +22,9 @@ enum class PeerEnd : uint8_t {
 // later look at the row's version cannot come before them. `from` and `to` lie on 8-byte boundaries.
 void copy_words(std::byte* to, const std::byte* from, size_t bytes);
 
-// Whether `row` names this page, in the state that `version` is set to.
-bool row_holds(const BoardRow& row, const BlockKey& key, uint32_t group, uint32_t tokens, uint64_t& version);
+// Whether `row` names the page that is asked for, which expires no earlier, in the state that `version` is
+// set to.
+bool row_holds(const BoardRow& row, const RowFacts& asked, uint64_t& version);
 
 inline bool row_is_at(const BoardRow& row, uint64_t version) {
   return row.version.load(std::memory_order_relaxed) == version;

@@ -155,7 +155,7 @@ void PeerDirectory::leave(int32_t number, Peer& peer, uint32_t slot) {
 }
 
 void PeerDirectory::tell(const RowFacts& facts, bool there) {
-  news_.push_back({facts.key, facts.group, facts.tokens, there});
+  news_.push_back({facts.key, facts.group, facts.tokens, facts.expiry, there});
   news_count_.store(news_.size() - taken_, std::memory_order_release);
 }
 
@@ -192,12 +192,11 @@ PeerPlace PeerDirectory::find(const BlockKey& key, uint32_t group, std::span<con
   return place;
 }
 
-PeerEnd PeerDirectory::bring(const BlockKey& key, uint32_t group, uint32_t tokens, std::byte* slot,
-                             PeerPlace& other) {
+PeerEnd PeerDirectory::bring(const RowFacts& asked, std::byte* slot, PeerPlace& other) {
   std::array<int32_t, kMostHolders> tried{};
   PeerEnd end = PeerEnd::kAbsent;
   for (size_t tries = 0; tries < kMostHolders; ++tries) {
-    const PeerPlace place = find(key, group, {tried.data(), tries});
+    const PeerPlace place = find(asked.key, asked.group, {tried.data(), tries});
     const auto peer = place.peer < 0 ? nullptr : at(place.peer);
     if (!peer) return end;
     tried[tries] = place.peer;
@@ -206,7 +205,7 @@ PeerEnd PeerDirectory::bring(const BlockKey& key, uint32_t group, uint32_t token
       end = PeerEnd::kFormat;
       continue;
     }
-    const PeerEnd tried_end = copy(*peer, place.slot, key, group, tokens, slot);
+    const PeerEnd tried_end = copy(*peer, place.slot, asked, slot);
     peer->counts[static_cast<size_t>(tried_end)].fetch_add(1, std::memory_order_relaxed);
     if (tried_end == PeerEnd::kOk) return tried_end;
     if (end != PeerEnd::kFormat) end = tried_end;
@@ -214,12 +213,11 @@ PeerEnd PeerDirectory::bring(const BlockKey& key, uint32_t group, uint32_t token
   return end;
 }
 
-PeerEnd PeerDirectory::copy(const Peer& peer, uint32_t slot, const BlockKey& key, uint32_t group,
-                            uint32_t tokens, std::byte* to) const {
+PeerEnd PeerDirectory::copy(const Peer& peer, uint32_t slot, const RowFacts& asked, std::byte* to) const {
   if (!peer.pool) return PeerEnd::kAbsent;
   const BoardRow& row = peer.parts.rows[slot];
   uint64_t version = 0;
-  if (!row_holds(row, key, group, tokens, version)) return PeerEnd::kAbsent;
+  if (!row_holds(row, asked, version)) return PeerEnd::kAbsent;
   const std::byte* from = peer.pool->slot(slot);
   for (const PagePiece& piece : peer.format.pieces) {
     copy_words(to + piece.to, from + piece.from, static_cast<size_t>(piece.bytes));
@@ -248,7 +246,7 @@ PeerEnd PeerDirectory::read(const PeerPlace& place, std::byte* to, size_t bytes)
   const BoardRow& row = peer->parts.rows[place.slot];
   uint64_t version = 0;
   PeerEnd end = PeerEnd::kAbsent;
-  if (row_holds(row, asked.key, asked.group, asked.tokens, version)) {
+  if (row_holds(row, asked, version)) {
     copy_words(to, peer->pool->slot(place.slot), bytes);
     end = row_is_at(row, version) ? PeerEnd::kOk : PeerEnd::kChanged;
   }

@@ -62,6 +62,7 @@ struct PeerNews {
   BlockKey key;
   uint32_t group;
   uint32_t tokens;
+  uint64_t expiry;  // Unix seconds; 0 for never
   bool there;
 };
 
@@ -93,8 +94,9 @@ class PeerDirectory {
   size_t take(size_t most, std::vector<PeerNews>& out);
   bool has_news() const { return news_count_.load(std::memory_order_acquire) > 0; }
 
-  // Copies a page into `slot`. On kFormat, `other` says which peer has it.
-  PeerEnd bring(const BlockKey& key, uint32_t group, uint32_t tokens, std::byte* slot, PeerPlace& other);
+  // Copies a page into `slot`. On kFormat, `other` says which peer has it. A page that expires before
+  // `asked.expiry` is not taken, because it would be kept longer than its holder may keep it.
+  PeerEnd bring(const RowFacts& asked, std::byte* slot, PeerPlace& other);
   // Copies the leading `bytes` of a page's slot in the peer's own format.
   PeerEnd read(const PeerPlace& place, std::byte* to, size_t bytes);
   // Where the page lies now, or was last seen; the peers that joined first come first, without those in
@@ -147,8 +149,7 @@ class PeerDirectory {
   void enter(int32_t number, Peer& peer, uint32_t slot, const RowFacts& facts);
   void leave(int32_t number, Peer& peer, uint32_t slot);
   void tell(const RowFacts& facts, bool there);
-  PeerEnd copy(const Peer& peer, uint32_t slot, const BlockKey& key, uint32_t group, uint32_t tokens,
-               std::byte* to) const;
+  PeerEnd copy(const Peer& peer, uint32_t slot, const RowFacts& asked, std::byte* to) const;
   std::shared_ptr<Peer> at(int32_t peer) const;
 
   mutable std::mutex mutex_;  // guards what follows

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from flexkv import c_ext
 from flexkv.storage.base import DiskGroup
 from flexkv.storage.page_reader import DIGEST, PageReader, UnderWay
-from flexkv.storage.tags import tag_fields
+from flexkv.storage.tags import TagFields, tag_fields
 from flexkv.transfer.graph import OpResult, OpStatus, TransferOp
 from flexkv.transfer.host_pool import HostPool
 
@@ -88,13 +88,16 @@ class PoolReader(PageReader):
                     break
                 keys = np.ascontiguousarray(tags["key"])
                 ends, peers, places = self._directory.bring(
-                    self._pool.native, op.group, keys, tags["tokens"].astype(np.uint32), slots
+                    self._pool.native,
+                    op.group,
+                    keys,
+                    tags["tokens"].astype(np.uint32),
+                    np.ascontiguousarray(tags["expiry"]),
+                    slots,
                 )
                 for page in np.flatnonzero(ends == FORMAT).tolist():
-                    ends[page] = self._rewrite(
-                        op.group, keys[page : page + 1], int(tags["tokens"][page]), peers[page], places[page],
-                        int(slots[page]),
-                    )  # fmt: skip
+                    place = (int(peers[page]), int(places[page]))
+                    ends[page] = self._rewrite(op.group, tags[page : page + 1], place, int(slots[page]))
             self.outcomes += np.bincount(ends, minlength=len(OUTCOMES))
             good = ends == COPIED
             self._pool.native.settle(slots[good], op.op_id, True)
@@ -108,18 +111,17 @@ class PoolReader(PageReader):
     def _bring(self, op: TransferOp, page: int) -> str:
         raise AssertionError("pages are copied together")
 
-    def _rewrite(
-        self, group: int, key: NDArray[np.uint8], tokens: int, peer: int, place: int, slot: int
-    ) -> int:
+    def _rewrite(self, group: int, tag: TagFields, place: tuple[int, int], slot: int) -> int:
         """Copies a page of another format, and rewrites it once it is known to be whole; returns how that ended."""
-        how = self._other(peer)
+        how = self._other(place[0])
         if how is None:
             return FORMAT
         words = -(-how.codec.image_bytes // 8)
         if len(self._image) < words:
             self._image = np.zeros(words, np.uint64)
         image = self._image[:words].view(np.uint8)[: how.codec.image_bytes]
-        end = self._directory.read(peer, place, group, key, tokens, image)
+        key, tokens, expiry = np.ascontiguousarray(tag["key"]), int(tag["tokens"][0]), int(tag["expiry"][0])
+        end = self._directory.read(*place, group, key, tokens, expiry, image)
         if end != COPIED:
             return end
         stripes = [(how.codec.stripe_offset(rank), size) for rank, size in enumerate(how.group.stripe_bytes)]

@@ -32,14 +32,14 @@ struct SharingUnit {
   explicit SharingUnit(uint32_t slots)
       : board(slots), pool(SharedFile::make("test-pool", int64_t{slots} * kSlotBytes)) {}
 
-  void write(uint32_t slot, const BlockKey& key) {
+  void write(uint32_t slot, const BlockKey& key, uint64_t expiry = 0) {
     const auto number = static_cast<int32_t>(slot);
     board.begin(slot);
     auto* words = reinterpret_cast<std::atomic<uint64_t>*>(pool.base() + slot * kSlotBytes);
     for (size_t word = 0; word < kWords; ++word) {
       words[word].store(page_word(key, word), std::memory_order_release);
     }
-    board.note({&number, 1}, {&kTokens, 1}, {}, {}, 0);
+    board.note({&number, 1}, {&kTokens, 1}, {}, {&expiry, 1}, 0);
     board.publish(slot, 0, key);
   }
 
@@ -68,9 +68,13 @@ struct alignas(64) CopiedPage {
   }
 };
 
-PeerEnd bring_page(PeerDirectory& directory, const BlockKey& key, CopiedPage& page) {
+PeerEnd bring_page(PeerDirectory& directory, const BlockKey& key, CopiedPage& page, uint64_t expiry = 0) {
   PeerPlace other;
-  return directory.bring(key, 0, kTokens, page.bytes(), other);
+  RowFacts asked;
+  asked.key = key;
+  asked.tokens = kTokens;
+  asked.expiry = expiry;
+  return directory.bring(asked, page.bytes(), other);
 }
 
 std::vector<PeerNews> take_all(PeerDirectory& directory) {
@@ -193,6 +197,19 @@ TEST_CASE("share: an index tells of every change to a slot") {
   index.clear();
   directory.follow();
   CHECK(take_all(directory).size() == 2);
+}
+
+TEST_CASE("share: no page is taken that its holder may keep for a shorter time") {
+  SharingUnit unit(2);
+  PeerDirectory directory;
+  unit.join(directory);
+  unit.write(0, share_key(1), 1000);
+  directory.follow();
+  CHECK(take_all(directory).at(0).expiry == 1000);
+  CopiedPage page;
+  CHECK(bring_page(directory, share_key(1), page) == PeerEnd::kAbsent);
+  CHECK(bring_page(directory, share_key(1), page, 1001) == PeerEnd::kAbsent);
+  CHECK(bring_page(directory, share_key(1), page, 1000) == PeerEnd::kOk);
 }
 
 TEST_CASE("share: a page that does not match its digest is not taken") {

@@ -232,7 +232,7 @@ class Hub:
             Which became visible, bool [entries].
         """
         if self.board is not None:
-            self._note_tokens(group, entries)
+            self._note(group, entries)
         published = self.presence.finish(entries, good.view(np.uint8)).view(np.bool_)
         if self.listeners and published.any():
             keys = self.index.keys_of(entries[published])
@@ -240,11 +240,13 @@ class Hub:
                 listener.on_publish(group, keys)
         return published
 
-    def _note_tokens(self, group: int, entries: EntryIds) -> None:
-        """Notes on the board how many tokens the pages have that are about to become visible."""
+    def _note(self, group: int, entries: EntryIds) -> None:
+        """Notes on the board how many tokens the pages have that are about to become visible, and when they expire."""
         assert self.board is not None
         slots = self.index.slots_of(entries)
-        self.board.note(slots, self.tokens[group][slots].astype(np.uint32), NO_WORDS, NO_WORDS, 0)
+        tokens = self.tokens[group][slots].astype(np.uint32)
+        expiries = self.times.of(group, slots) if self.times.any else NO_WORDS
+        self.board.note(slots, tokens, NO_WORDS, expiries, 0)
 
     # --- what leaves ---
 

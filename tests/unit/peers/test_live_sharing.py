@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,22 @@ def test_a_prompt_of_one_engine_is_a_hit_in_another_from_its_host_memory(
     (row,) = share_of(other).peers()
     assert (row["copied"], row["host_pages"]) == (5, 5)
     assert hits(other, "peer-host") == 5
+
+
+def test_a_page_that_expires_does_so_at_its_reader(pair: tuple[MiniEngine, MiniEngine]) -> None:
+    one, other = pair
+    request = make_request(PROMPT, "one", extra_args={"flexkv.ttl_s": 3600})
+    one.run(request)
+    wait_for(lambda: knows(other, 5))
+    assert other.run(make_request(PROMPT, "two")) == 20
+    hub, keys = other.unit.manager.hub, other.keys_of(request)
+    times = hub.times.of(0, hub.index.slots_of(hub.index.find(0, keys)))
+    assert (times > time.time()).all()
+    (tier,) = live_tiers(other)
+    assert tier.present(0, keys).all()
+    tier._unix_s = lambda: time.time() + 3601
+    assert not tier.present(0, keys).any()
+    assert len(tier.leading(0, keys)) == 0
 
 
 def test_both_directions_and_verified_host_memory(make_engine: Make, tmp_path: Path) -> None:

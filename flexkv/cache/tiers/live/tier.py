@@ -10,12 +10,13 @@ from numpy.typing import NDArray
 
 from flexkv.c_ext import BlockIndex, PeerDirectory
 from flexkv.cache.base import NO_ENTRY, EntryIds
+from flexkv.cache.ledger.page_times import Expiries
 from flexkv.cache.tiers.contract import Follower, Plane, Series, Source, Tier, TierCounts, TierFacts
 from flexkv.cache.tiers.tables import TierContext
 from flexkv.facts.keys import Keys
 from flexkv.peers.pool_reader import OUTCOMES
 from flexkv.storage.tags import make_tags
-from flexkv.transfer.graph import NO_BLOCKS, OpId, OpKind, Priority, SlotIds, TransferOp
+from flexkv.transfer.graph import NEVER, NO_BLOCKS, OpId, OpKind, Priority, SlotIds, TransferOp
 
 KNOWN_PAGES = 262_144
 """Most pages of peers that are known, about 25 MB. Beyond it the ones that the policy evicts are misses."""
@@ -73,41 +74,59 @@ class LivePeerTier(Tier, Source, Follower):
         self._directory, self._share = directory, share
         self.presence = BlockIndex([KNOWN_PAGES], context.policy)
         self.presence.grow(0, KNOWN_PAGES)
+        self._unix_s = context.tables.unix_s
         self._block_tokens = context.tables.specs[0].block_tokens
         self._tokens = np.zeros(KNOWN_PAGES, np.int32)
         """Valid tokens of the page in each place."""
-        self._any_partial = False
+        self._expiries: Expiries = np.zeros(KNOWN_PAGES, np.uint64)
+        """When the page in each place expires."""
+        self._any_partial = self._any_expires = False
 
     # --- what peers tell ---
 
     def take_news(self, most: int = NEWS_PER_LOOKUP) -> None:
         if not self._directory.has_news or self.down:
             return
-        keys, _, tokens, there = self._directory.take(most)
+        keys, _, tokens, expiries, there = self._directory.take(most)
         ends = np.append(np.flatnonzero(there[1:] != there[:-1]) + 1, len(keys))
         first = 0
         for end in ends.tolist():
             if there[first]:
-                self._enter(keys[first:end], tokens[first:end].astype(np.int32))
+                self._enter(keys[first:end], tokens[first:end].astype(np.int32), expiries[first:end])
             else:
                 found = self.presence.find(0, keys[first:end])
                 self.presence.remove(found[found != NO_ENTRY])
             first = end
 
-    def _enter(self, keys: Keys, tokens: NDArray[np.int32]) -> None:
+    def _enter(self, keys: Keys, tokens: NDArray[np.int32], expiries: Expiries) -> None:
         positions, new, places, *_ = self.presence.insert(0, keys, len(keys))
         self._tokens[places] = tokens[positions]
+        if self._any_expires or expiries.any():
+            self._any_expires = True
+            self._expiries[places] = expiries[positions]
+            self.presence.set_expiry(new, self._expiries[places])
         self._any_partial |= bool((tokens != self._block_tokens).any())
         self.presence.finish(new, np.ones(len(new), np.uint8))
 
     # --- lookups ---
 
     def leading(self, group: int, keys: Keys) -> EntryIds:
-        return self.presence.match_prefix(group, keys)
+        entries = self.presence.match_prefix(group, keys)
+        expired = self._expired(entries)
+        return entries[: int(np.argmax(expired))] if expired.any() else entries
 
     def present(self, group: int, keys: Keys) -> NDArray[np.bool_]:
-        found: NDArray[np.bool_] = self.presence.find(group, keys) != NO_ENTRY
-        return found
+        entries = self.presence.find(group, keys)
+        there: NDArray[np.bool_] = entries != NO_ENTRY
+        there[there] = ~self._expired(entries[there])
+        return there
+
+    def _expired(self, entries: EntryIds) -> NDArray[np.bool_]:
+        if not self._any_expires:
+            return np.zeros(len(entries), np.bool_)
+        expiries = self.presence.expiries(entries)
+        past: NDArray[np.bool_] = (expiries != NEVER) & (expiries <= np.uint64(max(0, int(self._unix_s()))))
+        return past
 
     def forget(self, group: int, keys: Keys) -> int:
         """Makes the pages misses in this process, until a peer stores them again."""
@@ -126,7 +145,8 @@ class LivePeerTier(Tier, Source, Follower):
         slots: SlotIds,
         layerwise: bool,
     ) -> TransferOp:
-        tags = make_tags(keys, 0, np.zeros(len(keys), np.uint64), self._tokens[places])
+        none = np.zeros(len(keys), np.uint64)
+        tags = make_tags(keys, 0, none, self._tokens[places], self._expiries[places])
         return TransferOp(
             op_id, OpKind.DISK_READ, group, Priority.LOAD, NO_BLOCKS, slots, places=places, tags=tags
         )
@@ -138,6 +158,9 @@ class LivePeerTier(Tier, Source, Follower):
 
     def tokens_of(self, plan: TransferOp) -> NDArray[np.integer] | None:
         return self._tokens[plan.places] if self._any_partial else None
+
+    def expiries_of(self, plan: TransferOp) -> Expiries | None:
+        return self._expiries[plan.places] if self._any_expires else None
 
     # --- the unit's life ---
 
