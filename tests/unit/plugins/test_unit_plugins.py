@@ -269,7 +269,8 @@ def test_a_pin_does_not_prolong_a_time_to_live(
     unit.manager.complete(0, OpResult(plan.graph.ops[0].op_id, OpStatus.OK, np.empty(0, np.int32), ""))
     assert ask("pin", PROMPT, 600) == 2
     monkeypatch.setattr(unit.manager.tables, "unix_s", lambda: time.time() + 60)
-    assert not unit.manager.present(0, KEYS).any()
+    unit.manager.expire()
+    assert not unit.manager.tiers[HUB].present(0, KEYS).any()
     ask("unpin")
     assert unit.manager.free_slots(0) == unit.manager.hub.index.up_slots(0)
 
