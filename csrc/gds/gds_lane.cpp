@@ -12,6 +12,7 @@
 #include "base/nvtx.h"
 #include "cuda/event.h"
 #include "gds/slab_gate.h"
+#include "storage/layer_reads.h"
 #include "storage/striping.h"
 #include "transfer/sub_batch.h"
 
@@ -22,6 +23,8 @@ namespace {
 // disk at its full speed (the disk lane has the same bound), and at 3 GB/s a load that arrives waits about 10
 // ms for a store under way.
 constexpr int64_t kMostTransferBytes = int64_t{32} << 20;
+
+LayerRange layers_of(const WorkItem& item) { return {item.layer_lo(), item.layer_hi()}; }
 
 // A page of a work item.
 struct Task {
@@ -72,6 +75,23 @@ FailureCause failure_cause_of(StagedFailure cause, PageMiss miss) {
   return failure_cause_of(miss);  // kTransport if there is no miss
 }
 
+// The first layer of each range in which layerwise reads bring a rank's stripe: those of the disk lane, or
+// one range of all layers if the runs of some range do not follow each other in the stripe.
+std::vector<int32_t> read_stages(const PageCodec& codec, int32_t stripe) {
+  const std::vector<int32_t> starts = layer_stages(codec);
+  const int64_t begin = codec.image().stripe_offset(stripe);
+  const int64_t end = begin + codec.image().stripe_bytes(stripe);
+  size_t last = 0;
+  for (const PageRun& run : codec.runs()) {
+    if (run.offset < begin || run.offset >= end) continue;
+    const auto next = std::upper_bound(starts.begin(), starts.end(), run.layer);
+    const auto stage = static_cast<size_t>(next - starts.begin()) - 1;
+    if (stage < last) return {0};
+    last = stage;
+  }
+  return starts;
+}
+
 // The slot size of a slab: the largest image of the groups that share it.
 int64_t slab_slot_bytes(const std::vector<GdsGroup>& groups, size_t disk, uint64_t slab_id) {
   int64_t bytes = 0;
@@ -85,6 +105,7 @@ int64_t slab_slot_bytes(const std::vector<GdsGroup>& groups, size_t disk, uint64
 
 struct GdsLane::Shared {
   std::vector<GdsGroup> groups;
+  std::vector<std::vector<int32_t>> stages;  // read_stages() of each group
   int32_t stripe = 0;
   std::shared_ptr<GDSManager> manager;
   DiskCounts counts;
@@ -105,8 +126,11 @@ std::vector<std::shared_ptr<WorkItem>> GdsLane::Shared::take(WorkSource& source,
   std::shared_ptr<WorkItem> item = source.take(lane);
   for (int64_t bytes = 0; item != nullptr;) {
     items.push_back(item);
-    bytes += static_cast<int64_t>(item->positions().size()) *
-             groups[static_cast<size_t>(item->page(0).group)].codec->image_bytes();
+    const PageMove page = item->page(0);
+    const bool whole = item->stages() == 1;
+    const int64_t page_bytes = whole ? groups[static_cast<size_t>(page.group)].codec->image_bytes()
+                                     : page.view->layer_bytes(item->layer_lo(), item->layer_hi());
+    bytes += static_cast<int64_t>(item->positions().size()) * page_bytes;
     if (bytes >= kMostTransferBytes) break;
     item = source.try_take(lane, kind_bit(item->kind()));
   }
@@ -139,9 +163,9 @@ void GdsLane::Shared::run(WorkSource& source, int32_t lane) {
   }
 }
 
-// Moves pages of one view and fence as one batch. A page whose target is already in the batch starts the next
-// batch, so that the later op's bytes win. Items that have moved are finished before the lane waits for
-// another fence.
+// Moves pages of one view, range of layers and fence as one batch. A page whose target is already in the
+// batch starts the next batch, so that the later op's bytes win. Items that have moved are finished before
+// the lane waits for another fence.
 void GdsLane::Shared::move(const std::vector<std::shared_ptr<WorkItem>>& items,
                            std::vector<std::vector<MoveResult>>& results,
                            const std::function<void(size_t)>& finish_before) {
@@ -160,7 +184,8 @@ void GdsLane::Shared::move(const std::vector<std::shared_ptr<WorkItem>>& items,
     targets.clear();
   };
   const auto differs = [&](const Task& a, const PageMove& b, const WorkItem& of_b) {
-    return a.move.view != b.view || items[a.item]->fence() != of_b.fence();
+    const WorkItem& of_a = *items[a.item];
+    return a.move.view != b.view || layers_of(of_a) != layers_of(of_b) || of_a.fence() != of_b.fence();
   };
   for (size_t p = 0; p < items.size(); ++p) {
     for (size_t i = 0; i < items[p]->positions().size(); ++i) {
@@ -193,7 +218,9 @@ void GdsLane::Shared::move_group(const std::vector<std::shared_ptr<WorkItem>>& i
   const bool is_read = first.kind == OpKind::kGdsRead;
   const nvtx::Range range(is_read ? "flexkv disk to pool" : "flexkv pool to disk");
   const KvView& view = first.view->view();
-  const PageMap map = PageMap::stripe(view, place_of(*group.codec, stripe, view), is_read);
+  const WorkItem& item = *items[tasks.front().item];
+  const bool is_last = item.last_stage() + 1 == item.stages();
+  const PageMap map = PageMap::stripe(view, place_of(*group.codec, stripe, view), is_read, layers_of(item));
   std::vector<StagedPage> pages;
   std::vector<SlabPage> wanted;
   for (const Task& task : tasks) {
@@ -205,7 +232,7 @@ void GdsLane::Shared::move_group(const std::vector<std::shared_ptr<WorkItem>>& i
   }
   SlabGate gate(group.codec, manager->device_ptr(), std::move(wanted), view.runs().size(),
                 [&](int32_t at) { items[tasks[static_cast<size_t>(at)].item]->touch(); });
-  const TransferHooks hooks{&gate, items[tasks.front().item]->fence().get()};
+  const TransferHooks hooks{&gate, item.fence().get()};
   const TransferReport report = manager->transfer(map, pages, is_read, nullptr, false, hooks);
   std::vector<const PageFailure*> failures(tasks.size());
   for (const PageFailure& failure : report.failures) {
@@ -219,7 +246,7 @@ void GdsLane::Shared::move_group(const std::vector<std::shared_ptr<WorkItem>>& i
       continue;
     }
     result = {Status::kOk, {}, gate.take_digests(at)};
-    ++(is_read ? counts.read_pages : counts.written_pages);
+    if (is_last) ++(is_read ? counts.read_pages : counts.written_pages);
     (is_read ? counts.read_bytes : counts.written_bytes) += map.page_bytes();
   }
 }
@@ -262,6 +289,7 @@ GdsLane::GdsLane(std::vector<GdsGroup> groups, int32_t stripe, std::shared_ptr<G
     }
   }
   if (manager->device().number() != kHostDevice) device_ = cuda::Device::open(manager->device().number());
+  for (const GdsGroup& group : groups) shared_->stages.push_back(read_stages(*group.codec, stripe));
   shared_->groups = std::move(groups);
   shared_->stripe = stripe;
   shared_->manager = std::move(manager);
@@ -273,8 +301,8 @@ PageSizes GdsLane::check(const OpSpec& op) const {
     throw ContractError(name + ": group " + std::to_string(op.group) + ": the gds lane has groups [0, " +
                         std::to_string(shared_->groups.size()) + ")");
   }
-  if (op.layerwise) {
-    throw ContractError(name + ": a " + to_string(op.kind) + " is never layerwise: one call brings a stripe");
+  if (op.layerwise && op.kind != OpKind::kGdsRead) {
+    throw ContractError(name + ": a " + to_string(op.kind) + " is never layerwise: one call writes a stripe");
   }
   const GdsGroup& group = shared_->groups[static_cast<size_t>(op.group)];
   const int64_t disks = shared_->disks();
@@ -287,7 +315,8 @@ PageSizes GdsLane::check(const OpSpec& op) const {
                           std::to_string(bad - op.places.begin()) + " of " + name + ": allowed are [0, " +
                           std::to_string(slots * disks) + ")");
   }
-  return {group.codec->image().stripe_bytes(shared_->stripe), group.codec->layers()};
+  return {group.codec->image().stripe_bytes(shared_->stripe), group.codec->layers(),
+          shared_->stages[static_cast<size_t>(op.group)]};
 }
 
 void GdsLane::reserve_staging(int32_t group, const KvView& view) {
@@ -296,7 +325,8 @@ void GdsLane::reserve_staging(int32_t group, const KvView& view) {
                         std::to_string(shared_->groups.size()) + ")");
   }
   const GdsGroup& of = shared_->groups[static_cast<size_t>(group)];
-  const PageMap map = PageMap::stripe(view, place_of(*of.codec, shared_->stripe, view), true);
+  const StripePlace place = place_of(*of.codec, shared_->stripe, view);
+  const PageMap map = PageMap::stripe(view, place, true);
   std::vector<StagedPage> samples;  // two blocks are enough to show how all of them are aligned
   for (const auto& [device, shape, file] : of.slabs) {
     if (device < 0) continue;
@@ -310,6 +340,12 @@ void GdsLane::reserve_staging(int32_t group, const KvView& view) {
                                      piece.run_bytes});
   } else {
     shared_->manager->refuse_pool("a block lies in " + std::to_string(pieces.size()) + " pieces of it");
+  }
+  // First for ranges of layers, which may have to pass through slots where whole pages do not.
+  const std::vector<int32_t>& starts = shared_->stages[static_cast<size_t>(group)];
+  for (size_t stage = 0; starts.size() > 1 && stage < starts.size(); ++stage) {
+    const int32_t end = stage + 1 < starts.size() ? starts[stage + 1] : of.codec->layers();
+    shared_->manager->reserve_staging(PageMap::stripe(view, place, true, {starts[stage], end}), samples);
   }
   shared_->manager->reserve_staging(map, samples);
 }

@@ -2,7 +2,9 @@
 // of slab pages, without a page in the host pool.
 //
 // A read verifies pages as the disk lane does: the trailer before a byte leaves the staging slot for the
-// pool, the digests while the bytes move there. A write moves the stripe only and reports the digests of its
+// pool, the digests while the bytes move there. A layerwise read does so for one range of layers of all its
+// pages after another, each with the trailer anew, so that no range trusts what an earlier one has read. A
+// write moves the stripe only and reports the digests of its
 // runs. The manager collects the digests of all ranks, and the page exists when its DISK_SEAL has written the
 // trailer.
 #pragma once

@@ -32,18 +32,29 @@ struct StripePlace {
   int64_t image_bytes = 0;
 };
 
+// Layers [lo, hi).
+struct LayerRange {
+  int32_t lo = 0;
+  int32_t hi = INT32_MAX;
+  bool operator==(const LayerRange&) const = default;
+};
+
 class PageMap {
  public:
   // Maps runs of a pool to a file without headers. Their page_offset is where they lie in the file; they are
   // sorted by it and do not overlap there.
   static PageMap file(std::vector<Segment> runs);
   // Maps one rank's stripe of a slot image. In the slot, the image's trailer follows the stripe and holds the
-  // digests of the rank's runs. `with_trailer`: I/O moves stripe and trailer, else only the stripe. Throws
-  // GeometryError unless they fit on 4 KiB boundaries without overlap.
-  static PageMap stripe(const KvView& view, const StripePlace& place, bool with_trailer);
+  // digests of the rank's runs. `with_trailer`: I/O moves stripe and trailer, else only the stripe. `layers`:
+  // maps the runs of these layers alone; I/O moves the whole sectors that hold them. Throws GeometryError
+  // unless they fit on 4 KiB boundaries without overlap, or if the layers' runs do not follow each other.
+  static PageMap stripe(const KvView& view, const StripePlace& place, bool with_trailer,
+                        LayerRange layers = {});
 
   // Uncoalesced; page_offset counts from the slot's start. Each digest covers one run.
   const std::vector<Segment>& runs() const { return runs_; }
+  // The number of the first of them among the stripe's.
+  size_t first_run() const { return first_run_; }
   // Coalesced. A copy between pool and slot loops over these.
   const std::vector<Segment>& segments() const { return segments_; }
   const std::vector<FileExtent>& extents() const { return extents_; }
@@ -68,6 +79,7 @@ class PageMap {
   PageMap() = default;
 
   std::vector<Segment> runs_;
+  size_t first_run_ = 0;
   std::vector<Segment> segments_;
   std::vector<FileExtent> extents_;
   std::vector<DirectPiece> pieces_;

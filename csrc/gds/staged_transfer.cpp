@@ -167,9 +167,10 @@ class Transfer {
       if (!result.error.empty()) {
         fail(position, Status::kFailed, StagedFailure::kDevice, "layout transform: " + result.error);
       } else if (result.bad_run[i] != kNoBadRun) {
-        const Segment& run = map_.runs()[static_cast<size_t>(result.bad_run[i])];
+        const auto bad = static_cast<size_t>(result.bad_run[i]);
+        const Segment& run = map_.runs()[bad];
         fail(position, Status::kFailed, StagedFailure::kDigest,
-             "digest mismatch in run " + std::to_string(result.bad_run[i]) + " (layer " +
+             "digest mismatch in run " + std::to_string(map_.first_run() + bad) + " (layer " +
                  std::to_string(run.layer) + ")");
       } else if (is_read_) {
         end(position);

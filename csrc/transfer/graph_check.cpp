@@ -119,7 +119,7 @@ PageSizes check_op(const OpSpec& op, size_t position, const AttachedView* view, 
   check_range(op.slots, 0, ready, "slot", op, position,
               ready < slots ? " (ready), of " + std::to_string(slots) : std::string());
   if (target_ids != nullptr) check_distinct(*target_ids, target, op, position);
-  return {};  // the view says it
+  return sizes;
 }
 
 void check_edges(const GraphSpec& graph) {

@@ -77,8 +77,8 @@ class Lane {
   // Whether its kinds are independent: items of one kind do not wait for more urgent items of another.
   virtual bool kinds_are_apart() const { return false; }
   // For kinds that have places or no device side: checks the op, and returns what one page is where no view
-  // says it. Throws what submit throws when the op cannot be run, or names a group, slot or place that does
-  // not exist.
+  // says it, and the stages of a layerwise op. Throws what submit throws when the op cannot be run, or names
+  // a group, slot or place that does not exist.
   virtual PageSizes check(const OpSpec& op) const;
   // Whether the lane finds hanging items by itself and ends those that it can: the engine's watchdog then
   // only names them.

@@ -16,7 +16,7 @@ int32_t layers_in(const AttachedView* view, const PageSizes& sizes) {
 std::vector<int32_t> stage_starts(const OpSpec& spec, const AttachedView* view, const PageSizes& sizes) {
   constexpr KindSet kSlotCopies = kind_bit(OpKind::kH2D) | kind_bit(OpKind::kD2H);
   if (spec.layerwise) {
-    if (view == nullptr && !sizes.stages.empty()) return sizes.stages;
+    if (!sizes.stages.empty()) return sizes.stages;
     std::vector<int32_t> each(static_cast<size_t>(layers_in(view, sizes)));
     std::iota(each.begin(), each.end(), 0);
     return each;

@@ -66,6 +66,7 @@ class OpKind(IntEnum):
 
 
 WITHOUT_SLOTS = frozenset({OpKind.GDS_READ, OpKind.GDS_WRITE, OpKind.DISK_SEAL})
+ALWAYS_WHOLE = frozenset({OpKind.GDS_WRITE, OpKind.DISK_SEAL})
 """Kinds that touch no host slot. Their ops have one page per place."""
 
 
@@ -215,10 +216,8 @@ class TransferGraph:
     edges: tuple[Edge, ...] = ()
 
     def layerwise(self) -> TransferGraph:
-        """Returns the same graph with layerwise ops, except for kinds without host slots: for these, one call moves all
-        layers of a page between disk and engine, so all arrive together.
-        """
-        ops = tuple(op if op.kind in WITHOUT_SLOTS else replace(op, layerwise=True) for op in self.ops)
+        """Returns the same graph with layerwise ops, except for kinds that write whole pages to disk."""
+        ops = tuple(op if op.kind in ALWAYS_WHOLE else replace(op, layerwise=True) for op in self.ops)
         return TransferGraph(ops, self.edges)
 
     @property

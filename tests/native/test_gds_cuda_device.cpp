@@ -277,3 +277,37 @@ TEST_CASE("gds on a fake GPU: an engine's stream that is captured is refused, an
   CHECK(fake_cuda::end_capture(world.engine_stream));
   CHECK(world.move(false).ok());
 }
+
+TEST_CASE("gds on a fake GPU: ranges of layers arrive one by one, each checked by its own digests") {
+  GpuWorld world;
+  world.fill();
+  const std::vector<unsigned char> content = world.pool;
+  REQUIRE(world.move(false).ok());
+  // The trailers, as whoever seals pages writes them: a range reads them anew.
+  std::vector<StagedPage> pages;
+  for (int64_t i = 0; i < GpuWorld::kBlocks; ++i) pages.push_back({i, 0, 0, i * GpuWorld::kImage});
+  const auto read = [&](LayerRange layers) {
+    const StripePlace place{0, GpuWorld::kDigests, GpuWorld::kDigests, GpuWorld::kImage};
+    return world.manager->transfer(PageMap::stripe(*world.view, place, true, layers), pages, true);
+  };
+  const auto layer = [](const std::vector<unsigned char>& pool, int32_t number) {
+    const auto begin = pool.begin() + number * GpuWorld::kBlocks * GpuWorld::kRun;
+    return std::vector<unsigned char>(begin, begin + GpuWorld::kBlocks * GpuWorld::kRun);
+  };
+  std::fill(world.pool.begin(), world.pool.end(), 0);
+  CHECK(read({0, 1}).ok());
+  CHECK(layer(world.pool, 0) == layer(content, 0));
+  CHECK(layer(world.pool, 1) == std::vector<unsigned char>(layer(content, 1).size(), 0));
+  CHECK(read({1, 3}).ok());
+  CHECK(world.pool == content);
+  // A byte of layer 2 of page 5 on disk.
+  std::fstream file(world.folder.file("0"), std::ios::in | std::ios::out | std::ios::binary);
+  file.seekp(5 * GpuWorld::kImage + 2 * GpuWorld::kRun + 17);
+  file.put(static_cast<char>(content[(2 * GpuWorld::kBlocks + 5) * GpuWorld::kRun + 17] ^ 1));
+  file.close();
+  CHECK(read({0, 1}).ok());
+  const TransferReport bad = read({1, 3});
+  REQUIRE(bad.failures.size() == 1);
+  CHECK(bad.failures.front().position == 5);
+  CHECK(bad.failures.front().reason == "digest mismatch in run 2 (layer 2)");
+}

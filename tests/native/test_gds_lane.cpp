@@ -4,98 +4,9 @@
 #include <chrono>
 #include <thread>
 
-#include "gds/gds_lane.h"
-#include "gds_world.h"
-#include "page_world.h"
-#include "transfer/engine.h"
-#include "transfer/host_mover.h"
+#include "gds_lane_world.h"
 
 using namespace flexkv;
-
-namespace {
-
-constexpr int32_t kLaneLayers = 4, kLaneBlocks = 16, kLanePlaces = 16;
-constexpr int64_t kRun = 2304, kStripe = kLaneLayers * kRun, kHeader = kSlabHeaderBytes;
-
-struct LaneWorld {
-  explicit LaneWorld(std::vector<FileFaultRule> rules, double op_stuck_s = 30)
-      : pool(static_cast<size_t>(kLaneLayers * kLaneBlocks * kRun)) {
-    std::mt19937 random(3);
-    for (auto& byte : pool) byte = static_cast<unsigned char>(random());
-    std::vector<Segment> segments;
-    for (int32_t layer = 0; layer < kLaneLayers; ++layer) {
-      const auto base = reinterpret_cast<uintptr_t>(pool.data() + layer * kLaneBlocks * kRun);
-      segments.push_back({base, kRun, kRun, layer * kRun, layer});
-    }
-    codec = page_codec(kLaneLayers, kRun);
-    host = HostPool::create({codec->image_bytes(), 1, kMaxExtentBytes}, {});
-    REQUIRE(host->wait_ready(1, kGdsGenerousS));
-    const SlabShape shape = make_slab(folder.file("slab"), *codec, kLanePlaces, 7);
-    const auto files =
-        std::make_shared<RawFiles>(std::vector<std::vector<std::string>>{{folder.file("slab")}});
-    io = std::make_shared<FaultyFileIo>(std::make_shared<PosixFileIo>(files), std::move(rules));
-    GdsOptions options;
-    options.max_staging_blocks = 3;
-    options.deadline_s = options.stuck_s = kLongestWaitS;
-    device = std::make_shared<FaultyTransformDevice>(host_transform_device());
-    auto manager = std::make_shared<GDSManager>(files, options, device, io);
-    lane = std::make_shared<GdsLane>(std::vector<GdsGroup>{{codec, {{0, shape}}}}, 0, std::move(manager));
-    engine =
-        std::make_unique<TransferEngine>(std::make_shared<HostMover>(), EngineOptions{1024, 1, op_stuck_s},
-                                         std::vector<std::shared_ptr<Lane>>{lane});
-    engine->attach_view(0, std::make_shared<KvView>(segments, kLaneBlocks, kStripe), host, 0);
-  }
-  ~LaneWorld() {
-    io->release();
-    CHECK(engine->close(kGdsGenerousS));
-  }
-
-  int64_t image_at(int32_t place) const { return kHeader + place * codec->image_bytes(); }
-  OpSpec op(OpKind kind, int32_t count) {
-    OpSpec spec;
-    spec.op_id = next_op++;
-    spec.kind = kind;
-    for (int32_t i = 0; i < count; ++i) {
-      spec.blocks.push_back(i);
-      spec.places.push_back(i);
-      add_tag(spec, i);
-    }
-    return spec;
-  }
-  int64_t submit(OpKind kind, int32_t count) { return submit_op(*engine, op(kind, count)); }
-  OpResult run(OpKind kind, int32_t count) {
-    REQUIRE(engine->wait(submit(kind, count), kGdsGenerousS));
-    auto results = engine->poll(2);
-    REQUIRE(results.size() == 1);
-    return std::move(results.front());
-  }
-  // Seals the pages with the digests that a write reports, as the manager's disk lane does.
-  void seal(const OpResult& written, int32_t count) {
-    std::fstream file(folder.file("slab"), std::ios::in | std::ios::out | std::ios::binary);
-    const size_t runs = codec->num_runs();
-    REQUIRE(written.digests.size() == runs * static_cast<size_t>(count));
-    for (int32_t place = 0; place < count; ++place) {
-      std::vector<std::byte> trailer(static_cast<size_t>(codec->trailer_area_bytes()));
-      std::memcpy(trailer.data() + kTrailerHeadBytes,
-                  written.digests.data() + static_cast<size_t>(place) * runs, runs * sizeof(uint64_t));
-      codec->seal_trailer(trailer.data(), {7, static_cast<uint64_t>(place)}, tag_of(place), 0);
-      file.seekp(image_at(place) + codec->image().trailer_offset());
-      file.write(reinterpret_cast<const char*>(trailer.data()), static_cast<std::streamsize>(trailer.size()));
-    }
-  }
-
-  TemporaryFolder folder;
-  std::vector<unsigned char> pool;
-  std::shared_ptr<const PageCodec> codec;
-  std::shared_ptr<HostPool> host;
-  std::shared_ptr<FaultyFileIo> io;
-  std::shared_ptr<FaultyTransformDevice> device;
-  std::shared_ptr<GdsLane> lane;
-  std::unique_ptr<TransferEngine> engine;
-  int64_t next_op = 1;
-};
-
-}  // namespace
 
 TEST_CASE("a gds lane names the pages whose I/O fails, comes short or is damaged; all others arrive") {
   constexpr int32_t kCount = 9;
@@ -107,7 +18,7 @@ TEST_CASE("a gds lane names the pages whose I/O fails, comes short or is damaged
        {Way{IoFault::kFail, PageMiss::kIo}, Way{IoFault::kShort, PageMiss::kShort},
         Way{IoFault::kCorrupt, PageMiss::kData}}) {
     CAPTURE(static_cast<int>(fault));
-    const int64_t victim = kHeader + 4 * 16384 + 100;
+    const int64_t victim = kLaneHeader + 4 * 16384 + 100;
     LaneWorld world({{.fault = fault, .write = false, .offset = victim, .times = 1}});
     REQUIRE(world.codec->image_bytes() == 16384);
     const auto content = world.pool;
@@ -122,8 +33,8 @@ TEST_CASE("a gds lane names the pages whose I/O fails, comes short or is damaged
     for (int32_t layer = 0; layer < kLaneLayers; ++layer) {
       for (int32_t block = 0; block < kLaneBlocks; ++block) {
         if (block == 4) continue;
-        const size_t at = static_cast<size_t>((layer * kLaneBlocks + block) * kRun);
-        const bool came = std::memcmp(world.pool.data() + at, content.data() + at, kRun) == 0;
+        const size_t at = static_cast<size_t>((layer * kLaneBlocks + block) * kLaneRun);
+        const bool came = std::memcmp(world.pool.data() + at, content.data() + at, kLaneRun) == 0;
         CHECK(came == (block < kCount));
       }
     }
@@ -133,7 +44,7 @@ TEST_CASE("a gds lane names the pages whose I/O fails, comes short or is damaged
 
 TEST_CASE("a failed page names its cause: content, source, transport, or not executed") {
   constexpr int32_t kCount = 5, kVictim = 3;
-  constexpr int64_t kAt = kHeader + kVictim * 16384 + 100;
+  constexpr int64_t kAt = kLaneHeader + kVictim * 16384 + 100;
   struct Way {
     const char* what;
     FileFaultRule rule;
@@ -187,7 +98,7 @@ TEST_CASE("a failed page names its cause: content, source, transport, or not exe
 
 TEST_CASE("a gds read that is cancelled before its turn counts as not executed") {
   constexpr int32_t kCount = 16;
-  LaneWorld world({{.fault = IoFault::kStall, .write = false, .offset = kHeader, .times = 1}});
+  LaneWorld world({{.fault = IoFault::kStall, .write = false, .offset = kLaneHeader, .times = 1}});
   world.seal(world.run(OpKind::kGdsWrite, kCount), kCount);
   const int64_t first = world.submit(OpKind::kGdsRead, 1);
   REQUIRE(world.io->wait_stalled(1, kGdsGenerousS));
@@ -222,13 +133,13 @@ TEST_CASE("ops of one take that name the same blocks or places all move, and the
   other.blocks = {3, 0};
   std::fill(world.pool.begin(), world.pool.end(), 0);
   both(world.op(OpKind::kGdsRead, 4), std::move(other));
-  const auto run_of = [&](const auto& pool, int32_t block) { return pool.data() + block * kRun; };
-  CHECK(std::memcmp(run_of(world.pool, 1), run_of(content, 1), kRun) == 0);
+  const auto run_of = [&](const auto& pool, int32_t block) { return pool.data() + block * kLaneRun; };
+  CHECK(std::memcmp(run_of(world.pool, 1), run_of(content, 1), kLaneRun) == 0);
   // Whichever comes last, a block holds one op's page whole.
   for (const auto& [block, place] : {std::pair{0, 1}, std::pair{3, 0}}) {
     const auto* found = run_of(world.pool, block);
-    const bool mine = std::memcmp(found, run_of(content, block), kRun) == 0;
-    CHECK((mine || std::memcmp(found, run_of(content, place), kRun) == 0));
+    const bool mine = std::memcmp(found, run_of(content, block), kLaneRun) == 0;
+    CHECK((mine || std::memcmp(found, run_of(content, place), kLaneRun) == 0));
   }
   // Two writes: of the same blocks to other places, then to the same ones.
   other = world.op(OpKind::kGdsWrite, 2);
@@ -243,7 +154,7 @@ TEST_CASE("what one take has of two fences is finished fence by fence") {
     bool reached() override { return true; }
   };
   const auto rule = [](IoFault fault, int32_t place) {
-    return FileFaultRule{.fault = fault, .write = true, .offset = kHeader + place * 16384, .times = 1};
+    return FileFaultRule{.fault = fault, .write = true, .offset = kLaneHeader + place * 16384, .times = 1};
   };
   FileFaultRule slow = rule(IoFault::kDelay, 0);
   slow.delay_s = 0.5;  // the two others arrive meanwhile
@@ -265,7 +176,7 @@ TEST_CASE("what one take has of two fences is finished fence by fence") {
 }
 
 TEST_CASE("a gds write that fails reports no digests for its page") {
-  LaneWorld world({{.fault = IoFault::kFail, .write = true, .offset = kHeader + 2 * 16384, .times = 1}});
+  LaneWorld world({{.fault = IoFault::kFail, .write = true, .offset = kLaneHeader + 2 * 16384, .times = 1}});
   const OpResult written = world.run(OpKind::kGdsWrite, 4);
   CHECK(written.failed == std::vector<int32_t>{2});
   REQUIRE(written.digests.size() == 4 * kLaneLayers);
@@ -275,7 +186,8 @@ TEST_CASE("a gds write that fails reports no digests for its page") {
 }
 
 TEST_CASE("a call that hangs takes the gds lane down, keeps its blocks, and the lane comes up when it ends") {
-  LaneWorld world({{.fault = IoFault::kStall, .write = false, .offset = kHeader + 16384, .times = 1}}, 1.0);
+  LaneWorld world({{.fault = IoFault::kStall, .write = false, .offset = kLaneHeader + 16384, .times = 1}},
+                  1.0);
   const OpResult written = world.run(OpKind::kGdsWrite, 4);
   world.seal(written, 4);
   const int64_t ticket = world.submit(OpKind::kGdsRead, 4);
@@ -304,7 +216,7 @@ TEST_CASE("a call that hangs takes the gds lane down, keeps its blocks, and the 
 
 TEST_CASE("a load by layers waits for whole gds pages at its first layer, and has all of their layers then") {
   constexpr int32_t kCount = 4;
-  constexpr int64_t kVictim = kHeader + 2 * 16384 + 100;
+  constexpr int64_t kVictim = kLaneHeader + 2 * 16384 + 100;
   for (const IoFault fault : {IoFault::kStall, IoFault::kCorrupt}) {
     CAPTURE(static_cast<int>(fault));
     LaneWorld world({{.fault = fault, .write = false, .offset = kVictim, .times = 1}});
@@ -337,8 +249,8 @@ TEST_CASE("a load by layers waits for whole gds pages at its first layer, and ha
       // All layers have arrived, even at the first one.
       for (int32_t at = 0; at < kLaneLayers * kLaneBlocks; ++at) {
         if (at % kLaneBlocks >= kCount) continue;
-        const auto* run = world.pool.data() + at * kRun;
-        CHECK(std::memcmp(run, content.data() + at * kRun, kRun) == 0);
+        const auto* run = world.pool.data() + at * kLaneRun;
+        CHECK(std::memcmp(run, content.data() + at * kLaneRun, kLaneRun) == 0);
       }
     }
     CHECK(world.engine->wait(ticket, kGdsGenerousS));

@@ -156,6 +156,41 @@ TEST_CASE("pool registration: blocks of one piece go straight, and only their di
   CHECK(world.refusal().empty());
 }
 
+TEST_CASE("pool registration: ranges of layers go straight, each with the trailer through a slot") {
+  reset_fake();
+  PoolWorld world;
+  world.start();
+  world.there_and_back();
+  const std::vector<unsigned char> content(world.pool, world.pool + PoolWorld::kBlocks * PoolWorld::kStripe);
+  std::memset(world.pool, 0, content.size());
+  const KvView view(world.map->runs(), PoolWorld::kBlocks, PoolWorld::kStripe);
+  const StripePlace place{0, PoolWorld::kStripe, PoolWorld::kStripe, PoolWorld::kImage};
+  const auto read = [&](LayerRange layers) {
+    return world.manager->transfer(PageMap::stripe(view, place, true, layers), PoolWorld::pages(), true);
+  };
+  for (const LayerRange layers : {LayerRange{0, 1}, LayerRange{1, 4}}) {
+    const TransferReport report = read(layers);
+    CHECK(report.ok());
+    CHECK(!report.staged);
+    CHECK(report.bounced_calls + report.unknown_calls == 0);
+    CHECK(report.io_calls == 2 * PoolWorld::kBlocks);
+    for (int64_t block = 0; block < PoolWorld::kBlocks; ++block) {
+      const int64_t at = block * PoolWorld::kStripe, came = layers.hi * PoolWorld::kRun;
+      CHECK(std::memcmp(world.pool + at, content.data() + at, static_cast<size_t>(came)) == 0);
+      if (layers.hi < 4) CHECK(world.pool[at + came] == 0);
+    }
+  }
+  std::fstream file(world.folder.file("slab"), std::ios::in | std::ios::out | std::ios::binary);
+  file.seekp(7 * PoolWorld::kImage + 2 * PoolWorld::kRun);
+  file.put(static_cast<char>(content[7 * PoolWorld::kStripe + 2 * PoolWorld::kRun] ^ 1));
+  file.close();
+  CHECK(read({0, 1}).ok());
+  const TransferReport bad = read({1, 4});
+  REQUIRE(bad.failures.size() == 1);
+  CHECK(bad.failures.front().position == 7);
+  CHECK(bad.failures.front().cause == StagedFailure::kDigest);
+}
+
 TEST_CASE("pool registration: the control, without registration every page passes through staging") {
   {
     reset_fake();

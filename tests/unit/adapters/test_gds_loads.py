@@ -120,7 +120,7 @@ def test_loads_inside_the_step(make_gds: Make, mode: str, monkeypatch: pytest.Mo
 def test_by_layer_host_pages_and_those_on_disk_in_one_load(
     make_gds: Make, tmp_path: Path, damaged: bool
 ) -> None:
-    """Each layer of the host's pages is waited for; pages from disk are complete at the first layer."""
+    """Each layer is waited for, of the host's pages and of those on disk."""
     layerwise = {"load.mode": "layerwise"}
     engine = make_gds(**layerwise)
     engine.run(make_request(PROMPT, "one"))

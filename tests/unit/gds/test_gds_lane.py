@@ -208,7 +208,7 @@ def test_what_cannot_run_is_refused_before_it_starts(world: SlabWorld) -> None:
     refused(world.op(read, [0, 1], [0]), ContractError, "1 blocks for 2 places", rank)
     digests = np.zeros((1, 6), np.uint64)
     refused(world.op(read, [0], [0], digests=digests), ContractError, "DISK_SEAL only", rank)
-    layerwise = world.op(read, [0], [0])
+    layerwise = world.op(OpKind.GDS_WRITE, [0], [0])
     object.__setattr__(layerwise, "layerwise", True)
     refused(layerwise, ContractError, "never layerwise", rank)
     refused(world.op(OpKind.DISK_SEAL, [0]), ContractError, "0 run digests for 1 pages of 6 runs", manager)

@@ -107,7 +107,9 @@ def test_a_load_inside_the_step_that_fails_ends_the_step(make_world: Make, tmp_p
     world.request(PROMPT)
     with pytest.raises(TransferError, match="did not fill blocks"):
         world.executor.run()
-    assert world.executor.wrong == []
+    # By layers, the forward has read the page that failed, and ends without an output.
+    wrong = {position // 4 for _, position in world.executor.wrong}
+    assert wrong == ({2} if mode == "layerwise" else set())
 
 
 def test_without_the_opt_in_blocks_come_through_host_memory(
