@@ -333,7 +333,8 @@ class LocalCacheManager(CacheManager):
         if self.tables.hub.times.any:
             self._drop_expired()
         found = np.zeros(len(keys), np.bool_)
-        for tier in (tier for tier in self.tables.tiers if tier.in_use):
+        # What running peers have may be gone when this engine needs it.
+        for tier in (tier for tier in self.tables.tiers if tier.in_use and tier.follower is None):
             found |= tier.presence.find(group, keys, ready_only=False) != NO_ENTRY
         return found
 

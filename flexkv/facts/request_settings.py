@@ -11,7 +11,7 @@ from flexkv.facts.blend_ask import FIELDS, BlendAsk
 PREFIX = "flexkv."
 """Prefix of a setting's own name in a request."""
 
-TIER_NAMES = ("host", "disk", "peers", "remote")
+TIER_NAMES = ("host", "peer-host", "disk", "peers", "remote")
 """What `RequestSettings.tiers` may name: the labels of tiers (`TierFacts.label`)."""
 
 MOST_TOKENS = 2**62
@@ -23,8 +23,8 @@ MOST_TTL_S = 2**31
 """68 years."""
 
 WORDS = {"true": True, "false": False}
-MEDIA = {"CPU": frozenset({"host"}), "STORAGE": frozenset({"disk", "peers", "remote"})}
-LOCALITIES = {"LOCAL": frozenset({"host", "disk", "peers"}), "REMOTE": frozenset({"remote"})}
+MEDIA = {"CPU": frozenset({"host", "peer-host"}), "STORAGE": frozenset({"disk", "peers", "remote"})}
+LOCALITIES = {"LOCAL": frozenset({"host", "peer-host", "disk", "peers"}), "REMOTE": frozenset({"remote"})}
 """What vLLM's words for the place of a tier stand for."""
 
 
@@ -190,7 +190,8 @@ class RequestSettings:
         None,
         TIERS,
         "only these tiers are read for the request; host memory always is, because the others are read into it",
-        "a list of `host`, `disk`, `peers`, `remote`; of the alias, entries `{medium, locality}` as vLLM has them",
+        "a list of `host`, `peer-host`, `disk`, `peers`, `remote`; of the alias, entries `{medium, locality}` as vLLM "
+        "has them",
         {"kv_load_tiers": _vllm_tiers},
     )
     ttl_s: int | None = _setting(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -79,6 +80,7 @@ class PoolReader(PageReader):
         op, reason = moving.op, ""
         for first in range(0, op.pages, PAGES_AT_ONCE):
             with self._lock:
+                moving.page, moving.since_s = first, time.monotonic()
                 if self._closed:
                     return self._broken(moving, RuntimeError("closed"))
             tags = tag_fields(op.tags[first : first + PAGES_AT_ONCE])

@@ -93,10 +93,10 @@ def test_each_name_is_read_in_each_place_that_has_it(read: Read, name: str) -> N
     [
         ([], ()),
         ([{}], TIER_NAMES),
-        ([{"medium": "cpu"}], ("host",)),
+        ([{"medium": "cpu"}], ("host", "peer-host")),
         ([{"medium": "STORAGE"}], ("disk", "peers", "remote")),
         ([{"locality": "REMOTE"}], ("remote",)),
-        ([{"medium": "CPU"}, {"medium": "STORAGE", "locality": "REMOTE"}], ("host", "remote")),
+        ([{"medium": "CPU"}, {"medium": "STORAGE", "locality": "REMOTE"}], ("host", "peer-host", "remote")),
         ([{"medium": "CPU", "locality": "REMOTE"}], ()),
     ],
 )

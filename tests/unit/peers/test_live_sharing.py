@@ -51,6 +51,26 @@ def test_a_page_that_expires_does_so_at_its_reader(pair: tuple[MiniEngine, MiniE
     assert len(tier.leading(0, keys)) == 0
 
 
+def test_what_a_peer_has_does_not_count_as_stored(pair: tuple[MiniEngine, MiniEngine]) -> None:
+    one, other = pair
+    request = make_request(PROMPT, "one")
+    one.run(request)
+    wait_for(lambda: knows(other, 5))
+    manager, keys = other.unit.manager, other.keys_of(request)
+    assert manager.present(0, keys).all()
+    assert not manager.known(0, keys).any()
+
+
+@pytest.mark.parametrize(("tiers", "tokens"), [(["host"], 0), (["host", "peer-host"], 20)])
+def test_a_request_may_leave_peers_out(
+    pair: tuple[MiniEngine, MiniEngine], tiers: list[str], tokens: int
+) -> None:
+    one, other = pair
+    one.run(make_request(PROMPT, "one"))
+    wait_for(lambda: knows(other, 5))
+    assert other.run(make_request(PROMPT, "two", extra_args={"flexkv.tiers": tiers})) == tokens
+
+
 def test_both_directions_and_verified_host_memory(make_engine: Make, tmp_path: Path) -> None:
     settings = settings_of(tmp_path / "run") | {"host.verify": True}
     one, other = make_engine(**settings), make_engine(**settings)
