@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -25,7 +26,12 @@ TOGETHER = ("sanitizers", "engines_sglang", "native", "engines_vllm33")
 as long as the longest of them."""
 
 
+ALONE = {"FLEXKV_PEERS_SHARE": "off"}
+"""Units of other tests, and of other people's runs, have the same models: only tests of sharing find them."""
+
+
 def pytest_configure() -> None:
+    os.environ.update(ALONE)  # for the processes that serve engines, which start before any test
     try:
         soak_factor()
     except ValueError as error:
@@ -68,5 +74,5 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name in (*map(environment_name, (*setting_fields(), *ALIASES)), "FLEXKV_CONFIG"):
         monkeypatch.delenv(name, raising=False)
-    # Units of other tests, and of other people's runs, have the same models: only tests of sharing find them.
-    monkeypatch.setenv("FLEXKV_PEERS_SHARE", "off")
+    for name, value in ALONE.items():
+        monkeypatch.setenv(name, value)

@@ -16,6 +16,7 @@ import pytest
 from demo.engine_process import FLEXKV, IN_PROCESS, EngineProcess
 from demo.sglang_process import ROOT, SglangProcess
 from flexkv import c_ext
+from flexkv.config.names import environment_name
 from flexkv.storage.header import DIGEST_AT, read_header
 from tests.engines_sglang.conftest import OUTPUT_TOKENS, PROMPTS, Judge, judge_of, request
 from tests.engines_sglang.spied import wait_until_durable
@@ -43,8 +44,9 @@ class Sglang:
 
     def __init__(self, model: Path, log: Path, disk: Path, **more: str) -> None:
         settings = log.with_suffix(".yaml")
-        settings.write_text(json.dumps(SETTINGS | more))
+        settings.write_text(json.dumps(SETTINGS))
         environment = {"FLEXKV_CONFIG": str(settings), "FLEXKV_DISK_FOLDERS": str(disk)}
+        environment |= {environment_name(setting): value for setting, value in more.items()}
         arguments = {
             "enable_unified_cache_external_linker": True,
             "unified_cache_external_linker_backend": "dynamic",
