@@ -8,7 +8,7 @@ WORKERS ?= 3
 PARALLEL = -n $(WORKERS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test preflight preflight-test env env-test env-sglang env-vllm33 build build-test lint format check test-unit \
+.PHONY: help demo demo-blend test preflight preflight-test env env-test env-sglang env-vllm33 build build-test lint format check test-unit \
         test-native test-sanitizers test-engines test-sglang test-vllm33 steady soak bench docs clean distclean
 
 help:  ## this list
@@ -16,6 +16,9 @@ help:  ## this list
 
 demo: build  ## the real vLLM engine with flexkv: a table, a PNG, and a check of every token
 	$(PY) -m demo
+
+demo-blend: build  ## four documents in another order, blended inside vLLM: time and agreement beside the full computation
+	$(PY) -m demo.blend
 
 # Without SGLang's wheels its tests fail and say why, without vLLM 0.33's they are skipped; the others are run all the same.
 test: build-test  ## all tests but those marked `long`; the last line is pytest's summary

@@ -225,6 +225,22 @@ def blend_trusting(llm: Any, requests: list[dict[str, Any]]) -> dict[str, Any]:
             del side._remember
 
 
+def blend_selftest(llm: Any, broken: str = "") -> dict[str, Any]:
+    """Runs the test of the engine's start again; the engine's own blocks must be free and unnamed.
+
+    Args:
+        broken: for a control, what is wrong: "mask" or "rows" of later layers that nobody writes.
+    """
+    from flexkv.adapters.vllm.blend.selftest import SelfTest
+
+    worker = _worker()
+    forward = worker.forward
+    wrong: dict[str, Any] = {"mask": {"runs": _one_sequence(forward.runs)}, "rows": {"_put": lambda *a: None}}
+    with _set(forward, **wrong.get(broken, {})):
+        test = SelfTest(worker._model, forward, worker._model.blend_config, 129)
+        return {"refusal": test.refusal()}
+
+
 def blend_flip(llm: Any, pages: int) -> dict[str, Any]:
     """Flips a bit in the first so many pages of segments in host memory, and flips it back at the next call."""
     pool = _worker()._pages.cache.pool
@@ -268,6 +284,7 @@ OPERATIONS: dict[str, Operation] = {
     "blend_differences": blend_differences,
     "blend_trusting": blend_trusting,
     "blend_flip": blend_flip,
+    "blend_selftest": blend_selftest,
     "blend_held": blend_held,
     "blend_forget_salts": blend_forget_salts,
     "step_tokens": step_tokens,

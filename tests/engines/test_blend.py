@@ -269,3 +269,12 @@ def test_a_reset_forgets_the_segments(session: EngineSession, documents: Documen
     assert session.call("reset", connector=True)["done"]
     session.check_one(documents.blended(0.0))
     assert new_results(session, before) == {"miss": 1}
+
+
+def test_the_test_at_the_start_finds_what_the_next_token_would_not_show(session: EngineSession) -> None:
+    session.forget()
+    assert session.call("blend_selftest")["refusal"] == ""
+    for broken in ("mask", "rows"):
+        refusal = session.call("blend_selftest", broken=broken)["refusal"]
+        assert refusal.startswith("its test at the start fails: the oracle is off by"), broken
+    session.forget()

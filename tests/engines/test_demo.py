@@ -30,3 +30,16 @@ def test_the_demo_shows_what_it_promises(tmp_path: Path) -> None:
     assert served["cold"] == 0
     assert served["warm"] > 1000
     assert served["crowd"] > 500
+
+
+@pytest.mark.long
+@pytest.mark.timeout(RUN_S + 60)
+def test_the_demo_of_blending_shows_what_it_promises(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "demo.blend", "--model", "tiny", "--rounds", "2", "--out", str(tmp_path)]
+    command += ["--document-tokens", "96"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=RUN_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "demo-blend.png").read_bytes().startswith(b"\x89PNG")
+    rows = {row["name"]: row for row in json.loads((tmp_path / "demo-blend.json").read_text())["rows"]}
+    assert rows["1"]["off"] == 0
+    assert rows["0.15"]["off"] > 0, "nothing was reused"

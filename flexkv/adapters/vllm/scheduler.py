@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from flexkv.adapters.common.settings_reader import SettingsReader
@@ -27,7 +28,7 @@ from flexkv.cache.stores.base import BlocksByGroup, StoreWatch
 from flexkv.cache.stores.planner import StorePlanner
 from flexkv.errors import ClosedError
 from flexkv.facts.ranks import NO_UNIT
-from flexkv.observe import Counters, PageLoss, get_logger
+from flexkv.observe import BlendResult, Counters, PageLoss, get_logger
 from flexkv.transfer.graph import OpId
 from flexkv.unit.base import EngineUnit, UnitState
 from flexkv.unit.build import build_unit
@@ -209,6 +210,9 @@ class SchedulerSide:
             unit.grow()
         tracker = self._tracker(request)
         self.requests.begin_lookup(tracker, self._preempted)
+        if self.blend is None and tracker.settings.blend is not None:
+            self.counters.add("flexkv_blend_requests_total", result=BlendResult.OFF.result)
+            tracker.settings = replace(tracker.settings, blend=None)  # counted once
         tracker.stale = False
         tracker.own_from = computed_tokens // self._spec.geometry.groups[0].block_tokens
         tokens = self._loads.match(tracker, computed_tokens)

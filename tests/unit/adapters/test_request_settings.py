@@ -149,6 +149,12 @@ def test_a_name_that_is_not_built_is_named_with_those_that_are(read: Read, name:
     assert all(own in said for own in OWN_NAMES)
 
 
+def test_a_request_for_blending_is_counted_where_blending_is_off(make_engine: Make) -> None:
+    made = make_engine()
+    made.run(make_request(PROMPT, "one", extra_args={"flexkv.blend": True}))
+    assert made.counters.data["flexkv_blend_requests_total"] == {"off": 1}
+
+
 def test_of_two_values_the_one_that_allows_less_holds(read: Read) -> None:
     assert read(**{PARAMS: {"flexkv.ttl_s": 60}}, **{"flexkv.ttl_s": 30}) == {"ttl_s": 30}
     both = {"max_offload_tokens": 64, "flexkv.skip_save": True, "flexkv.tiers": ["disk", "host"]}
