@@ -100,7 +100,7 @@ class Layer:
 
 
 class OtherLayer(Layer):
-    def forward(self, hidden_states: Any, positions: Any, residual: Any) -> None: ...
+    def forward(self, hidden_states: Any, positions: Any, residual: Any) -> None: ...  # type: ignore[override]
 
 
 def model(*layers: Layer) -> Any:
