@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,9 +10,11 @@ import pytest
 
 from demo.sglang_process import PAGE_TOKENS
 from tests.engines_sglang.asked import seen_to_be_damaged, whole
-from tests.engines_sglang.conftest import Judge
+from tests.engines_sglang.conftest import PROMPTS, Judge
 from tests.engines_sglang.metrics_page import all_series, grown, series, settled
 from tests.engines_sglang.spied import Spied, wait_until_durable
+from tests.unit.plugins.asking_plugin import ASKS, TELLS
+from tests.unit.plugins.plugin_folders import plugin, processes_of, wait_for
 
 UNIT = "dp0.pp0of1.tp0of1"
 """The only rank's place."""
@@ -20,9 +23,14 @@ UNIT = "dp0.pp0of1.tp0of1"
 @pytest.fixture(scope="module")
 def spied(model: Path, disk: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Spied]:
     folder = tmp_path_factory.mktemp("linker") / "first"
-    spied = Spied(model, folder, disk, arguments={"enable_metrics": True})
+    plugins = folder.parent / "plugins"
+    plugin(plugins, "scheduler_asks.py", ASKS)
+    plugin(plugins, "worker_0_tells.py", TELLS)
+    (plugins / "prompt.json").write_text(json.dumps(PROMPTS["a"]))
+    spied = Spied(model, folder, disk, arguments={"enable_metrics": True}, plugins__folder=str(plugins))
     yield spied
     spied.engine.close()
+    assert processes_of(plugins) == set(), "no plugin outlives the engine"
 
 
 def test_a_cold_prompt_is_computed_and_stored(spied: Spied, judge: Judge) -> None:
@@ -31,6 +39,15 @@ def test_a_cold_prompt_is_computed_and_stored(spied: Spied, judge: Judge) -> Non
     assert answer["cached"] == 0
     spied.settle()
     assert all(note["stored"] for note in spied.notes("stored"))
+
+
+def test_plugins_ask_for_what_it_stored(spied: Spied) -> None:
+    plugins = spied.folder.parent / "plugins"
+    wait_for(lambda: (plugins / "asked.json").exists(), "the plugin has found the prompt")
+    asked, pages = json.loads((plugins / "asked.json").read_text()), whole("a") // PAGE_TOKENS
+    assert (asked["state"], asked["pages"], asked["cached"]) == ("usable", pages, pages)
+    assert asked["pinned"] == asked["unpinned"] > 0
+    assert json.loads((plugins / "told.json").read_text()) == ["worker", "0"]
 
 
 def test_after_a_flush_it_is_loaded_to_other_pages(spied: Spied, judge: Judge) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import pytest
 import torch
 
 from flexkv import c_ext
-from flexkv.transfer.graph import OpKind, OpStatus
+from flexkv.transfer.graph import OpKind, OpStatus, TransferGraph
 from tests.gpu.needs import CUDA_BUILD
 from tests.unit.gds.slab_world import SlabWorld
+from tests.unit.storage.disk_world import GENEROUS_S
 
 pytestmark = CUDA_BUILD
 GPU = 0
@@ -62,6 +64,35 @@ def test_every_byte_comes_back_and_no_other_changes(
         expected[targets] = stored
         assert world.load(number, places, targets).reason == ""
         assert torch.equal(rank.by_block, expected)
+    world.close()
+
+
+@pytest.mark.parametrize("staged", [True, False])
+@pytest.mark.parametrize("block_first", [False, True])
+@pytest.mark.parametrize(("layers", "kv", "run"), [(9, 2, 1000), (33, 1, 18432), (80, 2, 4096)])
+def test_each_layer_is_there_for_work_enqueued_after_its_wait(
+    tmp_path: Path, layers: int, kv: int, run: int, block_first: bool, staged: bool
+) -> None:
+    """Layer by layer: what the stream is given after a layer's wait finds that layer of every page."""
+    world = make_world(tmp_path, layers=layers, kv=kv, run=run, block_first=block_first, staged=staged)
+    places, blocks, targets = [9, 2, 17, 4, 0, 11, 6], [3, 11, 0, 7, 5, 1, 8], [2, 0, 9, 10, 4, 6, 11]
+    world.store(places, blocks)
+    rank, engine = world.ranks[0], world.engines[0]
+    stored = rank.by_block[blocks].clone()
+    rank.memory.fill_(0x5A)
+    expected = rank.by_block.clone()
+    expected[targets] = stored
+    op = replace(world.op(OpKind.GDS_READ, places, targets), layerwise=True)
+    ticket = engine.submit(TransferGraph((op,)), stream=world.stream)
+    assert ticket is not None
+    seen = []
+    for layer in range(layers):
+        assert engine.wait_layer(ticket, layer, GENEROUS_S, world.stream).in_time
+        seen.append(rank.by_block[targets][:, layer * kv : (layer + 1) * kv].clone())
+    assert engine.wait(ticket, GENEROUS_S)
+    assert engine.poll()[0].reason == ""
+    assert torch.equal(torch.cat(seen, 1), stored)
+    assert torch.equal(rank.by_block, expected)
     world.close()
 
 
