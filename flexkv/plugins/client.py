@@ -32,7 +32,7 @@ class CachedPages:
 
     Attributes:
         pages: whole blocks of the prompt.
-        cached: how many of them are in host memory or on the unit's disks.
+        cached: how many of them are in host memory, on the unit's disks, or with peers.
         leading: how many of them from the first one on are so without a gap.
         in_host: how many of them are in host memory.
     """

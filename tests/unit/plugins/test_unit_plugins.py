@@ -146,7 +146,11 @@ def test_status_says_what_the_unit_is_without_a_step(unit: LiveUnit) -> None:
     assert age_s >= 0
     assert status == unit.status()
     assert status["unit"] == unit.unit_id.hex()
-    assert (status["state"], status["tiers"], status["stored_pages"]) == ("usable", ["host", "disk"], STORED)
+    assert (status["state"], status["tiers"], status["stored_pages"]) == (
+        "usable",
+        ["host", "disk", "peers"],
+        STORED,
+    )
 
 
 def test_lookup_counts_pages_and_changes_nothing(unit: LiveUnit, ask: Asking) -> None:
