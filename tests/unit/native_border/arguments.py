@@ -22,6 +22,7 @@ from tests.unit.native_border.recipes import (
     random_keys,
     view_runs,
 )
+from tests.unit.native_border.share_arguments import SHARE_ARGUMENTS
 from tests.unit.native_border.surface import Parameter, Target
 from tests.unit.native_border.world import World
 from tests.unit.transfer.fake_nvtx import build_fake_nvtx
@@ -55,6 +56,7 @@ def _two_images(world: World) -> dict[str, object]:
 ARGUMENTS: dict[str, Callable[[World], dict[str, object]]] = {
     **INDEX_ARGUMENTS,
     **COPY_ARGUMENTS,
+    **SHARE_ARGUMENTS,
     "DiskLane.take_out": lambda _: {"disk": 0, "reason": "why"},
     "EngineKeyChain.__init__": lambda _: {"namespace": bytes(32), "group": 0},
     "EngineKeyChain.extend": lambda world: {"engine_keys": [bytes([n]) * 32 for n in range(4)]},

@@ -12,7 +12,8 @@ from tests.unit.native_border.world import World
 
 
 def entries_of(world: World) -> object:
-    world.get("BlockIndex")
+    if "entries" not in world.kept:
+        world.kept["entries"] = world.get("BlockIndex").insert(0, random_keys(), 4)[1]
     return world.kept["entries"].copy()
 
 

@@ -76,10 +76,9 @@ def _engine(world: World) -> c_ext.TransferEngine:
     return engine
 
 
-def _index(world: World) -> c_ext.BlockIndex:
-    index = c_ext.BlockIndex([16, 16])
+def _index(_: World) -> c_ext.BlockIndex:
+    index = c_ext.BlockIndex([16, 16], "lru", [0, 0])
     index.grow(0, 16)
-    world.kept["entries"] = index.insert(0, random_keys(), 4)[1]
     return index
 
 
@@ -160,7 +159,9 @@ RECIPES: dict[str, Callable[[World], Any]] = {
     "KvView": lambda world: c_ext.KvView(view_runs(world), BLOCKS, STRIPE),
     "PageCodec": _codec,
     "PageConversion": lambda _: c_ext.PageConversion(*head_to_token_major()),
+    "PeerDirectory": lambda _: c_ext.PeerDirectory(),
     "SlabFile": _slab,
+    "SlotBoard": lambda _: c_ext.SlotBoard(8),
     "SlotImage": lambda _: c_ext.SlotImage([STRIPE, STRIPE], 64),
     "TierLookup": _lookup,
     "TokenChain": lambda _: c_ext.TokenChain(4),
