@@ -16,7 +16,7 @@ from tests.soak import soak_rounds
 from tests.unit.native_border.fuzz import CrashError, fuzz
 from tests.unit.native_border.surface import targets
 
-CASES = 260
+CASES = 300
 FIRST_SEED = 1000
 """Different seeds from those of test_fuzz.py."""
 
