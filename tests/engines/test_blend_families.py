@@ -91,6 +91,23 @@ def _stored(session: EngineSession, documents: Documents) -> Prompt:
     return documents.blended(0.15)
 
 
+@pytest.mark.parametrize(
+    "changed", [{"enforce_eager": False}, {"dtype": "bfloat16"}], ids=["compiled", "bfloat16"]
+)
+def test_other_arithmetic_blends(engines: Engines, stream: int, changed: dict[str, Any]) -> None:
+    """Where the model is compiled, a blended step's layers still run one by one: equal up to rounding."""
+    session = start_blending(engines, **changed)
+    documents = Documents.of(stream % 10_000_000)
+    documents.store(session)
+    [full] = session.ask(documents.plain(max_tokens=1))
+    [same] = session.ask(documents.blended(1.0, max_tokens=1))
+    [some] = session.ask(documents.blended(0.15, max_tokens=1))
+    assert same.tokens == full.tokens
+    assert abs(same.log_probabilities[0] - full.log_probabilities[0]) < 1e-4
+    assert some.log_probabilities != full.log_probabilities
+    assert results(session) == {"stored": 3, "blended": 2}
+
+
 def test_two_ranks_blend_the_same_rows(engines: Engines, stream: int) -> None:
     session = start_blending(engines, environment=TWO_RANKS, tensor_parallel_size=2)
     check_blends(session, stream)
