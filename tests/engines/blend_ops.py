@@ -190,6 +190,68 @@ def blend_poison(
     }
 
 
+def blend_reference(llm: Any, request: dict[str, Any], seen_ahead: int = 0) -> dict[str, Any]:
+    """Blends a prompt in one chunk; compares what the kept rows' attention gives in each later layer with plain torch
+    on the same queries, over the keys and values that the plan has at each position: cached ones, or fresh ones.
+
+    Args:
+        seen_ahead: for a control, how many positions too far the reference's rows see.
+    """
+    import torch
+
+    from flexkv.adapters.vllm.blend.pages import segment_rows
+
+    worker = _worker()
+    forward, pages, of_rows = worker.forward, worker._pages, worker._pages.rows
+    sources: list[tuple[Any, Any]] = []
+    calls: dict[int, tuple[Any, ...]] = {}
+
+    def rows(name: str, spans: Any, first: int, end: int) -> Any:
+        source = of_rows(name, spans, first, end)
+        sources.append((torch.from_numpy(first + segment_rows(spans, first, end)), source))
+        return source
+
+    def look(layer: int) -> Any:
+        def hook(attention: Any, given: Any, out: Any) -> None:
+            calls.setdefault(layer, (*given[:3], out.clone()))
+
+        return hook
+
+    later = range(forward._check + 1, len(forward.layers))
+    hooks = [forward.attentions[layer].register_forward_hook(look(layer)) for layer in later]
+    wanted: dict[int, Any] = {}
+
+    def attend(layer: int, kept: Any) -> Any:
+        attention = forward.attentions[layer]
+        heads, size = attention.num_kv_heads, attention.head_size
+        query, key, value, _ = calls[layer]
+        planes = torch.zeros(2, len(request["ids"]), heads, size)
+        at, source = sources[0]
+        planes[0, at], planes[1, at] = source.layer(layer)
+        planes[0, kept], planes[1, kept] = key.view(-1, heads, size), value.view(-1, heads, size)
+        keys, values = planes.repeat_interleave(attention.num_heads // heads, dim=2).transpose(1, 2)
+        scores = query.view(len(kept), -1, size).transpose(0, 1) @ keys.transpose(1, 2) * size**-0.5
+        ahead = torch.arange(keys.shape[1]) > kept[:, None] + seen_ahead
+        return (scores.masked_fill(ahead, -torch.inf).softmax(-1) @ values).transpose(0, 1).flatten(1)
+
+    of_release = pages.release
+
+    def release(name: str) -> None:
+        # Here the loaded rows are still there. Earlier requests are released before the prompt is computed.
+        if watch.kept and not wanted:
+            wanted.update({layer: attend(layer, torch.from_numpy(watch.kept[0])) for layer in later})
+        of_release(name)
+
+    try:
+        with _set(pages, rows=rows, release=release), Watch(forward) as watch:
+            _ask(llm, request | {"max_tokens": 2})
+    finally:
+        for hook in hooks:
+            hook.remove()
+    worst = max(float((wanted[layer] - calls[layer][3]).abs().max()) for layer in later)
+    return {"worst": worst, "kept": len(watch.kept[0]), "layers": len(wanted)}
+
+
 def blend_differences(llm: Any, request: dict[str, Any], turned: bool = True) -> dict[str, Any]:
     """Blends a prompt; returns the sum of all squared differences between cached and fresh keys in the check layer.
 
@@ -282,6 +344,7 @@ OPERATIONS: dict[str, Operation] = {
     "blend_oracle": blend_oracle,
     "blend_poison": blend_poison,
     "blend_differences": blend_differences,
+    "blend_reference": blend_reference,
     "blend_trusting": blend_trusting,
     "blend_flip": blend_flip,
     "blend_selftest": blend_selftest,

@@ -93,6 +93,17 @@ def test_kept_rows_get_the_keys_of_the_full_computation(
     assert control["worst"] > 0.1, "the kept rows as one causal sequence: they see rows behind them"
 
 
+def test_kept_rows_attend_to_what_plain_torch_attends_to(
+    session: EngineSession, documents: Documents
+) -> None:
+    found = session.call("blend_reference", request=documents.blended(0.15).wire())
+    assert found["layers"] == 2
+    assert found["kept"] > 60
+    assert found["worst"] < ROUNDING
+    control = session.call("blend_reference", request=documents.blended(0.15).wire(), seen_ahead=1)
+    assert control["worst"] > 100 * ROUNDING
+
+
 def test_earlier_rows_do_not_see_later_ones(session: EngineSession, documents: Documents) -> None:
     first, end = documents.spans[1]
     asks = {"request": documents.blended(0.15).wire(), "other": documents.blended(0.15).wire()}
