@@ -25,6 +25,10 @@ class BlendResult(Enum):
     SEGMENTS = "segments", "its segments overlap, are empty or lie outside the prompt"
     NO_SEGMENTS = "no_segments", "it names no segments, and no configured separator occurs in it"
     SHORT = "short", "its segments have fewer than `blend.min_tokens` tokens"
+    TIME_TO_LIVE = (
+        "time_to_live",
+        "it is to be kept as a segment, and has a `flexkv.ttl_s`, which segments do not have",
+    )
     INPUTS = "inputs", "it has images, other inputs or prompt embeddings"
     LORA = "lora", "it uses a LoRA adapter"
     POOLING = "pooling", "it is of a pooling model"

@@ -41,7 +41,13 @@ class World:
         self.side.take_verdicts([""] * ranks)
         self._made = 0
 
-    def enter(self, ask: BlendAsk | None = None, salt: str | None = "", **fields: Any) -> Any:
+    def enter(
+        self,
+        ask: BlendAsk | None = None,
+        salt: str | None = "",
+        ttl_s: int | None = None,
+        **fields: Any,
+    ) -> Any:
         """A request that enters the queue; `salt` "" gives it one of its own."""
         self._made += 1
         request = SimpleNamespace(
@@ -60,7 +66,7 @@ class World:
         tracker: Any = SimpleNamespace(
             request=request,
             request_id=request.request_id,
-            asked=RequestSettings(blend=ask),
+            asked=RequestSettings(blend=ask, ttl_s=ttl_s),
             settings=NO_SETTINGS,
             kept_out=KeptOut(),
             first_namespace="",
@@ -210,6 +216,7 @@ def test_a_segment_is_captured_whole(world: World) -> None:
         ("pooling", BlendAsk(SPANS), {"sampling_params": None}),
         ("prompt_logprobs", BlendAsk(SPANS), {"sampling_params": SimpleNamespace(prompt_logprobs=1)}),
         ("session", BlendAsk(SPANS), {"resumable": True}),
+        ("time_to_live", BlendAsk(store=True), {"ttl_s": 60}),
     ],
 )
 def test_what_cannot_be_blended_is_computed_and_counted(
@@ -222,6 +229,10 @@ def test_what_cannot_be_blended_is_computed_and_counted(
     assert tracker.settings is NO_SETTINGS
     salted = (tracker.request.cache_salt or "").startswith("flexkv-blend:")
     assert tracker.request.skip_reading_prefix_cache is salted
+
+
+def test_what_is_stored_already_may_be_blended_into_a_request_with_a_time_to_live(world: World) -> None:
+    make_ready(world, world.enter(BlendAsk(SPANS), ttl_s=60))
 
 
 def test_without_a_rank_that_can_blend_nothing_is(world: World) -> None:

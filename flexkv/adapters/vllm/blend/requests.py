@@ -146,6 +146,8 @@ class BlendRequests:
             return BlendResult.OFF
         if (refused := refusal(request)) is not None:
             return refused
+        if ask.store and tracker.asked.ttl_s is not None:
+            return BlendResult.TIME_TO_LIVE
         # Also remembered for a request that is refused below, whose blocks are exact but lie under this salt.
         if not self._remember(str(request.cache_salt)):
             return BlendResult.USED_SALT
