@@ -76,7 +76,7 @@ def test_the_engine_serves_as_if_there_were_no_plugins(engines: Engines, stream:
     assert example.communicate()[0] == f"warmed 1 prompts: {pages} pages of them are in host memory\n"
     with connect(name, ASK_S) as unit:
         status = unit.status()
-        assert (status["state"], status["tiers"]) == ("usable", ["host", "disk", "peers"])
+        assert (status["state"], status["tiers"]) == ("usable", ["host", "disk"])
     before = session.metric("vllm:flexkv_hit_blocks_total{tier=host}")
     assert session.check_one(prompt).cached == prompt.whole_blocks
     assert session.metric("vllm:flexkv_hit_blocks_total{tier=host}") == before + pages, "host memory had them"
