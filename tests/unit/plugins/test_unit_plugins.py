@@ -153,7 +153,7 @@ def test_status_says_what_the_unit_is_without_a_step(unit: LiveUnit) -> None:
     assert status["unit"] == unit.unit_id.hex()
     assert (status["state"], status["tiers"], status["stored_pages"]) == (
         "usable",
-        ["host", "disk", "peers"],
+        ["host", "disk"],
         STORED,
     )
 
