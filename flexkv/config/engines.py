@@ -143,6 +143,8 @@ EVERYWHERE = frozenset(
         "identity.model",
         "identity.namespace",
         "plugins.folder",
+        "peers.share",
+        "peers.folder",
         "observe.log_level",
         "observe.nvtx",
     ]

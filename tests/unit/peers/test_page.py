@@ -7,14 +7,23 @@ from pathlib import Path
 
 import pytest
 
-from flexkv.cache.tiers.live.plan import shares
+from flexkv.cache.tiers.live import plan
+from flexkv.cache.tiers.live.plan import shares, usual_share
 from flexkv.config import load_config
 from tests.unit.adapters.vllm_objects import make_request
 from tests.unit.peers.live_engines import PROMPT, Make, knows, settings_of, share_of, wait_for
 
+USUAL = usual_share
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "one-cache.md").read_text()
 
 
+@pytest.fixture
+def usual(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default that other tests do without."""
+    monkeypatch.setattr(plan, "usual_share", USUAL)
+
+
+@pytest.mark.usefixtures("usual")
 def test_the_pages_settings_share_host_memory(tmp_path: Path) -> None:
     (settings, common) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
     told = tmp_path / "shared.yaml"
@@ -24,6 +33,7 @@ def test_the_pages_settings_share_host_memory(tmp_path: Path) -> None:
     assert shares(load_config({}, {"FLEXKV_CONFIG": str(told)})) == (False, True)
 
 
+@pytest.mark.usefixtures("usual")
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [

@@ -49,10 +49,16 @@ def plan_share(unit: UnitFacts) -> PeerShare | None:
 
 
 def shares(config: FlexKVConfig) -> tuple[bool, bool]:
-    """Whether host memory and folders are shared. `auto`: host memory where several units start on the node."""
-    share: Literal["auto", "host+disk", "disk", "off"] = config.peers.share
-    host = share == "host+disk" or (share == "auto" and config.host.units_per_node > 1)
-    return host, share != "off" and bool(config.disk.folders)
+    """Whether host memory and folders are shared."""
+    share = config.peers.share
+    if share == "auto":
+        share = usual_share(config)
+    return share == "host+disk", share != "off" and bool(config.disk.folders)
+
+
+def usual_share(config: FlexKVConfig) -> Literal["host+disk", "disk", "off"]:
+    """`peers.share` where nobody sets it: host memory is shared where several units start on the node."""
+    return "host+disk" if config.host.units_per_node > 1 else "disk"
 
 
 def plan_peer_host(unit: UnitFacts) -> TierPlan | None:
