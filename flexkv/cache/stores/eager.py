@@ -44,18 +44,18 @@ class EagerStores(RequestStores):
 
     def __init__(self, parts: StoreParts) -> None:
         super().__init__(parts)
-        settings = parts.settings
+        store = parts.settings
         self._boundary_stores = BoundaryStores(self)
         self._has_boundaries = bool(self._boundary_stores.boundaries.groups)
         # Tails have no key in a group's namespace.
-        self._with_tails = settings.partial_blocks and len(parts.groups) == 1 and not self._has_boundaries
+        self._with_tails = store.partial_blocks and len(parts.groups) == 1 and not self._has_boundaries
         self._full_groups = [at for at, group in enumerate(self._groups) if group.rule is Rule.FULL]
         # With a tier behind host memory, pages that are evicted from host memory are still cached.
         self._most_blocks = sys.maxsize if parts.has_tiers else parts.slots
-        self._by_layer = settings.mode == "layerwise"
+        self._by_layer = store.mode == "layerwise"
         # Where stores end in their step, none comes at the request's end for the rest.
-        self._generated_blocks = 1 if parts.ends_in_step else settings.generated_blocks
-        self.holds = Holds(parts.manager, parts.watch, settings.hold_s, parts.counters)
+        self._generated_blocks = 1 if parts.ends_in_step else store.generated_blocks
+        self.holds = Holds(parts.manager, parts.watch, store.hold_s, parts.counters)
         self._full: set[int] = set()
         """Groups that had no room for a page since the step began: none of their pages is offered again in the step."""
 
