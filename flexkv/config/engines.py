@@ -102,8 +102,6 @@ EVERYWHERE = frozenset(
         "transfer.ways_file",
         "transfer.stuck_s",
         "transfer.close_s",
-        "peers.share",
-        "peers.folder",
         "disk.folders",
         "disk.bytes_per_folder",
         "disk.space_share",
