@@ -98,6 +98,8 @@ _ATTRIBUTES: dict[str, tuple[str, ...]] = {
         "get_attn_backend",
         "get_kv_cache_spec",
     ),
+    "vllm.model_executor.models.registry": ("ModelRegistry",),
+    "vllm.model_executor.models.registry:_ModelRegistry": ("register_model",),
     "vllm.multimodal.hasher:MultiModalHasher": ("hash_kwargs",),
     "vllm.multimodal.inputs:MultiModalFeatureSpec": ("identifier", "mm_hash", "mm_position"),
     "vllm.multimodal.inputs:PlaceholderRange": ("length", "offset"),
