@@ -65,7 +65,7 @@ TEST_CASE("the first layer of gds pages is there while the last ones are still b
   REQUIRE(first.in_time);
   CHECK(first.failed.empty());
   CHECK(world.has_layers(0, 1));
-  CHECK_FALSE(world.has_layers(1, 4));
+  CHECK_FALSE(world.has(4, 1));  // of another page these may be coming right now
   CHECK_FALSE(world.engine->wait_layer(ticket, 1, 0.05).in_time);
   world.io->release();
   CHECK(world.result(ticket).status == Status::kOk);
