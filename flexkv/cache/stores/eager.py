@@ -130,7 +130,8 @@ class EagerStores(RequestStores):
         for group in self._full_groups:
             table = request.tables[group]
             end = self._certain_end(request, group)
-            if end <= table.cursor or (holder is not None and self._waits_for_more(request, group, end)):
+            fewest = 1 if holder is None or table.has_pending else self._fewest(request, group)
+            if end - table.cursor < fewest:
                 table.has_pending = table.has_pending and end > table.cursor
                 continue
             if request.stale:
@@ -154,20 +155,18 @@ class EagerStores(RequestStores):
         """See `StoreRequest.next_offer`. Saves most requests of a step the look at their tables."""
         least = sys.maxsize
         for group in self._full_groups:
-            table, block = request.tables[group], self._groups[group].block_tokens
+            table = request.tables[group]
             if table.has_pending:
                 return 0
-            generated = table.cursor >= request.prompt_tokens // block
-            least = min(least, (table.cursor + (self._generated_blocks if generated else 1)) * block)
+            end = table.cursor + self._fewest(request, group)
+            least = min(least, end * self._groups[group].block_tokens)
         return least
 
-    def _waits_for_more(self, request: StoreRequest, group: int, end: int) -> bool:
-        """Whether the blocks from the cursor to `end` are generated ones, and too few to be stored while the request
-        lives: a store costs a step the same for one block as for many."""
-        table = request.tables[group]
-        if end - table.cursor >= self._generated_blocks or table.has_pending:
-            return False
-        return table.cursor >= request.prompt_tokens // self._groups[group].block_tokens
+    def _fewest(self, request: StoreRequest, group: int) -> int:
+        """How many blocks from the cursor on are offered together, at least: one of the prompt, several generated ones,
+        because a store costs a step the same for one block as for many."""
+        generated = request.tables[group].cursor >= request.prompt_tokens // self._groups[group].block_tokens
+        return self._generated_blocks if generated else 1
 
     def _runs(self, request: StoreRequest, group: int, end: int) -> Iterator[tuple[int, int]]:
         """The runs [first, end) of a group's blocks from the cursor to `end` that have no token that the caller keeps
