@@ -67,14 +67,7 @@ class MiniEngine:
         **settings: Any,
     ) -> None:
         config = load_config(
-            {
-                "host.bytes": "2MiB",
-                "host.extent_bytes": "2MiB",
-                "host.huge_pages": "off",
-                "peers.share": "off",
-            }
-            | settings,
-            {},
+            {"host.bytes": "2MiB", "host.extent_bytes": "2MiB", "host.huge_pages": "off"} | settings, {}
         )
         self.kv_config = kv_config(blocks, latent=latent, heads=1 if head_replicas > 1 else HEADS)
         self.pool: BlockPool = make_pool(blocks)

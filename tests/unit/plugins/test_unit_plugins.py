@@ -57,12 +57,7 @@ def build(tmp_path: Path, log: Lines) -> Iterator[Build]:
     units: list[LiveUnit] = []
 
     def make(folder: Path | str | None = tmp_path / "plugins", **settings: object) -> LiveUnit:
-        given: dict[str, object] = {
-            "host.bytes": 1 << 20,
-            "host.huge_pages": "off",
-            "index.policy": "lru",
-            "peers.share": "off",
-        }
+        given: dict[str, object] = {"host.bytes": 1 << 20, "host.huge_pages": "off", "index.policy": "lru"}
         if folder is not None:
             given["plugins.folder"] = str(folder)
         config = load_config(given | {key.replace("__", "."): value for key, value in settings.items()}, {})

@@ -62,7 +62,6 @@ def build(tmp_path: Path) -> Iterator[Build]:
             "disk.folders": str(tmp_path / "disk"),
             "disk.bytes_per_folder": "1MiB",
             "disk.compute_if_faster": False,
-            "peers.share": "off",
         }
         config = load_config(small | {key.replace("__", "."): value for key, value in settings.items()}, {})
         owner = UnitOwner("a model", b"n" * 32, "unit0", content)
