@@ -6,6 +6,8 @@ PYTEST = $(PY) -m pytest
 # Tests at once: each worker takes a core and up to 3 GB.
 WORKERS ?= 3
 PARALLEL = -n $(WORKERS)
+# Tests start hundreds of processes; without bytecode on disk each of them compiles flexkv's modules again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-blend test preflight preflight-test env env-test env-sglang env-vllm33 build build-test lint format check test-unit \
@@ -100,13 +102,13 @@ soak: build-test env-sglang  ## simulation, stress, fuzz, flipped bits, engine p
 	@FLEXKV_SOAK=$${FLEXKV_SOAK:-5} $(PYTEST) $(PARALLEL) -m "soak or long" --timeout 14400
 
 # Every program in benchmarks/ takes --json, but for gpu_results, which writes a page and wants a GPU, those that want a
-# trace, and vllm_beside_engine, which another program starts.
-BENCHMARKS = $(filter-out gpu_results eviction window_eviction vllm_beside_engine,$(basename $(notdir $(shell grep -l __main__ benchmarks/*.py))))
+# trace, vllm_beside_engine, which another program starts, and live_peers, which prints three figures.
+BENCHMARKS = $(filter-out gpu_results eviction window_eviction vllm_beside_engine live_peers,$(basename $(notdir $(shell grep -l __main__ benchmarks/*.py))))
 bench: build env-sglang  ## all benchmarks: tables, and JSON in out/
 	@mkdir -p out
 	@set -e; for name in $(BENCHMARKS); do echo "== $$name"; $(PY) -m benchmarks.$$name --json out/$$name.json; done
 
-docs: build-test  ## the tables of settings and metrics in docs/, from the code
+docs: build-test  ## the tables in docs/ that come from the code: settings, metrics, identity, requests, names of vLLM
 	@$(PY) -m build_support.doc_tables
 
 clean:  ## what the build made

@@ -1,17 +1,18 @@
 """Which source files are compiled as one unit.
 
-Variants with a sanitizer are only for tests, and the compiler spends much of its time on headers that most files of a
-folder include. So for these variants it gets up to `TOGETHER` files of a folder at once, as a unit: a file that
-includes them. Its messages name the included file. All files of a folder can meet in one unit, so what two of them
-declare in anonymous namespaces needs different names; otherwise the compiler reports a redefinition, and names both
-files.
+The compiler spends much of its time on headers that most files of a folder include. So in variants with a sanitizer,
+which are only for tests, it gets up to `TOGETHER` files of a folder at once, as a unit: a file that includes them. Its
+messages name the included file. All files of a folder can meet in one unit, so what two of them declare in anonymous
+namespaces needs different names; otherwise the compiler reports a redefinition, and names both files.
 
-Variants that users run have one object for each file: after a change one file is compiled again.
+Variants that users run have one object for each file: after a change one file is compiled again. Only bindings, which
+instantiate much of pybind11 and are compiled quickly, come in units of up to `BINDINGS_TOGETHER`.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -19,6 +20,9 @@ from pathlib import Path
 
 TOGETHER = 12
 """Most files per unit. More files save little compile time, and a change in one file would recompile more."""
+
+BINDINGS_TOGETHER = 4
+"""The same for bindings of variants that users run. Together they take two thirds of the time that each alone takes."""
 
 EMULATES_CUDA = "emulated_cuda.h defines words of CUDA as macros, and must come before headers that use them"
 
@@ -52,15 +56,18 @@ class Unit:
         folder = self.sources[0].parent.relative_to(root).as_posix().replace("/", ".")
         return f"{folder}.{self.sources[0].stem}-to-{self.sources[-1].stem}.cpp"
 
-    @property
-    def text(self) -> str:
-        """The text that the compiler gets."""
-        return BEGINNING + "".join(f'#include "{source}"\n' for source in self.sources)
+    def text(self, folder: Path) -> str:
+        """The text that the compiler gets in a file in `folder`: the same for each copy of the tree, so that a compiler
+        cache knows it."""
+        paths = [os.path.relpath(source, folder) for source in self.sources]
+        return BEGINNING + "".join(f'#include "{path}"\n' for path in paths)
 
 
-def units(sources: Iterable[Path], root: Path, flags: Callable[[Path], str]) -> list[Unit]:
-    """Divides `sources`, which are below `root`, into units of one folder and equal `flags`. Each file in `ALONE`, and
-    each that is not C++, is a unit of its own."""
+def units(
+    sources: Iterable[Path], root: Path, flags: Callable[[Path], str], most: int = TOGETHER
+) -> list[Unit]:
+    """Divides `sources`, which are below `root`, into units of one folder and equal `flags`, of at most `most` files.
+    Each file in `ALONE`, and each that is not C++, is a unit of its own."""
     found, together = [], defaultdict(list)
     for source in sources:
         if source.suffix != ".cpp" or source.relative_to(root).as_posix() in ALONE:
@@ -68,7 +75,7 @@ def units(sources: Iterable[Path], root: Path, flags: Callable[[Path], str]) -> 
         else:
             together[source.parent, flags(source)].append(source)
     for files in together.values():
-        count = -(-len(files) // TOGETHER)
+        count = -(-len(files) // most)
         bounds = [i * len(files) // count for i in range(count + 1)]
         found += [Unit(tuple(files[begin:end])) for begin, end in itertools.pairwise(bounds)]
     return found

@@ -2,8 +2,8 @@
 
 A variant is (CUDA or not) x (sanitizer). The variants with and without CUDA share a folder under build/ and all objects
 except the few that differ, so that both cost little more than one. The Python bindings, which include pybind11, and the
-native tests, which include doctest, are each compiled with a precompiled header. With a sanitizer, files of one folder
-are compiled together (compile_units.py).
+native tests, which include doctest, are each compiled with a precompiled header. Bindings, and with a sanitizer the
+files of any folder, are compiled several at once (compile_units.py).
 """
 
 from __future__ import annotations
@@ -117,8 +117,15 @@ DIFFER = ("csrc/cuda/device_info.cpp", "csrc/bindings/module.cpp")
 QUICKLY_COMPILED = "-O1 -g0"
 """For tests and for bindings that only pass arguments on; takes half the time of `-O3`."""
 
-QUICKLY_SANITIZED = "-O1"
-"""The same with a sanitizer, whose reports need the line numbers."""
+SANITIZED = {"address": "-Og", "thread": "-O1", "undefined": "-Og"}
+"""With a sanitizer. Optimising the checks of `address` and `undefined` at `-O1` takes as long as all else."""
+
+QUICKLY_SANITIZED = {"address": "-O0", "thread": "-O1", "undefined": "-O0"}
+"""The same for tests and bindings, whose reports need the line numbers."""
+
+TESTS_SANITIZED = {"address": "-fno-sanitize=undefined"}
+"""Beside these for tests: checks of undefined behaviour in a test itself would take a quarter of its compile time. What
+it calls is checked."""
 
 
 def _precompiled_header(source: Path, sanitizer: str) -> str:
@@ -127,9 +134,12 @@ def _precompiled_header(source: Path, sanitizer: str) -> str:
     if "bindings" in source.parts and (sanitizer or not source.stem.endswith("_reader")):
         return "bindings"
     # The file that defines doctest's main must include it first, and the fake driver does not use doctest.
-    own = source.is_relative_to(ROOT / "tests") and source.name != "main.cpp" and source not in FAKE_DRIVER
+    own = source.is_relative_to(ROOT / "tests") and source != DOCTEST_MAIN and source not in FAKE_DRIVER
     return "tests" if own else ""
 
+
+DOCTEST_MAIN = ROOT / "tests" / "native" / "main.cpp"
+"""Defines doctest's `main`."""
 
 FAKE_DRIVER = sorted((ROOT / "tests" / "native").glob("fake_cuda*.cpp"))
 """A GPU's fake driver: part of the native test program, and of the tests' own extension."""
@@ -154,7 +164,9 @@ class NinjaFile:
 
         self.variant = variant
         sanitize = SANITIZERS[variant.sanitizer]
-        optimise = f"-fsanitize={sanitize} -fno-omit-frame-pointer -g1 -O1" if sanitize else "-O3 -g1"
+        optimise = "-O3 -g1"
+        if sanitize:
+            optimise = f"-fsanitize={sanitize} -fno-omit-frame-pointer -g1 {SANITIZED[variant.sanitizer]}"
         if "undefined" in sanitize:
             optimise += " -fno-sanitize-recover=undefined"
         # pip's isolated builds have their pybind11 in another folder each time. A link of the same name lets them find
@@ -173,7 +185,7 @@ class NinjaFile:
         self.units: dict[str, Unit] = {}
         self._core: list[str] = []
         self._cuda_define = f"-DFLEXKV_WITH_CUDA={int(variant.toolkit is not None)}"
-        self._quickly = f" {QUICKLY_SANITIZED if sanitize else QUICKLY_COMPILED}"
+        self._quickly = f" {QUICKLY_SANITIZED[variant.sanitizer] if sanitize else QUICKLY_COMPILED}"
         self.compiler = compiler() or "g++"
         self.link_flags = f"-fsanitize={sanitize}" if sanitize else ""
         self.libs = f"{cuda_libs}-ldl -lrt -lpthread"
@@ -218,11 +230,16 @@ class NinjaFile:
             ]
 
     def _objects(self, sources: list[Path]) -> list[str]:
-        """Adds the objects of `sources`: one for each file, or with a sanitizer one for each unit."""
-        if not self.variant.sanitizer:
-            return [self._object(source) for source in sources]
+        """Adds the objects of `sources`: one for each unit of bindings, or with a sanitizer of any files; one for each
+        other file."""
+        if self.variant.sanitizer:
+            units = compile_units.units(sources, ROOT, self._flags)
+        else:
+            bindings = [s for s in sources if _precompiled_header(s, "") == "bindings"]
+            units = [Unit((s,)) for s in sources if s not in bindings]
+            units += compile_units.units(bindings, ROOT, self._flags, compile_units.BINDINGS_TOGETHER)
         objects = []
-        for unit in compile_units.units(sources, ROOT, self._flags):
+        for unit in units:
             first, *others = unit.sources
             if others:
                 name = unit.name(ROOT)
@@ -254,8 +271,15 @@ class NinjaFile:
     def _flags(self, source: Path) -> str:
         """The flags of `source` and of others of its unit."""
         header = _precompiled_header(source, self.variant.sanitizer)
-        quickly = f"{self._quickly} -include {header}.h" if header else ""
+        quickly = f"{self._quickly_as(header)} -include {header}.h" if header else ""
+        if source == DOCTEST_MAIN:
+            quickly = self._quickly
         return f"{quickly} $python" if "bindings" in source.parts else quickly
+
+    def _quickly_as(self, header: str) -> str:
+        """The flags of files that are compiled quickly with this precompiled header."""
+        more = TESTS_SANITIZED.get(self.variant.sanitizer) if header == "tests" else None
+        return f"{self._quickly} {more}" if more else self._quickly
 
     def _needs(self, source: Path) -> str:
         """What must be there before `source` is compiled, in ninja's words."""
@@ -268,7 +292,10 @@ class NinjaFile:
         if header not in self._headers:
             self._headers.add(header)
             python = " $python" if header == "bindings" else ""
-            self.lines += [f"build {target}: header {header}.h", f"  more ={self._quickly}{python}"]
+            self.lines += [
+                f"build {target}: header {header}.h",
+                f"  more ={self._quickly_as(header)}{python}",
+            ]
         return target
 
     def add_extension(self, file_name: str) -> Path:
@@ -319,7 +346,7 @@ class NinjaFile:
             for header in self._headers:
                 _write_if_changed(folder / f"{header}.h", HEADERS[header])
             for file_name, unit in self.units.items():
-                _write_if_changed(folder / file_name, unit.text)
+                _write_if_changed(folder / file_name, unit.text(folder))
             name, include = self._pybind11
             (folder / name).unlink(missing_ok=True)
             (folder / name).symlink_to(include)

@@ -40,10 +40,18 @@ import vllm.entrypoints.llm  # noqa: E402
 if current_platform.is_cpu():
     # Modules that an engine imports as it starts; models other than Llama come after the fork. A GPU's worker must not
     # be imported before the fork.
+    import vllm.distributed.elastic_ep.elastic_execute
+    import vllm.lora.resolver
+    import vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors
+    import vllm.model_executor.layers.quantization.online.base
     import vllm.model_executor.models.llama
     import vllm.v1.attention.backends.cpu_attn
     import vllm.v1.core.sched.scheduler
     import vllm.v1.worker.cpu_worker
+
+    # Not the connector: it gives vLLM its name as it is imported, which is the plugin's task.
+    import flexkv.adapters.vllm.scheduler
+    import flexkv.adapters.vllm.worker  # noqa: F401
 
 # An engine collects garbage several times as it starts and ends. Each takes half a second if it looks at the million
 # objects of these modules.

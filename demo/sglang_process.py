@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 from build_support.sglang_environment import FOLDER
 
@@ -60,6 +60,11 @@ ENVIRONMENT = {
 }
 
 
+def child_environment(**more: str) -> dict[str, str]:
+    """This process's variables for one of SGLang's Python, which has paths of its own."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | ENVIRONMENT | more
+
+
 def linker(
     module: str = "flexkv.adapters.sglang", name: str = "FlexKVLinker", **settings: Any
 ) -> dict[str, Any]:
@@ -74,6 +79,15 @@ def linker(
             "linker_extra_config": extra,
         },
     }
+
+
+class Launched(Protocol):
+    """The started process, as `subprocess.Popen` has it."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
 
 
 class SglangProcess:
@@ -97,19 +111,10 @@ class SglangProcess:
         settings = {**ENGINE, "model_path": str(model), **arguments}
         theirs_in, self._orders = os.pipe()
         self._answers, theirs_out = os.pipe()
-        command = [str(self.python), "-W", "ignore", "-m", "demo.sglang_child"]
-        command += [str(theirs_in), str(theirs_out), json.dumps(settings), self.start_method]
-        environ = {**os.environ, **ENVIRONMENT, **environment}
-        environ.pop("PYTHONPATH", None)
+        environ = child_environment(**environment)
         with log.open("wb") as output:
-            self._process = subprocess.Popen(
-                self.placed(command),
-                cwd=ROOT,
-                env=environ,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                pass_fds=(theirs_in, theirs_out),
-                start_new_session=True,
+            self._process = self.launched(
+                (theirs_in, theirs_out), [json.dumps(settings), self.start_method], environ, output.fileno()
             )
         os.close(theirs_in)
         os.close(theirs_out)
@@ -131,6 +136,26 @@ class SglangProcess:
     def placed(self, command: Sequence[str]) -> Sequence[str]:
         """The command that runs `command` where the engine belongs, under the id of the started process."""
         return command
+
+    def launched(
+        self, pipes: tuple[int, int], arguments: Sequence[str], environment: Mapping[str, str], output: int
+    ) -> Launched:
+        """Starts `demo.sglang_child` in a session of its own.
+
+        Args:
+            pipes: descriptors of its orders and answers.
+            output: descriptor of its log.
+        """
+        command = [str(self.python), "-W", "ignore", "-m", "demo.sglang_child"]
+        return subprocess.Popen(
+            self.placed([*command, *map(str, pipes), *arguments]),
+            cwd=ROOT,
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            pass_fds=pipes,
+            start_new_session=True,
+        )
 
     def call(self, name: str, **arguments: Any) -> Any:
         """Runs one of the child's `Operations`."""

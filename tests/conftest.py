@@ -76,6 +76,6 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
     for name, value in ALONE.items():
         monkeypatch.setenv(name, value)
-    from flexkv.cache.tiers.live import plan
+    from flexkv.cache.tiers.running_peers import plan
 
     monkeypatch.setattr(plan, "usual_share", lambda config: "off")

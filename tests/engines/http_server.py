@@ -78,6 +78,15 @@ class HttpServer:
 
     def complete(self, ids: Sequence[int], max_tokens: int) -> list[int]:
         """The greedy continuation of a prompt, as token ids."""
+        [tokens] = self.complete_with(ids, max_tokens)
+        return tokens
+
+    def complete_with(self, ids: Sequence[int], max_tokens: int, **fields: Any) -> list[list[int]]:
+        """The greedy continuations of a prompt, as token ids.
+
+        Args:
+            fields: more of the request's body.
+        """
         asked = {
             "model": str(self._model),
             "prompt": list(ids),
@@ -86,10 +95,9 @@ class HttpServer:
             "ignore_eos": True,
             "detokenize": False,
             "return_token_ids": True,
-        }
-        choice = json.loads(self._fetch("/v1/completions", json.dumps(asked).encode()))["choices"][0]
-        tokens: list[int] = choice["token_ids"]
-        return tokens
+        } | fields
+        choices = json.loads(self._fetch("/v1/completions", json.dumps(asked).encode()))["choices"]
+        return [choice["token_ids"] for choice in sorted(choices, key=lambda choice: choice["index"])]
 
     def post(self, path: str) -> dict[str, Any]:
         """The answer of a route that takes an empty body."""

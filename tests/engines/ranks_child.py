@@ -51,4 +51,6 @@ async def run(arguments: dict[str, Any], orders: list[Any]) -> None:
 
 
 if __name__ == "__main__":
+    import demo.engine_preload  # noqa: F401 - the ranks' processes are forked from this one
+
     asyncio.run(run(json.loads(sys.argv[1]), json.loads(sys.argv[2])))

@@ -16,7 +16,7 @@ from .session import Prompt, Reference
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 840.0
-"""Six processes import vLLM: 45 s on two idle cores, minutes if other processes use the cores."""
+"""One process imports vLLM, and five more start: minutes if other processes use the cores."""
 
 SMALL = {"gpu_memory_utilization": 0.2}
 """Each rank claims its part of the node's memory before vLLM applies the smaller number of blocks."""

@@ -3,33 +3,29 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
+import tempfile
 from typing import Any
 
-from build_support.sglang_environment import FOLDER
-from demo.sglang_process import ENVIRONMENT, ROOT
+from demo.sglang_process import child_environment
+from tests.engines_sglang.forked import template
 
 DEADLINE_S = 900.0
-"""Importing torch and SGLang takes 15 s on two idle cores, minutes if other processes use them."""
 
 
-def run_child(*arguments: str) -> list[dict[str, Any]]:
-    """Runs `python ARGUMENTS` at the root of the repository. Returns the objects it printed, one per line.
+def run_child(kind: str, program: str, *arguments: str) -> list[dict[str, Any]]:
+    """Runs `python KIND PROGRAM ARGUMENTS` at the root of the repository, for a KIND of `-m` or `-c`. Returns the
+    objects it printed, one per line.
 
     Raises:
         AssertionError: the program failed; the error has the end of its output.
     """
-    environ = {**os.environ, **ENVIRONMENT}
-    environ.pop("PYTHONPATH", None)
-    done = subprocess.run(
-        [str(FOLDER / "bin" / "python"), "-W", "ignore", *arguments],
-        cwd=ROOT,
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    environ = child_environment()
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        child = template().start(
+            program, arguments, environ, output.fileno(), errors.fileno(), is_module=kind == "-m"
+        )
+        code = child.wait(DEADLINE_S)
+        output.seek(0)
+        errors.seek(0)
+        assert code == 0, errors.read().decode(errors="replace")[-4000:]
+        return [json.loads(line) for line in output.read().splitlines() if line.startswith(b"{")]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from demo.model import prompt_tokens, write_model
-from demo.sglang_process import SglangProcess
+from demo.sglang_process import Launched, SglangProcess
 from tests.engines_sglang.child import run_child
+from tests.engines_sglang.forked import template
 
 OUTPUT_TOKENS = 8
 
@@ -36,9 +37,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(2400))
 
 
-SPAWNED = ("test_linker", "test_hicache")
-"""Files whose engines, except the judge, start their processes as deployed. Other engines fork them from a process that
-has imported SGLang."""
+SPAWNED = ("test_linker",)
+"""Files whose first engine starts its processes as deployed. Other engines are forked from a process that has
+imported SGLang, and fork theirs."""
+
+
+def fork(
+    process: SglangProcess,
+    pipes: tuple[int, int],
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    output: int,
+) -> Launched:
+    """`SglangProcess.launched` by the template."""
+    return template().start("demo.sglang_child", arguments, environment, output, output, pipes)
 
 
 @contextmanager
@@ -46,6 +58,8 @@ def starting_by(method: str) -> Iterator[None]:
     """SGLang engines that start within the block use this start method."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SglangProcess, "start_method", method)
+        if method == "fork":
+            patch.setattr(SglangProcess, "launched", fork)
         yield
 
 

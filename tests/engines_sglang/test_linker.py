@@ -10,7 +10,7 @@ import pytest
 
 from demo.sglang_process import PAGE_TOKENS
 from tests.engines_sglang.asked import seen_to_be_damaged, whole
-from tests.engines_sglang.conftest import PROMPTS, Judge
+from tests.engines_sglang.conftest import PROMPTS, Judge, starting_by
 from tests.engines_sglang.metrics_page import all_series, grown, series, settled
 from tests.engines_sglang.spied import Spied, wait_until_durable
 from tests.unit.plugins.asking_plugin import ASKS, TELLS
@@ -96,7 +96,8 @@ def test_schedulers_killed_in_a_load_and_in_a_store_leave_a_folder_that_serves(
     with pytest.raises(RuntimeError, match="ended"):
         spied.ask("a", "b")
     # No lock is in the way, and durable pages are still there.
-    again = Spied(model, spied.folder.parent / "second", disk)
+    with starting_by("fork"):
+        again = Spied(model, spied.folder.parent / "second", disk)
     with again.engine:
         assert again.notes("start")[0]["cached"] == 0, "host memory is empty at the start"
         answer = again.ask_one("a")
@@ -110,7 +111,8 @@ def test_schedulers_killed_in_a_load_and_in_a_store_leave_a_folder_that_serves(
         again.order("die-0", "offload")
         with pytest.raises(RuntimeError, match="ended"):
             again.ask("late")
-    third = Spied(model, spied.folder.parent / "third", disk)
+    with starting_by("fork"):
+        third = Spied(model, spied.folder.parent / "third", disk)
     with third.engine:
         third.order("no-prefetch-0")
         answer = third.ask_one("a")

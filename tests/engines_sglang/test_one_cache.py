@@ -25,8 +25,12 @@ BLOCK_TOKENS = 32
 """The smallest block of vLLM on a CPU; SGLang takes it as its page size."""
 
 WRITTEN_DEADLINE_S = 60.0
+NAMED_DEADLINE_S = 60.0
 
 NAMES = ("a", "b")
+NOTHING = [7, 8, 9]
+"""A prompt too short to be cached."""
+
 CACHED = {name: (len(PROMPTS[name]) - 1) // BLOCK_TOKENS * BLOCK_TOKENS for name in NAMES}
 SETTINGS = {
     "host.bytes": 48 << 20,
@@ -52,11 +56,15 @@ class Sglang:
             "unified_cache_external_linker_backend": "dynamic",
             "page_size": BLOCK_TOKENS,
         }
+        self.log = log
         self.process = SglangProcess(model, log, arguments, **environment)
 
     def ask(self, name: str) -> dict[str, Any]:
         [answer] = self.process.call("generate", requests=[request(name)])
         return dict(answer)
+
+    def step(self) -> None:
+        self.process.call("generate", requests=[{"ids": NOTHING, "tokens": 1}])
 
 
 class Vllm:
@@ -78,6 +86,7 @@ class Vllm:
             extra = {**SETTINGS, **more, "disk.folders": str(disk)}
             arguments["kv_transfer_config"] = {**FLEXKV, "kv_connector_extra_config": extra}
         environment = {**IN_PROCESS, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        self.log = log
         self.process = EngineProcess(arguments, log, ["tests.engines_sglang.uncompiled"], environment, [ROOT])
 
     def ask(self, name: str) -> dict[str, Any]:
@@ -85,11 +94,16 @@ class Vllm:
         [answer] = self.process.generate([wanted])
         return answer | {"cached": answer["cached"] or 0}
 
+    def step(self) -> None:
+        self.process.generate([{"ids": NOTHING, "max_tokens": 1}])
+
 
 @contextmanager
 def over(disk: Path | None, engine: Sglang | Vllm, stores: bool = False) -> Iterator[Sglang | Vllm]:
     """Ends the engine once its stores are on disk; with `stores`, waits until there is one."""
     try:
+        if disk is not None:
+            wait_for_weights(engine)
         before = slab_times(disk) if stores else {}
         yield engine
         ends_s = time.monotonic() + WRITTEN_DEADLINE_S
@@ -101,6 +115,17 @@ def over(disk: Path | None, engine: Sglang | Vllm, stores: bool = False) -> Iter
             wait_until_durable(disk)
     finally:
         engine.process.close()
+
+
+def wait_for_weights(engine: Sglang | Vllm) -> None:
+    """Returns once the engine's weights have their name: before that, nothing on disk is served. A start waits only
+    some seconds for it."""
+    ends_s = time.monotonic() + NAMED_DEADLINE_S
+    engine.step()
+    while "the engine's weights are named" not in engine.log.read_text():
+        assert time.monotonic() < ends_s, "nothing names the engine's weights"
+        time.sleep(0.05)
+        engine.step()
 
 
 def slab_times(disk: Path | None) -> dict[str, int]:

@@ -29,7 +29,9 @@ HITS = series("flexkv_hit_blocks_total", tier="remote", unit=UNIT)
 
 
 class InNamespace(SglangProcess):
-    """An engine in a network namespace."""
+    """An engine in a network namespace, where no process can be forked from outside."""
+
+    launched = SglangProcess.launched
 
     def __init__(self, namespace: Namespace, model: Path, log: Path, arguments: Mapping[str, Any]) -> None:
         self._namespace = namespace

@@ -135,6 +135,7 @@ class Cases:
         case: str,
         transfer: Mapping[str, Any] | None,
         environment: Mapping[str, str] | None = None,
+        deadline_s: float = CASE_DEADLINE_S,
         **arguments: Any,
     ) -> Found:
         """Raises:
@@ -151,7 +152,7 @@ class Cases:
         assert self._server.stdin is not None
         self._server.stdin.write((json.dumps(order) + "\n").encode())
         self._server.stdin.flush()
-        answer = self._answer(log)
+        answer = self._answer(log, deadline_s)
         said = log.read_text(errors="replace") if log.exists() else ""
         assert "error" not in answer, f"{case}: {answer['error']}\n{said[-LOG_TAIL:]}"
         return {**answer["value"], "log": said}
@@ -173,16 +174,16 @@ class Cases:
             os.killpg(self._server.pid, 9)
             self._server.wait()
 
-    def _answer(self, log: Path) -> dict[str, Any]:
+    def _answer(self, log: Path, deadline_s: float) -> dict[str, Any]:
         assert self._server.stdout is not None
         descriptor, line = self._server.stdout.fileno(), b""
-        ends_s = time.monotonic() + CASE_DEADLINE_S
+        ends_s = time.monotonic() + deadline_s
         while not line.endswith(b"\n"):
             ready, _, _ = select.select([descriptor], [], [], max(0.0, ends_s - time.monotonic()))
             more = os.read(descriptor, 1 << 16) if ready else b""
             if not more:
                 said = log if log.exists() else self.work / "server.log"
-                what = "the server of cases ended" if ready else f"no answer in {CASE_DEADLINE_S:.0f} s"
+                what = "the server of cases ended" if ready else f"no answer in {deadline_s:.0f} s"
                 if not ready:
                     # Its late answer would be taken for the next case's.
                     os.killpg(self._server.pid, 9)

@@ -100,10 +100,17 @@ class Engine:
 
     # --- requests ---
 
-    def add(self, ids: Sequence[int], tokens: int, fields: Mapping[str, Any] | None = None) -> str:
+    def add(
+        self,
+        ids: Sequence[int],
+        tokens: int,
+        fields: Mapping[str, Any] | None = None,
+        salt: str | None = None,
+    ) -> str:
         """
         Args:
             fields: `kv_transfer_params` of the request.
+            salt: its `cache_salt`.
         """
         from vllm import SamplingParams
 
@@ -117,7 +124,10 @@ class Engine:
             extra_args={"kv_transfer_params": dict(fields)} if fields else None,
         )
         self.requests[name] = Request()
-        self.llm.llm_engine.add_request(name, {"prompt_token_ids": list(ids)}, params)
+        prompt: dict[str, Any] = {"prompt_token_ids": list(ids)}
+        if salt is not None:
+            prompt["cache_salt"] = salt
+        self.llm.llm_engine.add_request(name, prompt, params)
         return name
 
     def step(self) -> None:
@@ -140,9 +150,10 @@ class Engine:
         prompts: Sequence[Sequence[int]],
         tokens: int = ANSWER_TOKENS,
         fields: Mapping[str, Any] | None = None,
+        salt: str | None = None,
     ) -> list[Request]:
-        """Runs the prompts together to their end."""
-        names = [self.add(ids, tokens, fields) for ids in prompts]
+        """Runs the prompts together to their end. Arguments as of `add`."""
+        names = [self.add(ids, tokens, fields, salt) for ids in prompts]
         self.step_until(lambda: all(self.requests[name].ended for name in names))
         return [self.requests.pop(name) for name in names]
 

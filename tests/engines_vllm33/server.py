@@ -26,6 +26,7 @@ def import_engine() -> None:
     import vllm.v1.worker.gpu.model_runner
     import vllm.v1.worker.gpu_worker  # noqa: F401
 
+    import tests.engines_vllm33.blending
     import tests.engines_vllm33.sleeping  # noqa: F401
 
     gc.collect()

@@ -4,6 +4,7 @@
 #include <doctest/doctest.h>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <memory>
 #include <thread>
@@ -132,7 +133,7 @@ struct CudaWorld {
     for (int32_t layer = 0; layer < shape_.layers; ++layer) fill_layer(layer, block, seed);
   }
   void fill_layer(int32_t layer, int32_t block, int seed) {
-    const std::vector<std::byte> bytes = period(seed, layer);
+    const std::vector<std::byte>& bytes = period(seed, layer);
     for (int64_t at = 0; at < shape_.run_bytes; at += kPeriodBytes) {
       std::memcpy(run_of(layer, block) + at, bytes.data(), period_bytes(at));
     }
@@ -154,7 +155,7 @@ struct CudaWorld {
     return true;
   }
   bool is_run(const std::byte* run, int seed, int32_t layer) const {
-    const std::vector<std::byte> bytes = period(seed, layer);
+    const std::vector<std::byte>& bytes = period(seed, layer);
     for (int64_t at = 0; at < shape_.run_bytes; at += kPeriodBytes) {
       if (std::memcmp(run + at, bytes.data(), period_bytes(at)) != 0) return false;
     }
@@ -163,15 +164,19 @@ struct CudaWorld {
   static std::byte value(int seed, int32_t layer, int64_t i) {
     return static_cast<std::byte>(seed * 37 + layer * 101 + i * 7 + (i >> 8));
   }
-  // value() repeats after so many bytes. Whole periods are copied and compared: a loop over every byte of
-  // large runs is slow with a sanitizer.
+  // value() repeats after so many bytes. Whole periods are made once per thread, copied and compared: a loop
+  // over every byte of large runs is slow with a sanitizer.
   static constexpr int64_t kPeriodBytes = int64_t{1} << 16;
   size_t period_bytes(int64_t at) const {
     return static_cast<size_t>(std::min(kPeriodBytes, shape_.run_bytes - at));
   }
-  std::vector<std::byte> period(int seed, int32_t layer) const {
-    std::vector<std::byte> bytes(period_bytes(0));
-    for (size_t i = 0; i < bytes.size(); ++i) bytes[i] = value(seed, layer, static_cast<int64_t>(i));
+  static const std::vector<std::byte>& period(int seed, int32_t layer) {
+    thread_local std::array<std::vector<std::byte>, 256> made;  // by the first byte, which decides all others
+    std::vector<std::byte>& bytes = made[std::to_integer<size_t>(value(seed, layer, 0))];
+    if (bytes.empty()) {
+      bytes.resize(kPeriodBytes);
+      for (size_t i = 0; i < bytes.size(); ++i) bytes[i] = value(seed, layer, static_cast<int64_t>(i));
+    }
     return bytes;
   }
 

@@ -3,6 +3,7 @@
 #include <doctest/doctest.h>
 
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "gds_lane_world.h"
@@ -118,7 +119,12 @@ TEST_CASE("a gds page fails at the range whose read fails, comes short or is dam
 }
 
 TEST_CASE("a gds page that is damaged between its ranges is refused by the trailer of the later one") {
-  LayerWorld world({{.fault = IoFault::kStall, .write = false, .offset = in_page(0, kInSecond), .times = 1}});
+  // Every page's second range is held up, so that no thread reads the last page's before it is damaged.
+  std::vector<FileFaultRule> stalls;
+  for (int32_t place = 0; place < kPages; ++place) {
+    stalls.push_back({.fault = IoFault::kStall, .write = false, .offset = in_page(place, kInSecond)});
+  }
+  LayerWorld world(std::move(stalls));
   const int64_t ticket = submit_op(*world.engine, world.read());
   REQUIRE(world.io->wait_stalled(1, kGdsGenerousS));
   REQUIRE(world.engine->wait_layer(ticket, 0, kGdsGenerousS).in_time);

@@ -12,104 +12,10 @@
 
 #include "base/digest.h"
 #include "index/block_index.h"
-#include "share/peer_directory.h"
+#include "share_world.h"
 #include "soak.h"
 
 using namespace flexkv;
-
-namespace {
-
-constexpr int64_t kSlotBytes = 4096;
-constexpr uint32_t kTokens = 16;
-constexpr size_t kWords = kSlotBytes / 8;
-
-BlockKey share_key(uint64_t number) { return {number * 0x9E3779B97F4A7C15u, number}; }
-
-uint64_t page_word(const BlockKey& key, size_t word) { return key.low ^ (word * 0xD1B54A32D192ED03u); }
-
-// A unit that shares `slots` slots: its board, and a pool of which it writes whole pages.
-struct SharingUnit {
-  explicit SharingUnit(uint32_t slots)
-      : board(slots), pool(SharedFile::make("test-pool", int64_t{slots} * kSlotBytes)) {}
-
-  void write(uint32_t slot, const BlockKey& key, uint64_t expiry = 0) {
-    const auto number = static_cast<int32_t>(slot);
-    board.begin(slot);
-    auto* words = reinterpret_cast<std::atomic<uint64_t>*>(pool.base() + slot * kSlotBytes);
-    for (size_t word = 0; word < kWords; ++word) {
-      words[word].store(page_word(key, word), std::memory_order_release);
-    }
-    board.note({&number, 1}, {&kTokens, 1}, {}, {&expiry, 1}, 0);
-    board.publish(slot, 0, key);
-  }
-
-  int32_t join(PeerDirectory& directory, PeerFormat format = {{{0, 0, kSlotBytes}}, {}}) const {
-    return directory.add(SharedFile::read_only(board.fd(), board.bytes(), "board"), mapped_pool(),
-                         std::move(format));
-  }
-
-  PeerPool mapped_pool() const {
-    return {SharedFile::read_only(pool.fd(), pool.bytes(), "pool"), 0, kSlotBytes, board.slots(),
-            pool.bytes()};
-  }
-
-  SlotBoard board;
-  SharedFile pool;
-};
-
-struct alignas(64) CopiedPage {
-  std::array<uint64_t, kWords> words{};
-  std::byte* bytes() { return reinterpret_cast<std::byte*>(words.data()); }
-  bool is(const BlockKey& key) const {
-    for (size_t word = 0; word < kWords; ++word) {
-      if (words[word] != page_word(key, word)) return false;
-    }
-    return true;
-  }
-};
-
-PeerEnd bring_page(PeerDirectory& directory, const BlockKey& key, CopiedPage& page, uint64_t expiry = 0) {
-  PeerPlace other;
-  RowFacts asked;
-  asked.key = key;
-  asked.tokens = kTokens;
-  asked.expiry = expiry;
-  return directory.bring(asked, page.bytes(), other);
-}
-
-std::vector<PeerNews> take_all(PeerDirectory& directory) {
-  std::vector<PeerNews> all;
-  std::vector<PeerNews> some;
-  while (directory.take(1000, some) > 0) all.insert(all.end(), some.begin(), some.end());
-  return all;
-}
-
-// A writer that gives slots to new pages as fast as it can, while this object lives.
-class FastWriter {
- public:
-  explicit FastWriter(SharingUnit& unit) : unit_(unit), thread_([this] { run(); }) {}
-  ~FastWriter() {
-    stop_.store(true);
-    thread_.join();
-  }
-  uint64_t newest() const { return newest_.load(std::memory_order_acquire); }
-
- private:
-  void run() {
-    std::mt19937 random(1);
-    for (uint64_t number = 1; !stop_.load(std::memory_order_relaxed); ++number) {
-      unit_.write(static_cast<uint32_t>(random() % unit_.board.slots()), share_key(number));
-      newest_.store(number, std::memory_order_release);
-    }
-  }
-
-  SharingUnit& unit_;
-  std::atomic<bool> stop_{false};
-  std::atomic<uint64_t> newest_{0};
-  std::thread thread_;
-};
-
-}  // namespace
 
 TEST_CASE("share: what a unit publishes is found, copied and withdrawn") {
   SharingUnit unit(8);
@@ -119,7 +25,7 @@ TEST_CASE("share: what a unit publishes is found, copied and withdrawn") {
   directory.follow();
   const auto news = take_all(directory);
   REQUIRE(news.size() == 1);
-  CHECK((news[0].there && news[0].key == share_key(1) && news[0].tokens == kTokens));
+  CHECK((news[0].there && news[0].key == share_key(1) && news[0].tokens == kShareTokens));
   CopiedPage page;
   CHECK(bring_page(directory, share_key(1), page) == PeerEnd::kOk);
   CHECK(page.is(share_key(1)));
@@ -215,7 +121,7 @@ TEST_CASE("share: no page is taken that its holder may keep for a shorter time")
 TEST_CASE("share: a page that does not match its digest is not taken") {
   SharingUnit unit(2);
   PeerDirectory directory;
-  constexpr int64_t kRunBytes = kSlotBytes - 64;
+  constexpr int64_t kRunBytes = kShareSlotBytes - 64;
   const int32_t peer = unit.join(directory, {{{0, 0, kRunBytes}}, {{0, kRunBytes, kRunBytes, kRunBytes}}});
   unit.write(0, share_key(1));
   directory.follow();
@@ -285,7 +191,7 @@ TEST_CASE("share: control, a reader that leaves out the second look takes wrong 
     uint64_t version = 0;
     const auto facts = read_row(row, version);
     if (!facts) continue;
-    copy_words(page.bytes(), pool.slot(0), kSlotBytes);
+    copy_words(page.bytes(), pool.slot(0), kShareSlotBytes);
     wrong = !page.is(facts->key);
   }
   CHECK(wrong);

@@ -182,10 +182,10 @@ TEST_CASE("cuda portions: a page of layers or of one long one arrives whole, in 
         CAPTURE(layers);
         CAPTURE(layerwise);
         const CudaShape shape{.layers = layers,
-                              .blocks = 4,
+                              .blocks = 2,
                               .run_bytes = (int64_t{20} << 20) / layers,
                               .digests = true,
-                              .extent_slots = 2};
+                              .extent_slots = 1};
         const fake_cuda::Calls calls = there_and_back(shape, switches, layerwise);
         CHECK(calls.peak_bytes[kStores] <= most_under_way(kStores));
         CHECK(calls.peak_bytes[kLoads] <= most_under_way(kLoads));

@@ -37,16 +37,9 @@ FOLDERS = {
 }
 """Tests that call into the native core. Torch and the engines stay out: they are not built with a sanitizer."""
 
-SHORT = {
-    "address": ("tests/unit/native_border", "tests/unit/transfer/test_engine_submit.py"),
-    "thread": (
-        "tests/unit/native_border/test_fuzz_threads.py",
-        "tests/unit/transfer/test_engine_submit.py",
-        "tests/unit/transfer/test_engine_waits.py",
-    ),
-}
-"""`--short`, the part that `make test` runs: every binding with wrong and with random arguments, and the engine's
-threads. The native tests cover the code behind the bindings, under both sanitizers each time."""
+SHORT = ("tests/unit/native_border", "tests/unit/transfer/test_engine_submit.py")
+"""`--short`, the part under `address` that `make test` runs: every binding with wrong and with random arguments. The
+native tests cover the code behind the bindings, under both sanitizers each time."""
 
 
 def main() -> None:
@@ -56,7 +49,7 @@ def main() -> None:
         "--short", action="store_true", help="those of `make test`; all of them in `make soak`"
     )
     asked = parser.parse_args()
-    sanitizer, paths = asked.sanitizer, (SHORT if asked.short else FOLDERS)[asked.sanitizer]
+    sanitizer, paths = asked.sanitizer, SHORT if asked.short else FOLDERS[asked.sanitizer]
     tree = make_tree(Variant(None, sanitizer))
     environ = sanitizer_environment(sanitizer)
     which = "import flexkv.c_ext as c; print(c.__variant__, c.__file__)"

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -131,13 +131,16 @@ class Owner(Server):
 
 @contextmanager
 def mooncake(
-    namespace: Namespace, folder: Path, mib: int = SEGMENT_MIB, port: int = PORT
+    namespace: Namespace, folder: Path, mib: int = SEGMENT_MIB, port: int = PORT, flags: Sequence[str] = ()
 ) -> Iterator[tuple[Master, Owner]]:
-    """A master and one owner with a segment of `mib`; the end of the block kills both. Their logs are in `folder`."""
+    """A master, with `flags`, and one owner with a segment of `mib`; the end of the block kills both.
+
+    Their logs are in `folder`.
+    """
     master = Master(namespace, folder / f"master-{port}.log", port)
     owner = Owner(namespace, master, folder / f"owner-{port}.log", mib)
     try:
-        master.start()
+        master.start(*flags)
         owner.start()
         yield master, owner
     finally:

@@ -1,4 +1,4 @@
-"""Which source files are compiled together: one at a time where users run them, up to twelve with a sanitizer."""
+"""Which source files are compiled together: a few bindings where users run them, a dozen files with a sanitizer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from build_support.compile_units import ALONE, TOGETHER, Unit, units
+from build_support.compile_units import ALONE, BINDINGS_TOGETHER, TOGETHER, Unit, units
 from build_support.cuda_toolkit import CudaToolkit
 from build_support.ninja_file import DIFFER, ROOT, SANITIZERS, NinjaFile, Variant
 from build_support.preflight import compiler
@@ -52,7 +52,7 @@ def compile_together(folder: Path, *texts: str) -> subprocess.CompletedProcess[s
         (folder / name).write_text(text)
         sources.append(folder / name)
     (unit,) = units(sources, folder, lambda source: "")
-    (folder / "unit.cpp").write_text(unit.text)
+    (folder / "unit.cpp").write_text(unit.text(folder))
     command = [*(compiler() or "g++").split(), "-std=c++20", "-Wall", "-Wextra", "-Werror", "-fsyntax-only"]
     return subprocess.run([*command, "unit.cpp"], cwd=folder, capture_output=True, text=True)
 
@@ -73,16 +73,22 @@ def test_with_a_sanitizer_every_source_is_in_one_unit(sanitizer: str) -> None:
 
 
 @pytest.mark.parametrize("toolkit", [None, CudaToolkit("nvcc", "/nowhere", (13, 0))], ids=["cpu", "cuda"])
-def test_what_users_run_has_one_object_for_each_file(toolkit: CudaToolkit | None) -> None:
+def test_what_users_run_has_one_object_for_each_file_and_for_a_few_bindings(
+    toolkit: CudaToolkit | None,
+) -> None:
     variant = Variant(toolkit, "")
+    found: set[Path] = set()
     for ninja in programs(variant):
-        assert not ninja.units
-        given = objects(ninja)
-        assert len(set(given.values())) == len(given)
-        assert {Path(file) for file in given.values()} <= SOURCES
-    given_of_all = {file for ninja in programs(variant) for file in objects(ninja).values()}
+        for unit in ninja.units.values():
+            assert 1 < len(unit.sources) <= BINDINGS_TOGETHER
+            assert {source.parent.name for source in unit.sources} == {"bindings"}
+            # These pass lists of tokens and keys on in the hot path, and are optimised.
+            assert not any(source.stem.endswith("_reader") for source in unit.sources)
+        times = Counter(source for sources in sources_of(ninja).values() for source in sources)
+        assert set(times.values()) == {1}
+        found.update(times)
     stubs = {source for source in SOURCES if toolkit and source.name.endswith("_stub.cpp")}
-    assert {Path(file) for file in given_of_all} == SOURCES - stubs
+    assert found == SOURCES - stubs
 
 
 def test_units_are_of_equal_size_and_of_one_kind(tmp_path: Path) -> None:
@@ -142,6 +148,6 @@ def test_control_without_its_beginning_a_unit_is_not_clean(
     if "clang" in (compiler() or ""):
         pytest.skip("GCC alone has this warning")
     monkeypatch.setattr("build_support.compile_units.BEGINNING", "")
-    assert Unit((tmp_path / "a.cpp",)).text.startswith("#include")
+    assert Unit((tmp_path / "a.cpp",)).text(tmp_path) == '#include "a.cpp"\n'
     with pytest.raises(AssertionError):
         test_files_that_are_clean_alone_are_clean_together(tmp_path)

@@ -51,7 +51,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "plugins": frozenset({"errors", "observe", "remote.own_program"}),
     "unit": BASE | {"cache", "facts", "plugins", "transfer", "storage", "weights"},
     "adapters": BASE | {"blend", "cache", "facts", "plugins", "transfer", "storage", "unit", "weights"},
-    "blend": BASE | {"cache", "facts", "transfer", "storage", "unit"},
+    "blend": BASE | {"cache", "facts", "transfer", "storage", "unit", "weights.files"},
     "simulation": BASE
     | {"cache", "facts", "transfer.graph", "storage.base", "storage.tags", "remote.base", "remote.plane"},
     "blend.runner": BASE | {"blend", "transfer"},
@@ -80,6 +80,8 @@ ADAPTER_ENGINES: dict[str, frozenset[str]] = {
     "torch_tensors": frozenset({"torch"}),
 }
 """Adapter -> engines it may import; the adapters' shared code (`adapters/common`) imports none."""
+TENSORS = "torch_tensors"
+"""The adapter that others which may import torch may use."""
 BASELINES: dict[str, frozenset[str]] = {"cli/bench/torch_baseline.py": frozenset({"torch"})}
 """File -> the module it imports as a baseline to compare with."""
 NAMED_BY_ENGINES = (
@@ -121,7 +123,8 @@ def violations(
         mine = RUNNER_ENGINES if package == RUNNER else ADAPTER_ENGINES.get(adapter, frozenset())
         if parts[0] in ENGINES - mine - baselines:
             found.append(module)
-        if adapter and parts[:2] == ["flexkv", "adapters"] and parts[2:3] not in ([adapter], ["common"]):
+        others = {adapter, "common"} | ({TENSORS} if "torch" in mine else set())
+        if adapter and parts[:2] == ["flexkv", "adapters"] and not others.intersection(parts[2:3]):
             found.append(module)
         if parts[0] == "flexkv" and len(parts) > 1 and parts[1] not in (package, "__version__"):
             allowed = ALLOWED[package]
@@ -236,6 +239,7 @@ def test_a_wrong_import_is_found(package: str, source: str) -> None:
         ("sglang", "from vllm.v1 import core"),
         ("sglang", "from flexkv.adapters.vllm.worker import WorkerSide"),
         ("common", "from flexkv.adapters.sglang import linker"),
+        ("common", "from flexkv.adapters.torch_tensors import device"),
     ],
 )
 def test_an_import_of_another_adapter_or_its_engine_is_found(adapter: str, source: str) -> None:
@@ -250,6 +254,7 @@ def test_a_right_import_is_not() -> None:
     assert violations("adapters", "import torch\nimport vllm", "vllm") == []
     assert violations(RUNNER, "import torch\nfrom flexkv.blend.plan import BlendPlan") == []
     assert violations("adapters", "from flexkv.adapters.common.framed import framed", "vllm") == []
+    assert violations("adapters", "from flexkv.adapters.torch_tensors import device", "vllm") == []
 
 
 def package_sources() -> dict[str, str]:

@@ -52,7 +52,7 @@ def test_every_kind_of_long_run_is_selected_and_grows() -> None:
 
 def test_the_makefile_asks_for_it() -> None:
     done = subprocess.run(["make", "-n", "soak"], capture_output=True, text=True, cwd=ROOT, timeout=60)
-    assert "FLEXKV_SOAK=${FLEXKV_SOAK:-20}" in done.stdout
+    assert "FLEXKV_SOAK=${FLEXKV_SOAK:-5}" in done.stdout
     assert '-m "soak or long"' in done.stdout
 
 

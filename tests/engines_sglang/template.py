@@ -1,0 +1,84 @@
+"""Imports SGLang once and forks the processes that tests ask for, which saves each of them half a minute of a core.
+
+python -m tests.engines_sglang.template SOCKET: an order is a message of JSON with descriptors, its answer the number of
+a process. The program ends when the other end of the socket is closed.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import runpy
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+ORDER_BYTES = 1 << 18
+"""Longest order."""
+OUTPUT, ERRORS, ENDED = range(3)
+"""Which descriptors of an order become the process's output and errors, and where it writes its exit code. The
+others are its first arguments."""
+
+
+def import_engine() -> None:
+    """Imports the modules that an engine's start imports."""
+    import sglang
+    import sglang.srt.entrypoints.engine
+    import sglang.srt.managers.detokenizer_manager
+    import sglang.srt.managers.scheduler
+    import sglang.srt.models.llama
+    import sglang.srt.models.registry  # noqa: F401
+
+    gc.collect()
+    gc.freeze()
+
+
+def become(order: dict[str, Any], descriptors: Sequence[int]) -> int:
+    """Runs the order's program in this process, as `python -m MODULE` or `python -c PROGRAM` would."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.setsid()
+    os.dup2(descriptors[OUTPUT], 1)
+    os.dup2(descriptors[ERRORS], 2)
+    os.environ.clear()
+    os.environ.update(order["environment"])
+    sys.argv = [order["program"], *map(str, descriptors[ENDED + 1 :]), *order["arguments"]]
+    try:
+        if order["is_module"]:
+            runpy.run_module(order["program"], run_name="__main__", alter_sys=True)
+        else:
+            exec(compile(order["program"], "<program>", "exec"), {"__name__": "__main__"})
+    except SystemExit as error:
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def main() -> None:
+    asked = socket.socket(fileno=int(sys.argv[1]))
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the processes here
+    import_engine()
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(asked, ORDER_BYTES, 8)
+        if not message:
+            return
+        child = os.fork()
+        if child == 0:
+            asked.close()
+            code = become(json.loads(message), descriptors)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os.write(descriptors[ENDED], str(code).encode())
+            os._exit(code)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        asked.send(str(child).encode())
+
+
+if __name__ == "__main__":
+    main()
