@@ -203,6 +203,19 @@ class SlotBoard:
         Raises:
             BlockRangeError: there is no such slot. ContractError: arrays of other lengths.
         """
+    def hide(self, slots: NDArray[np.int32]) -> None:
+        """Withdraws the slots' pages: peers do not find them any more, although the slots still hold them.
+
+        Raises:
+            BlockRangeError: there is no such slot.
+        """
+    def show(self, slots: NDArray[np.int32], group: int, keys: NDArray[np.uint8]) -> None:
+        """Publishes pages that `hide` has withdrawn. Precondition: each slot holds the page of its key, `note` has said
+        the rest of it, and nobody writes it.
+
+        Raises:
+            BlockRangeError: there is no such slot. ContractError: not one key per slot.
+        """
     def retire(self) -> None:
         """Makes every reader leave, for good."""
 
@@ -272,11 +285,12 @@ class PeerDirectory:
             ContractError: not one key.
         """
     def find(
-        self, group: int, keys: NDArray[np.uint8]
+        self, group: int, keys: NDArray[np.uint8], without: NDArray[np.int32] = ...
     ) -> tuple[
         NDArray[np.int32], NDArray[np.int32], NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint64]
     ]:
-        """For each key a peer that has it (-1: none), its slot, generation, expiry and epoch."""
+        """For each key a peer that has it, other than those in `without` (-1: none), its slot, generation, expiry and
+        epoch."""
     def retired(self, peer: int) -> bool: ...
     def counts(self, peer: int) -> tuple[int, int, int, int, int]:
         """Pages asked of the peer, by how that ended."""
@@ -654,14 +668,18 @@ def tail_keys(
     shortest: int,
     base_block: int,
 ) -> NDArray[np.uint8]:
-    """Keys of the first `longest`, ..., `shortest` tokens as partial blocks, shape [longest - shortest + 1, 16]."""
+    """Keys of the first `longest`, ..., `shortest` tokens as partial blocks, shape [longest - shortest + 1, 16].
+    `namespace` as in `EngineKeyChain`."""
 
 class EngineKeyChain:
     """Index keys of one request's blocks, made from the engine's own block keys as they grow.
 
     Args:
-        namespace: 32 bytes, from `namespace_digest`.
+        namespace: 32 bytes, from `namespace_digest`; or with a mark of 2 bytes after them, with which each key ends.
         group: KV group.
+
+    Raises:
+        KeySchemeError: the namespace has another length.
     """
 
     def __init__(self, namespace: bytes, group: int) -> None: ...
@@ -759,6 +777,14 @@ class BlockIndex:
         """Leases each entry that `match_prefix` finds; returns the entries and their slots."""
 
     def find(self, group: int, keys: NDArray[np.uint8], ready_only: bool = True) -> NDArray[np.uint32]: ...
+    def find_marked(self, group: int, mark: bytes) -> NDArray[np.uint32]:
+        """The entries of a group, ready or pending, whose keys end with `mark`, 2 bytes. Takes some milliseconds per
+        million entries.
+
+        Raises:
+            KeySchemeError: the mark has another length.
+        """
+
     def pin(self, entries: NDArray[np.uint32]) -> NDArray[np.int32]: ...
     def pin_found(
         self, group: int, keys: NDArray[np.uint8], entries: NDArray[np.uint32]

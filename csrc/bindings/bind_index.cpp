@@ -127,6 +127,19 @@ void bind_index(py::module_& m) {
           },
           py::arg("group"), py::arg("keys"), py::arg("ready_only") = true)
       .def(
+          "find_marked",
+          [](const BlockIndex& index, uint32_t group, const py::bytes& mark) {
+            const std::string_view bytes(mark);
+            KeyMark wanted;
+            if (bytes.size() != wanted.size()) {
+              throw KeySchemeError("the mark has " + std::to_string(bytes.size()) + " bytes; allowed are " +
+                                   std::to_string(wanted.size()));
+            }
+            std::copy(bytes.begin(), bytes.end(), wanted.begin());
+            return array_of(index.find_marked(group, wanted));
+          },
+          py::arg("group"), py::arg("mark"))
+      .def(
           "pin",
           [](BlockIndex& index, const Entries& entries) {
             py::array_t<int32_t> slots(length_of(entries));

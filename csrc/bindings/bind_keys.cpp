@@ -32,15 +32,18 @@ std::span<const uint8_t> span_of(const py::bytes& value) {
           static_cast<size_t>(PyBytes_GET_SIZE(value.ptr()))};
 }
 
-Sha256Digest namespace_of(const py::bytes& value) {
+KeyHasher hasher_of(const py::bytes& name_space, uint32_t group) {
   Sha256Digest digest;
-  const auto bytes = span_of(value);
-  if (bytes.size() != digest.size()) {
+  const auto bytes = span_of(name_space);
+  const bool is_marked = bytes.size() == digest.size() + kMarkBytes;
+  if (bytes.size() != digest.size() && !is_marked) {
     throw KeySchemeError("the namespace has " + std::to_string(bytes.size()) +
-                         " bytes; allowed is the 32-byte result of namespace_digest");
+                         " bytes; allowed are the 32 of namespace_digest, and 34 with a mark");
   }
-  std::copy(bytes.begin(), bytes.end(), digest.begin());
-  return digest;
+  std::copy_n(bytes.begin(), digest.size(), digest.begin());
+  std::optional<KeyMark> mark;
+  if (is_marked) std::copy_n(bytes.begin() + digest.size(), kMarkBytes, mark.emplace().begin());
+  return {digest, group, mark};
 }
 
 // Returns a read-only array [rows, row_bytes] over the buffer's memory, which it keeps alive.
@@ -69,8 +72,7 @@ size_t first_new(size_t done, size_t start) {
 
 class EngineKeyChain {
  public:
-  EngineKeyChain(const py::bytes& namespace_digest, uint32_t group)
-      : hasher_(namespace_of(namespace_digest), group) {}
+  EngineKeyChain(const py::bytes& name_space, uint32_t group) : hasher_(hasher_of(name_space, group)) {}
 
   size_t extend(py::handle engine_keys, size_t start) {
     const size_t begin = first_new(keys_.rows(), start);
@@ -115,10 +117,10 @@ std::span<const uint8_t> parent_of(const std::optional<py::bytes>& parent, size_
   return span_of(*parent);
 }
 
-py::array_t<uint8_t> tail_keys(const py::bytes& namespace_digest, uint32_t group,
+py::array_t<uint8_t> tail_keys(const py::bytes& name_space, uint32_t group,
                                const std::optional<py::bytes>& parent, const py::bytes& extra,
                                py::handle tokens, size_t longest, size_t shortest, size_t base_block) {
-  const KeyHasher hasher(namespace_of(namespace_digest), group);
+  const KeyHasher hasher = hasher_of(name_space, group);
   const auto parent_bytes = parent_of(parent, base_block);
   if (shortest == 0 || longest < shortest) {
     throw ContractError("tail_keys: counts from " + std::to_string(longest) + " down to " +

@@ -58,6 +58,28 @@ void note(SlotBoard& board, const Slots& slots, const Numbers& tokens, const Wor
   board.note(of, valid, written, until, epoch);
 }
 
+void require_slots(const SlotBoard& board, std::span<const int32_t> slots) {
+  for (const int32_t slot : slots) {
+    if (slot >= 0 && static_cast<uint32_t>(slot) < board.slots()) continue;
+    throw BlockRangeError("board: slot " + std::to_string(slot) + "; allowed are 0 to " +
+                          std::to_string(board.slots() - 1));
+  }
+}
+
+void hide(SlotBoard& board, const Slots& slots) {
+  const auto of = row_of(slots, "slots");
+  require_slots(board, of);
+  for (const int32_t slot : of) board.withdraw(static_cast<uint32_t>(slot));
+}
+
+void show(SlotBoard& board, const Slots& slots, uint32_t group, const py::array& keys) {
+  const auto of = row_of(slots, "slots");
+  const auto named = keys_of(keys);
+  require_length(named.size(), of.size(), "keys");
+  require_slots(board, of);
+  for (size_t i = 0; i < of.size(); ++i) board.publish(static_cast<uint32_t>(of[i]), group, named[i]);
+}
+
 // Checks what a peer has said of its pool against sizes that it cannot have.
 PeerPool map_peer_pool(const PoolFile& told) {
   const auto [fd, bytes, offset, slot_bytes, per_extent, stride] = told;
@@ -168,8 +190,10 @@ int read(PeerDirectory& directory, int32_t peer, uint32_t slot, uint32_t group, 
   return static_cast<int>(directory.read(place, bytes.data(), bytes.size()));
 }
 
-py::tuple find(const PeerDirectory& directory, uint32_t group, const py::array& keys) {
+py::tuple find(const PeerDirectory& directory, uint32_t group, const py::array& keys,
+               const std::optional<Slots>& without) {
   const auto wanted = keys_of(keys);
+  const auto others = without ? row_of(*without, "without") : std::span<const int32_t>();
   const auto count = static_cast<py::ssize_t>(wanted.size());
   Slots peers(count);
   Slots slots(count);
@@ -177,7 +201,7 @@ py::tuple find(const PeerDirectory& directory, uint32_t group, const py::array& 
   Words expiries(count);
   Words epochs(count);
   for (py::ssize_t i = 0; i < count; ++i) {
-    const PeerPlace place = directory.find(wanted[static_cast<size_t>(i)], group);
+    const PeerPlace place = directory.find(wanted[static_cast<size_t>(i)], group, others);
     peers.mutable_data()[i] = place.peer;
     slots.mutable_data()[i] = static_cast<int32_t>(place.slot);
     generations.mutable_data()[i] = place.facts.generation;
@@ -203,6 +227,8 @@ void bind_share(py::module_& m) {
       .def_property_readonly("bytes", &SlotBoard::bytes)
       .def("note", &note, py::arg("slots").noconvert(), py::arg("tokens").noconvert(),
            py::arg("generations").noconvert(), py::arg("expiries").noconvert(), py::arg("epoch"))
+      .def("hide", &hide, py::arg("slots").noconvert())
+      .def("show", &show, py::arg("slots").noconvert(), py::arg("group"), py::arg("keys"))
       .def("retire", &SlotBoard::retire);
   NativeBinding<PeerDirectory, std::shared_ptr<PeerDirectory>>(m, "PeerDirectory")
       .def(py::init<>())
@@ -217,7 +243,7 @@ void bind_share(py::module_& m) {
            py::arg("expiries").noconvert(), py::arg("slots").noconvert())
       .def("read", &read, py::arg("peer"), py::arg("slot"), py::arg("group"), py::arg("key"),
            py::arg("tokens"), py::arg("expiry"), py::arg("image"))
-      .def("find", &find, py::arg("group"), py::arg("keys"))
+      .def("find", &find, py::arg("group"), py::arg("keys"), py::arg("without").noconvert() = py::none())
       .def("retired", &PeerDirectory::retired, py::arg("peer"))
       .def("counts", &PeerDirectory::counts, py::arg("peer"))
       .def("pages", &PeerDirectory::pages, py::arg("peer"))

@@ -1,5 +1,6 @@
-// Which way runs go, and how much of them at a time. The constants come from measurements on an H200 (PCIe 5
-// x16, driver 580). docs/gpu.md has the figures.
+// Whether the kernel or the copy engine copies a run, by its length, and how much is copied at a time. The
+// constants come from measurements on an H200 (PCIe 5 x16, driver 580); docs/gpu.md has the figures. Lengths
+// that were measured on this GPU (`transfer.ways_file`) go before those built in here.
 #pragma once
 #include <array>
 #include <cstddef>

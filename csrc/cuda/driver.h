@@ -40,7 +40,7 @@ inline constexpr int kAttributeHostPointerIsDevicePointer = 91;
 inline constexpr unsigned kMemoryTypeHost = 1;
 inline constexpr unsigned kMemoryTypeDevice = 2;
 inline constexpr int kPointerMemoryType = 2;   // CUpointer_attribute: a CUmemorytype
-inline constexpr uintptr_t kLegacyStream = 1;  // CU_STREAM_LEGACY, by a name that no default changes
+inline constexpr uintptr_t kLegacyStream = 1;  // CU_STREAM_LEGACY; 0 may mean the thread's own stream
 
 struct Uuid {  // CUuuid
   char bytes[16] = {};

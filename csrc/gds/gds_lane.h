@@ -2,11 +2,10 @@
 // of slab pages, without a page in the host pool.
 //
 // A read verifies pages as the disk lane does: the trailer before a byte leaves the staging slot for the
-// pool, the digests while the bytes move there. A layerwise read does so for one range of layers of all its
-// pages after another, each with the trailer anew, so that no range trusts what an earlier one has read. A
-// write moves the stripe only and reports the digests of its
-// runs. The manager collects the digests of all ranks, and the page exists when its DISK_SEAL has written the
-// trailer.
+// pool, the digests while the bytes move there. A layerwise read brings one range of layers of all its pages,
+// then the next; for each range it reads and checks the trailers again, so that no range trusts an earlier
+// one. A write moves the stripe alone and reports the digests of its runs. The manager collects the digests
+// of all ranks, and the page exists once its DISK_SEAL has written the trailer.
 #pragma once
 #include <memory>
 #include <optional>

@@ -114,6 +114,9 @@ class BlockIndex {
   // were found.
   size_t find(uint32_t group, std::span<const BlockKey> keys, bool ready_only, EntryId* entries) const;
 
+  // The entries of a group, ready or pending, whose keys end with `mark`. O(entries).
+  std::vector<EntryId> find_marked(uint32_t group, const KeyMark& mark) const;
+
   // Adds a lease to each entry; all must be ready and of one group. Writes their slots. All or none.
   void pin(std::span<const EntryId> entries, int32_t* slots);
 

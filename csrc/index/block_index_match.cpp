@@ -197,4 +197,15 @@ size_t BlockIndex::find(uint32_t group, std::span<const BlockKey> keys, EntryId*
   return found;
 }
 
+std::vector<EntryId> BlockIndex::find_marked(uint32_t group, const KeyMark& mark) const {
+  class_at(group);
+  std::vector<EntryId> found;
+  for (EntryId id = table_.first(); id < table_.end(); ++id) {
+    const Entry& entry = table_[id];
+    const bool is_there = entry.is_ready_in(group) || entry.is_in(EntryState::kPending, group);
+    if (is_there && has_mark(entry.key, mark)) found.push_back(id);
+  }
+  return found;
+}
+
 }  // namespace flexkv

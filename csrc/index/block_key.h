@@ -1,5 +1,6 @@
 // The identity of a block in the index: the first 16 bytes of a SHA-256.
 #pragma once
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -15,6 +16,16 @@ struct BlockKey {
 
 inline constexpr size_t kKeyBytes = 16;
 static_assert(sizeof(BlockKey) == kKeyBytes);
+
+// The last bytes of all keys of a namespace that has a mark, so that an index can find them. Keys of other
+// namespaces may happen to end with the same bytes.
+inline constexpr size_t kMarkBytes = 2;
+using KeyMark = std::array<uint8_t, kMarkBytes>;
+
+inline bool has_mark(const BlockKey& key, const KeyMark& mark) {
+  return std::memcmp(reinterpret_cast<const uint8_t*>(&key) + kKeyBytes - kMarkBytes, mark.data(),
+                     kMarkBytes) == 0;
+}
 
 // Reads a key from memory of any alignment.
 inline BlockKey load_key(const void* from) {

@@ -47,8 +47,6 @@ void write_last_block(std::span<const uint8_t> engine_key, uint8_t* block) {
   block[63] = static_cast<uint8_t>(message_bits);
 }
 
-void copy_key(const Sha256Digest& digest, uint8_t* out) { std::copy_n(digest.begin(), kKeyBytes, out); }
-
 }  // namespace
 
 void check_engine_key_bytes(size_t bytes, size_t position) {
@@ -58,23 +56,29 @@ void check_engine_key_bytes(size_t bytes, size_t position) {
                        "--prefix-caching-hash-algo sha256 (or sha256_cbor, stable over Python versions)");
 }
 
-KeyHasher::KeyHasher(const Sha256Digest& namespace_digest, uint32_t group)
+KeyHasher::KeyHasher(const Sha256Digest& namespace_digest, uint32_t group, std::optional<KeyMark> mark)
     : block_prefix_(prefix(kBlockLabel, namespace_digest, group)),
-      tail_prefix_(prefix(kTailLabel, namespace_digest, group)) {}
+      tail_prefix_(prefix(kTailLabel, namespace_digest, group)),
+      mark_(mark) {}
+
+void KeyHasher::write_key(const Sha256Digest& digest, uint8_t* out) const {
+  std::copy_n(digest.begin(), kKeyBytes, out);
+  if (mark_) std::copy(mark_->begin(), mark_->end(), out + kKeyBytes - kMarkBytes);
+}
 
 void KeyHasher::block_key(std::span<const uint8_t> engine_key, uint8_t* out) const {
   if (engine_key.size() > kOneBlockKeyBytes) {
     Sha256 hash = block_prefix_;
     update_le32(hash, engine_key.size());
     hash.update(engine_key.data(), engine_key.size());
-    copy_key(hash.finish(), out);
+    write_key(hash.finish(), out);
     return;
   }
   uint8_t block[kSha256BlockBytes];
   write_last_block(engine_key, block);
   Sha256State state = block_prefix_.state();
   sha256_compress()(state.data(), block, 1);
-  copy_key(sha256_digest(state), out);
+  write_key(sha256_digest(state), out);
 }
 
 void KeyHasher::block_keys(std::span<const std::span<const uint8_t>> engine_keys, uint8_t* out) const {
@@ -92,7 +96,7 @@ void KeyHasher::block_keys(std::span<const std::span<const uint8_t>> engine_keys
     Sha256State states[2] = {block_prefix_.state(), block_prefix_.state()};
     for (size_t k = 0; k < 2; ++k) write_last_block(engine_keys[i + k], blocks[k]);
     compress(states[0].data(), blocks[0], states[1].data(), blocks[1]);
-    for (const Sha256State& state : states) copy_key(sha256_digest(state), out + i++ * kKeyBytes);
+    for (const Sha256State& state : states) write_key(sha256_digest(state), out + i++ * kKeyBytes);
   }
 }
 
@@ -105,7 +109,7 @@ void KeyHasher::tail_key(std::span<const uint8_t> parent, std::span<const uint8_
   hash.update(extra.data(), extra.size());
   update_le32(hash, tokens.size());
   for (const uint32_t token : tokens) update_le32(hash, token);
-  copy_key(hash.finish(), out);
+  write_key(hash.finish(), out);
 }
 
 }  // namespace flexkv

@@ -5,9 +5,12 @@
 // The prefix has a fixed size and the rest carries its length, so no two different inputs give the same
 // bytes. The prefix fills exactly one compression block, whose state is kept, so that a key of up to 51 bytes
 // costs one compression.
+//
+// In a namespace that has a mark, keys end with it, and have 112 bits of the hash.
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
 
 #include "index/block_key.h"
@@ -23,7 +26,7 @@ void check_engine_key_bytes(size_t bytes, size_t position);
 
 class KeyHasher {
  public:
-  KeyHasher(const Sha256Digest& namespace_digest, uint32_t group);
+  KeyHasher(const Sha256Digest& namespace_digest, uint32_t group, std::optional<KeyMark> mark = std::nullopt);
 
   // Hashes engine keys, whose lengths must have passed check_engine_key_bytes. Writes kKeyBytes per key to
   // `out`.
@@ -36,9 +39,11 @@ class KeyHasher {
 
  private:
   void block_key(std::span<const uint8_t> engine_key, uint8_t* out) const;
+  void write_key(const Sha256Digest& digest, uint8_t* out) const;
 
   Sha256 block_prefix_;
   Sha256 tail_prefix_;
+  std::optional<KeyMark> mark_;
 };
 
 }  // namespace flexkv

@@ -1,5 +1,5 @@
 // Where the runs of a block of one KV group lie in one rank's pool. The data plane knows nothing else about
-// the pool.
+// the pool. run_address() in segment.h makes an address of a block's number.
 #pragma once
 #include <cstdint>
 #include <string>

@@ -14,6 +14,15 @@ namespace {
 // Unit: rows. How many are read under one hold of the lock, some 100 us.
 constexpr size_t kRowsAtOnce = 1024;
 
+// Whether the file has room for all slots. No product here exceeds the file's bytes or a stride, whatever a
+// card says of them.
+bool has_room(const PeerPool& pool, int64_t slots) {
+  const int64_t last = slots - 1;
+  const int64_t in_extent = (last % pool.slots_per_extent + 1) * pool.slot_bytes;
+  const int64_t left = pool.file.bytes() - pool.slots_offset - in_extent;
+  return left >= 0 && last / pool.slots_per_extent <= left / pool.extent_stride;
+}
+
 uint64_t digest_at(const std::byte* from) {
   uint64_t digest = 0;
   copy_words(reinterpret_cast<std::byte*>(&digest), from, sizeof digest);
@@ -40,7 +49,7 @@ PeerDirectory::Peer::Peer(SharedFile file, std::optional<PeerPool> mapped, PeerF
     throw ClosedError("a peer's board is of another version, or was not finished");
   }
   slots = static_cast<uint32_t>(rows);
-  if (pool && pool->slot(slots - 1) + pool->slot_bytes > pool->file.base() + pool->file.bytes()) {
+  if (pool && !has_room(*pool, slots)) {
     throw ClosedError("a peer's pool has no room for the slots of its board");
   }
   known.resize(slots);

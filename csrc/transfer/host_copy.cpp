@@ -13,8 +13,8 @@ namespace {
 constexpr size_t kStreamMinBytes = 512;
 // Unit: bytes. Streaming stores fill whole cache lines only if they start on one.
 constexpr size_t kLineBytes = 64;
-// Unit: bytes. How much is copied from one run of a pair before turning to the other: one load of eight
-// vector registers.
+// Unit: bytes. stream_pair() copies so many bytes of one run, then of the other: one load of eight vector
+// registers.
 constexpr size_t kStepBytes = 256;
 // Unit: bytes. How far ahead of the copy to prefetch. Best of 256..4096 on a Zen 3 core with
 // benchmarks/gather.py's buffers; the gain is at the start of runs and of 4 KiB pages, where the hardware

@@ -58,6 +58,7 @@ ARGUMENTS: dict[str, Callable[[World], dict[str, object]]] = {
     **COPY_ARGUMENTS,
     **SHARE_ARGUMENTS,
     "DiskLane.take_out": lambda _: {"disk": 0, "reason": "why"},
+    "BlockIndex.find_marked": lambda _: {"group": 0, "mark": b"ab"},
     "EngineKeyChain.__init__": lambda _: {"namespace": bytes(32), "group": 0},
     "EngineKeyChain.extend": lambda world: {"engine_keys": [bytes([n]) * 32 for n in range(4)]},
     "GDSManager.__init__": lambda world: {

@@ -41,6 +41,7 @@ SHARE_ARGUMENTS: dict[str, Callable[[World], dict[str, object]]] = {
     "PeerDirectory.bring": _pages,
     "PeerDirectory.counts": _peer,
     "PeerDirectory.drop": lambda world: {"peer": world.get("PeerDirectory").add(_board(world))},
+    "PeerDirectory.find": lambda _: {"group": 0, "keys": random_keys(1), "without": np.array([1], np.int32)},
     "PeerDirectory.pages": _peer,
     "PeerDirectory.read": lambda world: {
         **_peer(world),
@@ -54,6 +55,12 @@ SHARE_ARGUMENTS: dict[str, Callable[[World], dict[str, object]]] = {
     "PeerDirectory.retired": _peer,
     "PeerDirectory.take": lambda _: {"most": 8},
     "SlotBoard.__init__": lambda _: {"slots": 8},
+    "SlotBoard.hide": lambda _: {"slots": np.arange(PAGES, dtype=np.int32)},
+    "SlotBoard.show": lambda _: {
+        "slots": np.arange(PAGES, dtype=np.int32),
+        "group": 0,
+        "keys": random_keys(PAGES),
+    },
     "SlotBoard.note": lambda _: {
         "slots": np.arange(PAGES, dtype=np.int32),
         "tokens": np.full(PAGES, 4, np.uint32),
