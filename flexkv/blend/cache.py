@@ -12,12 +12,13 @@ from numpy.typing import NDArray
 from flexkv.blend.base import PLANES, KvShape, Tokens
 from flexkv.blend.keys import GROUP, SegmentKeys, SegmentKeyScheme
 from flexkv.blend.rotation import KeyRotation, RowPlaces, TurnTable
+from flexkv.blend.segment_fetch import SegmentFetch
 from flexkv.blend.segment_load import SegmentLoad
 from flexkv.blend.segment_lookup import MOST_HITS, READS_A_HIT, SegmentLookup
-from flexkv.blend.segment_moves import LateBlocks, SegmentMoves
-from flexkv.blend.segment_unit import FLUSH_LOOK_S, SegmentUnit
+from flexkv.blend.segment_moves import SegmentMoves
+from flexkv.blend.segment_store import SegmentStore
+from flexkv.blend.segment_unit import FLUSH_LOOK_S, SegmentFolders, SegmentUnit
 from flexkv.blend.staging import StagingPool
-from flexkv.config import DiskConfig
 from flexkv.errors import CapacityError, ContractError, TransferError
 from flexkv.transfer.engine import TransferEngine
 from flexkv.transfer.layerwise.base import PREFETCH_LAYERS
@@ -35,9 +36,7 @@ class SegmentCache:
         staging_tokens: tokens (in whole blocks) that may be moving at once, which limits the longest prompt.
         deadline_s: seconds that each wait lasts at most.
         prefetch_layers: see `LoadPipeline`.
-        disk: folders in which pages outlive host memory and the process; None, or a config without folders, for no
-            disk.
-        model: readable name for such a folder.
+        folders: folders in which pages outlive host memory and the process.
 
     Raises:
         CapacityError: the pool does not fit into the available memory.
@@ -55,8 +54,7 @@ class SegmentCache:
         block_tokens: int = 16,
         deadline_s: float = 60.0,
         prefetch_layers: int = PREFETCH_LAYERS,
-        disk: DiskConfig | None = None,
-        model: str = "segments",
+        folders: SegmentFolders = SegmentFolders(),  # noqa: B008 - frozen
     ) -> None:
         self.shape, self.block_tokens, self.deadline_s = shape, block_tokens, deadline_s
         self.prefetch_layers = prefetch_layers
@@ -70,8 +68,7 @@ class SegmentCache:
             self.staging.view,
             max(1, blocks),
             self.scheme.namespace,
-            model,
-            disk or DiskConfig(),
+            folders,
             READS_A_HIT * MOST_HITS,
             deadline_s,
         )
@@ -107,6 +104,28 @@ class SegmentCache:
         hits = self._lookup.begin(segments, self.deadline_s, caller)
         return SegmentLoad(self._moves, hits, self.deadline_s)
 
+    def begin_fetch(self, segments: Sequence[Tokens], caller: str = "") -> SegmentFetch:
+        """Begins to bring the cached leading part of each segment to host memory, from which it is then loaded. Never
+        waits: the caller asks the result again and again, and calls `poll` in between.
+
+        Precondition: the folders do not stream (`SegmentFolders.streams`).
+
+        Args:
+            caller: see `begin_load`.
+        """
+        self._moves.free_late()
+        return SegmentFetch(self._lookup, self._moves, segments, self.deadline_s, caller)
+
+    def poll(self) -> None:
+        """Carries reads and writes of the disks on. Never waits."""
+        if self.unit.live.has_tiers:
+            self._moves.free_late()
+
+    @property
+    def busy(self) -> bool:
+        """Whether `poll` has reads or writes to carry on."""
+        return self.unit.live.busy
+
     # --- stores ---
 
     def store(
@@ -130,6 +149,26 @@ class SegmentCache:
             CapacityError: the segment is longer than the staging pool.
             TransferError: the pages still move at the deadline. Their staging blocks are freed once they have stopped.
         """
+        store = self.begin_store(tokens, layers, rotation, first_position, caller)
+        if not store.advance(wait=True):
+            store.leave()
+            raise TransferError(f"a store still moves after {self.deadline_s:g} s")
+        return self._cached(store.keys)
+
+    def begin_store(
+        self,
+        tokens: Tokens,
+        layers: Callable[[int], tuple[object, object]],
+        rotation: KeyRotation,
+        first_position: int = 0,
+        caller: str = "",
+    ) -> SegmentStore:
+        """Begins to store a segment, for a caller that must not wait: its rows are in the staging pool when this
+        returns. The arguments are those of `store`.
+
+        Raises:
+            CapacityError: the staging pool has no room for the segment.
+        """
         self._moves.free_late()
         keys = self.scheme.keys(tokens, caller)
         pages = len(keys.whole) + (keys.tail is not None)
@@ -144,14 +183,15 @@ class SegmentCache:
             )
         try:
             self._fill(len(tokens), blocks, layers, rotation, first_position)
-            whole = len(keys.whole)
-            self._publish(keys.whole, blocks[:whole], 0, self.block_tokens)
-            if keys.tail is not None and self.manager.present(GROUP, keys.whole).all():
-                self._publish(keys.tail.keys, blocks[whole:], whole, int(keys.tail.tokens[0]))
-        finally:
-            moving = self._moves.late_blocks
-            self.staging.give(block for block in blocks.tolist() if block not in moving)
-        return self._cached(keys)
+        except BaseException:
+            self.staging.give(blocks.tolist())
+            raise
+        return SegmentStore(
+            self._moves, self.manager, keys, blocks, self.block_tokens, self._store_name, self.deadline_s
+        )
+
+    def _store_name(self) -> str:
+        return f"store-{next(self._requests)}"
 
     def _fill(
         self,
@@ -174,36 +214,14 @@ class SegmentCache:
                 target = RowPlaces(row * row_bytes, head_bytes)
                 rotation.apply(rows, source, self.staging.rows[layer], target, table)
 
-    def _publish(self, keys: NDArray[np.uint8], blocks: NDArray[np.int32], first: int, tokens: int) -> None:
-        if not len(keys):
-            return
-        request = f"store-{next(self._requests)}"
-        plan = self.manager.begin_store(request, GROUP, keys, blocks, first, tokens)
-        if plan.graph is not None:
-            try:
-                ticket = self._moves.submit(plan.graph)
-            except Exception:
-                self.manager.release(request)
-                raise
-            if ticket is not None and not self.engine.wait(ticket, self.deadline_s):
-                self._moves.leave(LateBlocks((ticket,), blocks, (request,)))
-                raise TransferError(f"a store still moves after {self.deadline_s:g} s")
-            self._moves.take_results()
-        self.manager.release(request)
-        self.unit.live.poll()
-
     def cached_tokens(self, tokens: Tokens) -> int:
         """How many leading tokens of a segment are cached, in host memory or on disk. Reads nothing."""
         return self._cached(self.scheme.keys(tokens))
 
     def _cached(self, keys: SegmentKeys) -> int:
-        there = self.manager.present(GROUP, keys.whole)
-        if not there.all():
-            return int(np.argmin(there)) * self.block_tokens
-        cached = len(there) * self.block_tokens
-        if keys.tail is not None and self.manager.present(GROUP, keys.tail.keys).all():
-            cached += int(keys.tail.tokens[0])
-        return cached
+        pages, whole = self._lookup.pages(keys), len(keys.whole)
+        tail_tokens = int(keys.tail.tokens[0]) if keys.tail is not None and pages > whole else 0
+        return min(pages, whole) * self.block_tokens + tail_tokens
 
     def forget(self) -> None:
         """Makes everything cached a miss for good, because the model's weights change."""

@@ -10,9 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexkv.blend.base import Hit, Tokens
-from flexkv.blend.keys import SegmentKeys, SegmentKeyScheme
+from flexkv.blend.keys import GROUP, SegmentKeys, SegmentKeyScheme
 from flexkv.blend.segment_moves import LateBlocks, SegmentMoves
 from flexkv.blend.segment_unit import SegmentUnit
+from flexkv.cache.base import Outcome
 from flexkv.transfer.base import Ticket
 
 MOST_HITS = 256
@@ -37,6 +38,10 @@ class Asked:
         """
         return f"{self.request}-tail"
 
+    @property
+    def pages(self) -> int:
+        return len(self.keys.whole) + (self.keys.tail is not None)
+
 
 class SegmentLookup:
     """Asks one segment cache's manager, and begins the loads of its hits."""
@@ -50,16 +55,74 @@ class SegmentLookup:
         self._requests = itertools.count()
 
     def begin(self, segments: Sequence[Tokens | None], deadline_s: float, caller: str = "") -> list[Hit]:
-        """Begins to load the cached part of each segment; None stands for a segment to skip.
+        """Begins to load the cached part of each segment; None stands for a segment to skip. Waits as `load` does."""
+        asked = self.ask(segments, caller)
+        if self._unit.live.has_tiers:
+            for one in asked[:MOST_HITS]:
+                self._match_tail(one)  # first of all, because these reads are waited for
+        return self.load(asked, deadline_s)
 
-        Waits up to `deadline_s` seconds for the tokens after whole blocks to be read from disk. After an error only
-        blocks of transfers that already move stay taken, until these have ended.
-        """
-        asked = [
+    @property
+    def slots(self) -> int:
+        """Pages that host memory holds."""
+        return self._unit.live.slots
+
+    @property
+    def no_room(self) -> int:
+        """Lookups that went on without some pages of the disks, because host memory had no room for them."""
+        return sum(tier.counts.no_room for tier in self._manager.tiers[1:])
+
+    def ask(self, segments: Sequence[Tokens | None], caller: str = "") -> list[Asked]:
+        """The keys of segments. Looks nothing up."""
+        return [
             Asked(number, self._scheme.keys(tokens, caller), f"load-{next(self._requests)}")
             for number, tokens in enumerate(segments)
             if tokens is not None
         ]
+
+    def fetch(self, asked: Asked) -> Outcome:
+        """Begins to bring what is cached of a segment to host memory, or asks again. Until `load` or `give_up`, what
+        host memory has is kept from eviction.
+
+        Returns:
+            COMING if more is on its way, ASK_AGAIN if more waits for room in host memory, HIT if nothing more comes.
+        """
+        outcomes = {self._match_tail(asked)[1]}
+        if len(asked.keys.whole):
+            outcomes.add(self._manager.match(asked.request, [asked.keys.whole], 0).outcome)
+        open_ = (outcome for outcome in (Outcome.COMING, Outcome.ASK_AGAIN) if outcome in outcomes)
+        return next(open_, Outcome.HIT)
+
+    def waits(self, asked: Asked, for_room: bool = True) -> bool:
+        """Notes that the caller asks for a fetched segment, and returns whether to ask later.
+
+        Args:
+            for_room: also wait for room in host memory.
+        """
+        still = self._manager.still_waits if for_room else self._manager.waits
+        whole = still(asked.request)
+        return still(asked.tail_request) or whole
+
+    def give_up(self, asked: Asked) -> None:
+        """Ends a fetch whose segment is not wanted any more. Its reads go on, because their pages are useful."""
+        for request in (asked.request, asked.tail_request):
+            self._manager.release(request)
+            self._manager.end_request(request)
+
+    def pages(self, keys: SegmentKeys) -> int:
+        """The leading pages of a segment that are cached in any tier. Reads nothing."""
+        whole, tail = self._manager.present(GROUP, keys.whole), keys.tail
+        if not whole.all():
+            return int(np.argmin(whole))
+        return len(whole) + (tail is not None and bool(self._manager.present(GROUP, tail.keys).all()))
+
+    def load(self, asked: Sequence[Asked], deadline_s: float = 0.0) -> list[Hit]:
+        """Begins to load what is cached of each segment. After an error only blocks of transfers that already move
+        stay taken, until these have ended.
+
+        Args:
+            deadline_s: how long to wait for the tokens after whole blocks to be read from disk.
+        """
         found: list[tuple[Asked, Hit]] = []
         try:
             self._find(asked, found, deadline_s)
@@ -68,21 +131,20 @@ class SegmentLookup:
                 self._moves.leave(LateBlocks(hit.tickets, hit.blocks, hit.requests))
             raise
         finally:
-            for one in asked:
-                self._manager.release(one.request)
-                self._manager.release(one.tail_request)
+            begun = {request for _, hit in found for request in hit.requests}
+            for request in (each for one in asked for each in (one.request, one.tail_request)):
+                self._manager.release(request)
+                if request not in begun:
+                    self._manager.end_request(request)
         return [hit for _, hit in found if hit.tokens]
 
     def _find(self, asked: Sequence[Asked], found: list[tuple[Asked, Hit]], deadline_s: float) -> None:
         """Begins the loads, and records those that it has begun in `found`, even if it raises."""
-        if self._unit.live.has_tiers:
-            for one in asked[:MOST_HITS]:
-                self._match_tail(one)  # first of all, because these reads are waited for
         for one in asked:
             if len(found) < MOST_HITS and (hit := self._load_whole(one)) is not None:
                 found.append((one, hit))
             self._manager.release(one.request)
-        if self._unit.live.has_tiers:
+        if self._unit.live.has_tiers and deadline_s:
             waiting = [one.tail_request for one, _ in found]
             self._unit.wait_while(lambda: any(map(self._manager.waits, waiting)), deadline_s)
         for at, (one, hit) in enumerate(found):
@@ -104,20 +166,22 @@ class SegmentLookup:
             asked.segment, len(blocks) * self._scheme.block_tokens, blocks, (ticket,), (asked.request,)
         )
 
-    def _match_tail(self, asked: Asked) -> int:
-        """Returns how many tokens after the whole blocks can be loaded; starts reading those that lie on disk."""
+    def _match_tail(self, asked: Asked) -> tuple[int, Outcome]:
+        """Returns how many tokens after the whole blocks can be loaded, and whether these are coming; starts reading
+        those that lie on disk.
+        """
         keys = asked.keys
         if keys.tail is None:
-            return 0
+            return 0, Outcome.MISS
         whole_tokens = len(keys.whole) * self._scheme.block_tokens
         match = self._manager.match(asked.tail_request, [keys.whole], whole_tokens, [keys.tail])
-        return match.tail_tokens
+        return match.tail_tokens, match.outcome
 
     def _with_tail(self, asked: Asked, hit: Hit) -> Hit:
         """The hit with the tokens after its whole blocks, if all of these are coming."""
         if hit.tokens < len(asked.keys.whole) * self._scheme.block_tokens:
             return hit
-        tokens = self._match_tail(asked)
+        tokens, _ = self._match_tail(asked)
         blocks = self._staging.take(1) if tokens else None
         if blocks is None:
             return hit

@@ -45,6 +45,10 @@ class SegmentMoves:
         self._late: list[LateBlocks] = []
         self._why_failed: dict[str, str] = {}
 
+    def begin_reads(self) -> None:
+        """Begins the reads that lookups have planned."""
+        self._unit.poll()
+
     def submit(self, graph: TransferGraph) -> Ticket | None:
         """Submits a graph. Returns None if there is no queue entry. In that case, and after an error, the graph is
         cancelled.
@@ -83,7 +87,7 @@ class SegmentMoves:
         return "; ".join(reason for reason in reasons if reason)
 
     def take_results(self) -> None:
-        """Reports ops that have ended to the manager, those of the disks too."""
+        """Takes the results of ended ops, the disks' too, and reports them to the manager."""
         self._unit.poll()
         while results := self.engine.poll():
             for result in results:
@@ -108,8 +112,3 @@ class SegmentMoves:
                 self._manager.end_request(request)
                 self._why_failed.pop(request, None)
             self.staging.give(late.blocks)
-
-    @property
-    def late_blocks(self) -> set[int]:
-        """Staging blocks that will be freed later."""
-        return {block for late in self._late for block in late.blocks.tolist()}

@@ -6,17 +6,27 @@ import math
 import select
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from flexkv.blend.base import KvShape
 from flexkv.c_ext import KvView
 from flexkv.cache.tiers.disk.tier import DiskTier
-from flexkv.config import DiskConfig, FlexKVConfig, HostConfig, LoadConfig, StoreConfig, TransferConfig
+from flexkv.config import (
+    DiskConfig,
+    FlexKVConfig,
+    HostConfig,
+    LoadConfig,
+    PeersConfig,
+    StoreConfig,
+    TransferConfig,
+)
 from flexkv.errors import CapacityError
 from flexkv.facts.ranks import GroupFacts, KvGroup, RankFacts, UnitOwner
 from flexkv.layout.format_id import FormatId, Interior
 from flexkv.transfer.engine import TransferEngine
 from flexkv.unit.base import CacheRole
 from flexkv.unit.build import build_unit
+from flexkv.weights.files import NAMED, WeightsContent
 
 UNIT = "segments"
 """Name of the ownership unit: one segment cache at a time uses a model's folder."""
@@ -32,19 +42,42 @@ FLUSH_LOOK_S = 0.005
 """How often a flush checks whether everything has ended."""
 
 
+@dataclass(frozen=True, slots=True)
+class SegmentFolders:
+    """Where and how a cache keeps its pages beyond host memory.
+
+    Attributes:
+        disk: the folders; without any, pages are in host memory alone.
+        model: name that `flexkv disk ls` shows to people.
+        unit: name of the ownership unit; caches of one namespace that run at the same time need names of their own.
+        weights: the weights that the namespace names only by samples: until all of them have a name, the folders
+            neither serve nor take pages.
+        streams: promise pages while they are being read, and load them layer by layer. Otherwise a page is promised
+            once it is in host memory.
+        close_s: how long a close may take; None for as long as any other wait.
+        peers: which pages running caches with the same namespace show each other.
+    """
+
+    disk: DiskConfig = field(default_factory=DiskConfig)
+    model: str = "segments"
+    unit: str = UNIT
+    weights: WeightsContent = NAMED
+    streams: bool = True
+    close_s: float | None = None
+    peers: PeersConfig = field(default_factory=PeersConfig)
+
+
 class SegmentUnit:
     """The unit of one segment cache, driven by the cache's thread; only `wait_while`, `flush` and `close` wait.
 
-    Pages are promised while they are being read from disk, and loaded layer by layer: a prompt computes pages that a
-    load did not bring. No page is left to the model on purpose, because the model's speed is not measured.
+    A prompt computes pages that a load did not bring. No page is left to the model on purpose, because the model's
+    speed is not measured.
 
     Args:
         slots: slots of the host pool.
         view: view of the staging pool, whose runs a page has.
         pages: pages of the staging pool, which is also the most that are on their way to host memory at once.
         namespace: 32 bytes: whatever keeps two callers apart. Each namespace has folders of its own.
-        model: name that `flexkv disk ls` shows to people.
-        disk: folders; a config without any for none.
         ops: reads that one lookup may plan.
         deadline_s: seconds that each wait lasts at most.
 
@@ -62,8 +95,7 @@ class SegmentUnit:
         view: KvView,
         pages: int,
         namespace: bytes,
-        model: str,
-        disk: DiskConfig,
+        folders: SegmentFolders,
         ops: int,
         deadline_s: float,
     ) -> None:
@@ -72,18 +104,26 @@ class SegmentUnit:
         config = FlexKVConfig(
             host=HostConfig(bytes=slots * view.stripe_bytes, verify=True),
             load=LoadConfig(mode="layerwise", inflight_pages=pages),
-            store=StoreConfig(inflight_pages=max(pages, disk.write_pages)),
-            transfer=TransferConfig(queue_ops=QUEUE_PLACES * ops, close_s=deadline_s),
-            disk=disk.model_copy(update={"stream": True, "gds": "off", "gds_stores": False}),
+            store=StoreConfig(inflight_pages=max(pages, folders.disk.write_pages)),
+            transfer=TransferConfig(
+                queue_ops=QUEUE_PLACES * ops,
+                close_s=deadline_s if folders.close_s is None else folders.close_s,
+            ),
+            disk=folders.disk.model_copy(
+                update={"stream": folders.streams, "gds": "off", "gds_stores": False}
+            ),
+            peers=folders.peers,
         )
-        role = CacheRole(recomputes=True, compute_if_faster=False)
-        owner = UnitOwner(model, namespace, UNIT)
+        # Who promises pages before they are read cannot be asked to come back for them.
+        role = CacheRole(recomputes=True, compute_if_faster=False, asks_again=not folders.streams)
+        owner = UnitOwner(folders.model, namespace, folders.unit, folders.weights)
         self.live = build_unit(config, [KvGroup(block_tokens)], {0: facts}, owner, role, slots=slots)
         if not self.live.pool.wait_ready(slots, deadline_s):
             reason = self.live.pool.stopped_reason
             self.live.close()
             raise CapacityError(f"the pool for {slots} pages was not mapped: {reason}")
         self.live.grow()
+        self._moved = {"read": 0, "write": 0}
         self._survives: bool | None = None
         """The result of `close`."""
 
@@ -122,6 +162,19 @@ class SegmentUnit:
         # Does not compare counts: pages that could not be written may have left host memory, or have been
         # written since.
         return not self._down and not work.unwritten()
+
+    def take_moved(self) -> dict[str, int]:
+        """Pages read from disk and written to it since the last call, by direction."""
+        counts = [tier.counts for tier in self.live.manager.tiers[1:]]
+        total = {
+            "read": sum(each.read for each in counts),
+            "write": sum(each.written for each in counts),
+        }
+        moved = {
+            name: pages - self._moved[name] for name, pages in total.items() if pages > self._moved[name]
+        }
+        self._moved = total
+        return moved
 
     @property
     def misses(self) -> Mapping[str, int]:

@@ -1,9 +1,10 @@
-"""Loaded rows of segments, turned to their positions in a prompt, one layer at a time."""
+"""Loaded rows of segments, turned to their positions in a prompt, layer by layer through the layerwise pipeline."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +12,12 @@ from numpy.typing import NDArray
 from flexkv.blend.base import PLANES, Hit
 from flexkv.blend.cache import SegmentCache
 from flexkv.blend.rotation import KeyRotation, RowPlaces, TurnTable
+from flexkv.blend.segment_load import SegmentLoad
+from flexkv.blend.turned_keys import TurnedKeys
+from flexkv.transfer.layerwise.base import Array, LayerDevice, LostRows, PipelineError, RowSource
+from flexkv.transfer.layerwise.chunks import Chunk, ChunkSet
+from flexkv.transfer.layerwise.load import LoadPipeline
+from flexkv.transfer.layerwise.paged import CallerLayers
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,56 +36,165 @@ class Stretch:
     position: int
 
 
+@dataclass(frozen=True, slots=True)
+class RowDevice:
+    """Where a pipeline's buffers lie.
+
+    Attributes:
+        dtype: the device's, of the cache's elements.
+        source: makes a row source for the device of one that fills host memory.
+    """
+
+    device: LayerDevice
+    dtype: Any
+    source: Callable[[RowSource], RowSource]
+
+
+class StretchRows:
+    """Where one stretch's rows lie in the staging pool. Precondition: its pages have all arrived."""
+
+    def __init__(
+        self, cache: SegmentCache, rotation: KeyRotation, load: SegmentLoad, stretch: Stretch
+    ) -> None:
+        self._cache, self._rotation, self._load, self._hit = cache, rotation, load, stretch.hit
+        tokens, row_bytes = cache.block_tokens, cache.shape.row_bytes
+        head_bytes = row_bytes // cache.shape.heads
+        rows = np.arange(stretch.first, stretch.first + stretch.rows)
+        places = stretch.hit.blocks.astype(np.int64)[rows // tokens] * (PLANES * tokens) + rows % tokens
+        self._sources = [RowPlaces((places + p * tokens) * row_bytes, head_bytes) for p in range(PLANES)]
+        self._target = RowPlaces(np.arange(stretch.rows, dtype=np.int64) * row_bytes, head_bytes)
+        self._copies = TurnTable.copies(stretch.rows)
+
+    def copy_layer(self, layer: int, rows: Array) -> None:
+        """Fills `rows`, in host memory.
+
+        Raises:
+            LostRows: the load was released, so that its blocks may hold other rows.
+        """
+        staging = self._cache.staging.rows[layer]
+        for plane, source in enumerate(self._sources):
+            # One pass, without Python's lock.
+            self._rotation.apply(staging, source, rows[plane], self._target, self._copies)
+        if self._hit not in self._load.hits:
+            raise LostRows("its segment was released")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRows:
+    """One layer of a stretch: a `RowSource` for buffers in host memory."""
+
+    stretch: StretchRows
+    layer: int
+
+    def copy_to(self, rows: Array) -> None:
+        self.stretch.copy_layer(self.layer, rows)
+
+
 class TurnedRows:
-    """Rows of hits whose pages have all arrived in the staging pool. Valid until their load is closed.
+    """Rows of one request's hits whose pages have all arrived in the staging pool.
 
     Args:
-        places: number of each row in a layer's part of the staging pool, int64 [rows].
-        turns: what to do with each row's key.
+        stretches: the rows, by ascending position, at least one.
+
+    Attributes:
+        in_buffer: number of each row among those from the first stretch's first to the last one's last, int64 [rows].
     """
 
     def __init__(
-        self, cache: SegmentCache, rotation: KeyRotation, places: NDArray[np.int64], turns: TurnTable
+        self, cache: SegmentCache, rotation: KeyRotation, load: SegmentLoad, stretches: Sequence[Stretch]
     ) -> None:
         self._cache, self._rotation = cache, rotation
-        self._places, self._turns = places, turns
+        self._chunks = ChunkSet(
+            [Chunk(each.position, each.position + each.rows, each.first) for each in stretches]
+        )
+        self._stretches = [StretchRows(cache, rotation, load, each) for each in stretches]
+        begins = [np.arange(each.rows) + each.position - self._chunks.first for each in stretches]
+        self.in_buffer: NDArray[np.int64] = np.concatenate(begins).astype(np.int64)
 
-    @classmethod
-    def of(cls, cache: SegmentCache, rotation: KeyRotation, stretches: Sequence[Stretch]) -> TurnedRows:
-        """The rows of all stretches, in their order."""
-        old = np.concatenate([np.arange(each.first, each.first + each.rows) for each in stretches])
-        new = np.concatenate([np.arange(each.position, each.position + each.rows) for each in stretches])
-        tokens = cache.block_tokens
-        blocks = [
-            each.hit.blocks.astype(np.int64)[np.arange(each.first, each.first + each.rows) // tokens]
-            for each in stretches
-        ]
-        places = np.concatenate(blocks) * (PLANES * tokens) + old % tokens
-        return cls(cache, rotation, places, rotation.table(old, new))
+    def open(self, on: RowDevice, first: int) -> TurnedLayers:
+        """Begins to load the layers from `first` on. The caller closes what this returns.
 
-    def only(self, chosen: NDArray[np.int64]) -> TurnedRows:
-        """The chosen ones of these rows."""
-        turns = TurnTable(np.asarray(self._turns.of_row)[chosen], self._turns.turns)
-        return TurnedRows(self._cache, self._rotation, self._places[chosen], turns)
+        Raises:
+            ClosedError: the device was closed.
+        """
+        shape = self._cache.shape
+        chunks, device = self._chunks, on.device
+        pipeline = LoadPipeline(
+            device,
+            CallerLayers(shape.layers - first, PLANES, shape.heads, shape.head_dim, on.dtype),
+            np.arange(chunks.rows, dtype=np.int64),
+            chunks,
+            TurnedKeys(device, self._rotation, chunks, on.dtype),
+            self._cache.deadline_s,
+            self._cache.prefetch_layers,
+        )
+        return TurnedLayers(pipeline, lambda layer: [on.source(each) for each in self.sources(layer)], first)
 
-    def layer(self, layer: int) -> tuple[NDArray[np.integer], NDArray[np.integer]]:
-        """Keys and values of a layer, each [rows, heads, head_dim] of integers that carry the bits."""
-        shape, rows = self._cache.shape, len(self._places)
-        staging = self._cache.staging.rows[layer]
-        carrier = np.dtype(f"i{shape.element_bytes}")  # torch has no unsigned ones
-        head_bytes = shape.row_bytes // shape.heads
-        target = RowPlaces(np.arange(rows, dtype=np.int64) * shape.row_bytes, head_bytes)
-        found = []
-        for plane, table in enumerate((self._turns, TurnTable.copies(rows))):
-            places = self._places + plane * self._cache.block_tokens
-            out = np.empty((rows, shape.heads, shape.head_dim), carrier)
-            if rows:
-                self._rotation.apply(
-                    staging,
-                    RowPlaces(places * shape.row_bytes, head_bytes),
-                    out.view(shape.carrier),
-                    target,
-                    table,
-                )
-            found.append(out)
-        return found[0], found[1]
+    def sources(self, layer: int) -> list[RowSource]:
+        """One row source per stretch."""
+        return [LayerRows(each, layer) for each in self._stretches]
+
+
+class TurnedLayers:
+    """The layers of a load, one after the other, while the next ones are copied and turned.
+
+    Call order:
+        `layer`, `leave` for each layer from `first` on, as far as the caller wants; `close`.
+
+    Args:
+        take: returns a layer's row sources, one per chunk.
+        first: the model's layer that is the pipeline's first.
+    """
+
+    def __init__(
+        self, pipeline: LoadPipeline, take: Callable[[int], Sequence[RowSource]], first: int
+    ) -> None:
+        self._pipeline, self._first, self._take_rows = pipeline, first, take
+        self._sent = 0
+        self._steps: Generator[Any, Any, None] = pipeline.run()
+        next(self._steps)
+        self._step()
+
+    def layer(self, layer: int) -> Array:
+        """Keys and values, [2, rows, heads, head_dim], the keys turned. They are the buffer's, until `leave`.
+
+        Raises:
+            ContractError: another layer is next.
+            PipelineError: rows did not come, or not before the deadline.
+        """
+        try:
+            buffer = self._pipeline.get_kv(layer - self._first)
+        except PipelineError as error:
+            raise PipelineError(f"cached rows of the model's layer {layer}: {error}") from error
+        # The rows of a lost chunk are zeros.
+        if failed := self._pipeline.failed:
+            raise PipelineError(f"cached rows of the model's layer {layer}: {'; '.join(failed.values())}")
+        return buffer
+
+    def leave(self) -> None:
+        """The caller has enqueued all that it does with the current layer, whose buffer a later one gets."""
+        if self._sent < self._pipeline.num_layers:
+            self._step()
+
+    def _step(self) -> None:
+        """Makes the next layer the current one, and begins the layers after it in the buffers that are free."""
+        begun = self._sent < self._pipeline.begun_layers
+        self._steps.send(() if begun else self._take(self._sent))
+        self._sent += 1
+        self._pipeline.prefetch(self._take)
+
+    def _take(self, number: int) -> Sequence[RowSource]:
+        return self._take_rows(self._first + number)
+
+    def close(self, wait: bool = True) -> None:
+        """Begins no further layer, and waits for those that were begun.
+
+        Args:
+            wait: False to wait for none of them.
+
+        Raises:
+            PipelineError: some still move at the deadline, or now.
+        """
+        if not wait:
+            self._pipeline.deadline_s = 0.0
+        self._steps.close()

@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import BeforeValidator, Field
 
 from flexkv.config.sections import GIB, Section
-from flexkv.config.values import Count, Share, SizeBytes, none_is_a_word
+from flexkv.config.values import Count, OptionalSizeBytes, Share, SizeBytes, none_is_a_word
 
 MAX_TOKEN = 2**32 - 1
 
@@ -79,4 +79,9 @@ class BlendConfig(Section):
         GIB,
         description="Host memory of each rank for cached segments. The least recently used leave it first. As many "
         "tokens as the longest prompt has take their memory beside it, for segments on their way.",
+    )
+    disk_bytes: OptionalSizeBytes = Field(
+        None,
+        description="What each rank fills with segments in each of `disk.folders`, beside the blocks of prefixes, by "
+        "`disk.mode`. Unset: segments are in host memory alone and are gone with the engine.",
     )

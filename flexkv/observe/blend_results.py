@@ -1,4 +1,6 @@
-"""What became of requests that ask for blending: the results that metrics, docs and the adapter share."""
+"""What became of requests that ask for blending, and of their segments' pages: the results that metrics, docs and the
+adapter share.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,11 @@ class BlendResult(Enum):
     """
 
     BLENDED = "blended", "cached segments were put where they stand in the prompt"
-    STORED = "stored", "the prompt is a segment, which is computed by itself and kept"
+    STORED = "stored", "the prompt is a segment, which was computed by itself for the ranks to keep"
     MISS = "miss", "none of its segments was cached"
-    LOST = "lost", "no page of its segments arrived and verified"
+    LOST = "lost", "no page of its segments arrived and verified, or their load could not begin"
     LATE = "late", "its pages, or room for them, did not come within `load.deadline_s`"
-    RESET = "reset", "the weights changed while it waited or ran"
+    RESET = "reset", "the weights changed, or a namespace was erased, before it was blended or stored"
     OFF = "off", "blending is off in this engine; the log says why"
     SALT = "salt", "it has no `cache_salt` that begins with `flexkv-blend:`"
     USED_SALT = "used_salt", "its `cache_salt` was used before"

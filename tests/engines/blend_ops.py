@@ -2,144 +2,62 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from demo.engine_child import Operation, RequestTracker
+from demo.engine_child import Operation
+from flexkv.simulation.world import DISK
+
+from .blend_watch import Watch, ask_engine, blend_worker, rank_oracle, replaced
+from .broken_mask import one_sequence_of
+from .disk_ops import LateReads
 
 POISON = 7.0
 
 
-def _worker() -> Any:
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-    return get_kv_transfer_group().worker.blend
-
-
-def _ask(llm: Any, request: dict[str, Any]) -> dict[str, Any]:
-    tracker = RequestTracker(llm)
-    tracker.add(f"b{time.monotonic_ns()}", request)
-    while tracker.step():
-        pass
-    (result,) = tracker.results()
-    return result
+def _know(llm: Any, full: dict[str, Any]) -> None:
+    llm.collective_rpc(rank_oracle, args=("begin",))
+    ask_engine(llm, full | {"max_tokens": 1})
+    llm.collective_rpc(rank_oracle, args=("end_full",))
 
 
-@contextlib.contextmanager
-def _set(owner: Any, **values: Any) -> Iterator[None]:
-    before = {name: getattr(owner, name) for name in values}
-    for name, value in values.items():
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(owner, name, value)
-
-
-class Watch:
-    """Keys and values that each layer's attention is given, and the positions that they belong to."""
-
-    def __init__(self, forward: Any) -> None:
-        self.keys: list[list[Any]] = [[] for _ in forward.layers]
-        self.values: list[list[Any]] = [[] for _ in forward.layers]
-        self.kept: list[Any] = []
-        self.runs: list[int] = []
-        self._forward = forward
-        self._of_runs = forward.runs
-
-    def __enter__(self) -> Watch:
-        def look(layer: int) -> Any:
-            def hook(attention: Any, arguments: Any) -> None:
-                rows = arguments[1].shape[0]
-                self.keys[layer].append(arguments[1].reshape(rows, attention.num_kv_heads, -1).clone())
-                self.values[layer].append(arguments[2].reshape(rows, attention.num_kv_heads, -1).clone())
-
-            return hook
-
-        self._hooks = [
-            attention.register_forward_pre_hook(look(layer))
-            for layer, attention in enumerate(self._forward.attentions)
-        ]
-        self._forward.runs = self._note
-        return self
-
-    def _note(self, batch: Any, kept: Any) -> Any:
-        runs = self._of_runs(batch, kept)
-        self.kept.append(batch.positions[kept])
-        self.runs.append(len(runs.lengths))
-        return runs
-
-    def __exit__(self, *error: object) -> None:
-        self._forward.runs = self._of_runs
-        for hook in self._hooks:
-            hook.remove()
-
-    def planes(self) -> list[tuple[Any, Any]]:
-        """Keys and values of each layer, of all forwards."""
-        import torch
-
-        return [
-            (torch.cat(keys), torch.cat(values)) for keys, values in zip(self.keys, self.values, strict=True)
-        ]
-
-
-def _one_sequence(runs: Any) -> Any:
-    """Control: makes one causal sequence of the kept rows of each request."""
-    from flexkv.adapters.vllm.blend.rows import Runs
-
-    def broken(batch: Any, kept: Any) -> Runs:
-        found = runs(batch, kept)
-        begin = np.flatnonzero(np.concatenate(([True], np.diff(found.sequences) != 0)))
-        ends = np.append(begin[1:], len(found.sequences)) - 1
-        starts = np.append(found.starts[begin], found.starts[-1]).astype(np.int32)
-        return Runs(starts, found.lengths[ends], found.sequences[begin])
-
-    return broken
+def blend_store_true(llm: Any, full: dict[str, Any], spans: list[list[int]]) -> dict[str, Any]:
+    """Keeps as segments, on every rank, the rows that a full computation of a prompt gives."""
+    _know(llm, full)
+    llm.collective_rpc(rank_oracle, args=("store", full["ids"], spans))
+    return {}
 
 
 def blend_oracle(
-    llm: Any, full: dict[str, Any], blended: dict[str, Any], share: float, one_sequence: bool = False
+    llm: Any,
+    full: dict[str, Any],
+    blended: dict[str, Any],
+    share: float,
+    one_sequence: bool = False,
+    loaded: bool = False,
+    another_layer: bool = False,
 ) -> dict[str, Any]:
     """Blends a prompt with the rows that a full computation of it gives, and keeps rows at random.
 
+    Args:
+        loaded: the rows are those that the engine loads, for segments of `blend_store_true`.
+        one_sequence, another_layer: controls; see `Oracle.begin_blend`.
+
     Returns how far the keys of any kept row in any later layer are off, and the log probabilities of the answer.
     """
-    from flexkv.adapters.vllm.blend.selftest import KnownRows
-
-    worker = _worker()
-    forward, pages = worker.forward, worker._pages
-    with Watch(forward) as whole:
-        _ask(llm, full | {"max_tokens": 1})
-    planes = whole.planes()
-    random = np.random.default_rng(3)
-
-    def rows(request: str, spans: Any, first: int, end: int) -> KnownRows:
-        from flexkv.adapters.vllm.blend.pages import segment_rows
-
-        return KnownRows(planes, first + segment_rows(spans, first, end))
-
-    def choose(batch: Any, reused: Any, difference: Any) -> Any:
-        keep = np.ones(batch.rows, np.bool_)
-        for covered, _ in reused:
-            keep[covered] = random.random(len(covered)) < share
-        keep[batch.last] = True
-        return keep
-
-    runs = _one_sequence(forward.runs) if one_sequence else forward.runs
-    with _set(pages, rows=rows), _set(forward, choose=choose, runs=runs), Watch(forward) as some:
-        answer = _ask(llm, blended)
-    kept = np.concatenate(some.kept)
-    worst = 0.0
-    for layer in range(forward._check + 1, len(forward.layers)):
-        fresh = np.concatenate([keys.numpy() for keys in some.keys[layer][: len(some.kept)]])
-        wanted = planes[layer][0].numpy()[kept]
-        worst = max(worst, float(np.abs(fresh - wanted).max()))
-    return {"worst": worst, "kept": len(kept), "runs": sum(some.runs), "answer": answer}
+    _know(llm, full)
+    llm.collective_rpc(rank_oracle, args=("begin_blend", share, one_sequence, loaded, another_layer))
+    answer = ask_engine(llm, blended)
+    ranks = llm.collective_rpc(rank_oracle, args=("end_blend",))
+    return {
+        "worst": max(rank["worst"] for rank in ranks),
+        "kept": len(ranks[0]["kept"]),
+        "runs": ranks[0]["runs"],
+        "answer": answer,
+        "ranks": ranks,
+    }
 
 
 def blend_poison(
@@ -149,25 +67,34 @@ def blend_poison(
 
     Returns how many kept rows before, and after, have other keys in the last layer.
     """
-    worker = _worker()
+    worker = blend_worker()
     pages, forward = worker._pages, worker.forward
     of_rows = pages.rows
 
     class Poisoned:
+        """Rows with garbage in `bad` ones in the layers after the check layer, so that the same rows are kept."""
+
         def __init__(self, source: Any, bad: Any) -> None:
             self.source, self.bad = source, bad
 
-        def only(self, chosen: Any) -> Poisoned:
-            return Poisoned(self.source.only(chosen), self.bad[chosen])
+        def open(self, layer: int) -> Poisoned:
+            return Poisoned(self.source.open(layer), self.bad)
 
-        def layer(self, layer: int) -> Any:
+        def choose(self, chosen: Any) -> None:
+            self.source.choose(chosen)
+            self.bad = self.bad[chosen]
+
+        def take(self, layer: int) -> Any:
             import torch
 
-            keys, values = self.source.layer(layer)
-            if layer > forward._check:  # the same rows are kept
+            keys, values = self.source.take(layer)
+            if layer > forward.check_layer:
                 bad = torch.from_numpy(self.bad)
                 keys[bad], values[bad] = POISON, POISON
             return keys, values
+
+        def close(self, wait: bool = True) -> None:
+            self.source.close(wait)
 
     def rows(name: str, spans: Any, low: int, high: int) -> Poisoned:
         from flexkv.adapters.vllm.blend.pages import segment_rows
@@ -176,9 +103,9 @@ def blend_poison(
         return Poisoned(of_rows(name, spans, low, high), (at >= first) & (at < end))
 
     with Watch(forward) as clean:
-        _ask(llm, request)
-    with _set(pages, rows=rows), Watch(forward) as bad:
-        _ask(llm, other)
+        ask_engine(llm, request)
+    with replaced(pages, rows=rows), Watch(forward) as bad:
+        ask_engine(llm, other)
     kept = np.concatenate(clean.kept)
     assert np.array_equal(kept, np.concatenate(bad.kept))
     last = [watch.keys[-1][: len(watch.kept)] for watch in (clean, bad)]
@@ -201,7 +128,7 @@ def blend_reference(llm: Any, request: dict[str, Any], seen_ahead: int = 0) -> d
 
     from flexkv.adapters.vllm.blend.pages import segment_rows
 
-    worker = _worker()
+    worker = blend_worker()
     forward, pages, of_rows = worker.forward, worker._pages, worker._pages.rows
     sources: list[tuple[Any, Any]] = []
     calls: dict[int, tuple[Any, ...]] = {}
@@ -217,17 +144,17 @@ def blend_reference(llm: Any, request: dict[str, Any], seen_ahead: int = 0) -> d
 
         return hook
 
-    later = range(forward._check + 1, len(forward.layers))
+    later = range(forward.check_layer + 1, len(forward.layers))
     hooks = [forward.attentions[layer].register_forward_hook(look(layer)) for layer in later]
     wanted: dict[int, Any] = {}
 
-    def attend(layer: int, kept: Any) -> Any:
+    def attend(layer: int, kept: Any, cached: Any) -> Any:
         attention = forward.attentions[layer]
         heads, size = attention.num_kv_heads, attention.head_size
         query, key, value, _ = calls[layer]
         planes = torch.zeros(2, len(request["ids"]), heads, size)
-        at, source = sources[0]
-        planes[0, at], planes[1, at] = source.layer(layer)
+        at, _ = sources[0]
+        planes[0, at], planes[1, at] = cached.take(layer)
         planes[0, kept], planes[1, kept] = key.view(-1, heads, size), value.view(-1, heads, size)
         keys, values = planes.repeat_interleave(attention.num_heads // heads, dim=2).transpose(1, 2)
         scores = query.view(len(kept), -1, size).transpose(0, 1) @ keys.transpose(1, 2) * size**-0.5
@@ -239,12 +166,14 @@ def blend_reference(llm: Any, request: dict[str, Any], seen_ahead: int = 0) -> d
     def release(name: str) -> None:
         # Here the loaded rows are still there. Earlier requests are released before the prompt is computed.
         if watch.kept and not wanted:
-            wanted.update({layer: attend(layer, torch.from_numpy(watch.kept[0])) for layer in later})
+            cached = sources[0][1].open(later[0])
+            wanted.update({layer: attend(layer, torch.from_numpy(watch.kept[0]), cached) for layer in later})
+            cached.close()
         of_release(name)
 
     try:
-        with _set(pages, rows=rows, release=release), Watch(forward) as watch:
-            _ask(llm, request | {"max_tokens": 2})
+        with replaced(pages, rows=rows, release=release), Watch(forward) as watch:
+            ask_engine(llm, request | {"max_tokens": 2})
     finally:
         for hook in hooks:
             hook.remove()
@@ -258,7 +187,7 @@ def blend_differences(llm: Any, request: dict[str, Any], turned: bool = True) ->
     Args:
         turned: False for a control whose keys are not turned to their positions.
     """
-    worker = _worker()
+    worker = blend_worker()
     rotation, forward, sums = worker._pages.rotation, worker.forward, []
     table, choose = rotation.table, forward.choose
 
@@ -269,8 +198,8 @@ def blend_differences(llm: Any, request: dict[str, Any], turned: bool = True) ->
     def not_turned(old: Any, new: Any, zero: Any = None) -> Any:
         return table(old, new if turned else old, zero)
 
-    with _set(rotation, table=not_turned), _set(forward, choose=watching):
-        _ask(llm, request)
+    with replaced(rotation, table=not_turned), replaced(forward, choose=watching):
+        ask_engine(llm, request)
     return {"sum": sum(sums)}
 
 
@@ -278,34 +207,59 @@ def blend_trusting(llm: Any, requests: list[dict[str, Any]]) -> dict[str, Any]:
     """Control: blends requests whatever their salt."""
     from flexkv.adapters.vllm.blend import requests as module
 
-    with _set(module, refusal=lambda request: None):
+    with replaced(module, refusal=lambda request: None):
         side = llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler.blend
         side._remember = lambda salt: True
         try:
-            return {"requests": [_ask(llm, request) for request in requests]}
+            return {"requests": [ask_engine(llm, request) for request in requests]}
         finally:
             del side._remember
+
+
+def blend_skipping(llm: Any, request: dict[str, Any]) -> dict[str, Any]:
+    """Asks a request whose caller wants no block of the engine's prefix cache."""
+    from vllm.v1.request import Request
+
+    with replaced(Request, get_skip_reading_prefix_cache=lambda self: True):
+        return {"requests": [ask_engine(llm, request)]}
 
 
 def blend_selftest(llm: Any, broken: str = "") -> dict[str, Any]:
     """Runs the test of the engine's start again; the engine's own blocks must be free and unnamed.
 
     Args:
-        broken: for a control, what is wrong: "mask" or "rows" of later layers that nobody writes.
+        broken: for a control, what is wrong: "mask", "rows" of later layers that nobody writes, a single "row" of one
+            layer, or the "builder" of the attention backend.
     """
     from flexkv.adapters.vllm.blend.selftest import SelfTest
 
-    worker = _worker()
+    worker = blend_worker()
     forward = worker.forward
-    wrong: dict[str, Any] = {"mask": {"runs": _one_sequence(forward.runs)}, "rows": {"_put": lambda *a: None}}
-    with _set(forward, **wrong.get(broken, {})):
+
+    def all_but_one(layer: int, cached: Any, slots: Any) -> None:
+        attention, some = (
+            forward.attentions[layer],
+            slice(None, -1 if layer == forward.check_layer + 1 else None),
+        )
+        keys, values = cached.take(layer)
+        attention.impl.do_kv_cache_update(
+            attention, keys[some].contiguous(), values[some].contiguous(), attention.kv_cache, slots[some]
+        )
+
+    wrong: dict[str, Any] = {
+        "mask": {"runs": one_sequence_of(forward.runs)},
+        "rows": {"_put": lambda *a: None},
+        "row": {"_put": all_but_one},
+        "builder": {"_builder": object()},
+    }
+    with replaced(forward, **wrong.get(broken, {})):
         test = SelfTest(worker._model, forward, worker._model.blend_config, 129)
         return {"refusal": test.refusal()}
 
 
 def blend_flip(llm: Any, pages: int) -> dict[str, Any]:
     """Flips a bit in the first so many pages of segments in host memory, and flips it back at the next call."""
-    pool = _worker()._pages.cache.pool
+    pool = blend_worker()._pages.cache.pool
     flipped = 0
     for slot in range(pool.ready_slots):
         if flipped < pages and pool.slot(slot).any():
@@ -314,15 +268,63 @@ def blend_flip(llm: Any, pages: int) -> dict[str, Any]:
     return {"flipped": flipped}
 
 
+def _segment_unit() -> Any:
+    return blend_worker()._pages.cache.unit.live
+
+
+def _drop_host(worker: Any) -> int:
+    """Runs in each rank."""
+    unit = _segment_unit()
+    ends_s = time.monotonic() + 30.0
+    while unit.busy:
+        if time.monotonic() > ends_s:
+            raise TimeoutError("the disk still writes segments")
+        unit.poll()
+        time.sleep(0.002)
+    hub = unit.manager.hub
+    hub.evict(0, len(hub.index))
+    return len(hub.index)
+
+
+def blend_drop_host(llm: Any) -> dict[str, Any]:
+    """Evicts every segment from host memory, once its pages are on disk. Returns how many pages are left."""
+    return {"left": sum(llm.collective_rpc(_drop_host))}
+
+
+def blend_hold_reads(llm: Any) -> dict[str, Any]:
+    """From now on withholds the results of the disk's reads of segments, until `blend_let_reads_go`.
+    Until then the engine has work."""
+    planes = _segment_unit().driver._planes
+    planes[DISK] = LateReads(planes[DISK])
+    return {}
+
+
+def blend_let_reads_go(llm: Any) -> dict[str, Any]:
+    """Releases the results that were withheld. Returns how many reads they are of."""
+    unit = _segment_unit()
+    late = unit.driver._planes[DISK]
+    ends_s = time.monotonic() + 30.0
+    while len(late.ended) < len(late.under_way):
+        if time.monotonic() > ends_s:
+            raise TimeoutError("the disk has not ended its reads")
+        unit.poll()
+        time.sleep(0.002)
+    unit.driver._planes[DISK] = late.plane
+    for result in late.ended:
+        unit.manager.work.complete(result)
+    unit.manager.check_integrity()
+    return {"reads": len(late.ended)}
+
+
 def blend_held(llm: Any) -> dict[str, Any]:
     """What is held for requests: on the scheduler's side and on the worker's."""
     side = llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler.blend
-    pages = _worker()._pages
+    pages = blend_worker()._pages
     staging = pages.cache.staging
     return {
         "live": len(side._live),
         "pages": side._held_pages,
-        "loads": len(pages._loads) + len(pages._captures) + len(pages._coming),
+        "loads": len(pages._fetches) + len(pages._loads) + len(pages._captures) + len(pages._coming),
         "staged": staging.rows.shape[1] - len(staging.free),
     }
 
@@ -331,6 +333,12 @@ def blend_forget_salts(llm: Any) -> dict[str, Any]:
     """Forgets the salts, as a full table does with its oldest."""
     llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler.blend._salts.clear()
     return {}
+
+
+def blend_erase(llm: Any, name: str) -> dict[str, Any]:
+    """Erases a namespace, as a plugin's call does."""
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler
+    return {"pages": scheduler.unit.manager.erase_namespace(name)}
 
 
 def step_tokens(llm: Any, tokens: int) -> dict[str, Any]:
@@ -347,8 +355,14 @@ OPERATIONS: dict[str, Operation] = {
     "blend_reference": blend_reference,
     "blend_trusting": blend_trusting,
     "blend_flip": blend_flip,
+    "blend_store_true": blend_store_true,
+    "blend_drop_host": blend_drop_host,
+    "blend_hold_reads": blend_hold_reads,
+    "blend_let_reads_go": blend_let_reads_go,
+    "blend_skipping": blend_skipping,
     "blend_selftest": blend_selftest,
     "blend_held": blend_held,
     "blend_forget_salts": blend_forget_salts,
+    "blend_erase": blend_erase,
     "step_tokens": step_tokens,
 }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +20,17 @@ _salts = itertools.count()
 
 def salt() -> str:
     return f"flexkv-blend:{next(_salts)}"
+
+
+@contextlib.contextmanager
+def steps_of(session: EngineSession, tokens: int) -> Iterator[None]:
+    """The engine computes at most so many tokens in a step of the block; with 0, as many as usual."""
+    usual = session.call("step_tokens", tokens=tokens)["before"] if tokens else 0
+    try:
+        yield
+    finally:
+        if usual:
+            session.call("step_tokens", tokens=usual)
 
 
 @dataclass(frozen=True)
@@ -69,6 +82,21 @@ def blending(ask: Any) -> dict[str, Any]:
     return {"kv_transfer_params": {"flexkv.blend": ask}}
 
 
+def blending_connector(settings: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The `kv_transfer_config` of an engine that blends.
+
+    Args:
+        settings: more settings of flexkv, dotted.
+    """
+    given: dict[str, Any] = {
+        "blend.enabled": True,
+        "blend.bytes": 16 << 20,
+        "blend.min_tokens": 32,
+        "blend.separators": [[SEPARATOR]],
+    } | (settings or {})
+    return connector(None, **{key.replace(".", "__"): value for key, value in given.items()})
+
+
 def start_blending(
     engines: Engines,
     settings: dict[str, Any] | None = None,
@@ -81,13 +109,7 @@ def start_blending(
         settings: more settings of flexkv, dotted.
         engine: more engine arguments.
     """
-    given: dict[str, Any] = {
-        "blend.enabled": True,
-        "blend.bytes": 16 << 20,
-        "blend.min_tokens": 32,
-        "blend.separators": [[SEPARATOR]],
-    } | (settings or {})
-    config = connector(None, **{key.replace(".", "__"): value for key, value in given.items()})
+    config = blending_connector(settings)
     overrides = {"architectures": [engine.pop("architecture", "FlexKVLlamaForCausalLM")]}
     return engines.get(config, environment, hf_overrides=overrides, **engine)
 

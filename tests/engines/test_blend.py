@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from .blend_world import Documents, blending, results, salt, start_blending
+from .blend_world import Documents, blending, results, salt, start_blending, steps_of
 from .conftest import Engines
 from .session import EngineSession, Prompt
 
@@ -36,13 +36,9 @@ def test_a_ratio_of_one_is_the_full_computation_bit_for_bit(
     session: EngineSession, documents: Documents, chunk: int
 ) -> None:
     before = results(session)
-    usual = session.call("step_tokens", tokens=chunk)["before"] if chunk else 0
-    try:
+    with steps_of(session, chunk):
         [full] = session.ask(documents.plain())
         [blended] = session.ask(documents.blended(1.0))
-    finally:
-        if usual:
-            session.call("step_tokens", tokens=usual)
     assert (blended.tokens, blended.log_probabilities) == (full.tokens, full.log_probabilities)
     assert blended.tokens == session.reference.tokens(documents.prompt)
     assert new_results(session, before) == {"blended": 1}
@@ -70,8 +66,7 @@ def test_kept_rows_get_the_keys_of_the_full_computation(
     session: EngineSession, documents: Documents, chunk: int
 ) -> None:
     """The oracle: the cached rows are the full computation's, so every kept row must get its keys from it."""
-    usual = session.call("step_tokens", tokens=chunk)["before"] if chunk else 0
-    try:
+    with steps_of(session, chunk):
         found, control = (
             session.call(
                 "blend_oracle",
@@ -83,14 +78,37 @@ def test_kept_rows_get_the_keys_of_the_full_computation(
             for broken in (False, True)
         )
         [full] = session.ask(documents.plain())
-    finally:
-        if usual:
-            session.call("step_tokens", tokens=usual)
     assert found["runs"] > 30, "the kept rows are apart"
     assert found["worst"] < ROUNDING
     for ours, theirs in zip(found["answer"]["logprobs"], full.log_probabilities, strict=True):
         assert abs(ours - theirs) < ROUNDING
     assert control["worst"] > 0.1, "the kept rows as one causal sequence: they see rows behind them"
+
+
+@pytest.mark.parametrize("chunk", [0, 100])
+def test_kept_rows_beside_loaded_rows_get_the_keys_of_the_full_computation(
+    session: EngineSession, stream: int, chunk: int
+) -> None:
+    """The oracle through the load pipeline: segments that hold the full computation's rows. Its control: a pipeline
+    that gives later layers the rows of the layer before."""
+    documents = Documents.of(stream % 10_000_000)
+    spans = [list(span) for span in documents.spans]
+    session.call("blend_store_true", full=documents.plain().wire(), spans=spans)
+    with steps_of(session, chunk):
+        found, control = (
+            session.call(
+                "blend_oracle",
+                full=documents.plain().wire(),
+                blended=documents.blended(0.15).wire(),
+                share=0.2,
+                loaded=True,
+                another_layer=broken,
+            )
+            for broken in (False, True)
+        )
+    assert found["runs"] > 30, "the kept rows are apart"
+    assert found["worst"] < ROUNDING
+    assert control["worst"] > 0.1
 
 
 def test_kept_rows_attend_to_what_plain_torch_attends_to(
@@ -117,8 +135,7 @@ def test_requests_of_one_batch_do_not_change_each_other(session: EngineSession, 
     several = [Documents.of(stream % 10_000_000 + 100 * number) for number in range(2)]
     for each in several:
         each.store(session)
-    usual = session.call("step_tokens", tokens=600)["before"]
-    try:
+    with steps_of(session, 600):
 
         def batch() -> list[Prompt]:
             first, second = (each.blended(0.15, max_tokens=8) for each in several)
@@ -130,8 +147,6 @@ def test_requests_of_one_batch_do_not_change_each_other(session: EngineSession, 
         alone = [session.ask(prompt)[0] for prompt in batch()]
         # The same chunks: a chunk selects its own share of rows.
         together = session.ask(*batch())
-    finally:
-        session.call("step_tokens", tokens=usual)
     unchunked = [0, 1, 2]
     for number in unchunked:
         assert together[number].tokens == alone[number].tokens
@@ -200,7 +215,7 @@ def test_a_damaged_segment_is_computed(session: EngineSession, documents: Docume
     finally:
         session.call("blend_flip", pages=10_000)
     assert session.metric(lost) - before == len(documents.spans)
-    assert new_results(session, count) == {"miss": 1}
+    assert new_results(session, count) == {"lost": 1}
 
 
 def test_segments_between_separators_are_found(session: EngineSession, documents: Documents) -> None:
@@ -241,8 +256,7 @@ def test_what_cannot_be_blended_is_computed_and_counted(
 def test_a_request_that_ends_in_the_middle_leaves_nothing(
     session: EngineSession, documents: Documents
 ) -> None:
-    usual = session.call("step_tokens", tokens=64)["before"]
-    try:
+    with steps_of(session, 64):
         reply = session.call(
             "abort",
             requests=[documents.blended(0.15).wire(), documents.plain().wire()],
@@ -250,8 +264,6 @@ def test_a_request_that_ends_in_the_middle_leaves_nothing(
             status="RUNNING",
             later=[documents.plain().wire()],
         )
-    finally:
-        session.call("step_tokens", tokens=usual)
     assert reply["aborted"], reply
     session.settle()
     assert session.call("blend_held") == {"live": 0, "pages": 0, "loads": 0, "staged": 0}
@@ -282,10 +294,21 @@ def test_a_reset_forgets_the_segments(session: EngineSession, documents: Documen
     assert new_results(session, before) == {"miss": 1}
 
 
+def test_an_erased_namespace_takes_the_segments_with_it(session: EngineSession, documents: Documents) -> None:
+    before = results(session)
+    session.settle()
+    session.ask(documents.blended(0.0))
+    session.call("blend_erase", name="tenant")
+    session.check_one(documents.blended(0.0))
+    assert new_results(session, before) == {"blended": 1, "miss": 1}
+
+
 def test_the_test_at_the_start_finds_what_the_next_token_would_not_show(session: EngineSession) -> None:
     session.forget()
     assert session.call("blend_selftest")["refusal"] == ""
-    for broken in ("mask", "rows"):
+    for broken in ("mask", "rows", "row"):
         refusal = session.call("blend_selftest", broken=broken)["refusal"]
         assert refusal.startswith("its test at the start fails: the oracle is off by"), broken
+    refusal = session.call("blend_selftest", broken="builder")["refusal"]
+    assert refusal.startswith("its test at the start fails: AttributeError: 'object' object has no attribute")
     session.forget()

@@ -11,6 +11,7 @@ import pytest
 
 from demo.model import PRESETS, WEIGHT_STD, model_config, model_weights, write_tokenizer
 from flexkv.adapters.vllm.blend import ARCHITECTURES
+from flexkv.storage.folder import LOCK_NAME, FolderLock
 
 from .blend_world import Documents, blending, results, salt, start_blending
 from .conftest import Engines
@@ -18,6 +19,8 @@ from .session import EngineSession, Prompt
 from .test_parallel import TWO_RANKS
 
 pytestmark = pytest.mark.long
+
+ROUNDING = 1e-4
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "MistralForCausalLM": ("mistral", {"sliding_window": None}),
@@ -114,6 +117,78 @@ def test_two_ranks_blend_the_same_rows(engines: Engines, stream: int) -> None:
     rows = session.process.metrics("vllm:flexkv_blend_rows_total")
     assert rows
     assert not any(value for key, value in rows.items() if "unplaced" in key)
+
+
+def check_ranks(found: dict[str, Any]) -> None:
+    """Each rank computed the same rows, of heads of its own."""
+    first, second = found["ranks"]
+    assert first["kept"] == second["kept"]
+    assert first["heads"] == second["heads"] == PRESETS["tiny"].kv_heads // 2
+    assert first["sum"] != second["sum"]
+
+
+def test_each_rank_has_the_keys_of_the_full_computation_in_every_kept_row(
+    engines: Engines, stream: int, tmp_path: Path
+) -> None:
+    """The oracle, rank by rank, over its heads: with rows that it knows, and with those that the next process of the
+    rank reads from disk. The control's mask fails on both."""
+    disk = {
+        "disk.folders": str(tmp_path),
+        "disk.bytes_per_folder": 64 << 20,
+        "blend.disk_bytes": 32 << 20,
+    }
+    documents = Documents.of(stream % 10_000_000)
+    spans = [list(span) for span in documents.spans]
+
+    def start() -> EngineSession:
+        return start_blending(engines, disk, environment=TWO_RANKS, tensor_parallel_size=2)
+
+    def oracle(**how: bool) -> dict[str, Any]:
+        asks = {"full": documents.plain().wire(), "blended": documents.blended(0.15).wire()}
+        found = session.call("blend_oracle", share=0.2, **asks, **how)
+        check_ranks(found)
+        return found
+
+    session = start()
+    session.call("blend_store_true", full=documents.plain().wire(), spans=spans)
+    for loaded in (False, True):
+        found = oracle(loaded=loaded)
+        assert found["runs"] > 30
+        assert max(rank["worst"] for rank in found["ranks"]) < ROUNDING
+        control = oracle(loaded=loaded, one_sequence=True)
+        assert min(rank["worst"] for rank in control["ranks"]) > 0.1
+        if not loaded:
+            session.settle()
+            session.process.kill()
+            session = start()
+    pages = sum(-(-(end - first) // 16) for first, end in documents.spans)
+    assert session.metric("vllm:flexkv_blend_disk_pages_total{direction=read}") == 2 * pages
+
+
+def test_a_rank_whose_folder_is_in_use_turns_blending_off_on_both(
+    engines: Engines, stream: int, tmp_path: Path
+) -> None:
+    """The other rank computes its test with both, and would wait for this one."""
+    disk = {
+        "disk.folders": str(tmp_path),
+        "disk.bytes_per_folder": 64 << 20,
+        "blend.disk_bytes": 32 << 20,
+    }
+
+    def start() -> EngineSession:
+        return start_blending(engines, disk, environment=TWO_RANKS, tensor_parallel_size=2)
+
+    start().process.kill()
+    [lock] = [path for path in tmp_path.rglob(LOCK_NAME) if "segments-dp0-rank1" in str(path)]
+    held = FolderLock(lock.parent)
+    try:
+        session = start()
+        documents = Documents.of(stream % 10_000_000)
+        documents.store(session)
+        session.check_one(documents.blended(0.0))
+        assert results(session) == {"off": 4}
+    finally:
+        held.release()
 
 
 def test_without_its_model_class_the_engine_computes_fully(engines: Engines, stream: int) -> None:

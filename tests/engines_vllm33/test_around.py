@@ -41,7 +41,7 @@ def drafting(cases: Cases, kind: str) -> dict[str, Any]:
     return {"speculative_config": speculation}
 
 
-@pytest.mark.parametrize("kind", ["ngram", "draft_model"])
+@pytest.mark.parametrize("kind", [pytest.param("ngram", marks=pytest.mark.long), "draft_model"])
 def test_drafted_and_accepted_tokens_are_served(cases: Cases, kind: str) -> None:
     found = cases.run("turns", flexkv(), **drafting(cases, kind))
     alone = cases.alone("turns", **drafting(cases, kind))

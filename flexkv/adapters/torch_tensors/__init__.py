@@ -1,1 +1,1 @@
-"""Adapter to torch's tensors, streams and events, for hosts that are not serving engines."""
+"""Adapter to torch's tensors, streams and events: for the adapters of engines, and for hosts that are none."""

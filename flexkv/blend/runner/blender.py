@@ -98,7 +98,7 @@ class Blender:
             kept = kept[going_on.numpy()]
             hidden, query, key, value = (rows[going_on] for rows in (hidden, query, key, value))
         at = torch.from_numpy(kept + first)
-        # Done in every layer, even before the first check: rows that nothing covers would otherwise be zeros.
+        # Also in layers before the first check layer (`BlendPlan`): rows that nothing covers would otherwise be zeros.
         keys[:, at] = key.transpose(0, 1)
         values[:, at] = value.transpose(0, 1)
         attended = attend(query, keys, values, at, model.scale(layer))

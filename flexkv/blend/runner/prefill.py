@@ -18,6 +18,7 @@ from flexkv.blend.runner.blender import Blender, BlendReport, Prefill
 from flexkv.blend.runner.model import LayeredModel
 from flexkv.blend.runner.reused import LostPages, ReusedRows
 from flexkv.blend.runner.selftest import check_rotation
+from flexkv.blend.segment_unit import SegmentFolders
 from flexkv.blend.segments import as_tokens
 from flexkv.config import DiskConfig, load_config
 from flexkv.errors import ConfigError, GeometryError
@@ -68,8 +69,9 @@ def segment_cache(
         block_tokens=block_tokens,
         deadline_s=deadline_s,
         prefetch_layers=settings.load.prefetch_layers if prefetch_layers is None else prefetch_layers,
-        disk=settings.disk if disk is None else disk,
-        model=model.config.name_or_path or model.config.model_type,
+        folders=SegmentFolders(
+            settings.disk if disk is None else disk, model.config.name_or_path or model.config.model_type
+        ),
     )
 
 

@@ -19,7 +19,7 @@ from flexkv.transfer.layerwise.base import (
     RowSource,
 )
 from flexkv.transfer.layerwise.chunks import ChunkSet
-from flexkv.transfer.layerwise.paged import PagedLayers
+from flexkv.transfer.layerwise.paged import CallerLayers, PagedLayers
 from flexkv.transfer.layerwise.pipeline import Pipeline, PipelineReport
 
 
@@ -44,20 +44,21 @@ class LoadPipeline(Pipeline):
     A pipeline with its own `scatter` changes keys in the one pass that writes them to paged memory. `get_kv` then has
     nothing to return: callers read and edit a layer in paged memory, after `wait_scattered`.
 
+    With `CallerLayers` nothing is scattered: the caller has written what it wants of a layer before the next step.
+
     Args:
         transform: None leaves keys as they are.
         deadline_s: the longest wait of `get_kv`, `wait_scattered`, the end, and `close`, in seconds.
         prefetch_layers: layers held at once, the current one included, from 2 to 16; each has a buffer.
         scatter: replaces the plain scatter; not allowed together with a transform.
 
-    Raises: see `Pipeline`; ContractError also for a transform together with a scatter.
     Raises: see `Pipeline`; ContractError also for a transform and a scatter.
     """
 
     def __init__(
         self,
         device: LayerDevice,
-        paged: PagedLayers,
+        paged: PagedLayers | CallerLayers,
         slots: RowNumbers,
         chunks: ChunkSet,
         transform: LayerTransform | None = None,
@@ -66,6 +67,7 @@ class LoadPipeline(Pipeline):
         scatter: LayerScatter | None = None,
     ) -> None:
         super().__init__(device, paged, slots, chunks, deadline_s, prefetch_layers)
+        self._paged = paged
         if transform is not None and scatter is not None:
             raise ContractError("a pipeline has a transform, or a scatter that changes keys, and not both")
         self._transform = transform
@@ -76,6 +78,8 @@ class LoadPipeline(Pipeline):
         self._scattered: dict[int, Event] = {}
         self._current: int | None = None
         self._gaps: dict[int, Array] = {}
+        self._gaps_of_lost = 0, device.index(chunks.gaps)
+        """Number of lost chunks, and the gaps with their rows."""
         self._positions = chunks.positions()
 
     # --- the generator ---
@@ -83,7 +87,7 @@ class LoadPipeline(Pipeline):
     def run(self) -> Generator[PipelineReport | None, Sequence[RowSource], None]:
         """See the class. May be run once."""
         self._start()
-        layers = self._paged.num_layers
+        layers = self.num_layers
         reported = False
         try:
             for step in range(layers + 2):
@@ -136,8 +140,8 @@ class LoadPipeline(Pipeline):
         if layer != self._current:
             raise ContractError(f"get_kv({layer}): the layer between load and scatter is {self._current}")
         event = self._transformed[layer]
-        if not self._device.caller_waits(event, self._deadline_s):
-            raise PipelineError(f"layer {layer} was not there after {self._deadline_s:g} s")
+        if not self._device.caller_waits(event, self.deadline_s):
+            raise PipelineError(f"layer {layer} was not there after {self.deadline_s:g} s")
         if event.error:
             raise PipelineError(f"layer {layer}: {event.error}")
         return self._buffer_of(layer)
@@ -152,7 +156,7 @@ class LoadPipeline(Pipeline):
         if layer not in self._scattered:
             raise ContractError(f"layer {layer} is scattered two steps after its load")
         event = self._scattered[layer]
-        if not self._device.caller_waits(event, self._deadline_s):
+        if not self._device.caller_waits(event, self.deadline_s):
             return False
         if event.error:
             raise PipelineError(f"layer {layer}: {event.error}")
@@ -193,11 +197,15 @@ class LoadPipeline(Pipeline):
         self._gaps[layer] = self._gap_rows()
 
     def _gap_rows(self) -> Array:
+        lost, gaps = self._gaps_of_lost
+        if lost == len(self._failed):
+            return gaps  # a GPU's copy of a table would hold up the caller in each layer
         rows = [self._chunks.gaps]
         for number in self._failed:
             at = self._chunks.rows_of(self._chunks.chunks[number])
             rows.append(np.arange(at.start, at.stop, dtype=np.int64))
-        return self._device.index(np.concatenate(rows))
+        self._gaps_of_lost = len(self._failed), self._device.index(np.concatenate(rows))
+        return self._gaps_of_lost[1]
 
     def _process(self, layer: int) -> None:
         if layer not in self._transformed:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -71,6 +73,29 @@ class PagedLayers:
         for number, plane in enumerate(self.layers[layer]):
             of, to = _as_items(plane, rows[number])
             to[:] = of[blocks, tokens]
+
+
+@dataclass(frozen=True, slots=True)
+class CallerLayers:
+    """Layers that a caller takes out of a load's buffers (`LoadPipeline.get_kv`) and writes itself, because it alone
+    knows the order of its memory. A row's slot is the row's number. The next step says that a layer is written.
+
+    Attributes:
+        dtype: the device's.
+    """
+
+    num_layers: int
+    planes: int
+    heads: int
+    head_width: int
+    dtype: Any
+
+    def split(self, slots: RowNumbers) -> tuple[RowNumbers, RowNumbers]:
+        """See `PagedLayers`: blocks of one token."""
+        return slots, np.zeros_like(slots)
+
+    def write(self, layer: int, blocks: Array, tokens: Array, rows: Array) -> None:
+        """Writes nothing: the caller has."""
 
 
 def _as_items(plane: Array, rows: Array) -> tuple[Array, Array]:

@@ -21,7 +21,7 @@ from flexkv.transfer.layerwise.base import (
     RowNumbers,
 )
 from flexkv.transfer.layerwise.chunks import ChunkSet
-from flexkv.transfer.layerwise.paged import PagedLayers
+from flexkv.transfer.layerwise.paged import CallerLayers, PagedLayers
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,9 @@ class Pipeline(ABC):
         buffers: layer n is in buffer n mod `buffers`. With two, one is filled while the other is emptied.
         deadline_s: the longest wait of the caller, in seconds.
 
+    Attributes:
+        deadline_s: a caller may change it between two calls.
+
     Raises:
         ContractError: the numbers of slots and rows differ, a slot comes twice, or `buffers` is not allowed.
         BlockRangeError: a slot outside the pool.
@@ -55,7 +58,7 @@ class Pipeline(ABC):
     def __init__(
         self,
         device: LayerDevice,
-        paged: PagedLayers,
+        paged: PagedLayers | CallerLayers,
         slots: RowNumbers,
         chunks: ChunkSet,
         deadline_s: float,
@@ -72,9 +75,9 @@ class Pipeline(ABC):
             raise ContractError("two rows have the same slot")
         blocks, tokens = paged.split(slots)
         self._device = device
-        self._paged = paged
+        self._num_layers = paged.num_layers
         self._chunks = chunks
-        self._deadline_s = deadline_s
+        self.deadline_s = deadline_s
         self._blocks, self._tokens = device.index(blocks), device.index(tokens)
         shape = (paged.planes, chunks.rows, paged.heads, paged.head_width)
         self._buffers = [device.buffer(shape, paged.dtype) for _ in range(buffers)]
@@ -87,7 +90,7 @@ class Pipeline(ABC):
 
     @property
     def num_layers(self) -> int:
-        return self._paged.num_layers
+        return self._num_layers
 
     @property
     def prefetch_layers(self) -> int:
@@ -129,13 +132,13 @@ class Pipeline(ABC):
                 self._failed[number] = f"layer {layer}: {lost}"
 
     def _end_early(self) -> None:
-        if not self.quiet(self._deadline_s):
-            raise PipelineError(f"a pipeline that was closed still moves bytes after {self._deadline_s:g} s")
+        if not self.quiet(self.deadline_s):
+            raise PipelineError(f"a pipeline that was closed still moves bytes after {self.deadline_s:g} s")
 
     def _report(self, last: Event) -> PipelineReport:
         """`last`: the event that carries every failure."""
-        quiet = self.quiet(self._deadline_s)
-        error = last.error if quiet else f"did not end within {self._deadline_s:g} s"
+        quiet = self.quiet(self.deadline_s)
+        error = last.error if quiet else f"did not end within {self.deadline_s:g} s"
         failed = dict(self._failed)
         if error:
             # A copy, because stages that still run use the original.

@@ -30,6 +30,7 @@ class StorePipeline(Pipeline):
         deadline_s: float = 30.0,
     ) -> None:
         super().__init__(device, paged, slots, chunks, deadline_s)
+        self._paged = paged
         self._gather, self._store = device.stream("load"), device.stream("store")
         self._gathered: dict[int, Event] = {}
         self._stored: dict[int, Event] = {}
@@ -39,10 +40,10 @@ class StorePipeline(Pipeline):
         self._start()
         reported = False
         try:
-            for layer in range(self._paged.num_layers):
+            for layer in range(self.num_layers):
                 self._begin(layer, (yield None))
             yield None
-            report = self._report(self._stored[self._paged.num_layers - 1])
+            report = self._report(self._stored[self.num_layers - 1])
             reported = True
             yield report
         finally:

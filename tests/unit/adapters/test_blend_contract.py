@@ -10,8 +10,11 @@ import torch
 import vllm
 
 from flexkv.adapters.vllm.blend import ARCHITECTURES, MODELS
-from flexkv.adapters.vllm.blend.contract import VERSIONS, engine_refusal, model_refusal
+from flexkv.adapters.vllm.blend.contract import TESTED, engine_refusal, model_refusal
+from flexkv.adapters.vllm.engine_checks import engine_release
 from flexkv.config import BlendConfig
+
+BACKEND = min(TESTED[engine_release()])
 
 
 def engine(**changed: Any) -> Any:
@@ -75,9 +78,14 @@ def test_an_engine_that_cannot_blend_is_refused_by_name(changed: dict[str, Any],
     assert word in engine_refusal(engine(**changed))
 
 
+def test_breakable_cuda_graphs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
+    assert "breakable CUDA graphs" in engine_refusal(engine())
+
+
 def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm, "__version__", "0.99.1")
-    assert engine_refusal(engine()) == f"it was tested with vLLM {VERSIONS[0]}, and this is 0.99"
+    assert engine_refusal(engine()) == f"it was tested with vLLM {' and '.join(TESTED)}, and this is 0.99"
 
 
 class Layer:
@@ -90,7 +98,7 @@ class Layer:
             "head_size": 64,
             "head_size_v": 64,
             "kv_cache": torch.empty(0),
-            "attn_backend": SimpleNamespace(get_name=lambda: "CPU_ATTN"),
+            "attn_backend": SimpleNamespace(get_name=lambda: BACKEND),
             "sliding_window": None,
             "kv_sharing_target_layer_name": None,
         }
@@ -129,7 +137,7 @@ ROPE = object()
         (
             model(*[Layer(ROPE, attn_backend=SimpleNamespace(get_name=lambda: "FLEX_ATTENTION"))] * 4),
             1,
-            "the attention backend is FLEX_ATTENTION",
+            f"the attention backend is FLEX_ATTENTION; it was tested with {BACKEND}",
         ),
     ],
 )

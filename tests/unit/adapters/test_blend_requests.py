@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from flexkv.adapters.vllm.blend import requests as module
-from flexkv.adapters.vllm.blend.orders import NewSegment, Reuse
+from flexkv.adapters.vllm.blend.orders import Arrival, NewSegment, Reuse
 from flexkv.adapters.vllm.blend.requests import BlendRequests
 from flexkv.adapters.vllm.blend.spec import BlendSpec
 from flexkv.cache.stores.kept_out import KeptOut
 from flexkv.config import BlendConfig
 from flexkv.facts.blend_ask import BlendAsk
 from flexkv.facts.request_settings import NO_SETTINGS, RequestSettings
-from flexkv.observe import Counters
+from flexkv.observe import BlendResult, Counters
 
 BLOCK = 4
 PROMPT = list(range(100, 164))
@@ -98,9 +98,16 @@ def world() -> World:
 
 def make_ready(world: World, tracker: Any, tokens: tuple[int, ...] = (20, 20)) -> None:
     assert world.match(tracker) is None
-    world.orders()
-    world.side.take_arrived(0, {tracker.request_id: tokens})
+    (order,) = world.orders().load
+    world.side.take_arrived(0, {tracker.request_id: Arrival(order.load, tokens)})
     assert world.match(tracker) is True
+
+
+def compute(world: World, tracker: Any) -> None:
+    """The whole prompt in one step, and the first answered token in the next one."""
+    world.side.chunk(tracker)
+    tracker.computed, tracker.step_end = len(PROMPT), len(PROMPT) + 1
+    world.side.chunk(tracker)
 
 
 def test_a_request_waits_until_its_segments_are_there(world: World) -> None:
@@ -109,8 +116,9 @@ def test_a_request_waits_until_its_segments_are_there(world: World) -> None:
     (order,) = world.orders().load
     assert [segment.tolist() for segment in order.segments] == [PROMPT[4:24], PROMPT[30:50]]
     assert world.match(tracker) is None
-    world.side.take_arrived(0, {tracker.request_id: (20, 16)})
+    world.side.take_arrived(0, {tracker.request_id: Arrival(1, (20, 16))})
     assert world.match(tracker) is True
+    assert world.results == {}
     tracker.computed, tracker.step_end = 8, 40
     world.side.chunk(tracker)
     (chunk,) = world.orders().chunks
@@ -131,9 +139,9 @@ def test_only_what_every_rank_has_is_reused() -> None:
     tracker = world.blended()
     world.match(tracker)
     world.orders()
-    world.side.take_arrived(0, {tracker.request_id: (20, 16)})
+    world.side.take_arrived(0, {tracker.request_id: Arrival(1, (20, 16))})
     assert world.match(tracker) is None
-    world.side.take_arrived(1, {tracker.request_id: (0, 20)})
+    world.side.take_arrived(1, {tracker.request_id: Arrival(1, (0, 20))})
     assert world.match(tracker) is True
     world.side.chunk(tracker)
     assert world.orders().chunks[0].asks.spans == ((4, 0), (30, 16))
@@ -143,10 +151,33 @@ def test_a_request_without_a_cached_segment_is_computed(world: World) -> None:
     tracker = world.blended()
     world.match(tracker)
     world.orders()
-    world.side.take_arrived(0, {tracker.request_id: (0, 0)})
+    world.side.take_arrived(0, {tracker.request_id: Arrival(1, (0, 0))})
     assert world.match(tracker) is False
     assert world.orders().release == [tracker.request_id]
     assert world.results == {"miss": 1}
+
+
+@pytest.mark.parametrize("missing", [BlendResult.LATE, BlendResult.LOST])
+def test_a_request_whose_cached_segments_did_not_come_is_counted_so(missing: BlendResult) -> None:
+    world = World(ranks=2)
+    tracker = world.blended()
+    world.match(tracker)
+    world.orders()
+    world.side.take_arrived(0, {tracker.request_id: Arrival(1, (20, 0))})
+    world.side.take_arrived(1, {tracker.request_id: Arrival(1, (0, 0), missing)})
+    assert world.match(tracker) is False
+    assert world.results == {missing.result: 1}
+
+
+def test_ranks_that_write_to_disk_keep_the_engine_at_work() -> None:
+    world = World(ranks=2)
+    assert not world.side.has_work
+    world.side.take_disk_busy(0, True)
+    world.side.take_disk_busy(1, True)
+    world.side.take_disk_busy(0, False)
+    assert world.side.has_work
+    world.side.take_disk_busy(1, False)
+    assert not world.side.has_work
 
 
 def test_pages_that_come_too_late_are_not_waited_for(world: World) -> None:
@@ -156,7 +187,7 @@ def test_pages_that_come_too_late_are_not_waited_for(world: World) -> None:
     assert world.match(tracker) is False
     assert world.orders() is None, "the load was not sent yet, so nothing is to be released"
     assert world.results == {"late": 1}
-    world.side.take_arrived(0, {tracker.request_id: (20, 20)})
+    world.side.take_arrived(0, {tracker.request_id: Arrival(1, (20, 20))})
     assert world.match(tracker) is False
 
 
@@ -175,15 +206,14 @@ def test_requests_wait_for_room_in_turn() -> None:
 def test_pages_are_given_back_after_the_prompt_and_loaded_again_after_a_preemption(world: World) -> None:
     tracker = world.blended()
     make_ready(world, tracker)
-    tracker.computed, tracker.step_end = len(PROMPT), len(PROMPT) + 1
-    world.side.chunk(tracker)
+    compute(world, tracker)
     assert world.orders().release == [tracker.request_id]
     world.side.preempted(tracker.request_id)
     tracker.request.num_preemptions = 1
     world.now_s = 100.0
     assert world.match(tracker, 16) is None
-    assert len(world.orders().load) == 1
-    world.side.take_arrived(0, {tracker.request_id: (20, 20)})
+    (order,) = world.orders().load
+    world.side.take_arrived(0, {tracker.request_id: Arrival(order.load, (20, 20))})
     assert world.match(tracker, 16) is True
     assert world.results == {"blended": 1}
 
@@ -191,8 +221,12 @@ def test_pages_are_given_back_after_the_prompt_and_loaded_again_after_a_preempti
 def test_a_segment_is_captured_whole(world: World) -> None:
     tracker = world.enter(BlendAsk(store=True))
     assert world.match(tracker) is True
+    tracker.step_end = 40
     world.side.chunk(tracker)
-    (chunk,) = world.orders().chunks
+    assert world.results == {}
+    tracker.computed, tracker.step_end = 40, len(PROMPT)
+    world.side.chunk(tracker)
+    chunk = world.orders().chunks[1]
     assert isinstance(chunk.asks, NewSegment)
     assert chunk.asks.tokens.tolist() == PROMPT
     assert world.results == {"stored": 1}
@@ -215,6 +249,11 @@ def test_a_segment_is_captured_whole(world: World) -> None:
         ("lora", BlendAsk(SPANS), {"lora_request": "one"}),
         ("pooling", BlendAsk(SPANS), {"sampling_params": None}),
         ("prompt_logprobs", BlendAsk(SPANS), {"sampling_params": SimpleNamespace(prompt_logprobs=1)}),
+        (
+            "prompt_logprobs",
+            BlendAsk(SPANS),
+            {"sampling_params": SimpleNamespace(prompt_logprobs=None, prompt_logprob_token_ids=[[7]])},
+        ),
         ("session", BlendAsk(SPANS), {"resumable": True}),
         ("time_to_live", BlendAsk(store=True), {"ttl_s": 60}),
     ],
@@ -263,6 +302,57 @@ def test_a_hit_under_a_salt_that_was_forgotten_is_not_used(world: World) -> None
     assert world.results == {"used_salt": 1}
 
 
+def test_a_hit_after_its_segments_came_is_not_used(world: World) -> None:
+    """Another answer under the same salt has started meanwhile."""
+    tracker = world.blended()
+    make_ready(world, tracker)
+    assert world.match(tracker, computed=16) is None
+    assert world.results == {"used_salt": 1}
+    assert world.orders().release == [tracker.request_id]
+
+
+def test_a_request_counts_as_blended_with_its_first_rows_that_segments_cover(world: World) -> None:
+    tracker = world.blended()
+    make_ready(world, tracker)
+    counted = []
+    for tracker.computed, tracker.step_end in ((0, 4), (4, 8), (8, 64)):
+        world.side.chunk(tracker)
+        counted.append(dict(world.results))
+    assert counted == [{}, {"blended": 1}, {"blended": 1}]
+
+
+def test_a_late_arrival_for_a_request_whose_id_was_used_again_is_dropped(world: World) -> None:
+    first = world.blended()
+    world.match(first)
+    (old,) = world.orders().load
+    world.side.end(first.request_id)
+    again = world.enter(BlendAsk(SPANS[:1]), request_id=first.request_id)
+    assert world.match(again) is None
+    (new,) = world.orders().load
+    world.side.take_arrived(0, {first.request_id: Arrival(old.load, (20, 20))})
+    assert world.match(again) is None
+    world.side.take_arrived(0, {first.request_id: Arrival(new.load, (20,))})
+    assert world.match(again) is True
+
+
+def test_an_idle_step_may_wait_while_segments_are_loaded() -> None:
+    world = World(most_pages=12)
+    tracker = world.blended()
+    assert not world.side.moves_pages
+    make_ready(world, tracker)
+    assert not world.side.moves_pages
+    waiting, given_up = world.blended(), world.blended()
+    for each in (waiting, given_up):
+        world.match(each)
+    world.orders()
+    assert world.side.moves_pages
+    assert not world.side.has_work, "the engine steps for its requests"
+    world.side.take_arrived(0, {waiting.request_id: Arrival(2, (20, 20))})
+    assert world.side.moves_pages
+    world.side.end(given_up.request_id)
+    assert not world.side.moves_pages
+
+
 def test_whoever_uses_such_a_salt_reads_no_prefix_cache(world: World) -> None:
     assert world.enter(None, salt="flexkv-blend:x").request.skip_reading_prefix_cache
     assert not world.enter(None, salt="another").request.skip_reading_prefix_cache
@@ -277,14 +367,24 @@ def test_separators_give_the_longest_pieces(world: World) -> None:
     assert [len(segment) for segment in order.segments] == [20, 30, 1]
 
 
-def test_a_reset_ends_all_blending(world: World) -> None:
-    ready, waiting = world.blended(), world.blended()
+def test_an_erased_namespace_drops_all_segments(world: World) -> None:
+    ready = world.blended()
     make_ready(world, ready)
+    world.side.on_erase("a namespace")
+    assert world.orders().forget
+    assert world.match(ready) is False
+
+
+def test_a_reset_ends_all_blending(world: World) -> None:
+    running, ready, waiting = world.blended(), world.blended(), world.blended()
+    for each in (running, ready):
+        make_ready(world, each)
+    world.side.chunk(running)
     world.match(waiting)
     world.side.reset()
     orders = world.orders()
     assert orders.forget
-    assert orders.release == [ready.request_id]
-    assert world.match(ready) is False
-    assert world.match(waiting) is False
-    assert world.results == {"blended": 1, "reset": 1}
+    assert orders.release == [running.request_id, ready.request_id]
+    for each in (running, ready, waiting):
+        assert world.match(each) is False
+    assert world.results == {"blended": 1, "reset": 2}

@@ -32,6 +32,7 @@ from tests.unit.blend.blend_world import (  # noqa: E402
     relative,
 )
 from tests.unit.blend.segment_child import LENGTHS, disk  # noqa: E402
+from tests.unit.blend.stored_pages import publish  # noqa: E402
 from tests.unit.cache.disk_world import disk_tier  # noqa: E402
 
 RATIO_0 = BlendPlan.of_ratio(0.0)
@@ -313,8 +314,7 @@ def test_segments_and_prefixes_share_an_index_and_a_folder(
     blocks = cache.staging.take(4)
     assert blocks is not None
     cache.staging.rows[:, blocks] = 7
-    cache._publish(prefix.keys, blocks, 0, 8)
-    cache.staging.give(blocks)
+    publish(cache, prefix.keys, blocks, 0, 8)
     assert cache.cached_tokens(text) == 0
     cache = open_cache()
     assert cache.manager.present(GROUP, prefix.keys).all()

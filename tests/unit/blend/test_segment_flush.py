@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from flexkv.blend.base import KvShape
 from flexkv.blend.cache import SegmentCache
 from flexkv.blend.keys import GROUP
+from flexkv.blend.segment_unit import SegmentFolders
 from flexkv.cache.base import NO_ENTRY
 from flexkv.config import DiskConfig
 from flexkv.errors import ClosedError, TransferError
@@ -26,6 +27,7 @@ from flexkv.simulation.world import DISK
 from flexkv.storage.striped_slabs import StripedSlabs
 from flexkv.transfer.engine import TransferEngine
 from tests import testing_ext
+from tests.unit.blend.stored_pages import publish
 from tests.unit.cache.disk_world import disk_tier
 
 SHAPE = KvShape(layers=2, heads=2, head_dim=16, dtype="float16")
@@ -50,7 +52,7 @@ def make(folder: Path, shape: KvShape = SHAPE, places: int = 64, slots: int = 16
         staging_tokens=256,
         block_tokens=BLOCK_TOKENS,
         deadline_s=20.0,
-        disk=disk,
+        folders=SegmentFolders(disk),
     )
 
 
@@ -73,8 +75,7 @@ def put(cache: SegmentCache, *segments: Text) -> None:
         blocks = cache.staging.take(len(keys))
         assert blocks is not None
         cache.staging.rows[:, blocks] = 7
-        cache._publish(keys, blocks, 0, BLOCK_TOKENS)
-        cache.staging.give(blocks)
+        publish(cache, keys, blocks, 0, BLOCK_TOKENS)
 
 
 def settle(cache: SegmentCache) -> None:
@@ -294,8 +295,7 @@ def test_a_lookup_that_fails_leaves_nothing_taken(
         if keys.tail is not None:
             blocks = cache.staging.take(1)
             assert blocks is not None
-            cache._publish(keys.tail.keys, blocks, len(keys.whole), int(keys.tail.tokens[0]))
-            cache.staging.give(blocks)
+            publish(cache, keys.tail.keys, blocks, len(keys.whole), int(keys.tail.tokens[0]))
         assert cache.cached_tokens(text) == len(text)
     free = sorted(cache.staging.free)
     submit, calls = cache.engine.submit, iter(range(100))

@@ -2,82 +2,206 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
 
 import numpy as np
 import pytest
 
-from flexkv.blend.base import KvShape
 from flexkv.blend.cache import SegmentCache
-from flexkv.blend.rope import RopeSpec
-from flexkv.blend.rotation import KeyRotation
-from flexkv.blend.segment_load import SegmentLoad
-from flexkv.blend.turned_rows import Stretch, TurnedRows
-
-SHAPE = KvShape(layers=3, heads=2, head_dim=8, dtype="float32")
-ROTATION = KeyRotation(RopeSpec(8, 8, 100.0), SHAPE.heads, SHAPE.dtype)
-TOKENS = (np.arange(20), np.arange(100, 111), np.arange(200, 233))
+from flexkv.blend.turned_rows import RowDevice, TurnedLayers, TurnedRows
+from flexkv.transfer.layerwise.base import PipelineError, RowSource
+from flexkv.transfer.layerwise.host_device import HostDevice
+from tests.unit.blend.loaded_world import (
+    ROTATION,
+    SHAPE,
+    TOKENS,
+    Rows,
+    load_all,
+    make_cache,
+    planes_of,
+    store_all,
+    stretches_of,
+    wanted,
+)
+from tests.unit.transfer.layerwise.layer_world import GENEROUS_S, ReorderingDevice
 
 
 @pytest.fixture
 def cache() -> Iterator[SegmentCache]:
-    made = SegmentCache(SHAPE, {"model": "m"}, slots=32, staging_tokens=96, block_tokens=4)
+    made = make_cache()
     yield made
     made.close()
 
 
-def planes_of(tokens: np.ndarray) -> np.ndarray:
-    """Random keys and values of a segment, [layers, 2, heads, tokens, head_dim]."""
-    room = (SHAPE.layers, 2, SHAPE.heads, len(tokens), SHAPE.head_dim)
-    return np.random.default_rng(int(tokens[0])).standard_normal(room).astype(np.float32)
+@pytest.fixture(params=[True, False], ids=["one thread", "a thread for each stream"])
+def host(request: pytest.FixtureRequest) -> Iterator[RowDevice]:
+    device = HostDevice(one_thread=request.param)
+    yield RowDevice(device, SHAPE.carrier, lambda source: source)
+    assert device.close(GENEROUS_S)
 
 
-def store_all(cache: SegmentCache) -> None:
-    for tokens in TOKENS:
-        planes = planes_of(tokens)
-        cache.store(tokens, lambda layer, of=planes: (of[layer, 0], of[layer, 1]), ROTATION)  # type: ignore[misc]
+def take_rest(layers: TurnedLayers, first: int) -> None:
+    for layer in range(first, SHAPE.layers):
+        layers.leave()
+        layers.layer(layer)
 
 
-def load_all(cache: SegmentCache) -> SegmentLoad:
-    load = cache.begin_load(TOKENS)
-    ends_s = time.monotonic() + 20.0
-    while load.moves:
-        assert time.monotonic() < ends_s
-        time.sleep(0.001)
-    load.drop_lost()
-    return load
+def taken(rows: TurnedRows, on: RowDevice, first: int = 0) -> list[Rows]:
+    """Keys and values of the layers from `first` on."""
+    layers, found = rows.open(on, first), []
+    for layer in range(first, SHAPE.layers):
+        keys, values = layers.layer(layer).view(np.float32)[:, rows.in_buffer]
+        found.append((keys, values))
+        layers.leave()
+    layers.close()
+    return found
 
 
-def turned(keys: np.ndarray, distance: int) -> np.ndarray:
-    """Keys [rows, heads, head_dim] turned by so many positions, in float64."""
-    angles = distance * 100.0 ** -(np.arange(0, 8, 2) / 8)
-    low, high = keys[..., :4].astype(np.float64), keys[..., 4:].astype(np.float64)
-    cos, sin = np.cos(angles), np.sin(angles)
-    return np.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
+def are_right(found: list[Rows], first: int = 0) -> bool:
+    pairs = [(rows, wanted(first + number)) for number, rows in enumerate(found)]
+    return all(np.abs(a[0] - b[0]).max() < 1e-5 and np.array_equal(a[1], b[1]) for a, b in pairs)
 
 
-def test_rows_are_turned_to_their_positions(cache: SegmentCache) -> None:
+@pytest.mark.parametrize("first", range(SHAPE.layers))
+def test_rows_are_turned_to_their_positions(cache: SegmentCache, host: RowDevice, first: int) -> None:
+    store_all(cache)
+    with closing(load_all(cache)) as load:
+        found = taken(TurnedRows(cache, ROTATION, load, stretches_of(load)), host, first)
+        assert len(found) == SHAPE.layers - first
+        assert are_right(found, first)
+
+
+def test_control_another_layers_rows_are_wrong(cache: SegmentCache, host: RowDevice) -> None:
+    class Shifted(TurnedRows):
+        def sources(self, layer: int) -> list[RowSource]:
+            return super().sources(min(layer + 1, SHAPE.layers - 1))
+
+    store_all(cache)
+    with closing(load_all(cache)) as load:
+        assert not are_right(taken(Shifted(cache, ROTATION, load, stretches_of(load)), host))
+
+
+def test_control_a_layer_that_is_left_before_it_was_read_is_another_one(cache: SegmentCache) -> None:
+    """Its buffer is a later layer's."""
+    device = HostDevice(one_thread=True)
+    store_all(cache)
+    with closing(load_all(cache)) as load:
+        rows = TurnedRows(cache, ROTATION, load, stretches_of(load))
+        layers = rows.open(RowDevice(device, SHAPE.carrier, lambda source: source), 0)
+        buffer = layers.layer(0)
+        layers.leave()
+        layers.layer(1)
+        layers.close()
+        assert np.array_equal(buffer.view(np.float32)[1, rows.in_buffer], wanted(2)[1])
+    assert device.close(GENEROUS_S)
+
+
+def test_a_released_load_is_an_error_and_no_row(cache: SegmentCache, host: RowDevice) -> None:
     store_all(cache)
     load = load_all(cache)
-    third, first = load.hits[2], load.hits[0]
-    rows = TurnedRows.of(cache, ROTATION, [Stretch(third, 5, 20, 300), Stretch(first, 0, 20, 40)])
-    for layer in range(SHAPE.layers):
-        keys, values = (plane.view(np.float32) for plane in rows.layer(layer))
-        of_third, of_first = planes_of(TOKENS[2])[layer], planes_of(TOKENS[0])[layer]
-        wanted = np.concatenate(
-            [turned(of_third[0, :, 5:25].swapaxes(0, 1), 295), turned(of_first[0].swapaxes(0, 1), 40)]
-        )
-        assert np.abs(keys - wanted).max() < 1e-5
-        assert np.array_equal(
-            values, np.concatenate([of_third[1, :, 5:25], of_first[1]], axis=1).swapaxes(0, 1)
-        )
-        some = np.array([1, 19, 20, 33])
-        few = [plane.view(np.float32) for plane in rows.only(some).layer(layer)]
-        assert np.array_equal(few[0], keys[some])
-        assert np.array_equal(few[1], values[some])
-    assert rows.only(np.empty(0, np.int64)).layer(0)[0].shape == (0, 2, 8)
+    rows = TurnedRows(cache, ROTATION, load, stretches_of(load))
+    layers = rows.open(host, 0)
+    layers.layer(0)
     load.close()
+    with pytest.raises(PipelineError, match=r"cached rows of the model's layer [12]: .*was released"):
+        take_rest(layers, 1)
+    layers.close()
+
+
+class Gate:
+    """Makes sources of host memory that wait at a layer until `go_on`, or raise there."""
+
+    def __init__(self, layer: int, error: Exception | None = None) -> None:
+        self.layer, self.error, self.go_on = layer, error, threading.Event()
+
+    def rows(self, *given: Any) -> TurnedRows:
+        gate = self
+
+        class Gated(TurnedRows):
+            def sources(self, layer: int) -> list[RowSource]:
+                found = super().sources(layer)
+                return [gate.pass_through(each) for each in found] if layer == gate.layer else found
+
+        return Gated(*given)
+
+    def pass_through(self, source: RowSource) -> RowSource:
+        gate = self
+
+        class Waiting:
+            def copy_to(self, rows: Any) -> None:
+                if gate.error is not None:
+                    raise gate.error
+                assert gate.go_on.wait(GENEROUS_S)
+                source.copy_to(rows)
+
+        return Waiting()
+
+
+def test_a_source_that_fails_half_way_is_an_error(cache: SegmentCache, host: RowDevice) -> None:
+    store_all(cache)
+    with closing(load_all(cache)) as load:
+        layers = Gate(2, OSError("gone")).rows(cache, ROTATION, load, stretches_of(load)).open(host, 0)
+        for layer in (0, 1):
+            layers.layer(layer)
+            layers.leave()
+        with pytest.raises(PipelineError, match="load of layer 2: OSError: gone"):
+            layers.layer(2)
+        layers.close()
+
+
+def test_a_slow_source_is_waited_for(cache: SegmentCache, host: RowDevice) -> None:
+    store_all(cache)
+    gate = Gate(1)
+    with closing(load_all(cache)) as load:
+        threading.Timer(0.05, gate.go_on.set).start()
+        assert are_right(taken(gate.rows(cache, ROTATION, load, stretches_of(load)), host))
+
+
+def test_a_source_that_hangs_ends_the_wait_at_the_deadline(
+    cache: SegmentCache, host: RowDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store_all(cache)
+    gate = Gate(1)
+    with closing(load_all(cache)) as load:
+        monkeypatch.setattr(cache, "deadline_s", 0.05)
+        layers = gate.rows(cache, ROTATION, load, stretches_of(load)).open(host, 0)
+        monkeypatch.undo()
+        layers.layer(0)
+        layers.leave()
+        with pytest.raises(PipelineError, match=r"layer 1 was not there after 0\.05 s"):
+            layers.layer(1)
+        with pytest.raises(PipelineError, match="still moves"):
+            layers.close()
+        gate.go_on.set()
+
+
+def test_a_close_that_does_not_wait(cache: SegmentCache, host: RowDevice) -> None:
+    store_all(cache)
+    gate = Gate(0)
+    with closing(load_all(cache)) as load:
+        layers = gate.rows(cache, ROTATION, load, stretches_of(load)).open(host, 0)
+        with pytest.raises(PipelineError, match="still moves bytes after 0 s"):
+            layers.close(wait=False)  # the deadline is this test's
+        gate.go_on.set()
+
+
+def test_memory_is_that_of_two_layers(cache: SegmentCache) -> None:
+    store_all(cache)
+    device = ReorderingDevice(0)
+    with closing(load_all(cache)) as load:
+        rows = TurnedRows(cache, ROTATION, load, stretches_of(load))
+        layers = rows.open(RowDevice(device, SHAPE.carrier, lambda source: source), 0)
+        layers.close()
+    row, count = (
+        (SHAPE.heads, SHAPE.head_dim),
+        280,
+    )  # from position 40 to 319, the gap between the two included
+    # The first one is memory of tables' checks, and free again.
+    assert [buffer.shape for buffer in device.buffers] == [(count, *row), (2, count, *row), (2, count, *row)]
 
 
 def test_a_damaged_page_loses_its_segment_alone(cache: SegmentCache) -> None:

@@ -34,7 +34,11 @@ def refusal(request: Request) -> BlendResult | None:
         return BlendResult.INPUTS
     if request.lora_request is not None:
         return BlendResult.LORA
-    if sampling.prompt_logprobs is not None:
+    # vLLM 0.33 also scores given tokens at each position of a prompt, and a row that is not computed has no score.
+    if (
+        sampling.prompt_logprobs is not None
+        or getattr(sampling, "prompt_logprob_token_ids", None) is not None
+    ):
         return BlendResult.PROMPT_LOGPROBS
     if request.resumable:
         return BlendResult.SESSION

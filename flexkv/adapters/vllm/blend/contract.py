@@ -13,16 +13,15 @@ import numpy as np
 import torch
 
 from flexkv.adapters.vllm.blend import ARCHITECTURES, PLAIN
+from flexkv.adapters.vllm.engine_checks import engine_release
 from flexkv.blend.base import KvShape
 from flexkv.blend.registry import NotBlendable, rope_of
 from flexkv.blend.rotation import KeyRotation, RowPlaces
 from flexkv.config import BlendConfig
 
-VERSIONS = ("0.32",)
-"""Versions of vLLM on which the tests of blending run."""
-
-BACKENDS = frozenset({"CPU_ATTN"})
-"""Attention backends on which they run."""
+TESTED = {"0.32": frozenset({"CPU_ATTN"}), "0.33": frozenset({"FLASH_ATTN", "TRITON_ATTN"})}
+"""Versions of vLLM and their attention backends on which the tests of blending run; docs/blending.md says with which
+kernels."""
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
@@ -35,7 +34,7 @@ TURN_LIMITS = {torch.float32: 1e-3, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
 def engine_refusal(vllm_config: Any) -> str:
     """Why this engine cannot blend, by its configuration; empty if it can."""
-    from vllm import __version__
+    from vllm import envs
 
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     architecture = str(model.architectures[0])
@@ -43,8 +42,8 @@ def engine_refusal(vllm_config: Any) -> str:
         if (ours := ARCHITECTURES.get(architecture)) is None:
             return f"it has no model class for {architecture}; it has for {', '.join(ARCHITECTURES)}"
         return f'start vLLM with --hf-overrides \'{{"architectures":["{ours}"]}}\''
-    if (version := ".".join(__version__.split(".")[:2])) not in VERSIONS:
-        return f"it was tested with vLLM {' and '.join(VERSIONS)}, and this is {version}"
+    if (release := engine_release()) not in TESTED:
+        return f"it was tested with vLLM {' and '.join(TESTED)}, and this is {release}"
     found = {
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "decode context parallelism": parallel.decode_context_parallel_size > 1,
@@ -60,6 +59,8 @@ def engine_refusal(vllm_config: Any) -> str:
             vllm_config.cache_config.cache_dtype
         ).startswith(("fp8", "nvfp4", "int")),
         "CUDA graphs of the whole forward": vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs(),
+        # They replay a forward without calling the model's class.
+        "breakable CUDA graphs (VLLM_USE_BREAKABLE_CUDAGRAPH)": envs.VLLM_USE_BREAKABLE_CUDAGRAPH,
     }
     return next((f"it does not work with {name}" for name, there in found.items() if there), "")
 
@@ -96,8 +97,8 @@ def model_refusal(model: Any, groups: int, settings: BlendConfig) -> str:
     backends = {attention.attn_backend.get_name() for attention in attentions}
     if len(kinds) != 1 or len(backends) != 1:
         return "its layers differ in their heads, their dtype or their attention backend"
-    if not backends <= BACKENDS:
-        return f"the attention backend is {backends.pop()}; it was tested with {', '.join(sorted(BACKENDS))}"
+    if not backends <= (tested := TESTED[engine_release()]):
+        return f"the attention backend is {backends.pop()}; it was tested with {', '.join(sorted(tested))}"
     first = attentions[0]
     if first.head_size != first.head_size_v or first.kv_cache.dtype not in DTYPES:
         return (

@@ -16,18 +16,37 @@ from vllm.forward_context import get_forward_context, override_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from flexkv.adapters.vllm.blend.rows import BatchRows, Numbers, Runs, kept_rows
+from flexkv.errors import FlexKVError
 
 Planes = tuple[Any, Any]
+
+
+class RowLayers(Protocol):
+    """Cached keys and values of rows, layer by layer. The next layers come while the caller computes.
+
+    Call order:
+        `take` for each layer, ascending, as far as the caller wants; `close`.
+    """
+
+    def choose(self, chosen: Numbers) -> None:
+        """From now on takes only the chosen ones of the rows."""
+
+    def take(self, layer: int) -> Planes:
+        """The rows' keys and values, tensors [rows, heads, head_dim] of their own on the pool's device."""
+
+    def close(self, wait: bool = True) -> None:
+        """Ends what was begun.
+
+        Args:
+            wait: False if another one has not ended before its deadline: waits no longer.
+        """
 
 
 class RowSource(Protocol):
     """Cached keys and values of rows."""
 
-    def only(self, chosen: Numbers) -> RowSource:
-        """The chosen ones of these rows."""
-
-    def layer(self, layer: int) -> Planes:
-        """Keys and values of a layer, tensors [rows, heads, head_dim] on the pool's device."""
+    def open(self, first: int) -> RowLayers:
+        """Begins with layer `first`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +89,7 @@ class BlendForward:
         check_layer: the layer whose fresh keys are compared with the cached ones.
 
     Attributes:
+        check_layer: as given.
         choose: see `Choose`.
         runs: makes sequences of kept rows.
     """
@@ -80,7 +100,7 @@ class BlendForward:
         self.layers = list(self._decoder.layers)
         self.attentions = [layer.self_attn.attn for layer in self.layers]
         self._names = [attention.layer_name for attention in self.attentions]
-        self._check = check_layer
+        self.check_layer = check_layer
         self._builder: Any = None
         self.choose: Choose = kept_rows
         self.runs: Callable[[BatchRows, Numbers], Runs] = Runs.of
@@ -114,25 +134,27 @@ class BlendForward:
         positions = positions[: batch.rows]
         hidden: Any = self._decoder.embed_input_ids(input_ids[: batch.rows])
         residual: Any = None
-        watched = range(len(self.layers)) if taken else [self._check] if reused else []
-        with self._fresh(watched) as fresh:
-            for layer in range(self._check + 1):
+        watched = range(len(self.layers)) if taken else [self.check_layer] if reused else []
+        with self._fresh(watched) as fresh, self._opened(reused) as cached:
+            for layer in range(self.check_layer + 1):
+                fresh.clear()
                 hidden, residual = self.layers[layer](positions, hidden, residual)
                 self._pass_on(layer, fresh, taken, None)
             keep = np.ones(batch.rows, np.bool_)
             if reused:
-                keep = self._keep(batch, reused, fresh[self._check][0])
+                keep = self._keep(batch, reused, cached, fresh[self.check_layer][0])
             kept = np.flatnonzero(keep)
             context = get_forward_context()
             if len(kept) < batch.rows:
                 context = self._context(context, batch, kept)
                 at = torch.from_numpy(kept).to(hidden.device)
                 hidden, residual, positions = hidden[at], residual[at], positions[at]
-            skipped = [self._skipped(each, keep) for each in reused]
+            skipped = self._skipped(reused, cached, keep)
             with override_forward_context(context):
-                for layer in range(self._check + 1, len(self.layers)):
-                    for source, slots in skipped:
-                        self._put(layer, source, slots)
+                for layer in range(self.check_layer + 1, len(self.layers)):
+                    fresh.clear()
+                    for rows, slots in skipped:
+                        self._put(layer, rows, slots)
                     hidden, residual = self.layers[layer](positions, hidden, residual)
                     self._pass_on(layer, fresh, taken, kept)
         hidden, _ = self._decoder.norm(hidden, residual)
@@ -144,13 +166,26 @@ class BlendForward:
 
     # --- which rows ---
 
-    def _keep(self, batch: BatchRows, reused: Sequence[ReusedRows], fresh: Any) -> NDArray[np.bool_]:
+    @contextlib.contextmanager
+    def _opened(self, reused: Sequence[ReusedRows]) -> Iterator[list[RowLayers]]:
+        """The cached rows from the check layer on: earlier layers compute all rows. None is left open."""
+        opened: list[RowLayers] = []
+        try:
+            for each in reused:
+                opened.append(each.source.open(self.check_layer))
+            yield opened
+        finally:
+            _close(opened)
+
+    def _keep(
+        self, batch: BatchRows, reused: Sequence[ReusedRows], cached: Sequence[RowLayers], fresh: Any
+    ) -> NDArray[np.bool_]:
         """The rows that later layers compute, the same on every rank."""
         difference = torch.zeros(batch.rows, dtype=torch.float32, device=fresh.device)
-        for each in reused:
-            cached, _ = each.source.layer(self._check)
+        for each, layers in zip(reused, cached, strict=True):
+            keys, _ = layers.take(self.check_layer)
             rows = torch.from_numpy(each.rows).to(fresh.device)
-            apart = fresh[rows].reshape(len(rows), -1).float() - cached.reshape(len(rows), -1).float()
+            apart = fresh[rows].reshape(len(rows), -1).float() - keys.reshape(len(rows), -1).float()
             difference[rows] = apart.square().sum(1)
         group = get_tp_group()
         if group.world_size > 1:
@@ -163,25 +198,31 @@ class BlendForward:
             keep = group.broadcast(ours, src=0).cpu().numpy().astype(np.bool_)
         return keep
 
-    def _skipped(self, reused: ReusedRows, keep: NDArray[np.bool_]) -> tuple[RowSource, Any]:
+    def _skipped(
+        self, reused: Sequence[ReusedRows], cached: Sequence[RowLayers], keep: NDArray[np.bool_]
+    ) -> list[tuple[RowLayers, Any]]:
         """The reused rows that no later layer computes, and their slots."""
-        chosen = np.flatnonzero(~keep[reused.rows])
-        slots = get_forward_context().slot_mapping[self._names[0]]
-        rows = torch.from_numpy(reused.rows[chosen]).to(slots.device)
-        return reused.source.only(chosen), slots[rows]
+        found = []
+        for each, layers in zip(reused, cached, strict=True):
+            chosen = np.flatnonzero(~keep[each.rows])
+            if len(chosen):
+                layers.choose(chosen)
+                slots = get_forward_context().slot_mapping[self._names[0]]
+                found.append((layers, slots[torch.from_numpy(each.rows[chosen]).to(slots.device)]))
+        return found
 
-    def _put(self, layer: int, source: RowSource, slots: Any) -> None:
+    def _put(self, layer: int, cached: RowLayers, slots: Any) -> None:
         """Writes a layer's cached rows to the pool, in whatever layout its backend has."""
-        if len(slots):
-            attention = self.attentions[layer]
-            keys, values = source.layer(layer)
-            attention.impl.do_kv_cache_update(attention, keys, values, attention.kv_cache, slots)
+        attention = self.attentions[layer]
+        keys, values = cached.take(layer)
+        attention.impl.do_kv_cache_update(attention, keys, values, attention.kv_cache, slots)
 
     # --- fresh keys and values ---
 
     @contextlib.contextmanager
     def _fresh(self, layers: Sequence[int]) -> Iterator[dict[int, Planes]]:
-        """Keys and values that the given layers pass to their attention, as they come."""
+        """Keys and values that the given layers pass to their attention, as they come. The caller drops a layer's
+        before the next one runs, because they keep alive all that the layer has projected."""
         seen: dict[int, Planes] = {}
 
         def look(layer: int) -> Callable[[Any, tuple[Any, ...]], None]:
@@ -261,3 +302,15 @@ class BlendForward:
             spec = attention.get_kv_cache_spec(self._config)
             self._builder = attention.attn_backend.get_builder_cls()(spec, self._names, self._config, device)
         return self._builder
+
+
+def _close(opened: Sequence[RowLayers]) -> None:
+    """Closes all, whatever happens to one of them."""
+    failure: FlexKVError | None = None
+    for each in opened:
+        try:
+            each.close(wait=failure is None)
+        except FlexKVError as error:
+            failure = failure or error
+    if failure is not None:
+        raise failure

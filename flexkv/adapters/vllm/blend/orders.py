@@ -1,4 +1,4 @@
-"""What each step tells the ranks about blending. Plain and picklable."""
+"""What each step tells the ranks about blending, and what they report. Plain and picklable."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexkv.blend.base import Tokens
+from flexkv.observe import BlendResult
 
 RequestId = str
 
@@ -17,12 +18,29 @@ class SegmentOrder:
     """Segments to load for a request before it is scheduled.
 
     Attributes:
+        load: number of the load: an id may be used again for another request.
         caller: see `SegmentCache.begin_load`.
     """
 
     request: RequestId
+    load: int
     segments: tuple[Tokens, ...]
     caller: str
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """What a rank has loaded for a request, once nothing more will come.
+
+    Attributes:
+        load: see `SegmentOrder`.
+        tokens: of each segment, how many leading tokens.
+        missing: why tokens are missing that were cached; MISS if none are.
+    """
+
+    load: int
+    tokens: tuple[int, ...]
+    missing: BlendResult = BlendResult.MISS
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +55,10 @@ class Reuse:
 
     spans: tuple[tuple[int, int], ...]
     ratio: float
+
+    def covers(self, first: int, end: int) -> bool:
+        """Whether some span covers a position from `first` to `end`."""
+        return any(max(start, first) < min(start + tokens, end) for start, tokens in self.spans)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

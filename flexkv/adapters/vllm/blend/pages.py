@@ -9,38 +9,85 @@ from typing import Any
 import numpy as np
 import torch
 
-from flexkv.adapters.vllm.blend.orders import NewSegment, RequestId, Reuse, SegmentOrder
+from flexkv.adapters.torch_tensors.device import PinnedRows, TorchDevice
+from flexkv.adapters.vllm.blend.orders import Arrival, NewSegment, RequestId, SegmentOrder
 from flexkv.adapters.vllm.blend.rows import Numbers
 from flexkv.blend.cache import SegmentCache
 from flexkv.blend.rotation import KeyRotation
+from flexkv.blend.segment_fetch import SegmentFetch
 from flexkv.blend.segment_load import SegmentLoad
-from flexkv.blend.turned_rows import Stretch, TurnedRows
-from flexkv.errors import FlexKVError
-from flexkv.observe import Counters, get_logger
+from flexkv.blend.segment_store import SegmentStore
+from flexkv.blend.turned_rows import RowDevice, Stretch, TurnedLayers, TurnedRows
+from flexkv.errors import CapacityError, FlexKVError
+from flexkv.observe import BlendResult, Counters, PageLoss, get_logger
+from flexkv.transfer.layerwise.host_device import HostDevice
 
 logger = get_logger(__name__)
 
 Planes = tuple[Any, Any]
 """Keys and values of some rows, tensors [rows, heads, head_dim]."""
 
+RESULTS_OF = {
+    PageLoss.SEGMENT_LATE: BlendResult.LATE,
+    PageLoss.SEGMENT_NO_ROOM: BlendResult.LATE,
+    PageLoss.SEGMENT_UNREADABLE: BlendResult.LOST,
+}
+"""What becomes of a request of whose segments nothing comes."""
 
-class StagedRows:
-    """Loaded rows of a request in a batch."""
 
-    def __init__(self, rows: TurnedRows, dtype: Any, device: Any) -> None:
-        self._rows, self._dtype, self._device = rows, dtype, device
+def device_of(pool: torch.device, dtype: torch.dtype) -> RowDevice:
+    """Where cached rows are turned: where the engine's pool is.
 
-    def only(self, chosen: Numbers) -> StagedRows:
-        """The chosen ones of these rows."""
-        return StagedRows(self._rows.only(chosen), self._dtype, self._device)
+    Args:
+        pool: its device.
+        dtype: the cache's.
+    """
+    if pool.type == "cpu":
+        return RowDevice(HostDevice(), np.dtype(f"u{dtype.itemsize}"), lambda source: source)
+    return RowDevice(TorchDevice(pool), dtype, PinnedRows)
 
-    def layer(self, layer: int) -> Planes:
-        """Keys and values of a layer, the keys turned to the rows' positions."""
-        keys, values = self._rows.layer(layer)
-        return self._tensor(keys), self._tensor(values)
 
-    def _tensor(self, bits: Any) -> Any:
-        return torch.from_numpy(bits).view(self._dtype).to(self._device)
+class LoadedRows:
+    """Loaded rows of a request in a batch: a `RowSource` of the forward."""
+
+    def __init__(self, rows: TurnedRows, on: RowDevice, dtype: Any, pool: Any) -> None:
+        self._rows, self._on, self._dtype, self._pool = rows, on, dtype, pool
+
+    def open(self, first: int) -> LoadedLayers:
+        at = torch.from_numpy(self._rows.in_buffer).to(self._pool)
+        return LoadedLayers(self._rows.open(self._on, first), at, self._dtype)
+
+
+class LoadedLayers:
+    """Layers of loaded rows: `RowLayers` of the forward.
+
+    Args:
+        at: number of each row in the layers' buffers.
+    """
+
+    def __init__(self, layers: TurnedLayers, at: Any, dtype: Any) -> None:
+        self._layers, self._at, self._dtype = layers, at, dtype
+
+    def choose(self, chosen: Numbers) -> None:
+        self._at = self._at[torch.from_numpy(chosen).to(self._at.device)]
+
+    def take(self, layer: int) -> Planes:
+        """
+        Raises:
+            PipelineError: rows did not come, or not before the deadline.
+        """
+        keys, values = self._tensor(self._layers.layer(layer)).index_select(1, self._at)
+        self._layers.leave()
+        return keys, values
+
+    def _tensor(self, buffer: Any) -> Any:
+        if not isinstance(buffer, np.ndarray):
+            return buffer
+        signed = buffer.view(f"i{buffer.itemsize}")  # torch has no unsigned ones of every size
+        return torch.from_numpy(signed).view(self._dtype)
+
+    def close(self, wait: bool = True) -> None:
+        self._layers.close(wait)
 
 
 @dataclass(slots=True)
@@ -68,52 +115,104 @@ class BlendPages:
     ) -> None:
         self.cache, self.rotation = cache, rotation
         self._dtype, self._device = dtype, device
+        self._rows_on = device_of(torch.device(device), dtype)
         self._counters = counters
+        self._fetches: dict[RequestId, SegmentFetch] = {}
+        """Segments on their way to host memory; each has its load once they are there."""
         self._loads: dict[RequestId, SegmentLoad] = {}
-        self._coming: dict[RequestId, int] = {}
-        """Loads that nobody was told of yet, with their numbers of segments."""
+        self._coming: dict[RequestId, SegmentOrder] = {}
+        """Orders whose outcome is not reported yet."""
         self._captures: dict[RequestId, Capture] = {}
+        self._stores: list[SegmentStore] = []
+        """Captured segments on their way to host memory."""
+        self._after: dict[RequestId, list[SegmentStore]] = {}
+        """Loads that begin once these stores have ended: their segments may be among them."""
 
     # --- loads ---
 
     def begin_load(self, order: SegmentOrder) -> None:
         """Begins to load what is cached of a request's segments."""
-        self._coming[order.request] = len(order.segments)
+        self._coming[order.request] = order
+        self._advance_stores()
+        if self._stores:
+            self._after[order.request] = list(self._stores)
+        else:
+            self._begin_fetch(order)
+
+    def _begin_fetch(self, order: SegmentOrder) -> None:
         try:
-            self._loads[order.request] = self.cache.begin_load(order.segments, order.caller)
+            self._fetches[order.request] = self.cache.begin_fetch(order.segments, order.caller)
         except FlexKVError as error:
             logger.warning("segments of a request cannot be loaded: %s", error)
 
-    def take_arrived(self) -> dict[RequestId, tuple[int, ...]]:
-        """The loads that have ended since the last call: of each segment, how many leading tokens have arrived."""
+    def take_arrived(self) -> dict[RequestId, Arrival]:
+        """Carries the disks' reads and writes on, and returns the loads that have ended since the last call."""
+        self.cache.poll()
+        self._advance_stores()
         arrived = {}
-        for request, segments in list(self._coming.items()):
-            load = self._loads.get(request)
-            if load is not None and load.moves:
+        for request, order in list(self._coming.items()):
+            if request in self._after:
+                if any(store in self._stores for store in self._after[request]):
+                    continue
+                del self._after[request]
+                self._begin_fetch(order)
+            if request in self._fetches and not self._has_arrived(request):
                 continue
-            tokens = [0] * segments
-            if load is not None:
-                load.drop_lost()
-                self._counters.add("flexkv_blend_lost_segments_total", len(load.lost))
-                for hit in load.hits:
-                    tokens[hit.segment] = hit.tokens
-            arrived[request] = tuple(tokens)
+            arrived[request] = self._arrival(order)
             del self._coming[request]
+        self._count_disk()
         return arrived
 
-    def rows(self, request: RequestId, spans: Sequence[tuple[int, int]], first: int, end: int) -> StagedRows:
+    def _has_arrived(self, request: RequestId) -> bool:
+        """Begins a request's load once its segments are in host memory; returns whether the load has ended."""
+        if request not in self._loads:
+            try:
+                load = self._fetches[request].begin_load()
+            except FlexKVError as error:
+                self._fetches[request].give_up()
+                logger.warning("segments of a request cannot be loaded: %s", error)
+                return True
+            if load is None:
+                return False
+            self._loads[request] = load
+        return not self._loads[request].moves
+
+    def _arrival(self, order: SegmentOrder) -> Arrival:
+        fetch, load = self._fetches.pop(order.request, None), self._loads.get(order.request)
+        # There is no load if it could not begin.
+        tokens, missing = [0] * len(order.segments), BlendResult.LOST if load is None else BlendResult.MISS
+        for why, pages in fetch.missed.items() if fetch is not None else ():
+            why.count(self._counters, pages)
+            if why is not PageLoss.SEGMENT_ABSENT and missing is not BlendResult.LATE:
+                missing = RESULTS_OF[why]
+        if load is not None:
+            load.drop_lost()
+            if load.lost:
+                self._counters.add("flexkv_blend_lost_segments_total", len(load.lost))
+                missing = BlendResult.LOST
+            for hit in load.hits:
+                tokens[hit.segment] = hit.tokens
+        return Arrival(order.load, tuple(tokens), missing)
+
+    def _count_disk(self) -> None:
+        for direction, pages in self.cache.unit.take_moved().items():
+            self._counters.add("flexkv_blend_disk_pages_total", pages, direction=direction)
+
+    def rows(self, request: RequestId, spans: Sequence[tuple[int, int]], first: int, end: int) -> LoadedRows:
         """Loaded rows of a request from position `first` to `end`, in the order of its spans.
 
         Raises:
             KeyError: nothing is loaded for the request.
         """
-        hits = {hit.segment: hit for hit in self._loads[request].hits}
+        load = self._loads[request]
+        hits = {hit.segment: hit for hit in load.hits}
         stretches = []
         for segment, (start, tokens) in enumerate(spans):
             low, high = max(start, first), min(start + tokens, end)
             if low < high:
                 stretches.append(Stretch(hits[segment], low - start, high - low, low))
-        return StagedRows(TurnedRows.of(self.cache, self.rotation, stretches), self._dtype, self._device)
+        rows = TurnedRows(self.cache, self.rotation, load, stretches)
+        return LoadedRows(rows, self._rows_on, self._dtype, self._device)
 
     def holds(self, request: RequestId) -> bool:
         """Whether segments are loaded for the request."""
@@ -138,42 +237,96 @@ class BlendPages:
             room[layer, plane, :, first:end] = rows[: end - first].transpose(0, 1)
 
     def end_capture(self, request: RequestId, asks: NewSegment, end: int) -> None:
-        """Called when all layers' rows before position `end` are captured: stores a segment that is whole."""
+        """Called when all layers' rows before position `end` are captured: begins to store a segment that is whole."""
         capture = self._captures[request]
         capture.done = end
         if end < len(asks.tokens):
             return
         del self._captures[request]
-        planes = capture.planes
         try:
-            self.cache.store(
+            self._stores.append(self._begin_store(asks, capture.planes))
+            self._advance_stores()
+        except FlexKVError as error:
+            logger.warning("a segment of %d tokens is not kept: %s", len(asks.tokens), error)
+
+    def _begin_store(self, asks: NewSegment, planes: Any) -> SegmentStore:
+        """Begins to store a segment. Waits for earlier stores only if there is no room beside them.
+
+        Raises:
+            CapacityError: there is no room even then.
+        """
+
+        def begin() -> SegmentStore:
+            return self.cache.begin_store(
                 asks.tokens,
                 lambda layer: (planes[layer, 0], planes[layer, 1]),
                 self.rotation,
                 caller=asks.caller,
             )
-        except FlexKVError as error:
-            logger.warning("a segment of %d tokens is not kept: %s", len(asks.tokens), error)
+
+        self._advance_stores()  # what has ended gives its blocks back
+        try:
+            return begin()
+        except CapacityError:
+            if not self._stores:
+                raise
+            self._advance_stores(wait=True)
+            return begin()
+
+    def _advance_stores(self, wait: bool = False) -> None:
+        """Carries the stores on.
+
+        Args:
+            wait: until their deadlines; otherwise this never waits.
+        """
+        for store in list(self._stores):
+            try:
+                if not store.advance(wait):
+                    if not store.is_late:
+                        continue
+                    store.leave()
+                    logger.warning("a segment is not kept: it still moves after %g s", self.cache.deadline_s)
+            except FlexKVError as error:
+                logger.warning("a segment is not kept: %s", error)
+            self._stores.remove(store)
+
+    @property
+    def busy(self) -> bool:
+        """Whether stores, or the disks' reads and writes, need further calls of `take_arrived`."""
+        return bool(self._stores) or self.cache.busy
 
     # --- ends ---
 
     def release(self, request: RequestId) -> None:
         """Forgets a request's loaded segments and captured rows. Does not wait for pages on their way."""
         self._coming.pop(request, None)
+        self._after.pop(request, None)
         self._captures.pop(request, None)
+        if (fetch := self._fetches.pop(request, None)) is not None:
+            fetch.give_up()
         if (load := self._loads.pop(request, None)) is not None:
             load.abandon()
 
     def forget(self) -> None:
         """Forgets everything, because the weights change."""
-        for request in [*self._loads, *self._captures]:
+        for request in [*self._coming, *self._loads, *self._captures]:
             self.release(request)
+        for store in self._stores:
+            store.leave()
+        self._stores.clear()
         self.cache.forget()
 
     def close(self) -> None:
+        for fetch in self._fetches.values():
+            fetch.give_up()
+        self._fetches.clear()
         for load in self._loads.values():
             load.abandon()
         self._loads.clear()
+        device = self._rows_on.device
+        if isinstance(device, HostDevice) and not device.close(self.cache.deadline_s):
+            logger.warning("a thread that turns cached rows has not ended")
+        self._advance_stores(wait=True)
         self.cache.close()
 
 
@@ -181,8 +334,3 @@ def segment_rows(spans: Sequence[tuple[int, int]], first: int, end: int) -> Numb
     """The positions from `first` to `end` that spans cover, less `first`, in the order of `BlendPages.rows`."""
     parts = [np.arange(max(start, first), min(start + tokens, end)) for start, tokens in spans]
     return np.concatenate([np.empty(0, np.int64), *parts]).astype(np.int64) - first
-
-
-def has_rows(asks: Reuse, first: int, end: int) -> bool:
-    """Whether some span covers a position from `first` to `end`."""
-    return any(max(start, first) < min(start + tokens, end) for start, tokens in asks.spans)

@@ -10,6 +10,7 @@ fewer rows of them in most layers.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,6 +21,7 @@ import numpy as np
 
 from flexkv.adapters.vllm.blend.asks import Span, is_salted, refusal, spans_of, tokens_of
 from flexkv.adapters.vllm.blend.orders import (
+    Arrival,
     BlendOrders,
     ChunkOrder,
     NewSegment,
@@ -30,6 +32,7 @@ from flexkv.adapters.vllm.blend.orders import (
 from flexkv.adapters.vllm.blend.spec import PAGE_TOKENS, BlendSpec
 from flexkv.adapters.vllm.requests import RequestTracker
 from flexkv.blend.base import Tokens
+from flexkv.cache.base import CacheListener
 from flexkv.observe import BlendResult, Counters, get_logger
 
 if TYPE_CHECKING:
@@ -61,8 +64,10 @@ class BlendedRequest:
         prompt: its prompt's tokens.
         asked_s: when its segments were first wanted, monotonic.
         pages: pages of its segments.
-        loaded: leading tokens of each segment that a rank has loaded, by rank.
+        load: number of its last load.
+        loaded: what each rank has loaded.
         reuse: what every rank has loaded.
+        is_counted: what became of it is counted.
     """
 
     tracker: RequestTracker
@@ -72,8 +77,10 @@ class BlendedRequest:
     phase: Phase = Phase.NEW
     asked_s: float | None = None
     pages: int = 0
-    loaded: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    load: int = 0
+    loaded: dict[int, Arrival] = field(default_factory=dict)
     reuse: Reuse | None = None
+    is_counted: bool = False
 
     @property
     def request_id(self) -> RequestId:
@@ -84,7 +91,7 @@ class BlendedRequest:
         return self.tracker.first_namespace
 
 
-class BlendRequests:
+class BlendRequests(CacheListener):
     """
     Args:
         block_tokens: tokens of the engine's block.
@@ -109,6 +116,10 @@ class BlendRequests:
         """Requests whose salt turned out to be used before; they read no prefix cache from the next step on."""
         self._salts: dict[bytes, None] = {}
         self._held_pages = 0
+        self._loads = itertools.count(1)
+        self._loading: set[RequestId] = set()
+        self._disk_busy: set[int] = set()
+        """Ranks that read segments from disk or write them."""
         self.orders = BlendOrders()
 
     def take_verdicts(self, refusals: Sequence[str | None]) -> None:
@@ -134,6 +145,9 @@ class BlendRequests:
             if is_salted(request):
                 request.skip_reading_prefix_cache = True
             return
+        # vLLM lets no request wait for its pages that skips its prefix cache, as a caller may ask. Under a salt of its
+        # own there is nothing to skip.
+        request.skip_reading_prefix_cache = False
         # Nothing of it is exact, so nothing of it may serve others.
         tracker.settings = replace(tracker.settings, skip_save=True, skip_load=True)
         tracker.kept_out.ask(True, 0, 0)
@@ -154,7 +168,6 @@ class BlendRequests:
         prompt = tokens_of(request)
         ratio = self._spec.settings.ratio if ask.ratio is None else ask.ratio
         if ask.store:
-            self._count(BlendResult.STORED)
             return BlendedRequest(tracker, (), prompt, ratio, pages=self._pages_of([(0, len(prompt))]))
         spans = spans_of(ask, prompt, self._spec.separators, self._spec.settings.min_tokens)
         if isinstance(spans, BlendResult):
@@ -209,32 +222,41 @@ class BlendRequests:
         if not blended.spans:
             blended.phase = Phase.READY
             return
-        blended.phase = Phase.LOADING
+        blended.phase, blended.load = Phase.LOADING, next(self._loads)
+        self._loading.add(blended.request_id)
         segments = tuple(blended.prompt[first:end] for first, end in blended.spans)
-        self.orders.load.append(SegmentOrder(blended.request_id, segments, blended.caller))
+        self.orders.load.append(SegmentOrder(blended.request_id, blended.load, segments, blended.caller))
 
-    def take_arrived(self, rank: int, arrived: Mapping[RequestId, tuple[int, ...]]) -> None:
+    def take_arrived(self, rank: int, arrived: Mapping[RequestId, Arrival]) -> None:
         """Takes a rank's report; see `BlendPages.take_arrived`."""
-        for request_id, tokens in arrived.items():
+        for request_id, arrival in arrived.items():
             blended = self._live.get(request_id)
-            if blended is None or blended.phase is not Phase.LOADING:
+            if blended is None or blended.phase is not Phase.LOADING or blended.load != arrival.load:
                 continue
-            blended.loaded[rank] = tokens
+            blended.loaded[rank] = arrival
             if len(blended.loaded) == self._ranks:
                 self._agree(blended)
 
+    def take_disk_busy(self, rank: int, is_busy: bool) -> None:
+        """Takes a rank's report of whether its disks have work."""
+        if is_busy:
+            self._disk_busy.add(rank)
+        else:
+            self._disk_busy.discard(rank)
+
     def _agree(self, blended: BlendedRequest) -> None:
         """Every rank has answered: only what all of them have is reused."""
-        common = [min(tokens) for tokens in zip(*blended.loaded.values(), strict=True)]
+        loaded = list(blended.loaded.values())
         blended.loaded.clear()
+        common = [min(tokens) for tokens in zip(*(each.tokens for each in loaded), strict=True)]
         if not any(common):
-            self._give_up(blended, BlendResult.MISS)
+            missing = [each.missing for each in loaded if each.missing is not BlendResult.MISS]
+            self._give_up(blended, missing[0] if missing else BlendResult.MISS)
             return
         spans = tuple((first, tokens) for (first, _), tokens in zip(blended.spans, common, strict=True))
-        if blended.reuse is None:
-            self._count(BlendResult.BLENDED)
         blended.reuse = Reuse(spans, blended.ratio)
         blended.phase = Phase.READY
+        self._loading.discard(blended.request_id)
 
     def chunk(self, tracker: RequestTracker) -> None:
         """Called in each step that computes tokens of a request, whose tracker has the step's tokens and blocks."""
@@ -252,6 +274,11 @@ class BlendRequests:
         blocks = np.asarray(tracker.tables[0].ids, np.int64)
         slots = blocks[at // self._block_tokens] * self._block_tokens + at % self._block_tokens
         self.orders.chunks.append(ChunkOrder(blended.request_id, first, slots, asks))
+        if isinstance(asks, NewSegment):
+            if end >= len(blended.prompt):
+                self._count_once(blended, BlendResult.STORED)
+        elif asks.covers(first, end):
+            self._count_once(blended, BlendResult.BLENDED)
 
     def preempted(self, request_id: RequestId) -> None:
         """Called when the engine has taken a request's blocks: its prompt is computed again."""
@@ -270,6 +297,10 @@ class BlendRequests:
             self._give_up(blended, BlendResult.RESET)
         self.orders.forget = True
 
+    def on_erase(self, name: str) -> None:
+        """Drops all segments, because ranks do not know their namespaces."""
+        self.reset()
+
     # --- the step ---
 
     def take_orders(self) -> BlendOrders | None:
@@ -283,8 +314,19 @@ class BlendRequests:
         return orders
 
     @property
-    def has_orders(self) -> bool:
-        return bool(self.orders)
+    def has_work(self) -> bool:
+        """Whether the ranks need another step, for orders or to carry on what their disks do."""
+        return bool(self.orders) or self.disk_busy
+
+    @property
+    def disk_busy(self) -> bool:
+        """Whether some rank reads segments from disk or writes them."""
+        return bool(self._disk_busy)
+
+    @property
+    def moves_pages(self) -> bool:
+        """Whether ranks load segments, or read them from disk or write them."""
+        return self.disk_busy or bool(self._loading)
 
     # --- ends ---
 
@@ -292,8 +334,7 @@ class BlendRequests:
         """Computes the request fully from now on. Its blocks stay kept out of the cache."""
         del self._live[blended.request_id]
         self._release(blended)
-        if blended.spans and blended.reuse is None:
-            self._count(why)
+        self._count_once(blended, why)
 
     def _release(self, blended: BlendedRequest) -> None:
         """Gives the request's pages back; after a preemption they are loaded again."""
@@ -306,6 +347,12 @@ class BlendRequests:
                 self.orders.release.append(blended.request_id)
         blended.phase = Phase.NEW
         blended.loaded.clear()
+        self._loading.discard(blended.request_id)
+
+    def _count_once(self, blended: BlendedRequest, result: BlendResult) -> None:
+        if not blended.is_counted:
+            blended.is_counted = True
+            self._count(result)
 
     def _count(self, result: BlendResult) -> None:
         self._counters.add("flexkv_blend_requests_total", result=result.result)

@@ -1,13 +1,15 @@
 """Blends a prompt whose answer is known, on the engine's own pool, before the engine's first request.
 
 Three things are shown: the layers called one by one compute what the model computes; a ratio of 1 computes the same;
-and where the cached rows are those that a full computation gives, every kept row of the last layer gets the keys of
-that computation, whichever rows are kept (the oracle). The oracle fails if a kept row attends to a row that it must not
-see, or to one that was not written, neither of which the next token would show.
+and where the cached rows are those that a full computation gives, every kept row gets the keys of that computation in
+every later layer and its output, whichever rows are kept (the oracle). The oracle fails if a kept row attends to a row
+that it must not see, or to one that was not written, neither of which the next token would show. Each row is compared
+by itself: among a hundred right ones, one wrong row is less than rounding.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +21,9 @@ from vllm.forward_context import set_forward_context
 
 from flexkv.adapters.vllm.blend.forward import BlendForward, Planes, ReusedRows, TakenRows
 from flexkv.adapters.vllm.blend.rows import BatchRows, Numbers, Runs
+from flexkv.observe import get_logger
+
+logger = get_logger(__name__)
 
 ROWS = 96
 FIRST, END = 7, 80
@@ -26,20 +31,28 @@ FIRST, END = 7, 80
 LIMITS = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 2e-2}
 """Relative errors of rounding; rows that attend to wrong keys are off by a tenth or more."""
 
+TESTS = ("the model layer by layer", "a ratio of 1", "the oracle")
+
 
 class KnownRows:
-    """Rows of one full computation."""
+    """Rows of one full computation: a `RowSource` and its layers."""
 
     def __init__(self, planes: Sequence[Planes], rows: Numbers) -> None:
         self._planes, self._rows = planes, rows
 
-    def only(self, chosen: Numbers) -> KnownRows:
-        return KnownRows(self._planes, self._rows[chosen])
+    def open(self, first: int) -> KnownRows:
+        return KnownRows(self._planes, self._rows)
 
-    def layer(self, layer: int) -> Planes:
+    def choose(self, chosen: Numbers) -> None:
+        self._rows = self._rows[chosen]
+
+    def take(self, layer: int) -> Planes:
         keys, values = self._planes[layer]
         at = torch.from_numpy(self._rows).to(keys.device)
         return keys[at], values[at]
+
+    def close(self, wait: bool = True) -> None:
+        """Nothing was begun."""
 
 
 class SelfTest:
@@ -68,17 +81,23 @@ class SelfTest:
         """Why blending must be off, the same on every rank; empty if all is as it should be."""
         if not self._has_room:
             return f"the engine has no room for a prompt of {ROWS} tokens to test it with"
-        with torch.inference_mode():
-            errors = self._errors()
+        raised = ""
+        try:
+            with torch.inference_mode():
+                errors = self._errors()
+        except Exception as error:  # what is called here is vLLM's, and promised by nobody
+            logger.warning("blending's test at the start fails", exc_info=True)
+            raised = f"{type(error).__name__}: {error}"
+            errors = dict.fromkeys(TESTS, math.nan)
         limit = LIMITS[self._config.model_config.dtype]
-        worst = torch.tensor([*errors.values()], dtype=torch.float32, device=self._device)
+        worst = torch.tensor([errors[name] for name in TESTS], dtype=torch.float32, device=self._device)
         group = get_tp_group()
         if group.world_size > 1:
             # A NaN of one rank is a NaN of all.
             worst = group.all_gather(worst[None], dim=0).amax(dim=0)
-        found = dict(zip(errors, worst.cpu().tolist(), strict=True))
+        found = dict(zip(TESTS, worst.cpu().tolist(), strict=True))
         wrong = [f"{name} is off by {error:.2g}" for name, error in found.items() if not error <= limit]
-        return f"its test at the start fails: {'; '.join(wrong)}" if wrong else ""
+        return f"its test at the start fails: {raised or '; '.join(wrong)}" if wrong else ""
 
     def _errors(self) -> dict[str, float]:
         whole = self._compute(lambda: self._model(self._ids, self._positions))
@@ -92,27 +111,40 @@ class SelfTest:
         self._spoil(wrong)
         keep = np.ones(ROWS, np.bool_)
         keep[rows] = np.random.default_rng(2).random(len(rows)) < 0.3
-        kept = self._kept_keys(rows, planes, keep)
-        last = planes[-1][0][torch.from_numpy(np.flatnonzero(keep)).to(self._device)]
-        return {
-            "the model layer by layer": _relative(layered, whole),
-            "a ratio of 1": _relative(again, layered),
-            "the oracle": _relative(kept.view(last.shape), last),
-        }
-
-    def _kept_keys(self, rows: Numbers, planes: Sequence[Planes], keep: NDArray[np.bool_]) -> Any:
-        """Keys of the rows in `keep` in the last layer, where the other ones come from a full computation."""
-        seen: list[Any] = []
-        hook = self._forward.attentions[-1].register_forward_pre_hook(
-            lambda attention, arguments: seen.append(arguments[1])
+        found = (
+            row_error(layered, whole),
+            row_error(again, layered),
+            self._oracle_error(rows, planes, keep, layered),
         )
+        return dict(zip(TESTS, found, strict=True))
+
+    def _oracle_error(
+        self, rows: Numbers, planes: Sequence[Planes], keep: NDArray[np.bool_], whole: Any
+    ) -> float:
+        """How far the keys of a row in `keep` are off in any layer after the check layer, or its output, where the
+        other rows come from a full computation.
+
+        Args:
+            whole: the outputs of the full computation.
+        """
+        later = range(self._forward.check_layer + 1, len(planes))
+        seen: dict[int, Any] = {}
+
+        def look(layer: int) -> Any:
+            return lambda attention, arguments: seen.update({layer: arguments[1].clone()})
+
+        hooks = [self._forward.attentions[layer].register_forward_pre_hook(look(layer)) for layer in later]
         choose, self._forward.choose = self._forward.choose, lambda batch, reused, difference: keep
         try:
-            self._compute(lambda: self._run([ReusedRows(rows, KnownRows(planes, rows), 0.3)]))
+            out = self._compute(lambda: self._run([ReusedRows(rows, KnownRows(planes, rows), 0.3)]))
         finally:
             self._forward.choose = choose
-            hook.remove()
-        return seen[0]
+            for hook in hooks:
+                hook.remove()
+        kept = torch.from_numpy(np.flatnonzero(keep)).to(self._device)
+        errors = [row_error(seen[layer], planes[layer][0][kept].flatten(1)) for layer in later]
+        # max() may pass over a NaN.
+        return float(torch.tensor([*errors, row_error(out[kept], whole[kept])]).amax())
 
     def _run(self, reused: Sequence[ReusedRows], taken: Sequence[TakenRows] = ()) -> Any:
         hidden, _ = self._forward.run(self._ids, self._positions, self._batch, reused, taken)
@@ -140,5 +172,7 @@ class SelfTest:
             return compute()
 
 
-def _relative(found: Any, wanted: Any) -> float:
-    return float((found.float() - wanted.float()).norm() / wanted.float().norm())
+def row_error(found: Any, wanted: Any) -> float:
+    """How far the worst row is off, relative to itself; [rows, elements] each."""
+    off, length = (found.float() - wanted.float()).norm(dim=1), wanted.float().norm(dim=1)
+    return float((off / length).amax())

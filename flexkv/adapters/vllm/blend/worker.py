@@ -16,19 +16,24 @@ from flexkv.adapters.vllm.blend.contract import (
     rotation_of,
     shape_of,
 )
+from flexkv.adapters.vllm.blend.folders import segment_folders, segment_namespace
 from flexkv.adapters.vllm.blend.forward import BlendForward, ReusedRows, TakenRows
 from flexkv.adapters.vllm.blend.model import model_of
-from flexkv.adapters.vllm.blend.orders import BlendOrders, ChunkOrder, NewSegment, RequestId, Reuse
-from flexkv.adapters.vllm.blend.pages import BlendPages, has_rows, segment_rows
+from flexkv.adapters.vllm.blend.orders import Arrival, BlendOrders, ChunkOrder, NewSegment, RequestId, Reuse
+from flexkv.adapters.vllm.blend.pages import BlendPages, segment_rows
 from flexkv.adapters.vllm.blend.rows import BatchRows
 from flexkv.adapters.vllm.blend.selftest import SelfTest
 from flexkv.adapters.vllm.blend.spec import PAGE_TOKENS, most_pages
+from flexkv.adapters.vllm.pool_geometry import PoolGeometry
 from flexkv.blend.cache import SegmentCache
+from flexkv.blend.registry import NotBlendable
 from flexkv.config import FlexKVConfig
 from flexkv.errors import FlexKVError
 from flexkv.observe import Counters, get_logger
 
 logger = get_logger(__name__)
+
+ANOTHER = "another rank cannot blend: see its log"
 
 
 class BlendWorker:
@@ -42,51 +47,71 @@ class BlendWorker:
         vllm_config: Any,
         settings: FlexKVConfig,
         rank: int,
-        groups: int,
-        num_blocks: int,
+        geometry: PoolGeometry,
         counters: Counters,
     ) -> None:
         self._counters = counters
         self._pages: BlendPages | None = None
         self._model: Any = None
-        self.refusal = self._start(vllm_config, settings, rank, groups, num_blocks)
+        self._warned = False
+        self.refusal = self._start(vllm_config, settings, rank, geometry)
         if self.refusal:
             self.close()
             logger.warning(
                 "blending is off, and requests that ask for it are computed fully: %s", self.refusal
             )
 
-    def _start(
-        self, vllm_config: Any, settings: FlexKVConfig, rank: int, groups: int, num_blocks: int
-    ) -> str:
-        if refusal := engine_refusal(vllm_config):
-            return refusal
-        self._model = model = model_of(vllm_config)
-        if refusal := model_refusal(model, groups, settings.blend):
-            return refusal
+    def _start(self, vllm_config: Any, settings: FlexKVConfig, rank: int, geometry: PoolGeometry) -> str:
+        test, refusal = None, ANOTHER
         try:
-            rotation, shape = rotation_of(model, vllm_config), shape_of(model)
-            page_bytes = 2 * PAGE_TOKENS * shape.layers * shape.row_bytes
-            cache = SegmentCache(
-                shape,
-                {"rank": rank},  # in this process's memory alone, so nothing else needs to be told apart
-                slots=max(1, settings.blend.bytes // page_bytes),
-                staging_tokens=most_pages(vllm_config) * PAGE_TOKENS,
-                block_tokens=PAGE_TOKENS,
-                deadline_s=settings.load.deadline_s,
-            )
+            test = self._prepare(vllm_config, settings, rank, geometry)
         except FlexKVError as error:
-            return str(error)
+            refusal = str(error)
+        except Exception as error:  # what is called here is vLLM's, and promised by nobody
+            logger.warning("blending cannot be prepared", exc_info=True)
+            refusal = f"{type(error).__name__}: {error}"
+        # Here, because the test computes with all ranks, and waits for one that does not take part.
+        alone = vllm_config.parallel_config.tensor_parallel_size == 1
+        all_can = [test is not None] if alone else _on_all_ranks([test is not None])
+        return test.refusal() if test is not None and all(all_can) else refusal
+
+    def _prepare(
+        self, vllm_config: Any, settings: FlexKVConfig, rank: int, geometry: PoolGeometry
+    ) -> SelfTest:
+        """Takes what this rank needs to blend. Calls no other rank.
+
+        Raises:
+            FlexKVError: the engine or its model cannot be blended, or there is no room for segments; says why.
+        """
+        if refusal := engine_refusal(vllm_config):
+            raise NotBlendable(refusal)
+        self._model = model = model_of(vllm_config)
+        if refusal := model_refusal(model, len(geometry.groups), settings.blend):
+            raise NotBlendable(refusal)
+        rotation, shape = rotation_of(model, vllm_config), shape_of(model)
+        page_bytes = 2 * PAGE_TOKENS * shape.layers * shape.row_bytes
+        cache = SegmentCache(
+            shape,
+            segment_namespace(vllm_config, geometry, settings, rank),
+            slots=max(1, settings.blend.bytes // page_bytes),
+            staging_tokens=most_pages(vllm_config) * PAGE_TOKENS,
+            block_tokens=PAGE_TOKENS,
+            deadline_s=settings.load.deadline_s,
+            prefetch_layers=settings.load.prefetch_layers,
+            folders=segment_folders(vllm_config, settings, rank),
+        )
         pool = model.model.layers[0].self_attn.attn.kv_cache
         self._pages = BlendPages(cache, rotation, pool.dtype, pool.device, self._counters)
         self.forward = BlendForward(model, vllm_config, settings.blend.check_layer)
-        return SelfTest(model, self.forward, vllm_config, num_blocks).refusal()
+        return SelfTest(model, self.forward, vllm_config, geometry.num_blocks)
 
     def begin_step(self, orders: BlendOrders | None) -> None:
         """Called before a step's forward."""
         if self._pages is None:
             return
-        self._model.blend_step = None
+        missed, self._model.blend_step = self._model.blend_step, None
+        if missed is not None:
+            self._count_missed(missed)
         if orders is None:
             return
         if orders.forget:
@@ -98,9 +123,24 @@ class BlendWorker:
         if orders.chunks:
             self._model.blend_step = BlendStep(self.forward, self._pages, orders.chunks, self._counters)
 
-    def take_arrived(self) -> dict[RequestId, tuple[int, ...]]:
+    def _count_missed(self, step: BlendStep) -> None:
+        """Counts the rows of a step that the model's forward was not called for, and warns once."""
+        step.count_unplaced()
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "vLLM computed a step without a call of the model's forward, so nothing of it was blended; "
+                "flexkv_blend_rows_total counts the rows of such steps as unplaced"
+            )
+
+    def take_arrived(self) -> dict[RequestId, Arrival]:
         """See `BlendPages.take_arrived`."""
         return {} if self._pages is None else self._pages.take_arrived()
+
+    @property
+    def disk_busy(self) -> bool:
+        """Whether segments are being stored, read from disk or written to it, which needs further steps."""
+        return self._pages is not None and self._pages.busy
 
     def close(self) -> None:
         """Idempotent."""
@@ -128,14 +168,16 @@ class BlendStep:
         """The model's hidden states; None if the model itself must compute the step."""
         batch = self._forward.batch(positions)
         if batch is None:
+            self.count_unplaced()
             return None
         reused: list[ReusedRows] = []
         taken: list[TakenRows] = []
         captured: list[tuple[ChunkOrder, NewSegment, int]] = []
         found = [self._find(batch, chunk) for chunk in self._chunks]
-        for chunk, row in zip(self._chunks, self._agreed(found), strict=True):
-            if row is None:
-                self._counters.add("flexkv_blend_rows_total", len(chunk.slots), kind="unplaced")
+        there = _on_all_ranks([row is not None for row in found])
+        for chunk, row, everywhere in zip(self._chunks, found, there, strict=True):
+            if row is None or not everywhere:
+                self._count_unplaced(chunk)
             elif isinstance(chunk.asks, Reuse):
                 reused.append(self._reused(chunk, chunk.asks, row))
             else:
@@ -154,24 +196,22 @@ class BlendStep:
             self._pages.end_capture(chunk.request, asks, end)
         return hidden
 
+    def count_unplaced(self) -> None:
+        """Counts all its rows as not found."""
+        for chunk in self._chunks:
+            self._count_unplaced(chunk)
+
+    def _count_unplaced(self, chunk: ChunkOrder) -> None:
+        self._counters.add("flexkv_blend_rows_total", _covered(chunk), kind="unplaced")
+
     def _find(self, batch: BatchRows, chunk: ChunkOrder) -> int | None:
         """The chunk's first row in the batch; None if it is not there, or this rank lacks what it is for."""
         asks, end = chunk.asks, chunk.first + len(chunk.slots)
         if isinstance(asks, Reuse):
-            ready = self._pages.holds(chunk.request) and has_rows(asks, chunk.first, end)
+            ready = self._pages.holds(chunk.request) and asks.covers(chunk.first, end)
         else:
             ready = self._pages.begin_capture(chunk.request, asks, chunk.first)
         return batch.place(chunk.first, chunk.slots) if ready else None
-
-    def _agreed(self, found: list[int | None]) -> list[int | None]:
-        """The rows, without those that some rank did not find: all ranks must compute the same rows."""
-        group = get_tp_group()
-        if group.world_size == 1:
-            return found
-        # Numbers of another kind are not summed by every backend.
-        here = torch.tensor([row is not None for row in found], dtype=torch.float32, device=group.device)
-        there = group.all_reduce(here).cpu().tolist()
-        return [row if count == group.world_size else None for row, count in zip(found, there, strict=True)]
 
     def _reused(self, chunk: ChunkOrder, asks: Reuse, row: int) -> ReusedRows:
         end = chunk.first + len(chunk.slots)
@@ -181,3 +221,23 @@ class BlendStep:
 
     def _taker(self, chunk: ChunkOrder) -> Any:
         return lambda layer, planes: self._pages.capture(chunk.request, layer, chunk.first, planes)
+
+
+def _on_all_ranks(here: list[bool]) -> list[bool]:
+    """What is true on every rank. Waits for all ranks: each must call this with as many."""
+    group = get_tp_group()
+    if group.world_size == 1:
+        return here
+    # Numbers of another kind are not summed by every backend.
+    flags = torch.tensor(here, dtype=torch.float32, device=group.device)
+    return [count == group.world_size for count in group.all_reduce(flags).cpu().tolist()]
+
+
+def _covered(chunk: ChunkOrder) -> int:
+    """How many of a chunk's rows cached segments cover: often none of the last chunk of a prompt."""
+    asks = chunk.asks
+    return (
+        len(segment_rows(asks.spans, chunk.first, chunk.first + len(chunk.slots)))
+        if isinstance(asks, Reuse)
+        else 0
+    )

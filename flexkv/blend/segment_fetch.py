@@ -1,0 +1,103 @@
+"""Brings what is cached of one prompt's segments to host memory, and then loads it, without ever waiting.
+
+For a caller whose thread must not wait, such as an engine's step. A `SegmentLookup` that streams promises pages while
+they are being read; here a page is promised once it is in host memory, so a disk that is slow or hangs costs the
+caller's time to wait and no step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from flexkv.blend.base import Tokens
+from flexkv.blend.segment_load import SegmentLoad
+from flexkv.blend.segment_lookup import MOST_HITS, Asked, SegmentLookup
+from flexkv.blend.segment_moves import SegmentMoves
+from flexkv.cache.base import Outcome
+from flexkv.observe import PageLoss
+
+
+class SegmentFetch:
+    """One prompt's segments on their way to host memory. The disks' time to wait (`disk.wait_s`) bounds it, once for
+    room in host memory and once for reads.
+
+    Call order:
+        `begin_load` until it returns a load, or `give_up`.
+
+    Args:
+        deadline_s: how long each wait of the load lasts at most.
+
+    Attributes:
+        missed: pages of the segments that the load does not bring, by reason; known with the load.
+    """
+
+    def __init__(
+        self,
+        lookup: SegmentLookup,
+        moves: SegmentMoves,
+        segments: Sequence[Tokens],
+        deadline_s: float,
+        caller: str = "",
+    ) -> None:
+        self._lookup, self._moves = lookup, moves
+        self._deadline_s = deadline_s
+        self.missed: Counter[PageLoss] = Counter()
+        self._asked = lookup.ask(segments, caller)[:MOST_HITS]
+        self._known = [lookup.pages(one.keys) for one in self._asked]
+        # A prompt that host memory does not hold would wait for room that it has taken itself.
+        self._awaits_room = sum(self._known) <= lookup.slots
+        self._without_room: set[int] = set()
+        """Segments whose lookup went on without pages for which there was no room."""
+        self._coming = list(self._asked)
+        try:
+            self._coming = [one for one in self._asked if self._fetch(one)]
+            moves.begin_reads()
+        except Exception:
+            self.give_up()
+            raise
+
+    def begin_load(self) -> SegmentLoad | None:
+        """Begins to load what has come, once nothing more will; None until then."""
+        self._moves.free_late()
+        # Each is asked, because it keeps its place in the line for room by being asked.
+        self._coming = [
+            one for one in self._coming if self._lookup.waits(one, self._awaits_room) or self._fetch(one)
+        ]
+        self._moves.begin_reads()
+        if self._coming:
+            return None
+        return self._load()
+
+    def _fetch(self, asked: Asked) -> bool:
+        """Whether to ask again for a segment."""
+        before = self._lookup.no_room
+        outcome = self._lookup.fetch(asked)
+        lacks_room = outcome is Outcome.ASK_AGAIN and not self._awaits_room
+        if self._lookup.no_room > before or lacks_room:
+            self._without_room.add(asked.segment)
+        return outcome is not Outcome.HIT and not lacks_room
+
+    def _load(self) -> SegmentLoad:
+        asked, self._asked = self._asked, []
+        hits = self._lookup.load(asked)
+        came = {hit.segment: len(hit.blocks) for hit in hits}
+        for one, known in zip(asked, self._known, strict=True):
+            pages, got = one.pages, came.get(one.segment, 0)
+            if pages > max(known, got):
+                self.missed[PageLoss.SEGMENT_ABSENT] += pages - max(known, got)
+            if known > got:
+                self.missed[self._why(one, got)] += known - got
+        return SegmentLoad(self._moves, hits, self._deadline_s)
+
+    def _why(self, asked: Asked, got: int) -> PageLoss:
+        """Why a segment's page `got`, which a tier had, did not come."""
+        if self._lookup.pages(asked.keys) <= got:
+            return PageLoss.SEGMENT_UNREADABLE
+        return PageLoss.SEGMENT_NO_ROOM if asked.segment in self._without_room else PageLoss.SEGMENT_LATE
+
+    def give_up(self) -> None:
+        """Ends the fetch; its segments are not wanted any more. Idempotent."""
+        asked, self._asked, self._coming = self._asked, [], []
+        for one in asked:
+            self._lookup.give_up(one)

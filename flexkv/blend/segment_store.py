@@ -1,0 +1,134 @@
+"""Moves one segment's pages from the staging pool to the host pool."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexkv.blend.keys import GROUP, SegmentKeys
+from flexkv.blend.segment_moves import LateBlocks, SegmentMoves
+from flexkv.cache.manager import LocalCacheManager
+from flexkv.transfer.base import Ticket
+
+LOOK_EVERY_S = 0.001
+"""Seconds between two looks for blocks that another store moves."""
+
+
+class SegmentStore:
+    """A segment on its way to host memory, whose rows lie in blocks of the staging pool. Tokens after the last whole
+    block are stored once the whole blocks are there, whose staging blocks are free by then.
+
+    Call order:
+        `advance` until it returns True or raises, or `leave`.
+
+    Args:
+        name: makes a name for a request of the manager.
+        deadline_s: how long it may take, in seconds.
+
+    Attributes:
+        keys: as given.
+    """
+
+    def __init__(
+        self,
+        moves: SegmentMoves,
+        manager: LocalCacheManager,
+        keys: SegmentKeys,
+        blocks: NDArray[np.int32],
+        block_tokens: int,
+        name: Callable[[], str],
+        deadline_s: float,
+    ) -> None:
+        self._moves, self._manager, self._name = moves, manager, name
+        self.keys, self._blocks, self._block_tokens = keys, blocks, block_tokens
+        self._ends_s = time.monotonic() + deadline_s
+        self._parts = [self._begin_whole, self._begin_tail]
+        self._request = ""
+        self._ticket: Ticket | None = None
+        self._moving = blocks[:0]
+
+    @property
+    def is_late(self) -> bool:
+        """Whether its time has passed."""
+        return time.monotonic() >= self._ends_s
+
+    def advance(self, wait: bool = False) -> bool:
+        """Carries it on. Returns whether it has ended.
+
+        Args:
+            wait: wait until its deadline; otherwise this never waits.
+        """
+        try:
+            while self._request or self._parts:
+                if not self._request:
+                    if self._parts[0]():
+                        self._parts.pop(0)
+                    elif not wait or self.is_late:
+                        return False
+                    else:
+                        time.sleep(LOOK_EVERY_S)
+                    continue
+                wait_s = max(0.0, self._ends_s - time.monotonic()) if wait else 0.0
+                if self._ticket is not None and not self._moves.engine.wait(self._ticket, wait_s):
+                    return False
+                self._end_part()
+        except BaseException:
+            self._free()
+            raise
+        self._free()
+        return True
+
+    def leave(self) -> None:
+        """Nobody waits for it any more; its blocks are freed once nothing moves. Idempotent."""
+        self._parts.clear()
+        if self._request:
+            tickets = () if self._ticket is None else (self._ticket,)
+            self._moves.leave(LateBlocks(tickets, self._moving, (self._request,)))
+            self._request, self._blocks = "", np.setdiff1d(self._blocks, self._moving)
+        self._free()
+
+    def _begin_whole(self) -> bool:
+        whole = len(self.keys.whole)
+        if whole:
+            self._begin(self.keys.whole, self._blocks[:whole], 0, self._block_tokens)
+        return True
+
+    def _begin_tail(self) -> bool:
+        """Returns False if it must be called again, because another store still moves some of the whole blocks."""
+        tail, whole = self.keys.tail, self.keys.whole
+        if tail is None:
+            return True
+        self._moves.take_results()
+        if self._manager.present(GROUP, whole).all():
+            self._begin(tail.keys, self._blocks[-1:], len(whole), int(tail.tokens[0]))
+            return True
+        return not self._manager.known(GROUP, whole).all()
+
+    def _begin(self, keys: NDArray[np.uint8], blocks: NDArray[np.int32], first: int, tokens: int) -> None:
+        request = self._name()
+        plan = self._manager.begin_store(request, GROUP, keys, blocks, first, tokens)
+        if plan.graph is not None:
+            try:
+                self._ticket = self._moves.submit(plan.graph)
+            except Exception:
+                self._manager.release(request)
+                raise
+        self._request, self._moving = request, blocks
+
+    def _end_part(self) -> None:
+        if self._ticket is not None:
+            self._ticket = None
+            self._moves.take_results()
+        request, self._request = self._request, ""
+        moved, self._moving = self._moving, self._moving[:0]
+        self._blocks = np.setdiff1d(self._blocks, moved)
+        self._moves.staging.give(moved.tolist())
+        self._manager.release(request)
+        self._moves.begin_reads()
+
+    def _free(self) -> None:
+        blocks, self._blocks = self._blocks, self._blocks[:0]
+        self._moves.staging.give(blocks.tolist())

@@ -1,0 +1,191 @@
+"""What looks into an engine's blended forwards: the keys and values of each layer, and the oracle of each rank."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from demo.engine_child import RequestTracker
+
+from .broken_mask import one_sequence_of
+
+
+def blend_worker() -> Any:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    return get_kv_transfer_group().worker.blend
+
+
+def ask_engine(llm: Any, request: dict[str, Any]) -> dict[str, Any]:
+    tracker = RequestTracker(llm)
+    tracker.add(f"b{time.monotonic_ns()}", request)
+    while tracker.step():
+        pass
+    (result,) = tracker.results()
+    return result
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, **values: Any) -> Iterator[None]:
+    before = {name: getattr(owner, name) for name in values}
+    for name, value in values.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
+class Watch:
+    """Keys and values that each layer's attention is given, and the positions that they belong to."""
+
+    def __init__(self, forward: Any) -> None:
+        self.keys: list[list[Any]] = [[] for _ in forward.layers]
+        self.values: list[list[Any]] = [[] for _ in forward.layers]
+        self.kept: list[Any] = []
+        self.runs: list[int] = []
+        self._forward = forward
+        self._of_runs = forward.runs
+
+    def __enter__(self) -> Watch:
+        def look(layer: int) -> Any:
+            def hook(attention: Any, arguments: Any) -> None:
+                rows = arguments[1].shape[0]
+                self.keys[layer].append(arguments[1].reshape(rows, attention.num_kv_heads, -1).clone())
+                self.values[layer].append(arguments[2].reshape(rows, attention.num_kv_heads, -1).clone())
+
+            return hook
+
+        self._hooks = [
+            attention.register_forward_pre_hook(look(layer))
+            for layer, attention in enumerate(self._forward.attentions)
+        ]
+        self._forward.runs = self._note
+        return self
+
+    def _note(self, batch: Any, kept: Any) -> Any:
+        runs = self._of_runs(batch, kept)
+        self.kept.append(batch.positions[kept])
+        self.runs.append(len(runs.lengths))
+        return runs
+
+    def __exit__(self, *error: object) -> None:
+        self._forward.runs = self._of_runs
+        for hook in self._hooks:
+            hook.remove()
+
+    def planes(self) -> list[tuple[Any, Any]]:
+        """Keys and values of each layer, of all forwards."""
+        import torch
+
+        return [
+            (torch.cat(keys), torch.cat(values)) for keys, values in zip(self.keys, self.values, strict=True)
+        ]
+
+
+class Oracle:
+    """One rank's part: the keys and values of a full computation, and how far the keys of kept rows are off from it."""
+
+    def __init__(self) -> None:
+        self._blend = blend_worker()
+        self._forward = self._blend.forward
+        self._watch = Watch(self._forward)
+        self._broken = contextlib.ExitStack()
+        self._planes: list[tuple[Any, Any]] = []
+
+    def begin(self) -> None:
+        self._watch.__enter__()
+
+    def end_full(self) -> None:
+        """Called after the full computation."""
+        self._watch.__exit__()
+        self._planes = self._watch.planes()
+
+    def store(self, ids: list[int], spans: list[list[int]]) -> None:
+        """Keeps the rows of the full computation as segments, so that blending the prompt with them is exact."""
+        cache, rotation = self._blend._pages.cache, self._blend._pages.rotation
+        for first, end in spans:
+
+            def rows(layer: int, at: slice = slice(first, end)) -> tuple[Any, Any]:
+                keys, values = (plane[at].transpose(0, 1).contiguous() for plane in self._planes[layer])
+                return keys, values
+
+            stored = cache.store(np.asarray(ids[first:end], np.int64), rows, rotation, first)
+            assert stored == end - first
+
+    def begin_blend(self, share: float, one_sequence: bool, loaded: bool, another_layer: bool) -> None:
+        """Keeps rows at random, the same on every rank.
+
+        Args:
+            one_sequence: a control; see `one_sequence_of`.
+            loaded: the cached rows are those that the rank loads, and else those of the full computation.
+            another_layer: a control: of those that the rank loads, later layers get the ones of the layer before.
+        """
+        from flexkv.adapters.vllm.blend.pages import segment_rows
+        from flexkv.adapters.vllm.blend.selftest import KnownRows
+        from flexkv.blend.turned_rows import TurnedRows
+
+        random = np.random.default_rng(3)
+
+        def rows(request: str, spans: Any, first: int, end: int) -> KnownRows:
+            return KnownRows(self._planes, first + segment_rows(spans, first, end))
+
+        def choose(batch: Any, reused: Any, difference: Any) -> Any:
+            keep = np.ones(batch.rows, np.bool_)
+            for covered, _ in reused:
+                keep[covered] = random.random(len(covered)) < share
+            keep[batch.last] = True
+            return keep
+
+        forward, pages = self._forward, self._blend._pages
+        runs = one_sequence_of(forward.runs) if one_sequence else forward.runs
+        self._broken.enter_context(replaced(pages, rows=pages.rows if loaded else rows))
+        self._broken.enter_context(replaced(forward, choose=choose, runs=runs))
+        if another_layer:
+            of_layer = TurnedRows.sources
+
+            def sources(rows: TurnedRows, layer: int) -> Any:
+                return of_layer(rows, max(layer - 1, forward.check_layer))
+
+            self._broken.enter_context(replaced(TurnedRows, sources=sources))
+        self._watch = Watch(forward)
+        self.begin()
+
+    def end_blend(self) -> dict[str, Any]:
+        """Called after the blended computation: how far the keys of any kept row in any later layer are off."""
+        self._watch.__exit__()
+        self._broken.close()
+        some, forward = self._watch, self._forward
+        kept = np.concatenate(some.kept)
+        worst = 0.0
+        for layer in range(forward.check_layer + 1, len(forward.layers)):
+            fresh = np.concatenate([keys.numpy() for keys in some.keys[layer][: len(some.kept)]])
+            wanted = self._planes[layer][0].numpy()[kept]
+            worst = max(worst, float(np.abs(fresh - wanted).max()))
+        return {
+            "worst": worst,
+            "kept": kept.tolist(),
+            "runs": sum(some.runs),
+            "heads": int(self._planes[0][0].shape[1]),
+            "sum": float(self._planes[-1][0].sum()),
+        }
+
+
+_oracles: list[Oracle] = []
+"""The oracle of this rank's process."""
+
+
+def rank_oracle(worker: Any, step: str, *given: Any) -> Any:
+    """Runs in each rank: one step of its oracle.
+
+    Args:
+        worker: vLLM's worker.
+    """
+    if step == "begin":
+        _oracles[:] = [Oracle()]
+    return getattr(_oracles[0], step)(*given)

@@ -1,0 +1,26 @@
+"""A control: kept rows with the mask of one causal sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+
+def one_sequence_of(runs: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Makes one causal sequence of the kept rows of each request, so that they see rows behind them.
+
+    Args:
+        runs: see `BlendForward.runs`.
+    """
+    from flexkv.adapters.vllm.blend.rows import Runs
+
+    def broken(batch: Any, kept: Any) -> Runs:
+        found = runs(batch, kept)
+        begin = np.flatnonzero(np.concatenate(([True], np.diff(found.sequences) != 0)))
+        ends = np.append(begin[1:], len(found.sequences)) - 1
+        starts = np.append(found.starts[begin], found.starts[-1]).astype(np.int32)
+        return Runs(starts, found.lengths[ends], found.sequences[begin])
+
+    return broken

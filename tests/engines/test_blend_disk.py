@@ -1,0 +1,200 @@
+"""Blending inside vLLM with segments that come from disk."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from demo.model import PRESETS
+
+from .blend_world import Documents, results, start_blending
+from .conftest import Engines
+from .session import EngineSession, Prompt
+from .test_disk import flip, slabs_of
+
+ROUNDING = 1e-4
+READ = "vllm:flexkv_blend_disk_pages_total{direction=read}"
+MISSED = "vllm:flexkv_blend_missed_pages_total"
+PAGES = 19
+"""Pages of 16 tokens of the three documents: 6, 5 and 8."""
+PAGE_BYTES = 2 * 16 * PRESETS["tiny"].layers * PRESETS["tiny"].kv_heads * PRESETS["tiny"].head_size * 4
+NOTHING_HELD = {"live": 0, "pages": 0, "loads": 0, "staged": 0}
+WAIT_S = 0.5
+
+
+def settings(folder: Path, **more: Any) -> dict[str, Any]:
+    return {
+        "disk.folders": str(folder),
+        "disk.bytes_per_folder": 64 << 20,
+        "disk.wait_s": 20.0,
+        "blend.disk_bytes": 32 << 20,
+    } | more
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("segments")
+
+
+@pytest.fixture
+def session(engines: Engines, folder: Path) -> EngineSession:
+    return start_blending(engines, settings(folder))
+
+
+@pytest.fixture
+def documents(session: EngineSession, stream: int) -> Documents:
+    """Segments that lie on disk alone."""
+    made = Documents.of(stream % 10_000_000)
+    made.store(session)
+    drop_host(session)
+    return made
+
+
+def drop_host(session: EngineSession) -> None:
+    session.settle()
+    assert session.call("blend_drop_host")["left"] == 0
+
+
+def missed(session: EngineSession) -> dict[str, float]:
+    found = session.process.metrics(MISSED)
+    return {key.partition("reason=")[2].rstrip("}"): value for key, value in found.items() if value}
+
+
+def more(of: Callable[[EngineSession], dict[str, float]], session: EngineSession, before: Any) -> Any:
+    return dict(Counter(of(session)) - Counter(before))
+
+
+def test_segments_from_disk_give_the_bits_of_those_from_host_memory(
+    session: EngineSession, documents: Documents
+) -> None:
+    before, read = missed(session), session.metric(READ)
+    [from_disk] = session.ask(documents.blended(0.15))
+    assert session.metric(READ) - read == PAGES
+    [from_memory] = session.ask(documents.blended(0.15))
+    assert session.metric(READ) - read == PAGES
+    [full] = session.ask(documents.plain())
+    assert (from_disk.tokens, from_disk.log_probabilities) == (
+        from_memory.tokens,
+        from_memory.log_probabilities,
+    )
+    assert from_disk.log_probabilities != full.log_probabilities, "rows are reused"
+    assert more(missed, session, before) == {}
+    assert session.call("blend_held") == NOTHING_HELD
+
+
+def test_kept_rows_beside_rows_from_disk_get_the_keys_of_the_full_computation(
+    session: EngineSession, stream: int
+) -> None:
+    """The oracle: the rows on disk are the full computation's, so every kept row must get its keys from it. Controls:
+    kept rows as one causal sequence, and rows on disk that were computed without the text before them."""
+    true, alone = (Documents.of(stream % 10_000_000 + number) for number in (0, 100))
+    spans = [list(span) for span in true.spans]
+    session.call("blend_store_true", full=true.plain().wire(), spans=spans)
+    alone.store(session)
+    found = []
+    for documents, one_sequence in ((true, False), (true, True), (alone, False)):
+        drop_host(session)
+        read = session.metric(READ)
+        asks = {"full": documents.plain().wire(), "blended": documents.blended(0.15).wire()}
+        found.append(session.call("blend_oracle", share=0.2, loaded=True, one_sequence=one_sequence, **asks))
+        assert session.metric(READ) - read == PAGES
+    assert found[0]["runs"] > 30, "the kept rows are apart"
+    assert found[0]["worst"] < ROUNDING
+    assert found[1]["worst"] > 0.1
+    assert found[2]["worst"] > 0.1
+
+
+def test_damaged_segments_on_disk_are_computed(
+    session: EngineSession, documents: Documents, folder: Path
+) -> None:
+    for slab in slabs_of(folder):
+        if "segments-" in str(slab):
+            flip(slab, range(64 << 10, slab.stat().st_size, 4096))
+    before, count = results(session), missed(session)
+    session.check_one(documents.blended(0.0))
+    assert more(results, session, before) == {"lost": 1}
+    assert more(missed, session, count) == {"unreadable": PAGES}
+    documents.store(session)
+    drop_host(session)
+    session.check_one(documents.blended(1.0))
+    assert more(results, session, before) == {"lost": 1, "stored": 3, "blended": 1}
+
+
+def test_the_next_process_finds_them(engines: Engines, stream: int, tmp_path: Path) -> None:
+    """Killed, not ended in order. What was stored by another process counts only for its rank and namespace."""
+    first = start_blending(engines, settings(tmp_path))
+    documents = Documents.of(stream % 10_000_000)
+    documents.store(first)
+    [before] = first.ask(documents.blended(0.15))
+    first.settle()
+    first.process.kill()
+    second = start_blending(engines, settings(tmp_path))
+    [after] = second.ask(documents.blended(0.15))
+    assert (after.tokens, after.log_probabilities) == (before.tokens, before.log_probabilities)
+    assert second.metric(READ) == PAGES
+    other = documents.blended(0.0)
+    assert other.extra is not None
+    other.extra["kv_transfer_params"]["flexkv.namespace"] = "another"
+    second.check_one(other)
+    assert results(second) == {"blended": 1, "miss": 1}
+    assert missed(second) == {"absent": PAGES}
+    assert second.call("reset", connector=True)["done"]
+    second.check_one(documents.blended(0.0))
+    assert results(second) == {"blended": 1, "miss": 2}
+
+
+def test_a_disk_that_hangs_costs_its_requests_the_segments_and_nobody_a_step(
+    engines: Engines, folder: Path, stream: int
+) -> None:
+    session = start_blending(engines, settings(folder, **{"disk.wait_s": WAIT_S}))
+    documents = Documents.of(stream % 10_000_000)
+    documents.store(session)
+    drop_host(session)
+    session.call("blend_hold_reads")
+    # Ended in the middle of its wait; the others are served meanwhile.
+    reply = session.call(
+        "abort",
+        requests=[documents.blended(0.0).wire(), Prompt.of(77, stream, salt="other").wire()],
+        victim=0,
+        steps=5,
+    )
+    assert reply["aborted"], reply
+    assert len(reply["requests"][1]["tokens"]) == 12
+    assert session.call("blend_held") == NOTHING_HELD
+    before, count = results(session), missed(session)
+    blended, other = session.check(documents.blended(0.0), Prompt.of(78, stream, salt="another"))
+    assert more(results, session, before) == {"late": 1}
+    assert more(missed, session, count) == {"late": PAGES}
+    assert blended.ttft_s is not None
+    assert other.ttft_s is not None
+    assert other.ttft_s < blended.ttft_s
+    session.call("blend_let_reads_go")
+    session.settle()
+    assert session.call("blend_held") == NOTHING_HELD
+    session.check_one(documents.blended(1.0))
+    assert more(results, session, before) == {"late": 1, "blended": 1}
+
+
+@pytest.mark.long
+def test_preempted_requests_get_their_segments_from_disk_again(
+    engines: Engines, folder: Path, stream: int
+) -> None:
+    """Three prompts run out of blocks while they generate; host memory holds the segments of one of them."""
+    session = start_blending(engines, settings(folder, **{"blend.bytes": 60 * PAGE_BYTES}))
+    several = [
+        Documents.of(stream % 10_000_000 + 100 * number, (600, 400, 250), max_tokens=120)
+        for number in range(3)
+    ]
+    for each in several:
+        each.store(session)
+        session.settle()
+    read, preemptions = session.metric(READ), session.metric("vllm:num_preemptions_total")
+    session.check(*(each.blended(1.0) for each in several))
+    assert session.metric("vllm:num_preemptions_total") > preemptions
+    assert session.metric(READ) > read
+    session.settle()
+    assert session.call("blend_held") == NOTHING_HELD

@@ -1,0 +1,320 @@
+"""The cached rows of a blended forward come through the layerwise pipeline, while the model's layers run."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from flexkv.adapters.torch_tensors.device import PinnedRows, TorchDevice
+from flexkv.adapters.vllm.blend import forward
+from flexkv.adapters.vllm.blend.forward import BlendForward, ReusedRows
+from flexkv.adapters.vllm.blend.pages import LoadedLayers, LoadedRows, device_of
+from flexkv.adapters.vllm.blend.rows import BatchRows
+from flexkv.blend.cache import SegmentCache
+from flexkv.blend.segment_load import SegmentLoad
+from flexkv.blend.turned_rows import RowDevice, TurnedRows
+from flexkv.transfer.layerwise.base import PipelineError, RowSource
+from flexkv.transfer.layerwise.host_device import HostDevice
+from flexkv.transfer.layerwise.pipeline import Pipeline
+from tests.unit.blend.loaded_world import (
+    ROTATION,
+    SHAPE,
+    load_all,
+    make_cache,
+    store_all,
+    stretches_of,
+    wanted,
+)
+from tests.unit.transfer.layerwise.layer_world import GENEROUS_S, ReorderingDevice
+
+CHECK = 1
+ROWS = 340
+"""Rows of the prompt, which is one chunk: the stretches' are at 40 to 59 and 300 to 319."""
+
+CPU = torch.device("cpu")
+
+
+class Attention(torch.nn.Module):
+    """Keys of all rows are zeros; what is written to its slots is kept."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.layer_name, self.kv_cache = f"layer{number}", None
+        self.written = torch.full((2, ROWS, SHAPE.heads, SHAPE.head_dim), torch.nan)
+        self.impl = SimpleNamespace(do_kv_cache_update=self.write)
+
+    def write(self, attention: Any, keys: Any, values: Any, pool: Any, slots: Any) -> None:
+        assert attention is self
+        self.written[0, slots], self.written[1, slots] = keys, values
+
+    def forward(self, query: Any, keys: Any, values: Any) -> Any:
+        return query
+
+
+class Layer:
+    def __init__(self, number: int, runs: Callable[[int], None]) -> None:
+        self.self_attn = SimpleNamespace(attn=Attention(number))
+        self._number, self._runs = number, runs
+
+    def __call__(self, positions: Any, hidden: Any, residual: Any) -> tuple[Any, Any]:
+        fresh = torch.zeros(len(hidden), SHAPE.heads, SHAPE.head_dim)
+        self.self_attn.attn(hidden, fresh, fresh)
+        self._runs(self._number)
+        return hidden, hidden
+
+
+class Copies(TurnedRows):
+    """Notes which layers' copies have begun.
+
+    Attributes:
+        shown: the layer whose rows are given as another layer's.
+        before: called in the stream that copies, before a layer's copy.
+    """
+
+    shown: Callable[[int], int] = staticmethod(lambda layer: layer)
+    before: Callable[[int], None] = staticmethod(lambda layer: None)
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.begun = [threading.Event() for _ in range(SHAPE.layers)]
+
+    def sources(self, layer: int) -> list[RowSource]:
+        rows = self
+
+        class Noted:
+            def __init__(self, source: RowSource) -> None:
+                self.source = source
+
+            def copy_to(self, to: Any) -> None:
+                rows.begun[layer].set()
+                rows.before(layer)
+                self.source.copy_to(to)
+
+        return [Noted(source) for source in super().sources(self.shown(layer))]
+
+
+@pytest.fixture
+def cache() -> Iterator[SegmentCache]:
+    made = make_cache()
+    store_all(made)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def load(cache: SegmentCache) -> Iterator[SegmentLoad]:
+    found = load_all(cache)
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def copies(cache: SegmentCache, load: SegmentLoad) -> Copies:
+    return Copies(cache, ROTATION, load, stretches_of(load))
+
+
+@pytest.fixture
+def host() -> Iterator[RowDevice]:
+    found = device_of(CPU, torch.float32)
+    assert isinstance(found.device, HostDevice)
+    yield found
+    assert found.device.close(GENEROUS_S)
+
+
+@pytest.fixture
+def blending(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int], None]], BlendForward]:
+    """Makes a forward. Its model calls the argument in each layer, once the layer's attention has run."""
+    slots = torch.arange(ROWS)
+    context = SimpleNamespace(slot_mapping={"layer0": slots})
+    monkeypatch.setattr(forward, "get_forward_context", lambda: context)
+    monkeypatch.setattr(forward, "override_forward_context", lambda context: contextlib.nullcontext())
+    monkeypatch.setattr(forward, "get_tp_group", lambda: SimpleNamespace(world_size=1))
+    monkeypatch.setattr(BlendForward, "_context", lambda self, context, batch, kept: context)
+
+    def make(runs: Callable[[int], None]) -> BlendForward:
+        decoder = SimpleNamespace(
+            embed_input_ids=lambda ids: ids[:, None].expand(-1, 8).float(),
+            layers=[Layer(number, runs) for number in range(SHAPE.layers)],
+            norm=lambda hidden, residual: (hidden, residual),
+        )
+        return BlendForward(SimpleNamespace(model=decoder), None, CHECK)
+
+    return make
+
+
+def run(blended: BlendForward, rows: TurnedRows, on: RowDevice, ratio: float = 0.0, requests: int = 1) -> Any:
+    """Runs the forward. Returns which rows were kept."""
+    at = np.arange(ROWS, dtype=np.int64)
+    batch = BatchRows(np.array([0, ROWS], np.int64), at, at)
+    covered = rows.in_buffer + 40
+    source = LoadedRows(rows, on, torch.float32, CPU)
+    reused = [ReusedRows(covered, source, ratio) for _ in range(requests)]
+    _, keep = blended.run(torch.arange(ROWS), torch.arange(ROWS), batch, reused)
+    return keep
+
+
+def written(blended: BlendForward, layer: int) -> Any:
+    return blended.attentions[layer].written.numpy()
+
+
+def nothing(layer: int) -> None:
+    pass
+
+
+def off_by(blended: BlendForward, rows: TurnedRows, skipped: Any) -> float:
+    """How far what was written to the pool is from what the skipped rows' keys and values are."""
+    worst = 0.0
+    for layer in range(CHECK + 1, SHAPE.layers):
+        slots = rows.in_buffer[skipped] + 40
+        others = np.setdiff1d(np.arange(ROWS), slots)
+        assert np.isnan(written(blended, layer)[:, others]).all(), "kept rows are the layer's"
+        for plane, found in zip(wanted(layer), written(blended, layer)[:, slots], strict=True):
+            worst = max(worst, float(np.abs(found - plane[skipped]).max()))
+    return worst
+
+
+@pytest.mark.parametrize("on", ["host", "torch"])
+@pytest.mark.parametrize("ratio", [0.0, 0.4])
+def test_the_pool_gets_each_layers_skipped_rows(
+    blending: Any, copies: Copies, host: RowDevice, ratio: float, on: str
+) -> None:
+    blended = blending(nothing)
+    device = host if on == "host" else RowDevice(TorchDevice("cpu"), torch.float32, PinnedRows)
+    keep = run(blended, copies, device, ratio)
+    skipped = np.flatnonzero(~keep[copies.in_buffer + 40])
+    assert len(skipped) == round((1 - ratio) * len(copies.in_buffer))
+    assert off_by(blended, copies, skipped) < 1e-5
+    assert all(np.isnan(written(blended, layer)).all() for layer in range(CHECK + 1))
+    assert not copies.begun[0].is_set(), "layers before the check layer compute all rows"
+
+
+def test_control_a_pipeline_that_gives_another_layers_rows_is_seen(
+    blending: Any, copies: Copies, host: RowDevice
+) -> None:
+    copies.shown = lambda layer: max(CHECK, layer - 1)  # type: ignore[method-assign]
+    blended = blending(nothing)
+    run(blended, copies, host)
+    assert off_by(blended, copies, np.arange(len(copies.in_buffer))) > 0.1
+
+
+def test_control_a_layer_that_is_left_before_its_rows_are_taken_is_seen(
+    blending: Any, copies: Copies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its buffer gets the rows of a later layer meanwhile."""
+
+    def too_early(self: LoadedLayers, layer: int) -> Any:
+        buffer = self._tensor(self._layers.layer(layer))
+        self._layers.leave()
+        assert self._layers._pipeline.quiet(GENEROUS_S)
+        keys, values = buffer.index_select(1, self._at)
+        return keys, values
+
+    monkeypatch.setattr(LoadedLayers, "take", too_early)
+    blended = blending(nothing)
+    device = HostDevice()
+    run(blended, copies, RowDevice(device, SHAPE.carrier, lambda source: source))
+    assert device.close(GENEROUS_S)
+    assert off_by(blended, copies, np.arange(len(copies.in_buffer))) > 0.1
+
+
+def seen_in(layer: int) -> list[int]:
+    """The layers whose copies have begun when a layer of the model ends."""
+    return [each for each in range(max(layer, CHECK), layer + 3) if each < SHAPE.layers]
+
+
+def test_the_next_layers_are_copied_while_a_layer_of_the_model_runs(
+    blending: Any, copies: Copies, host: RowDevice
+) -> None:
+    """No layer of the model ends before the copies of the two layers after it have begun, for which nobody waits."""
+
+    def runs(layer: int) -> None:
+        if layer > CHECK:
+            assert all(copies.begun[each].wait(GENEROUS_S) for each in seen_in(layer))
+
+    run(blending(runs), copies, host)
+    assert all(each.is_set() for each in copies.begun[CHECK:])
+
+
+def test_the_check_layer_is_copied_while_layers_before_it_run(
+    blending: Any, copies: Copies, host: RowDevice
+) -> None:
+    def runs(layer: int) -> None:
+        if layer <= CHECK:
+            assert copies.begun[CHECK].wait(GENEROUS_S)
+            assert copies.begun[CHECK + 1].wait(GENEROUS_S)
+
+    run(blending(runs), copies, host)
+
+
+def test_control_a_device_that_works_only_when_awaited_copies_nothing_ahead(
+    blending: Any, copies: Copies
+) -> None:
+    ahead: list[bool] = []
+    blended = blending(
+        lambda layer: ahead.append(layer + 2 < SHAPE.layers and copies.begun[layer + 2].is_set())
+    )
+    device = ReorderingDevice(0)
+    run(blended, copies, RowDevice(device, SHAPE.carrier, lambda source: source))
+    assert off_by(blended, copies, np.arange(len(copies.in_buffer))) < 1e-5
+    assert not all(ahead[CHECK:-2])
+
+
+@pytest.mark.parametrize("layer_of_fault", [CHECK, CHECK + 2, SHAPE.layers - 1])
+def test_a_source_that_fails_ends_the_forward_and_leaves_nothing_open(
+    blending: Any, copies: Copies, host: RowDevice, layer_of_fault: int
+) -> None:
+    def fail(layer: int) -> None:
+        if layer == layer_of_fault:
+            raise OSError("gone")
+
+    copies.before = fail  # type: ignore[method-assign]
+    ran: list[int] = []
+    with pytest.raises(
+        PipelineError, match=f"cached rows of the model's layer {layer_of_fault}: .*OSError: gone"
+    ):
+        run(blending(ran.append), copies, host, requests=2)
+    assert max(ran) == max(layer_of_fault - 1, CHECK), "no layer of the model ran without its rows"
+    copies.before = lambda layer: None  # type: ignore[method-assign]
+    again = blending(nothing)
+    run(again, copies, host)
+    assert off_by(again, copies, np.arange(len(copies.in_buffer))) < 1e-5, (
+        "the device serves the next forward"
+    )
+
+
+def note_quiet(patch: pytest.MonkeyPatch, waits: list[float]) -> None:
+    """Notes how long each close waits at most."""
+    of_pipeline = Pipeline.quiet
+
+    def quiet(self: Pipeline, deadline_s: float) -> bool:
+        waits.append(deadline_s)
+        return of_pipeline(self, deadline_s)
+
+    patch.setattr(Pipeline, "quiet", quiet)
+
+
+def test_a_source_that_hangs_holds_a_forward_up_for_two_deadlines_at_most(
+    blending: Any, copies: Copies, cache: SegmentCache, host: RowDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One for the layer, and one for the close of all pipelines: the second one's does not wait again."""
+    go_on = threading.Event()
+    waits: list[float] = []
+
+    def hang(layer: int) -> None:
+        assert layer <= CHECK + 1 or go_on.wait(GENEROUS_S)
+
+    note_quiet(monkeypatch, waits)
+    copies.before = hang  # type: ignore[method-assign]
+    with monkeypatch.context() as short:
+        short.setattr(cache, "deadline_s", 0.05)
+        with pytest.raises(PipelineError, match=r"still moves bytes after 0\.05 s"):
+            run(blending(nothing), copies, host, requests=2)
+    assert waits == [0.05, 0.0]
+    go_on.set()

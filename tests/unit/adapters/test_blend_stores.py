@@ -1,0 +1,174 @@
+"""A rank's captured segments on their way to host memory: no step waits for them, and loads behind them find them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from flexkv.adapters.vllm.blend.orders import NewSegment, SegmentOrder
+from flexkv.adapters.vllm.blend.pages import BlendPages
+from flexkv.observe import BlendResult, Counters
+from flexkv.transfer.base import Ticket
+from tests.unit.blend.loaded_world import ROTATION, SHAPE, TOKENS, make_cache, planes_of
+
+WITHIN_S = 30.0
+SEGMENT = TOKENS[0]
+
+
+@pytest.fixture
+def pages() -> Iterator[BlendPages]:
+    made = BlendPages(make_cache(), ROTATION, torch.float32, "cpu", Counters())
+    yield made
+    made.close()
+
+
+class Held:
+    """While it is entered, the engine has ended no transfer, and nobody waits for one."""
+
+    def __init__(self, pages: BlendPages, patch: pytest.MonkeyPatch) -> None:
+        self._engine, self._patch = pages.cache.engine, patch
+
+    def __enter__(self) -> None:
+        def wait(ticket: int, deadline_s: float) -> bool:
+            assert deadline_s == 0.0, "a step waits"
+            return False
+
+        self._patch.setattr(self._engine, "wait", wait)
+
+    def __exit__(self, *error: object) -> None:
+        self._patch.undo()
+
+
+def capture(pages: BlendPages, request: str = "s", segment: np.ndarray = SEGMENT) -> None:
+    """The segment's rows in all layers, as one forward gives them."""
+    asks = NewSegment(segment, "")
+    assert pages.begin_capture(request, asks, 0)
+    rows = torch.from_numpy(planes_of(segment)).transpose(2, 3)
+    for layer in range(SHAPE.layers):
+        pages.capture(request, layer, 0, (rows[layer, 0], rows[layer, 1]))
+    pages.end_capture(request, asks, len(segment))
+
+
+def end_stores(pages: BlendPages) -> None:
+    ends_s = time.monotonic() + WITHIN_S
+    while pages.busy:
+        assert time.monotonic() < ends_s
+        pages.take_arrived()
+        time.sleep(0.001)
+
+
+def arrival(pages: BlendPages, request: str) -> Any:
+    ends_s = time.monotonic() + WITHIN_S
+    while request not in (arrived := pages.take_arrived()):
+        assert time.monotonic() < ends_s
+        time.sleep(0.001)
+    return arrived[request]
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["behind the store", "control"])
+def test_a_load_behind_a_store_finds_its_segment(
+    pages: BlendPages, monkeypatch: pytest.MonkeyPatch, waits: bool
+) -> None:
+    order = SegmentOrder("r", 1, (SEGMENT,), "")
+    with Held(pages, monkeypatch):
+        capture(pages)
+        assert pages.busy
+        if waits:
+            pages.begin_load(order)
+        else:
+            pages._coming["r"] = order
+            pages._begin_fetch(order)
+            pages.take_arrived()
+        assert pages.take_arrived() == {} or not waits
+    if waits:
+        assert arrival(pages, "r").tokens == (len(SEGMENT),)
+        assert not pages.busy
+    else:
+        assert pages.holds("r") or "r" in pages._coming
+        assert not pages._loads["r"].hits, "it was looked for too early"
+
+
+def test_a_request_that_ends_before_its_load_begins_leaves_nothing(
+    pages: BlendPages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = sorted(pages.cache.staging.free)
+    with Held(pages, monkeypatch):
+        capture(pages)
+        pages.begin_load(SegmentOrder("r", 1, (SEGMENT,), ""))
+        pages.release("r")
+        assert pages.take_arrived() == {}
+    ends_s = time.monotonic() + WITHIN_S
+    while pages.busy:
+        assert time.monotonic() < ends_s
+        assert pages.take_arrived() == {}
+    assert sorted(pages.cache.staging.free) == free
+
+
+def test_new_weights_make_a_store_under_way_a_miss(
+    pages: BlendPages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Held(pages, monkeypatch):
+        capture(pages)
+        pages.forget()
+        assert not pages.busy
+    pages.begin_load(SegmentOrder("r", 1, (SEGMENT,), ""))
+    found = arrival(pages, "r")
+    assert (found.tokens, found.missing) == ((0,), BlendResult.MISS)
+
+
+def test_a_close_waits_for_stores(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = BlendPages(make_cache(), ROTATION, torch.float32, "cpu", Counters())
+    with Held(pages, monkeypatch):
+        capture(pages)
+    pages.close()
+    assert not pages._stores
+    assert pages.cache.cached_tokens(SEGMENT) == len(SEGMENT)
+
+
+# --- two documents, for which together the staging pool has no room ---
+
+FIRST, SECOND = np.arange(60), np.arange(200, 260)
+
+
+def kept(pages: BlendPages) -> list[int]:
+    end_stores(pages)
+    return [pages.cache.cached_tokens(segment) for segment in (FIRST, SECOND)]
+
+
+@pytest.mark.parametrize("reaps", [True, False], ids=["reaps", "control"])
+def test_a_document_takes_the_room_of_one_that_has_ended(
+    pages: BlendPages, monkeypatch: pytest.MonkeyPatch, reaps: bool
+) -> None:
+    with Held(pages, monkeypatch):
+        capture(pages, "first", FIRST)
+    (store,) = pages._stores
+    assert store._ticket is not None
+    assert pages.cache.engine.wait(store._ticket, WITHIN_S)
+    with monkeypatch.context() as patch:
+        if not reaps:
+            patch.setattr(pages, "_advance_stores", lambda wait=False: None)
+        capture(pages, "second", SECOND)
+    assert kept(pages) == [60, 60 if reaps else 0]
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["waits", "control"])
+def test_a_document_waits_for_the_room_of_one_that_still_moves(
+    pages: BlendPages, monkeypatch: pytest.MonkeyPatch, waits: bool
+) -> None:
+    wait, advance = pages.cache.engine.wait, pages._advance_stores
+
+    def ends_if_awaited(ticket: Ticket, deadline_s: float) -> bool:
+        return deadline_s > 0 and wait(ticket, deadline_s)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pages.cache.engine, "wait", ends_if_awaited)
+        if not waits:
+            patch.setattr(pages, "_advance_stores", lambda wait=False: advance())
+        capture(pages, "first", FIRST)
+        capture(pages, "second", SECOND)
+    assert kept(pages) == [60, 60 if waits else 0]

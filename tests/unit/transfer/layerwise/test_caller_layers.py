@@ -1,0 +1,114 @@
+"""Loads whose caller takes each layer out of its buffer and writes it itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flexkv.errors import ContractError
+from flexkv.transfer.layerwise.base import LayerDevice
+from flexkv.transfer.layerwise.host_device import HostDevice
+from flexkv.transfer.layerwise.load import LoadPipeline
+from flexkv.transfer.layerwise.paged import CallerLayers
+from flexkv.transfer.layerwise.rows import NoRows
+from tests.unit.transfer.layerwise.layer_world import GENEROUS_S, LayerWorld, ReorderingDevice, turn
+
+
+def taking(world: LayerWorld, device: LayerDevice, kind: type[LoadPipeline] = LoadPipeline) -> LoadPipeline:
+    layers = CallerLayers(world.layers, world.planes, world.heads, world.width, np.dtype(np.int32))
+    numbers = np.arange(world.chunks.rows, dtype=np.int64)
+    return kind(device, layers, numbers, world.chunks, turn, GENEROUS_S)
+
+
+def load(world: LayerWorld, pipeline: LoadPipeline, lost: int | None = None) -> dict[int, str]:
+    """Writes each layer to the slots of `world.memory` and then takes the next step. The next layers begin before.
+
+    Args:
+        lost: a chunk whose rows do not come from layer 1 on.
+    """
+
+    def take(layer: int) -> list[Any]:
+        sources = world.sources(layer)
+        if lost is not None and layer == 1:
+            sources[lost] = NoRows("gone")
+        return sources
+
+    blocks, tokens = world.paged.split(world.slots)
+    steps = pipeline.run()
+    next(steps)
+    for layer in range(world.layers):
+        steps.send(() if layer < pipeline.begun_layers else take(layer))
+        pipeline.prefetch(take)
+        world.paged.write(layer, blocks, tokens, pipeline.get_kv(layer))
+    report = next(steps)
+    assert report is not None
+    assert report.quiet
+    return report.failed
+
+
+@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize(
+    "device_of", [lambda seed: HostDevice(True), lambda seed: HostDevice(False), ReorderingDevice]
+)
+def test_the_caller_gets_the_rows_that_a_scatter_writes(
+    seed: int, device_of: Callable[[int], LayerDevice]
+) -> None:
+    world, device = LayerWorld(seed), device_of(seed)
+    assert load(world, taking(world, device)) == {}
+    assert world.same(world.expected())
+    if isinstance(device, HostDevice):
+        assert device.close(GENEROUS_S)
+
+
+def test_rows_of_a_lost_chunk_are_zeros(host: HostDevice) -> None:
+    world = LayerWorld(7, layers=5)
+    assert load(world, taking(world, host), lost=0) == {0: "layer 1: gone"}
+    assert world.same(world.expected({0: 1}))
+
+
+class NoScatterToLoad(LoadPipeline):
+    """Control: a layer's buffer is filled again as soon as there is a layer to fill it with."""
+
+    def _buffer_is_leaving(self, layer: int) -> bool:
+        return True
+
+    def _after_scatter(self, layer: int) -> None:
+        pass
+
+
+def test_control_a_buffer_that_is_filled_again_too_early_is_seen() -> None:
+    world = LayerWorld(8, layers=6)
+    device = HostDevice(one_thread=True)
+    pipeline = taking(world, device, NoScatterToLoad)
+    of_kv = pipeline.get_kv
+
+    def late(layer: int) -> Any:
+        buffer = of_kv(layer)
+        assert pipeline.quiet(GENEROUS_S)
+        return buffer
+
+    pipeline.get_kv = late  # type: ignore[method-assign]
+    load(world, pipeline)
+    assert not world.same(world.expected())
+    assert device.close(GENEROUS_S)
+
+
+def test_nothing_is_written_for_the_caller(host: HostDevice) -> None:
+    world = LayerWorld(9, layers=4)
+    assert world.load(taking(world, host)).failed == {}
+    assert world.same(world.before)
+
+
+def test_a_layer_is_gone_after_its_step(host: HostDevice) -> None:
+    world = LayerWorld(10, layers=3)
+    pipeline = taking(world, host)
+    steps = pipeline.run()
+    next(steps)
+    steps.send(world.sources(0))
+    steps.send(world.sources(1))
+    with pytest.raises(ContractError, match="scatter is 1"):
+        pipeline.get_kv(0)
+    steps.close()
