@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from flexkv.cache.base import GroupSpec
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.cache.tiers.contract import TierFacts
 from flexkv.cache.tiers.host.tier import HostTier
-from flexkv.cache.tiers.live.tier import LivePeerTier
+from flexkv.cache.tiers.running_peers.tier import LivePeerTier
 from flexkv.cache.tiers.tables import TierContext
 from flexkv.peers.pool_reader import PoolReader
 from flexkv.transfer.host_pool import HostPool
@@ -80,10 +80,13 @@ class NobodyElse:
     """A unit without peers."""
 
     joined = 0
+    departed: tuple[int, ...] = ()
+    turn = (0, 1)
 
     def start(self, weights: bytes) -> None: ...
     def retire(self) -> None: ...
     def close(self) -> None: ...
+    def end_departed(self, peers: Collection[int]) -> None: ...
 
 
 def lookups() -> None:

@@ -199,7 +199,7 @@ class StorePlan:
         graph: the transfers to run; None when nothing needs to move.
         stored: positions in the offer of the blocks that the graph stores, int32: those of its first op, ascending,
             then those of the next op.
-        known: blocks that were stored or in flight already.
+        known: blocks that were stored or in flight already, or that a peer keeps.
         dropped: blocks that found no slot or no queue entry (BUSY); the caller may offer them again later.
         accepted: if blocks were dropped, a lower bound on the leading blocks of the offer that were not. Those need not
             be offered again.
@@ -265,8 +265,8 @@ class Completion:
 
 
 class CacheListener:
-    """Base class of listeners, whose methods a manager calls in order as keys appear in host memory and leave it. The
-    methods here do nothing."""
+    """Base class of listeners, whose methods a manager calls in order as keys appear in host memory and on the unit's
+    own disks, and leave them. The methods here do nothing."""
 
     def on_publish(self, group: int, keys: Keys) -> None:
         """These blocks became visible."""
@@ -274,8 +274,17 @@ class CacheListener:
     def on_evict(self, group: int, keys: Keys) -> None:
         """These blocks are no longer visible: they were evicted, forgotten or found bad."""
 
+    def on_write(self, group: int, keys: Keys) -> None:
+        """These blocks became visible on the unit's own disks."""
+
+    def on_unwrite(self, group: int, keys: Keys) -> None:
+        """These blocks are no longer visible there."""
+
+    def on_erase(self, name: str) -> None:
+        """The pages of this namespace were forgotten; `on_evict` and `on_unwrite` have named them."""
+
     def on_reset(self, epoch: int) -> None:
-        """Every block left; `epoch` has begun."""
+        """Every block left host memory and the disks; `epoch` has begun."""
 
 
 class CacheManager(ABC):
@@ -415,8 +424,8 @@ class CacheManager(ABC):
 
     @abstractmethod
     def known(self, group: int, keys: Keys) -> NDArray[np.bool_]:
-        """Which of these blocks are in one of the unit's tiers or on their way there, as far as is known here, bool
-        [keys]. Leases nothing, and counts no block as used."""
+        """Which of these blocks are in one of the unit's tiers or on their way there, or left to a peer that keeps
+        them, as far as is known here, bool [keys]. Leases nothing, and counts no block as used."""
 
     @abstractmethod
     def complete(self, rank: int, result: OpResult) -> Completion | None:
@@ -469,6 +478,11 @@ class CacheManager(ABC):
     def forget(self, group: int, keys: Keys) -> int:
         """Makes these keys misses in every tier; leased slots are freed when their last lease ends. Returns how many
         were known."""
+
+    @abstractmethod
+    def erase_namespace(self, name: str) -> int:
+        """Forgets every page of the namespace that callers name so, in every tier; returns how many were known. One
+        of 65,536 other pages is forgotten, too: see `named_mark`."""
 
     @abstractmethod
     def reset(self) -> int:

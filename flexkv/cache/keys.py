@@ -16,11 +16,21 @@ from flexkv.cache.base import TailCandidates
 from flexkv.errors import KeySchemeError
 from flexkv.facts.keys import Keys
 
-__all__ = ["EngineKeyChain", "TokenChain", "chain_seed", "namespace_digest", "tail_candidates", "tail_key"]
+__all__ = [
+    "EngineKeyChain",
+    "TokenChain",
+    "chain_seed",
+    "named_mark",
+    "namespace_digest",
+    "tail_candidates",
+    "tail_key",
+]
 
 Tokens = Sequence[int] | NDArray[np.int32] | NDArray[np.int64] | NDArray[np.uint32]
 
 _LABEL = b"flexkv namespace v1"
+_MARK_LABEL = b"flexkv namespace mark v1"
+_MARK_BYTES = 2
 _SEED_LABEL = b"sglang-cache-namespace-v1"
 _MAX_FIELD_BYTES = 2**32 - 1
 
@@ -56,6 +66,15 @@ def namespace_digest(fields: Mapping[str, bytes | str | int]) -> bytes:
     """
     framed = [_frame(name.encode()) + _typed(name, fields[name]) for name in sorted(fields)]
     return sha256(_LABEL + len(framed).to_bytes(4, "little") + b"".join(framed))
+
+
+def named_mark(name: str) -> bytes:
+    """The mark with which all keys of a namespace end that callers name, 2 bytes; empty for no name.
+
+    It follows the 32 bytes of the namespace, and lets such keys be found and erased. One of 65,536 other keys ends
+    with the same bytes, as if it were of that namespace.
+    """
+    return sha256(_MARK_LABEL + name.encode())[:_MARK_BYTES] if name else b""
 
 
 def chain_seed(extra_key: str | None, cache_salt: str | None) -> bytes:

@@ -34,6 +34,7 @@ from flexkv.cache.checks import (
     check_lookup,
     load_targets,
 )
+from flexkv.cache.keys import named_mark
 from flexkv.cache.ledger.cost import CostModel
 from flexkv.cache.ledger.hub import REFILL_PAGES, Hub
 from flexkv.cache.ledger.leases import HeldPages
@@ -325,7 +326,8 @@ class LocalCacheManager(CacheManager):
                 self._drop_expired()
             expiry = NEVER if ttl_s is None else self.tables.now_s + ttl_s
             offer = StoreOffer(request_id, group, keys, sources, first_block, valid, spare, expiry)
-            plan = self._store_route().begin_store(offer, room)
+            route, once = self._store_route(), self.work.once
+            plan = route.begin_store(offer, room) if once is None else once.begin_store(offer, room, route)
             self.tables.counts.busy_pages += plan.dropped
             return plan
 
@@ -336,6 +338,8 @@ class LocalCacheManager(CacheManager):
         # What running peers have may be gone when this engine needs it.
         for tier in (tier for tier in self.tables.tiers if tier.in_use and tier.follower is None):
             found |= tier.presence.find(group, keys, ready_only=False) != NO_ENTRY
+        if self.work.once is not None:
+            found |= self.work.once.kept(group, keys)
         return found
 
     def _store_route(self) -> StoreRoute:
@@ -365,7 +369,7 @@ class LocalCacheManager(CacheManager):
                 first = int(op.block_numbers[op.failed].min())
                 self.discard_from(op.request_id, first * self.tables.specs[op.group].block_tokens)
                 if op.epoch == self.tables.epoch:
-                    self.promises.failed_loads.note_failure(op, self.tables.specs[op.group].block_tokens)
+                    self.promises.load_tries.note_failure(op, self.tables.specs[op.group].block_tokens)
         if len(op.reported) < self._limits.ranks:
             return None
         self.tables.ops.remove(op)
@@ -376,7 +380,13 @@ class LocalCacheManager(CacheManager):
 
     def _end_load(self, op: RankOp) -> Completion:
         current = op.epoch == self.tables.epoch
+        once = self.work.once
+        copied = None
+        if once is not None and once.has_copies and current:
+            copied = self.tables.tiers[op.tier].presence.keys_of(op.entries)
         self.tables.loads_of(op.tier).end_load(op, current)
+        if once is not None and copied is not None:
+            once.end_load(copied)
         self._mark_used(op)
         if not current:
             op.failed[:] = True
@@ -390,7 +400,12 @@ class LocalCacheManager(CacheManager):
         good = ~op.failed & ~op.revoked
         if op.epoch != self.tables.epoch or any(load in self.tables.ops for load in op.waits_for):
             good[:] = False
+        once = self.work.once if op.tier == HUB else None
+        if once is not None:
+            once.end_store(op)
         published = self.tables.stores_of(op.tier).end_store(op, good)
+        if once is not None and published.any():
+            once.stored(op.group, self.tables.hub.index.keys_of(op.entries[published]))
         if op.tier == HUB and published.any() and self.work.takes_pages:
             self.work.offer(op.group, self.tables.hub.index.keys_of(op.entries[published]))
         self._mark_used(op)
@@ -438,6 +453,17 @@ class LocalCacheManager(CacheManager):
             tier.forget(group, keys[known])
             removed += tier.forget(group, keys[~known])
         self.tables.counts.forgotten_blocks += removed
+        return removed
+
+    def erase_namespace(self, name: str) -> int:
+        mark, removed = named_mark(name), 0
+        for group in range(len(self.tables.specs)):
+            marked = [
+                tier.presence.keys_of(tier.presence.find_marked(group, mark)) for tier in self.tables.tiers
+            ]
+            removed += self.forget(group, np.unique(np.concatenate(marked), axis=0))
+        for listener in self.tables.hub.listeners:
+            listener.on_erase(name)
         return removed
 
     def reset(self) -> int:

@@ -1,4 +1,4 @@
-"""`flexkv peers`: which units of this user share pages on this machine, what was served, and why not."""
+"""`flexkv peers`: with whom this machine's units of this user share pages, what was served, and why not."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ MOST_STATUS_BYTES = 128 << 10
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def command(folder: Path | None, as_json: bool) -> int:
-    """List the running units of this user that share pages, what each has of the others, and with whom it does not
-    share. Exit code 1: a unit did not answer."""
+    """List the running units of this user on this machine that share pages, what each has of the others, also of those
+    on other machines, and with whom it does not share. Exit code 1: a unit did not answer."""
     where = folder or runtime_folder(load_config().peers.folder)
     units = ask_units(where, ANSWER_S)
     if as_json:
@@ -56,13 +56,18 @@ def _print(units: list[dict[str, Any]]) -> None:
             missed = row["absent"] + row["changed"] + row["digest"]
             table.add_row(
                 *who,
-                str(row["pid"]),
+                f"{row['pid']} of {row['machine']}" if row.get("machine") else str(row["pid"]),
                 *map(str, (row["host_pages"], row["disk_pages"], row["copied"], missed)),
             )
         if not unit["peers"]:
             table.add_row(*who, "nobody", "", "", "", "")
     print_table(table)
     for unit in units:
+        if once := unit.get("once"):
+            click.echo(
+                f"process {unit.get('pid')} stores once: {once['left_out']} pages left out, which others keep, "
+                f"{once['promoted']} promoted, {once['lost']} lost"
+            )
         for pid, why in unit["refused"].items():
             click.echo(f"process {unit.get('pid')} does not share with process {pid}: {why}")
         if "error" in unit:
@@ -70,7 +75,7 @@ def _print(units: list[dict[str, Any]]) -> None:
 
 
 def ask_units(folder: Path, deadline_s: float) -> list[dict[str, Any]]:
-    """What each unit says; for one that does not answer within `deadline_s` seconds its file, and `error`."""
+    """Each unit's answer. For a unit that does not answer within `deadline_s` seconds: its card, and `error`."""
     return [_ask(folder, unit, facts, deadline_s) for unit, facts in read_cards(folder)]
 
 

@@ -44,8 +44,6 @@ _FOR_TENSORRT = NoEffect("hooks of layers are TensorRT-LLM's", "auto")
 _MANY_PIECES = NoEffect(
     "a block lies in several pieces of its pool, so that it passes through staging", "off"
 )
-_FOR_BLENDING = NoEffect("only blending (flexkv.blend) works layer by layer ahead")
-
 _FOR_VLLM = NoEffect("blending inside an engine is vLLM's; beside the others it is a library (flexkv.blend)")
 
 PARTLY: dict[str, dict[str, NoEffect]] = {
@@ -65,7 +63,7 @@ PARTLY: dict[str, dict[str, NoEffect]] = {
     "load.lookup_wait_s": {
         "vllm": NoEffect("vLLM asks again while pages are read; disk.wait_s and remote.wait_s bound that")
     },
-    "load.prefetch_layers": dict.fromkeys(ENGINES, _FOR_BLENDING),
+    "load.prefetch_layers": {"sglang": _FOR_VLLM, "tensorrt_llm": _FOR_VLLM},
     "disk.prefetch_requests": {
         "tensorrt_llm": NoEffect("TensorRT-LLM does not say when a request enters its queue", 0)
     },
@@ -73,7 +71,7 @@ PARTLY: dict[str, dict[str, NoEffect]] = {
     "disk.stream": {"sglang": _NO_RECOMPUTE, "tensorrt_llm": _NO_RECOMPUTE},
     **{
         f"blend.{name}": {"sglang": _FOR_VLLM, "tensorrt_llm": _FOR_VLLM}
-        for name in ("enabled", "separators", "ratio", "min_tokens", "check_layer", "bytes")
+        for name in ("enabled", "separators", "ratio", "min_tokens", "check_layer", "bytes", "disk_bytes")
     },
     "gds.register_pool": {"vllm": _MANY_PIECES, "sglang": _MANY_PIECES},
     "observe.metrics_log_s": {"vllm": NoEffect("vLLM logs with its own statistics what was counted")},
@@ -142,7 +140,10 @@ EVERYWHERE = frozenset(
         "identity.namespace",
         "plugins.folder",
         "peers.share",
+        "peers.store",
         "peers.folder",
+        "peers.across_machines",
+        "peers.beat_s",
         "observe.log_level",
         "observe.nvtx",
     ]

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from flexkv.config.values import (
+    BeatSeconds,
     Count,
     CountOrNone,
     Folders,
@@ -202,8 +203,8 @@ class LoadConfig(Section):
         ge=MIN_PREFETCH_LAYERS,
         le=MAX_PREFETCH_LAYERS,
         description="Layers that blending holds at once: the one it works with and those that are loaded and turned "
-        "ahead of it. Each takes the memory of one layer of the whole prompt. More of them help if layers come "
-        "unevenly.",
+        "ahead of it. Each takes the memory of one layer of the whole prompt, under vLLM of a step's part of it. More "
+        "of them help if layers come unevenly.",
     )
 
 
@@ -506,7 +507,7 @@ class PluginsConfig(Section):
 
 
 class PeersConfig(Section):
-    """Units of the same user on the same machine that share their pages while they run."""
+    """Units of the same user that share their pages while they run."""
 
     share: Annotated[Literal["auto", "host+disk", "disk", "off"], BeforeValidator(off_is_a_word)] = Field(
         "auto",
@@ -515,11 +516,28 @@ class PeersConfig(Section):
         "several units or `host.units_per_node` is above 1, else `disk`. Only units of the same user find each other, "
         "and only models with one KV group share.",
     )
+    store: Literal["own", "once"] = Field(
+        "own",
+        description="What a unit does with a page that a running peer has in host memory. `own`: it keeps the page "
+        "too. `once`: it neither stores the page nor keeps a copy after a load, and takes the page over, where it "
+        "still can, when that peer ends. Needs shared host memory, which `peers.share: auto` then means.",
+    )
     folder: OptionalFolder = Field(
         None,
         description="Absolute path of the folder in which units find each other; it must belong to the engine's user, "
         "and nobody else may have rights in it. Containers share if they mount the same one. Unset: `flexkv` in "
         "`$XDG_RUNTIME_DIR`, else `/tmp/flexkv-UID`.",
+    )
+    across_machines: bool = Field(
+        False,
+        description="Units of several machines read each other's folders while they run. Each machine has its own in "
+        "`disk.folders`, and all of them lie in one folder that every machine mounts. Needs `disk.folders` and "
+        "`peers.share` other than `off`: [one-cache.md](one-cache.md#several-machines).",
+    )
+    beat_s: BeatSeconds = Field(
+        2.0,
+        description="With `peers.across_machines`, how often a unit writes its heartbeat and looks at the files of "
+        "others, 0.05 to 60 seconds. A unit whose heartbeat stands still for five of these intervals is gone.",
     )
 
 

@@ -135,6 +135,7 @@ OptionalNode = Annotated[Annotated[int, Field(ge=0, lt=64)] | None, BeforeValida
 OptionalCount = Annotated[Count | None, BeforeValidator(none_is_a_word)]
 OptionalSizeBytes = Annotated[SizeBytes | None, BeforeValidator(none_is_a_word)]
 Seconds = Annotated[float, BeforeValidator(no_bool), Field(gt=0, le=MAX_SECONDS, allow_inf_nan=False)]
+BeatSeconds = Annotated[Seconds, Field(ge=0.05, le=60)]
 OptionalSeconds = Annotated[Seconds | None, BeforeValidator(none_is_a_word)]
 OptionalWholeSeconds = Annotated[Count | None, BeforeValidator(none_is_a_word)]
 Folders = Annotated[tuple[str, ...], BeforeValidator(folders_of)]

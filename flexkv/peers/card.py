@@ -17,6 +17,9 @@ PROTOCOL = 1
 MOST_CARD_BYTES = 128 << 10
 """The longest card; a packet of a Unix socket holds it."""
 
+MOST_NUMBER = 1 << 62
+"""No number on a card is larger; native code takes each as int64."""
+
 
 @dataclass(frozen=True, slots=True)
 class SharedHost:
@@ -113,10 +116,52 @@ def decode_card(text: bytes) -> UnitCard:
         host, disk = told.pop("host"), told.pop("disk")
         told["runs"] = tuple(tuple(tuple(run) for run in rank) for rank in told["runs"])
         told["stripe_bytes"] = tuple(told["stripe_bytes"])
-        return UnitCard(
+        card = UnitCard(
             **told,
             host=None if host is None else SharedHost(**host),
             disk=None if disk is None else SharedDisk(disk["board_bytes"], tuple(disk["folders"])),
         )
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ContractError(f"what a unit sent is no card: {type(error).__name__}: {error}") from error
+    _check(card)
+    return card
+
+
+def _check(card: UnitCard) -> None:
+    """
+    Raises:
+        ContractError: a value is of another kind than its field, or out of range; says which.
+    """
+    texts = {
+        name: getattr(card, name)
+        for name in ("unit", "model", "fingerprint", "weights", "format_id", "dtype")
+    }
+    if card.disk is not None:
+        texts |= {f"disk.folders[{at}]": folder for at, folder in enumerate(card.disk.folders)}
+    for name, text in texts.items():
+        if not isinstance(text, str) or "\0" in text:
+            raise ContractError(f"a unit's card: {name} is {text!r}, expected a text")
+    numbers = {"pid": card.pid, "block_tokens": card.block_tokens}
+    numbers |= {f"stripe_bytes[{rank}]": size for rank, size in enumerate(card.stripe_bytes)}
+    if card.host is not None:
+        numbers |= {f"host.{name}": value for name, value in asdict(card.host).items() if name != "digests"}
+        if not isinstance(card.host.digests, bool):
+            raise ContractError(
+                f"a unit's card: host.digests is {card.host.digests!r}, expected true or false"
+            )
+    if card.disk is not None:
+        numbers["disk.board_bytes"] = card.disk.board_bytes
+    for name, number in numbers.items():
+        if not _is_number(number):
+            raise ContractError(f"a unit's card: {name} is {number!r}, expected 0 to {MOST_NUMBER}")
+    if len(card.runs) != len(card.stripe_bytes):
+        raise ContractError(
+            f"a unit's card: runs of {len(card.runs)} ranks, stripe_bytes of {len(card.stripe_bytes)}"
+        )
+    for rank, runs in enumerate(card.runs):
+        if bad := next((run for run in runs if len(run) != 3 or not all(map(_is_number, run))), None):
+            raise ContractError(f"a unit's card: runs[{rank}] has {bad!r}, expected offset, bytes and layer")
+
+
+def _is_number(value: object) -> bool:
+    return type(value) is int and 0 <= value <= MOST_NUMBER

@@ -7,6 +7,7 @@ import os
 import socket
 import stat
 import struct
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -17,12 +18,19 @@ from flexkv.storage.private_files import make_folders
 
 CARD_SUFFIX = ".json"
 SOCKET_SUFFIX = ".sock"
+NEW_SUFFIX = ".new"
+
+START_S = 60.0
+"""A unit that starts has its file this soon after its socket."""
 
 MOST_PATH_BYTES = 107
 """The longest name of a Unix socket (`sun_path`)."""
 
 MOST_UNITS = 256
 """Most units that a folder is searched for."""
+
+MOST_FACTS_BYTES = 64 << 10
+"""The longest file of a unit; a longer one is no unit's."""
 
 CREDENTIALS = struct.Struct("3i")
 """struct ucred"""
@@ -75,10 +83,14 @@ def write_card(folder: Path, unit: str, facts: dict[str, Any]) -> None:
         OSError: the folder cannot be written.
     """
     path = card_path(folder, unit)
-    made = path.with_suffix(".new")
-    made.write_text(json.dumps(facts))
-    made.chmod(0o600)
-    made.rename(path)
+    made = path.with_suffix(NEW_SUFFIX)
+    try:
+        made.write_text(json.dumps(facts))
+        made.chmod(0o600)
+        made.rename(path)
+    except OSError:
+        made.unlink(missing_ok=True)
+        raise
 
 
 def read_cards(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -87,10 +99,11 @@ def read_cards(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     with suppress(OSError):
         names = sorted(entry.name for entry in os.scandir(folder) if entry.name.endswith(CARD_SUFFIX))
         for name in names[:MOST_UNITS]:
-            with suppress(OSError, ValueError):
+            with suppress(OSError, ValueError, RecursionError):
                 path = folder / name
                 found = path.lstat()
-                if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid():
+                is_own = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
+                if is_own and found.st_size <= MOST_FACTS_BYTES:
                     facts = json.loads(path.read_text())
                     if isinstance(facts, dict):
                         yield name.removesuffix(CARD_SUFFIX), facts
@@ -101,6 +114,18 @@ def remove_unit(folder: Path, unit: str) -> None:
     for path in (card_path(folder, unit), socket_path(folder, unit)):
         with suppress(FileNotFoundError):
             path.unlink()
+
+
+def remove_strays(folder: Path) -> None:
+    """Removes what is left of units that were killed before they had written their card: nobody else looks for it."""
+    latest_s = time.time() - START_S
+    with suppress(OSError):
+        for entry in os.scandir(folder):
+            name, suffix = os.path.splitext(entry.name)
+            if suffix in (SOCKET_SUFFIX, NEW_SUFFIX) and not card_path(folder, name).exists():
+                with suppress(OSError):
+                    if entry.stat(follow_symlinks=False).st_mtime < latest_s:
+                        os.unlink(entry)
 
 
 def is_same_user(connection: socket.socket) -> bool:

@@ -1,19 +1,23 @@
-"""What one unit shares with other units of its user on this machine, and what it has from them."""
+"""What one unit shares with other units of its user, on this machine and on others, and what it has from them."""
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import stat
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from flexkv import c_ext
-from flexkv.errors import DiskError, FlexKVError, GeometryError
+from flexkv.errors import ClosedError, DiskError, FlexKVError, GeometryError
 from flexkv.observe import get_logger
 from flexkv.peers.card import PROTOCOL, SharedDisk, SharedHost, UnitCard
+from flexkv.peers.distant_units import DistantUnits
 from flexkv.peers.pool_reader import OUTCOMES, OtherFormat
 from flexkv.peers.runtime_folder import runtime_folder
 from flexkv.peers.watch import PeerWatch
@@ -29,6 +33,28 @@ logger = get_logger(__name__)
 UNIT_DIGITS = 16
 DIGEST_BYTES = 8
 
+DEPARTED_S = 10.0
+"""How long the host pool of a unit that has ended stays mapped with `peers.store: once`, at most: its memory is not
+free before."""
+
+MOST_REFUSED = 64
+"""Units that are named as ones that share nothing, so that processes that come and go do not add up."""
+
+
+@dataclass(slots=True)
+class OnceCounts:
+    """Running totals of `peers.store: once`, in pages.
+
+    Attributes:
+        left_out: left out of this unit's tiers, because a peer keeps them.
+        promoted: copies that became this unit's own, because no peer keeps them any more.
+        lost: left out, and given up by the last peer before this unit had a copy.
+    """
+
+    left_out: int = 0
+    promoted: int = 0
+    lost: int = 0
+
 
 class PeerShare:
     """Made with the unit's plan; `start` shows the unit to others, once nothing can be shared that may not be.
@@ -37,10 +63,14 @@ class PeerShare:
         folder: `peers.folder`.
         other_formats: pages of other formats are rewritten, which only keys without an engine's own names allow.
         heads: heads of K and V on one rank; 0 if there are none.
+        once: the host pool of a peer that has ended stays readable for a while.
+        beat_s: time between heartbeats for units of other machines; None to share with units of this one only.
 
     Attributes:
         host: the directory of peers' host pools; None if host memory is not shared.
         disk: the directory of peers' folders; None if folders are not shared.
+        once: the totals of `peers.store: once`; None without it.
+        departed: the peers in `host` that have ended and whose pools can still be read.
     """
 
     def __init__(
@@ -52,26 +82,33 @@ class PeerShare:
         other_formats: bool,
         host: bool,
         disk: bool,
+        once: bool = False,
+        beat_s: float | None = None,
     ) -> None:
         self._setting = folder
         self._identity, self._group, self._heads = identity, group, heads
         self._other_formats = other_formats
         self.host = c_ext.PeerDirectory() if host else None
         self.disk = c_ext.PeerDirectory() if disk else None
+        self.once = OnceCounts() if once else None
+        self.departed: tuple[int, ...] = ()
         self._boards: list[c_ext.SlotBoard] = []
         self._shown: tuple[SharedHost | None, SharedDisk | None] = (None, None)
         self._pool: HostPool | None = None
         self._watch: PeerWatch | None = None
         self._ended = False
         self._lock = threading.Lock()
-        """Guards what follows, which the watch's thread changes and readers look up."""
+        """Guards what follows, which the watches' threads change and readers look up."""
         self._others: dict[int, OtherFormat] = {}
         self._slabs: dict[int, tuple[PeerFolder, ...]] = {}
         self._kept: dict[tuple[str, ...], int] = {}
         """By its folders, the peer in `disk` that has ended and whose pages stay known."""
+        self._drop_at_s: dict[int, float] = {}
+        """When each of `departed` is dropped at the latest, on the monotonic clock."""
         self._joined: dict[str, tuple[UnitCard, int | None, int | None]] = {}
         self.refused: dict[str, str] = {}
-        """Units with this unit's fingerprint that share nothing with it, and why."""
+        """Units with this unit's fingerprint that share nothing with it, and why; the last MOST_REFUSED."""
+        self._distant = None if beat_s is None or self.disk is None else DistantUnits(self.disk, beat_s, self)
 
     # --- what this unit shows ---
 
@@ -123,6 +160,7 @@ class PeerShare:
         self._card = card
         files = [board.fd for board in self._boards]
         opened = []
+        watch = None
         try:
             folder = runtime_folder(self._setting)
             if self._pool is not None:
@@ -131,11 +169,13 @@ class PeerShare:
             opened = [os.open(f"/proc/self/fd/{file}", os.O_RDONLY | os.O_CLOEXEC) for file in files]
             self._files = opened
             watch = PeerWatch(
-                folder, card, opened, self._wants, self._join, self._left, self._follow, self.status
+                folder, card, opened, self.wants, self._join, self._left, self._follow, self.status
             )
             watch.start()
         except (FlexKVError, OSError) as error:
             logger.warning("nothing is shared with other units: %s", error)
+            if watch is not None:
+                watch.close()
             for file in opened:
                 os.close(file)
             self._ended = True
@@ -147,19 +187,30 @@ class PeerShare:
             " and ".join(card.short()["shares"]),
             folder,
         )
+        if self._distant is not None and card.disk is not None:
+            self._distant.start(card, self._boards[-1], [Path(folder) for folder in card.disk.folders])
 
     def retire(self) -> None:
         """Ends sharing for good: the weights are not those any more that the card names."""
         for board in self._boards:
             board.retire()
-        self.close()
+        self._leave()
 
     def close(self) -> None:
         """Leaves. Copies under way end by themselves. Idempotent."""
-        self._ended = True
+        self._leave()
+        if self._distant is not None:
+            self._distant.close()
+
+    def _leave(self) -> None:
+        """Leaves, and waits for no server of other machines."""
+        with self._lock:
+            self._ended = True
         watch, self._watch = self._watch, None
         if watch is None:
             return
+        if self._distant is not None:
+            self._distant.end()
         watch.close()
         for file in self._files:
             os.close(file)
@@ -167,6 +218,7 @@ class PeerShare:
             for _, host, disk in self._joined.values():
                 self._drop(host, disk)
             self._joined.clear()
+        self._drop_departed()
 
     def _drop(self, host: int | None, disk: int | None) -> None:
         if self.host is not None and host is not None:
@@ -175,6 +227,36 @@ class PeerShare:
         if self.disk is not None and disk is not None:
             self.disk.drop(disk)
             self._slabs.pop(disk, None)
+
+    def _drop_departed(self, until_s: float = math.inf) -> None:
+        """Drops the peers that have ended and whose time is over by `until_s`. To unmap a pool may take seconds, in
+        which nobody waits for the lock."""
+        with self._lock:
+            due = [peer for peer, at_s in self._drop_at_s.items() if at_s <= until_s]
+        for peer in due:
+            assert self.host is not None
+            self.host.drop(peer)
+            # Only now, because what is not in `departed` counts as running.
+            with self._lock:
+                self._drop_at_s.pop(peer, None)
+                self._others.pop(peer, None)
+                self.departed = tuple(self._drop_at_s)
+
+    # --- what a unit that stores once asks ---
+
+    def end_departed(self, peers: Collection[int]) -> None:
+        """Has the watch's thread unmap the pools of these of `departed`."""
+        with self._lock:
+            for peer in self._drop_at_s.keys() & set(peers):
+                self._drop_at_s[peer] = -math.inf
+
+    @property
+    def turn(self) -> tuple[int, int]:
+        """This unit's number among the units that run, itself and those that it follows, and how many these are. Each
+        of them counts alike if all follow each other."""
+        with self._lock:
+            units = sorted([*self._joined, self._card.unit])
+        return units.index(self._card.unit), len(units)
 
     # --- what readers ask ---
 
@@ -186,11 +268,12 @@ class PeerShare:
     def folders(self, peer: int) -> Sequence[PeerFolder]:
         """The slabs of a peer, in the order of its places."""
         with self._lock:
-            return self._slabs.get(peer, ())
+            slabs = self._slabs.get(peer, ())
+        return slabs if slabs or self._distant is None else self._distant.folders(peer)
 
     # --- what the watch's thread calls ---
 
-    def _wants(self, facts: dict[str, Any]) -> bool:
+    def wants(self, facts: dict[str, Any]) -> bool:
         mine = self._card
         if facts.get("fingerprint") != mine.fingerprint:
             return False
@@ -205,33 +288,42 @@ class PeerShare:
         return True
 
     def _refuse(self, whom: str, why: str) -> None:
-        if whom not in self.refused:
-            logger.warning("the unit of process %s is not shared with: %s", whom, why)
-        self.refused[whom] = why
+        with self._lock:
+            if whom not in self.refused:
+                logger.warning("the unit of process %s is not shared with: %s", whom, why)
+                if len(self.refused) >= MOST_REFUSED:
+                    del self.refused[next(iter(self.refused))]
+            self.refused[whom] = why
+
+    def accept(self, whom: str) -> None:
+        """A unit is shared with, whatever it was refused for before."""
+        with self._lock:
+            self.refused.pop(whom, None)
 
     def _join(self, card: UnitCard, files: list[int]) -> None:
-        if not self._wants(card.short()):
+        if not self.wants(card.short()):
             raise DiskError("its card is not that of its file")
         if len(files) != (2 if card.host else 0) + (1 if card.disk else 0):
             raise DiskError(f"its card came with {len(files)} descriptors")
-        group = card.group
-        try:
-            rewrites = rewrites_of(group, self._group, self._heads)
-        except GeometryError as error:
-            self._refuse(str(card.pid), str(error))
-            raise
-        plain = format_digests([group]) == format_digests([self._group])
-        if not plain and not self._other_formats:
-            self._refuse(str(card.pid), "its pages have another format, and keys.scheme is not common")
-            raise DiskError("another format")
+        rewrites, plain = self.check_pages(card, str(card.pid))
+        # Before the lock is taken: a disk may hang, and neither readers nor `close` wait for a peer's.
+        slabs = (
+            () if self.disk is None or card.disk is None else self.open_slabs(card.unit, card.disk.folders)
+        )
         host = disk = None
         with self._lock:
-            if self.host is not None and card.host is not None:
-                host = self._join_host(card.host, group, rewrites, plain, files)
-            if self.disk is not None and card.disk is not None:
-                disk = self._join_disk(card, rewrites, plain, files[1 if card.host else 0])
+            if self._ended:
+                raise ClosedError("this unit shares no more")
+            try:
+                if self.host is not None and card.host is not None:
+                    host = self._join_host(card.host, card.group, rewrites, plain, files)
+                if slabs and card.disk is not None:
+                    disk = self._join_disk(card.disk, slabs, files[1 if card.host else 0])
+            except FlexKVError:
+                self._drop(host, None)
+                raise
             self._joined[card.unit] = (card, host, disk)
-        self.refused.pop(str(card.pid), None)
+        self.accept(str(card.pid))
         logger.info(
             "unit %s (process %d): its %s read here",
             card.unit,
@@ -241,6 +333,23 @@ class PeerShare:
             )
             or "pages are not",
         )
+
+    def check_pages(self, card: UnitCard, whom: str) -> tuple[tuple[c_ext.PageConversion | None, ...], bool]:
+        """How a unit's pages become this unit's, and whether they have the same format.
+
+        Raises:
+            GeometryError, DiskError: they cannot be taken.
+        """
+        try:
+            rewrites = rewrites_of(card.group, self._group, self._heads)
+        except GeometryError as error:
+            self._refuse(whom, str(error))
+            raise
+        plain = format_digests([card.group]) == format_digests([self._group])
+        if not plain and not self._other_formats:
+            self._refuse(whom, "its pages have another format, and keys.scheme is not common")
+            raise DiskError("another format")
+        return rewrites, plain
 
     def _join_host(
         self,
@@ -279,34 +388,39 @@ class PeerShare:
             self._others[peer] = OtherFormat(group, theirs, rewrites, told.digests)
         return peer
 
-    def _join_disk(
-        self, card: UnitCard, rewrites: tuple[c_ext.PageConversion | None, ...], plain: bool, file: int
-    ) -> int | None:
-        assert self.disk is not None
-        assert card.disk is not None
+    def open_slabs(self, unit: str, folders: Sequence[str]) -> tuple[PeerFolder, ...]:
+        """The slabs in a peer's folders, in the order of its places; none if one of them cannot be read."""
         slabs = []
         try:
-            for folder in card.disk.folders:
+            for folder in folders:
                 path = Path(folder) / slab_name(GROUP)
                 found = path.lstat()
                 if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
                     raise DiskError(f"{path} is not a file of user {os.geteuid()}")
                 slabs.append(open_slab(path, self._identity, self._group, self._heads))
         except (FlexKVError, OSError) as error:
-            logger.warning("unit %s: its folders are not read here: %s", card.unit, error)
-            return None
-        if (kept := self._kept.pop(card.disk.folders, None)) is not None:
+            logger.warning("unit %s: its folders are not read here: %s", unit, error)
+            return ()
+        return tuple(slabs)
+
+    def _join_disk(self, told: SharedDisk, slabs: tuple[PeerFolder, ...], file: int) -> int:
+        assert self.disk is not None
+        peer = self.disk.add((file, told.board_bytes))
+        if (kept := self._kept.pop(told.folders, None)) is not None:
             self._drop(None, kept)
-        peer = self.disk.add((file, card.disk.board_bytes))
-        self._slabs[peer] = tuple(slabs)
+        self._slabs[peer] = slabs
         return peer
 
     def _left(self, unit: str) -> None:
-        """Forgets a peer's host memory at once. Its pages on disk stay known: the trailer of each says whether it is
-        still there."""
+        """Forgets a peer's host memory: at once, or with `once` after a while. Its pages on disk stay known: the
+        trailer of each says whether it is still there."""
         with self._lock:
             card, host, disk = self._joined.pop(unit)
-            self._drop(host, None)
+            if self.once is None or self.host is None or host is None or self.host.retired(host):
+                self._drop(host, None)
+            else:
+                self._drop_at_s[host] = time.monotonic() + DEPARTED_S
+                self.departed = tuple(self._drop_at_s)
             if disk is None or self.disk is None or card.disk is None:
                 return
             if self.disk.retired(disk):
@@ -316,6 +430,8 @@ class PeerShare:
             self._kept[card.disk.folders] = disk
 
     def _follow(self) -> None:
+        if self._drop_at_s:
+            self._drop_departed(time.monotonic())
         for directory in (self.host, self.disk):
             if directory is not None:
                 directory.follow()
@@ -324,7 +440,7 @@ class PeerShare:
 
     @property
     def joined(self) -> int:
-        return len(self._joined)
+        return len(self._joined) + (0 if self._distant is None else self._distant.joined)
 
     def status(self) -> dict[str, Any]:
         """This unit, its peers, and with whom it does not share."""
@@ -335,7 +451,7 @@ class PeerShare:
             "shares": self._card.short()["shares"],
             "peers": self.peers(),
             "refused": dict(self.refused),
-        }
+        } | ({} if self.once is None else {"once": asdict(self.once)})
 
     def peers(self) -> list[dict[str, Any]]:
         """The units that are followed, and what each was asked for."""
@@ -351,7 +467,10 @@ class PeerShare:
                     "model": card.model,
                     "host_pages": 0 if self.host is None or host is None else self.host.pages(host),
                     "disk_pages": 0 if self.disk is None or disk is None else self.disk.pages(disk),
+                    "machine": "",
                 }
                 | dict(zip(OUTCOMES, counts, strict=True))
             )
+        for told in () if self._distant is None else self._distant.peers():
+            rows.append(told | dict.fromkeys(OUTCOMES, 0))
         return rows

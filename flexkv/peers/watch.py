@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flexkv.errors import FlexKVError
+from flexkv.errors import ContractError, FlexKVError
 from flexkv.observe import NamedThread, get_logger
 from flexkv.peers.card import MOST_CARD_BYTES, UnitCard, decode_card
 from flexkv.peers.runtime_folder import (
     is_same_user,
     read_cards,
+    remove_strays,
     remove_unit,
     socket_path,
     write_card,
@@ -71,7 +72,7 @@ class PeerWatch:
         wants: whether a unit with such a file is worth asking.
         join: takes a unit's card and its descriptors, which the caller closes. Raises FlexKVError to leave it alone.
         left: a unit that was joined has ended.
-        follow: reads what has changed at the peers.
+        follow: reads what has changed at the peers; called every FOLLOW_S while there are any, else every SCAN_S.
         status: what the unit has of others, as plain values.
     """
 
@@ -103,8 +104,9 @@ class PeerWatch:
     def start(self) -> None:
         """
         Raises:
-            OSError: the socket or the file cannot be made.
+            OSError: the socket or the file cannot be made; call `close`.
         """
+        remove_strays(self._folder)
         path = socket_path(self._folder, self._card.unit)
         self._door.bind(str(path))
         path.chmod(0o600)
@@ -139,13 +141,14 @@ class PeerWatch:
                     key.data()
                 if self._closed:
                     return
-                if joined:
-                    self._follow()
+                self._follow()
                 if (now_s := time.monotonic()) >= self._scan_at_s:
                     self._scan_at_s = now_s + SCAN_S
                     self._scan(now_s)
             except Exception:  # sharing ends, the unit serves on
-                logger.exception("following other units")
+                # A close that did not wait for a peer's disk has closed the sockets beneath this thread.
+                if not self._closed:
+                    logger.exception("following other units")
                 return
 
     # --- those who follow this unit ---
@@ -155,6 +158,8 @@ class PeerWatch:
         try:
             line, _ = self._door.accept()
         except OSError:
+            # Whoever waits is still there where this process has no descriptor left, and would be answered in a loop.
+            time.sleep(FOLLOW_S)
             return
         if len(self._served) >= MOST_CONNECTIONS or not is_same_user(line):
             line.close()
@@ -223,7 +228,10 @@ class PeerWatch:
             if not text or asked.joined:
                 self._end_asked(unit, "it has ended")
                 return
-            self._join(decode_card(text), files)
+            card = decode_card(text)
+            if card.unit != unit:
+                raise ContractError(f"its card is that of unit {card.unit}")
+            self._join(card, files)
             asked.joined = True
         except (FlexKVError, OSError) as error:
             logger.info("unit %s is not shared with: %s", unit, error)

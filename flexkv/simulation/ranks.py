@@ -44,7 +44,7 @@ class Ranks:
         rank.outbox.append(OpResult.cancelled(movement.op.op_id, movement.op.pages, "cancelled"))
 
     def _move_rank(self, rank: Rank) -> None:
-        """Lets one rank do one thing: the head of its stream, or some pages of any of its movements."""
+        """Takes one step on one rank: runs the head of its stream, or moves some pages of any op outside the stream."""
         world = self.world
         if rank.stream and (not rank.moving or world.random.random() < 0.5):
             task = rank.stream.popleft()

@@ -146,7 +146,7 @@ class Simulation:
             "ops are left after everything was reported",
         )
         require(
-            not len(world.manager.promises.failed_loads),
+            not len(world.manager.promises.load_tries),
             "failed loads of requests that have ended are remembered",
         )
         for group, spec in enumerate(world.config.groups):

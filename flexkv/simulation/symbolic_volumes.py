@@ -90,6 +90,10 @@ class SymbolicVolumes(Volumes):
         return len(self._alive)
 
     @property
+    def folder(self) -> None:
+        return None
+
+    @property
     def alive(self) -> tuple[bool, ...]:
         return tuple(self._alive)
 

@@ -271,6 +271,12 @@ class StoredPages(ABC):
 class Volumes(StoredPages):
     """The disk tier of one ownership unit, with writes. Only the manager's thread calls it."""
 
+    @property
+    @abstractmethod
+    def folder(self) -> Path | None:
+        """The unit's folder on the first disk that could be opened, for small files beside the pages; None without
+        one."""
+
     @abstractmethod
     def begin_reset(self, epoch: int) -> None:
         """Does the part of `reset` that does not wait; call `finish_reset` afterwards.

@@ -177,6 +177,10 @@ class StripedSlabs(Volumes):
         return len(self._volumes)
 
     @property
+    def folder(self) -> Path | None:
+        return next((volume.folder for volume in self._volumes if volume is not None), None)
+
+    @property
     def alive(self) -> tuple[bool, ...]:
         return self._states.alive
 

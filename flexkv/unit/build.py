@@ -11,8 +11,8 @@ from flexkv.cache.manager import LocalCacheManager
 from flexkv.cache.tiers.disk.plan import overwritable
 from flexkv.cache.tiers.factory import plan_tiers
 from flexkv.cache.tiers.host.tier import HostTier
-from flexkv.cache.tiers.live.plan import plan_share
 from flexkv.cache.tiers.plan import UnitFacts
+from flexkv.cache.tiers.running_peers.plan import plan_share
 from flexkv.cache.tiers.tables import TierFactory
 from flexkv.config import FlexKVConfig, read_memory, resolve_host_bytes
 from flexkv.errors import CapacityError, GeometryError

@@ -136,6 +136,7 @@ class UnitDriver:
         ends_s = time.monotonic() + deadline_s
         flush_ends_s = time.monotonic() + FLUSH_SHARE * deadline_s
         self._given_up_pages += self._manager.work.give_up_held()
+        self._manager.work.begin_close()
         self._manager.work.offer_all()
         self._manager.work.flush()
         self.poll()

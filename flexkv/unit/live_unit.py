@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flexkv.cache.manager import LocalCacheManager
+from flexkv.cache.tiers.disk.pages import DiskPages
 from flexkv.facts.ranks import PoolGrant, PoolId, RankPlace, UnitId, random_id
 from flexkv.observe import Counters, get_logger
 from flexkv.transfer.host_pool import HostPool
@@ -125,6 +126,11 @@ class LiveUnit(EngineUnit):
         return tuple(tier.facts.label for tier in self.manager.tiers)
 
     @property
+    def own_disks(self) -> DiskPages | None:
+        """The tier of the unit's own disks; None without one."""
+        return next((tier for tier in self.manager.tiers if isinstance(tier, DiskPages)), None)
+
+    @property
     def busy(self) -> bool:
         return self.has_tiers and (self.driver.busy or (self.plugins is not None and self.plugins.calls.busy))
 
@@ -148,6 +154,9 @@ class LiveUnit(EngineUnit):
 
     def count(self, counters: Counters) -> None:
         counters.set("flexkv_host_slots", self._up)
+        if len(self.manager.tables.specs) == 1:
+            tokens = self._up * self.manager.tables.specs[0].block_tokens
+            counters.set("flexkv_host_capacity_tokens", tokens)
         counters.set("flexkv_host_slots_used", self._up - self.manager.free_slots(0))
         counters.set("flexkv_inflight_ops", self.manager.inflight_ops())
         self._metrics.count(counters)

@@ -97,6 +97,9 @@ class NullManager(CacheManager):
     def forget(self, group: int, keys: Keys) -> int:
         return 0
 
+    def erase_namespace(self, name: str) -> int:
+        return 0
+
     def reset(self) -> int:
         self.was_reset = True
         return 0

@@ -14,6 +14,7 @@ from flexkv.cache.base import HUB
 from flexkv.cache.manager import LocalCacheManager
 from flexkv.errors import PluginCallError
 from flexkv.facts.keys import Keys
+from flexkv.facts.request_settings import ALLOWED_NAMESPACE, is_namespace
 from flexkv.observe import get_logger
 from flexkv.plugins.server import Call, CallTaker, Connection
 from flexkv.plugins.unit_socket import MOST_TOKENS
@@ -91,6 +92,7 @@ class PluginCalls(CallTaker):
             "lookup": self._answer_cached,
             "prefetch": self._begin_prefetch,
             "forget": self._forget,
+            "erase_namespace": self._erase,
             "pin": self._pin,
             "unpin": self._unpin,
         }
@@ -107,6 +109,12 @@ class PluginCalls(CallTaker):
         if len(self._waiting) >= MOST_WAITING:
             raise PluginCallError(f"{MOST_WAITING} calls wait already; try again")
         if call.name == "unpin":
+            self._waiting.append(KeyedCall(call, ()))
+            return
+        if call.name == "erase_namespace":
+            name = call.arguments.get("namespace")
+            if not is_namespace(name):
+                raise PluginCallError(f"namespace={name!r:.40}; allowed is {ALLOWED_NAMESPACE}")
             self._waiting.append(KeyedCall(call, ()))
             return
         if self._prompt_keys is None:
@@ -169,6 +177,9 @@ class PluginCalls(CallTaker):
     def _forget(self, one: KeyedCall) -> None:
         manager = self._unit.manager
         one.call.answer({"pages": sum(manager.forget(group, keys) for group, keys in enumerate(one.keys))})
+
+    def _erase(self, one: KeyedCall) -> None:
+        one.call.answer({"pages": self._unit.manager.erase_namespace(one.call.arguments["namespace"])})
 
     def _pin(self, one: KeyedCall) -> None:
         manager = self._unit.manager

@@ -18,9 +18,9 @@ from flexkv.weights.table_folder import table_folder
 
 logger = get_logger(__name__)
 
-START_WAIT_S = 1.0
-"""The longest that an engine's start waits for the name of its weights. The name of unchanged files is known at once,
-and small models are read in that time."""
+START_WAIT_S = 10.0
+"""The longest that an engine's start waits for the name of its weights. The name of unchanged files is known at once;
+small models (`SOON_BYTES`) are read in less than a second unless the machine is busy, and no start waits for others."""
 
 OPEN_S = 10.0
 """How long the tiers together may take to forget pages computed with other weights; host memory serves meanwhile."""

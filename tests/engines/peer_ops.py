@@ -1,4 +1,7 @@
-"""Operations on an engine that shares pages with another, and whose scheduler runs in this process."""
+"""Operations on an engine that shares pages with another, and whose scheduler runs in this process.
+
+With PEER_PROTOCOL in its environment, an engine speaks that version to its peers, as one of a later release would.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,38 @@ import time
 from typing import Any
 
 from demo.engine_child import Operation
-from flexkv.cache.tiers.live.tier import LivePeerTier
-from flexkv.peers import pool_reader
+from flexkv.cache.tiers.running_peers.tier import LivePeerTier
+from flexkv.peers import card, pool_reader
+from flexkv.peers import share as peer_share
 
 GONE_S = 30.0
+
+if version := os.environ.get("PEER_PROTOCOL"):
+    for module in (card, peer_share):
+        assert "PROTOCOL" in vars(module)
+        vars(module)["PROTOCOL"] = int(version)
 
 
 def _tiers(llm: Any) -> list[LivePeerTier]:
     unit = llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler.unit
     return [tier for tier in unit.manager.tiers if isinstance(tier, LivePeerTier)]
+
+
+def host_pages(llm: Any) -> dict[str, Any]:
+    """How many pages host memory has, its copies of peers' pages included."""
+    unit = llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler.unit
+    return {"pages": unit.manager.cached_blocks()}
+
+
+def kill_peer(llm: Any) -> dict[str, Any]:
+    """Kills the process of the only peer, and waits until it has been found to have ended."""
+    share: Any = _tiers(llm)[0]._share
+    (row,) = share.peers()
+    os.kill(row["pid"], signal.SIGKILL)
+    ends_s = time.monotonic() + GONE_S
+    while share.joined and time.monotonic() < ends_s:
+        time.sleep(0.01)
+    return {"joined": share.joined}
 
 
 def peers(llm: Any) -> dict[str, Any]:
@@ -26,6 +52,12 @@ def peers(llm: Any) -> dict[str, Any]:
         tier.take_news(1 << 20)
         known[tier.facts.name] = len(tier.presence)
     return {"known": known, "peers": _tiers(llm)[0]._share.peers()}  # type: ignore[attr-defined]
+
+
+def declined(llm: Any) -> dict[str, Any]:
+    """This unit's name, and those that it found and does not share with."""
+    share: Any = _tiers(llm)[0]._share
+    return {"unit": share._card.unit, "declined": list(share._watch._again_s)}
 
 
 def kill_in_copy(llm: Any) -> dict[str, Any]:
@@ -54,4 +86,10 @@ def kill_in_copy(llm: Any) -> dict[str, Any]:
     return {}
 
 
-OPERATIONS: dict[str, Operation] = {"peers": peers, "kill_in_copy": kill_in_copy}
+OPERATIONS: dict[str, Operation] = {
+    "peers": peers,
+    "host_pages": host_pages,
+    "kill_peer": kill_peer,
+    "kill_in_copy": kill_in_copy,
+    "declined": declined,
+}

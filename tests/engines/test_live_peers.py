@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from demo.model import write_model
 
 from .conftest import Engines, connector, engine_arguments
 from .session import BLOCK_TOKENS, EngineSession, Prompt, Reference
@@ -18,6 +21,8 @@ HOST_HITS = "vllm:flexkv_hit_blocks_total{tier=peer-host}"
 FOLDER_HITS = "vllm:flexkv_hit_blocks_total{tier=peers}"
 COPIED = "vllm:flexkv_peer_pages_total{outcome=copied}"
 GONE = "vllm:flexkv_peer_pages_total{outcome=absent}"
+LEFT_OUT = "vllm:flexkv_once_pages_total{outcome=left_out}"
+PROMOTED = "vllm:flexkv_once_pages_total{outcome=promoted}"
 WITHIN_S = 60.0
 TOKENS = 581
 PAGES = (TOKENS - 1) // BLOCK_TOKENS
@@ -77,6 +82,32 @@ def test_a_peer_killed_in_the_copy_costs_no_token(engines: Engines, stream: int,
     assert other.check_one(Prompt.of(TOKENS, stream + 1)).cached == 0
 
 
+@pytest.mark.parametrize("store", ["once", "own"])
+def test_two_engines_keep_a_prompt_once_and_one_takes_it_over(
+    engines: Engines, stream: int, tmp_path: Path, store: str
+) -> None:
+    """The control is `own`, with which both have the prompt."""
+    told = shared(tmp_path, peers__store=store)
+    one, other = engines.another(told), engines.another(told)
+    prompt = Prompt.of(TOKENS, stream)
+    one.check_one(prompt)
+    one.settle()
+    until(knows(other, "peer-host", PAGES))
+    kept = one.call("host_pages")["pages"]
+    assert kept >= PAGES
+    assert other.check_one(prompt).cached == prompt.whole_blocks
+    other.settle()
+    beside = other.call("host_pages")["pages"]
+    assert beside <= kept - PAGES if store == "once" else beside >= PAGES
+    assert other.metric(LEFT_OUT) >= (PAGES if store == "once" else 0)
+    assert other.call("kill_peer")["joined"] == 0
+    other.forget()
+    assert other.check_one(prompt).cached == prompt.whole_blocks
+    other.settle()
+    assert other.call("host_pages")["pages"] >= PAGES
+    assert other.metric(PROMOTED) >= (PAGES if store == "once" else 0)
+
+
 def test_pages_in_a_running_engines_folder_are_served(engines: Engines, stream: int, tmp_path: Path) -> None:
     def start(name: str) -> EngineSession:
         told = shared(
@@ -95,6 +126,88 @@ def test_pages_in_a_running_engines_folder_are_served(engines: Engines, stream: 
     assert other.check_one(prompt).cached == prompt.whole_blocks
     other.settle()
     assert other.metric(FOLDER_HITS) == PAGES
+
+
+class Returned:
+    """Two engines, of which one is killed and comes back as another; the one that stays has stored a prompt.
+
+    Args:
+        retrained: the one that comes back finds these weights where the former ones were.
+        environment: of the one that comes back.
+
+    Attributes:
+        stays, back: the engines.
+        prompt: what `stays` has.
+    """
+
+    def __init__(
+        self,
+        engines: Engines,
+        model: Path,
+        told: dict[str, Any],
+        stream: int,
+        retrained: Path | None = None,
+        environment: dict[str, str] | None = None,
+    ) -> None:
+        self.prompt = Prompt.of(TOKENS, stream)
+        one, self.stays = (engines.another(told, model=str(model)) for _ in range(2))
+        self.stays.check_one(self.prompt)
+        self.stays.settle()
+        until(knows(one, "peer-host", PAGES))
+        self.stays.call("kill_peer")
+        if retrained is not None:
+            shutil.copytree(retrained, model, dirs_exist_ok=True)
+        self.back = engines.another(told, environment, model=str(model))
+        if retrained is not None:
+            alone = engines.another(None, enable_prefix_caching=False, model=str(retrained))
+            self.back.reference = Reference(alone.process)
+
+
+@pytest.fixture
+def own_model(model: Path, tmp_path: Path) -> Path:
+    """The model in a folder of the test's own."""
+    return Path(shutil.copytree(model, tmp_path / "model"))
+
+
+@pytest.fixture
+def retrained(model: Path) -> Path:
+    return write_model(model.parent, "tiny", seed=1)
+
+
+def declines(session: EngineSession, other: EngineSession) -> Callable[[], bool]:
+    unit = other.call("declined")["unit"]
+    return lambda: unit in session.call("declined")["declined"]
+
+
+@pytest.mark.parametrize("other", ["model", "version"])
+def test_a_peer_that_comes_back_as_another_shares_nothing(
+    engines: Engines, own_model: Path, retrained: Path, stream: int, tmp_path: Path, other: str
+) -> None:
+    told = shared(tmp_path)
+    if other == "model":
+        world = Returned(engines, own_model, told, stream, retrained)
+    else:
+        world = Returned(engines, own_model, told, stream, environment={"PEER_PROTOCOL": "99"})
+    until(declines(world.stays, world.back))
+    until(declines(world.back, world.stays))
+    assert world.back.check_one(world.prompt).cached == 0
+    mine = Prompt.of(TOKENS, stream + 1)
+    assert world.back.check_one(mine).cached == 0
+    world.back.settle()
+    assert world.stays.check_one(mine).cached == 0
+    for session in (world.stays, world.back):
+        assert session.call("peers")["peers"] == []
+        assert session.metric(COPIED) == 0
+
+
+def test_control_a_model_under_the_name_of_another_is_answered_for_it(
+    engines: Engines, own_model: Path, retrained: Path, stream: int, tmp_path: Path
+) -> None:
+    world = Returned(engines, own_model, shared(tmp_path, identity__model="both"), stream, retrained)
+    until(knows(world.back, "peer-host", PAGES))
+    [answer] = world.back.ask(world.prompt)
+    assert answer.cached == world.prompt.whole_blocks
+    assert answer.tokens != world.back.reference.tokens(world.prompt)
 
 
 @pytest.mark.long

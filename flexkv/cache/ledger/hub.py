@@ -248,6 +248,17 @@ class Hub:
         expiries = self.times.of(group, slots) if self.times.any else NO_WORDS
         self.board.note(slots, tokens, NO_WORDS, expiries, 0)
 
+    def hide(self, slots: SlotIds) -> None:
+        """Withdraws visible pages from the board: peers do not find them. Precondition: there is a board."""
+        assert self.board is not None
+        self.board.hide(slots)
+
+    def show(self, group: int, entries: EntryIds) -> None:
+        """Shows peers ready pages that `hide` has withdrawn."""
+        assert self.board is not None
+        self._note(group, entries)
+        self.board.show(self.index.slots_of(entries), group, self.index.keys_of(entries))
+
     # --- what leaves ---
 
     def drop_expired(self, now_s: int) -> None:

@@ -9,6 +9,7 @@ from flexkv.cache.ledger.ops import FetchOp, Op, ProbeOp, RankOp, WriteOp, good_
 from flexkv.cache.moves.broken_plan import BrokenPlans
 from flexkv.cache.moves.fetches import Promotions
 from flexkv.cache.moves.op_log import OpLog
+from flexkv.cache.moves.store_once import StoreOnce
 from flexkv.cache.moves.writes import WriteQueue
 from flexkv.cache.tiers.tables import CacheTables
 from flexkv.errors import ContractError
@@ -20,7 +21,11 @@ logger = get_logger(__name__)
 
 
 class TierWork:
-    """The part of one manager that the code which drives its tiers calls."""
+    """The part of one manager that the code which drives its tiers calls.
+
+    Attributes:
+        once: what is left to peers and promoted; None if the unit keeps its own pages (`peers.store: own`).
+    """
 
     def __init__(self, tables: CacheTables, promotions: Promotions, log: OpLog, broken: BrokenPlans) -> None:
         self._tables = tables
@@ -32,6 +37,10 @@ class TierWork:
             for number, tier in enumerate(tables.tiers)
             if tier.sink is not None
         }
+        self.once: StoreOnce | None = None
+        for number, tier in enumerate(tables.tiers):
+            if tier.keeper is not None:
+                self.once = StoreOnce(tables, promotions, TierId(number), tier.keeper, self.offer)
 
     @property
     def takes_pages(self) -> bool:
@@ -42,6 +51,8 @@ class TierWork:
         """Plans the writes that may be planned now, and takes and returns all graphs for the tiers' planes, in the
         order to submit them."""
         with self._broken:
+            if self.once is not None:
+                self.once.poll()
             for queue in self._writes.values():
                 queue.poll()
         return self.take_planned()
@@ -92,7 +103,9 @@ class TierWork:
 
     def _end(self, op: Op, result: OpResult) -> None:
         if isinstance(op, FetchOp):
-            self._promotions.end_fetch(op, result, current=op.epoch == self._tables.epoch)
+            published = self._promotions.end_fetch(op, result, current=op.epoch == self._tables.epoch)
+            if self.once is not None:
+                self.once.end_fetch(op, published)
             brought = int(np.count_nonzero(good_pages(result, op.pages)))
             for request_id in op.waiters:
                 self._tables.requests.fetch_ended(request_id, op.op_id, brought)
@@ -132,10 +145,19 @@ class TierWork:
 
     @property
     def busy(self) -> bool:
-        """Whether an op of a tier is in flight, or something waits to be written and can be."""
+        """Whether an op of a tier is in flight, something waits to be written and can be, or pages of an ended peer
+        wait to be taken over."""
         return (
-            self.moving or len(self._tables.outbox) > 0 or any(queue.busy for queue in self._writes.values())
+            self.moving
+            or len(self._tables.outbox) > 0
+            or any(queue.busy for queue in self._writes.values())
+            or (self.once is not None and self.once.busy)
         )
+
+    def begin_close(self) -> None:
+        """From now on takes over no pages of peers."""
+        if self.once is not None:
+            self.once.begin_close()
 
     def offer_all(self) -> None:
         """Offers to each tier that takes pages what is in host memory, not pinned and not in that tier, whatever its
@@ -208,6 +230,8 @@ class TierWork:
             queue.recount()
 
     def reset(self) -> None:
-        """Drops the writes that wait."""
+        """Drops the writes that wait, and forgets which pages are copies."""
+        if self.once is not None:
+            self.once.reset()
         for queue in self._writes.values():
             queue.reset()

@@ -288,11 +288,14 @@ class Promotions:
         self._tables.ops.add(op)
         self._tables.outbox.put(tier, transfer)
 
-    def end_fetch(self, op: FetchOp, result: OpResult, current: bool) -> None:
+    def end_fetch(self, op: FetchOp, result: OpResult, current: bool) -> NDArray[np.bool_]:
         """Publishes the verified pages of a fetch that has ended, and forgets in their tier those that are suspect.
 
         Args:
             current: there was no reset since the fetch was planned.
+
+        Returns:
+            Which became visible, bool [pages].
         """
         tier = self._tables.tiers[op.tier]
         source = tier.source
@@ -313,6 +316,7 @@ class Promotions:
         source.end_fetch(op.plan, op.entries, suspect)
         if len(lost):
             self._tables.reactions.forgotten(op.tier, op.group, lost)
+        return published
 
 
 def _suspect(good: NDArray[np.bool_], result: OpResult) -> NDArray[np.bool_]:

@@ -20,8 +20,8 @@ from flexkv.cache.ledger.ops import FetchOp
 from flexkv.cache.moves.fetches import Promotions
 from flexkv.cache.moves.op_log import OpLog
 from flexkv.cache.promise.ask import Ask, Looked
-from flexkv.cache.promise.failed_loads import FailedLoads
 from flexkv.cache.promise.fetch_choice import FetchChoice
+from flexkv.cache.promise.load_tries import LoadTries
 from flexkv.cache.promise.lookup import Lookup
 from flexkv.cache.promise.pages_behind import PagesBehind
 from flexkv.cache.promise.questions import Questions
@@ -50,7 +50,7 @@ class Promises:
     Attributes:
         lookup: finds the pages that may be promised.
         line: the requests that wait for room.
-        failed_loads: what may not be promised again to requests whose loads failed.
+        load_tries: what may not be promised again to requests whose loads failed.
         disabled: nothing is promised or prefetched any more.
         resetting: nothing is promised or prefetched until a reset has ended.
     """
@@ -73,7 +73,7 @@ class Promises:
         questions = Questions(tables, self._waits, choice, alignment_tokens)
         behind = PagesBehind(tables, promotions.walk, promotions, self._waits, self.line, choice)
         self.lookup = Lookup(tables, behind, questions, alignment_tokens)
-        self.failed_loads = FailedLoads(limits.rest_s, tables.clock)
+        self.load_tries = LoadTries(limits.rest_s, tables.clock)
         self._block_tokens = tables.specs[0].block_tokens
         self._sizes = [spec.block_tokens for spec in tables.specs]
         self._none_behind = (0,) * (len(tables.tiers) - 1)
@@ -144,7 +144,7 @@ class Promises:
                 self._waits.end_prefetch(request_id)
             self._waits.skip_late(request_id)
         bound, straight = None, True
-        failed = self.failed_loads.of_request(request_id)
+        failed = self.load_tries.of_request(request_id)
         if self.disabled or self.resetting:
             bound, keys, tail = MissReason.OFF, self.lookup.cut(keys, start_tokens), None
         elif failed is not None:
@@ -152,7 +152,7 @@ class Promises:
             end = failed.end_of_promise(start_tokens)
             if end is not None:
                 bound, keys = MissReason.FAILED_LOAD, self.lookup.cut(keys, end)
-        elif self.failed_loads.rests and not was_promised:
+        elif self.load_tries.rests and not was_promised:
             bound, keys, tail = MissReason.FAILED_LOAD, self.lookup.cut(keys, start_tokens), None
         tiers = self._tiers_for(request_id) if self.lookup.behind else ()
         ask = Ask(
@@ -218,9 +218,9 @@ class Promises:
         held = requests.held_by(request_id)
         if held is None or (former is None and not held) or not self.lookup.same_blocks:
             return None
-        if self._silent or self.failed_loads.of_request(request_id) is not None:
+        if self._silent or self.load_tries.of_request(request_id) is not None:
             return None
-        if former is None and self.failed_loads.rests:
+        if former is None and self.load_tries.rests:
             return None
         start_block = start_tokens // self._block_tokens
         groups = joined_shares(former, held, len(keys), start_tokens, start_block)
@@ -402,9 +402,9 @@ class Promises:
     ) -> int:
         """Implements `CacheManager.prefetch`; the arguments are already validated."""
         requests = self._tables.requests
-        if self._silent or self.failed_loads.rests:
+        if self._silent or self.load_tries.rests:
             return 0
-        if self.failed_loads.of_request(request_id) is not None:
+        if self.load_tries.of_request(request_id) is not None:
             return 0
         if requests.lease(request_id) is not None or request_id in requests.waits:
             return 0
@@ -417,7 +417,7 @@ class Promises:
     ) -> None:
         """Begins to fetch what a tier has just answered that it has for a request, unless a lookup has asked
         already."""
-        if request_id not in self._tables.requests.prefetched or self._silent or self.failed_loads.rests:
+        if request_id not in self._tables.requests.prefetched or self._silent or self.load_tries.rests:
             return
         if len(self.line):
             return
@@ -492,7 +492,7 @@ class Promises:
         """Implements `CacheManager.end_request`."""
         self.release(request_id)
         self.line.forget(request_id)
-        self.failed_loads.end_request(request_id)
+        self.load_tries.end_request(request_id)
         self.abandon_loads(request_id)
 
     def expire(self) -> int:

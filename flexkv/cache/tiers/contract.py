@@ -2,8 +2,8 @@
 
 Host memory is the hub: the tier with number 0, which every other tier reads into and is written from. A tier's facets
 say what it can do: a `Source` fills host slots, a `Sink` takes pages from them, a `Prober` has to be asked for its
-pages, a `Follower` is told of them, and routes move pages straight between the tier and engine blocks. The manager
-knows tiers by their number alone.
+pages, a `Follower` is told of them, a `Keeper` has pages that this unit need not keep, and routes move pages straight
+between the tier and engine blocks. The manager knows tiers by their number alone.
 
 The manager's thread makes all calls. Only `finish_reset` and `close` may wait.
 """
@@ -298,6 +298,64 @@ class Follower(ABC):
         nothing if nothing has."""
 
 
+class Keeper(ABC):
+    """A tier of pages that others keep in host memory so that this unit need not keep them too (`peers.store: once`).
+
+    The unit *leaves out* a page that is kept: it does not store it, and drops its copy after the load that needed it.
+    A page that nobody keeps any more is *promoted*: the copy that the unit has becomes its own. Once a keeper's process
+    has ended, the pages in its memory can be copied for a while, and `orphans` names those that this unit left out.
+    """
+
+    @abstractmethod
+    def kept(self, group: int, keys: Keys, expiry: int | None = None) -> NDArray[np.bool_]:
+        """Which of the keys a running peer keeps, as far as this unit knows, bool [keys].
+
+        Args:
+            expiry: pages that expire earlier do not count, in Unix seconds; with NEVER only pages that do not expire
+                count, with None all.
+        """
+
+    @abstractmethod
+    def leave_out(self, group: int, keys: Keys) -> None:
+        """Notes that the unit does without these pages, and counts those that it had no note of.
+
+        Call order:
+            For pages that are `kept`, before `take_news`.
+        """
+
+    @abstractmethod
+    def take_back(self, group: int, keys: Keys) -> None:
+        """Ends the notes of `leave_out`: the unit has these pages in its own host memory, or they are not wanted any
+        more."""
+
+    @abstractmethod
+    def promoted(self, pages: int) -> None:
+        """Counts pages whose copies became the unit's own."""
+
+    @property
+    @abstractmethod
+    def has_orphans(self) -> bool:
+        """Whether a keeper has ended whose pages can still be copied. Costs next to nothing."""
+
+    @abstractmethod
+    def orphans(self, most: int) -> Keys:
+        """Takes up to `most` keys, of group 0, of pages that the unit left out, that nobody who runs keeps, and that it
+        is this unit's turn to copy. Looks at no more than `most` notes.
+
+        Call order:
+            `put_back` for those whose copy could not begin; `end_orphans` once no copy is under way.
+        """
+
+    @abstractmethod
+    def put_back(self, keys: Keys) -> None:
+        """`orphans` will name these again."""
+
+    @abstractmethod
+    def end_orphans(self) -> None:
+        """Lets go of the memory of the keepers that have ended, if no page of it is wanted any more. Another thread
+        unmaps it then."""
+
+
 class Tier(ABC):
     """One kind of storage that holds pages.
 
@@ -307,8 +365,8 @@ class Tier(ABC):
         down: why the tier cannot be used; empty while it can. While it is down, its pages are misses and nothing is
             written.
         held: why the tier may not be used yet; empty once it may. Until then its pages are misses, and writes wait.
-        source, sink, prober, follower, loads, stores: its facets; None for what it cannot do. `loads` move its pages to
-            engine blocks, `stores` move pages from there.
+        source, sink, prober, follower, keeper, loads, stores: its facets; None for what it cannot do. `loads` move its
+            pages to engine blocks, `stores` move pages from there.
         straight: the same as `loads` for tiers other than the hub; None for the hub.
         plane: moves the pages of its own ops; None if it has no such ops or the caller moves them.
         durable_pages: pages written so far that would survive a crash.
@@ -324,6 +382,7 @@ class Tier(ABC):
     sink: Sink | None = None
     prober: Prober | None = None
     follower: Follower | None = None
+    keeper: Keeper | None = None
     loads: LoadRoute | None = None
     straight: StraightLoads | None = None
     stores: StoreRoute | None = None

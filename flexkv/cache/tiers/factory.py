@@ -9,15 +9,21 @@ from flexkv.cache.tiers.contract import Plane, TierFacts
 from flexkv.cache.tiers.disk.plan import plan_disk
 from flexkv.cache.tiers.disk.tier import DiskTier, DiskTraffic
 from flexkv.cache.tiers.host.tier import HostTier
-from flexkv.cache.tiers.live.plan import plan_peer_folders, plan_peer_host
-from flexkv.cache.tiers.peers.plan import plan_peers
-from flexkv.cache.tiers.peers.tier import PeerPlane, PeerTier
+from flexkv.cache.tiers.peer_folders.plan import plan_peer_folders
+from flexkv.cache.tiers.peer_folders.tier import PeerPlane, PeerTier
 from flexkv.cache.tiers.plan import PlanTier, TierPlan, UnitFacts
 from flexkv.cache.tiers.remote import plan_remote
+from flexkv.cache.tiers.running_peers.plan import plan_peer_host, plan_running_folders
 from flexkv.cache.tiers.tables import TierFactory
 from flexkv.storage.base import StoredPages, Volumes
 
-TIERS: tuple[PlanTier, ...] = (plan_peer_host, plan_disk, plan_peers, plan_peer_folders, plan_remote)
+TIERS: tuple[PlanTier, ...] = (
+    plan_peer_host,
+    plan_disk,
+    plan_peer_folders,
+    plan_running_folders,
+    plan_remote,
+)
 """The tiers behind host memory, in the order in which a lookup asks them. A new tier is a package of its own, and its
 `plan_` function is listed here."""
 

@@ -61,7 +61,7 @@ class StoreOffer:
         spare: see `CacheManager.begin_store`.
         expiry: when the pages expire, in Unix seconds; NEVER if they do not.
         chosen: for a part of an offer, the position of each key in the whole offer, int32, ascending; block i is then
-            block `first_block + chosen[i]` of the request. None for a whole offer.
+            block `first_block + chosen[i]` of the request. None for a whole offer. A part may be taken of a part.
     """
 
     request_id: str
@@ -75,7 +75,7 @@ class StoreOffer:
     chosen: NDArray[np.int32] | None = None
 
     def part(self, positions: NDArray[np.integer]) -> StoreOffer:
-        """The offer of the blocks at `positions` alone. Precondition: this is a whole offer."""
+        """The offer of the blocks at `positions` of this one alone."""
         return StoreOffer(
             self.request_id,
             self.group,
@@ -85,7 +85,7 @@ class StoreOffer:
             self.tokens,
             self.spare,
             self.expiry,
-            positions.astype(np.int32),
+            positions.astype(np.int32) if self.chosen is None else self.chosen[positions],
         )
 
     def positions(self, found: NDArray[np.uint32]) -> NDArray[np.int32]:

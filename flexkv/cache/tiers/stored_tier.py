@@ -13,7 +13,7 @@ from flexkv.cache.base import NO_ENTRY, EntryIds, sharing
 from flexkv.cache.ledger.page_times import Expiries
 from flexkv.cache.tiers.contract import Source, Tier, TierCounts, TierFacts
 from flexkv.cache.tiers.tables import TierContext
-from flexkv.facts.keys import Keys
+from flexkv.facts.keys import KEY_BYTES, Keys
 from flexkv.storage.base import Places, StoredPages
 from flexkv.storage.striping import striped_slots
 from flexkv.storage.tags import TAG, TagFields, make_tags, tag_fields
@@ -28,6 +28,9 @@ from flexkv.transfer.graph import (
     SlotIds,
     TransferOp,
 )
+
+NO_GROUPS = np.empty(0, np.uint32)
+NO_KEYS = np.empty((0, KEY_BYTES), np.uint8)
 
 LOOKED_THROUGH = 65_536
 """Places of a group that one search for expired pages looks at: some 100 us."""
@@ -225,11 +228,32 @@ class StoredTier(Tier, Source):
 
     def remove(self, group: int, entries: EntryIds) -> int:
         """Makes pages misses, and returns how many were there. A place is free once no op uses it."""
-        gone = self.presence.slots_of(entries[self.presence.ready(entries).view(np.bool_)])
+        visible = entries[self.presence.ready(entries).view(np.bool_)]
+        gone = self.presence.slots_of(visible)
+        keys = self.presence.keys_of(visible) if self._tells else NO_KEYS
         removed = int(np.count_nonzero(self.presence.remove(entries)))
         if len(gone):
             self.pages.record_evict(group, gone, self._fields(group, gone)["generation"].copy())
+            self._tell_gone(group, keys)
         return removed
+
+    @property
+    def _tells(self) -> bool:
+        """Whether somebody listens to what leaves the unit's own disks."""
+        return self.sink is not None and bool(self._hub.listeners)
+
+    def _tell_gone(self, group: int, keys: Keys, groups: NDArray[np.uint32] = NO_GROUPS) -> None:
+        """Tells the hub's listeners that pages are no longer visible on the unit's own disks.
+
+        Args:
+            groups: the group of each page; empty if all are of `group`.
+        """
+        if not self._tells or not len(keys):
+            return
+        for each in np.unique(groups).tolist() if len(groups) else (group,):
+            those = np.ascontiguousarray(keys[groups == each]) if len(groups) else keys
+            for listener in self._hub.listeners:
+                listener.on_unwrite(each, those)
 
     def forget(self, group: int, keys: Keys) -> int:
         entries = self.presence.find(group, keys, ready_only=False)
@@ -246,8 +270,9 @@ class StoredTier(Tier, Source):
         for group in self._owners:
             places = np.arange(len(self._tags[group]), dtype=np.int32)
             on_volume, _ = striped_slots(places, self.pages.disks)
-            gone = (on_volume == volume).astype(np.uint8)
-            pages += len(self.presence.retire(group, gone))
+            gone = self.presence.retire(group, (on_volume == volume).astype(np.uint8))
+            self._tell_gone(group, gone, self.presence.gone_groups())
+            pages += len(gone)
         return pages
 
     def begin_reset(self) -> None:

@@ -35,10 +35,10 @@ class PublishesFailedReads(LocalCacheManager):
         super().__init__(*args, **kwargs)
         complete = self.work._promotions.end_fetch
 
-        def completed(op: Any, result: OpResult, current: bool) -> None:
+        def completed(op: Any, result: OpResult, current: bool) -> Any:
             status = OpStatus.OK if result.status is OpStatus.FAILED else result.status
             failed = np.empty(0, np.int32) if status is OpStatus.OK else result.failed
-            complete(op, OpResult(result.op_id, status, failed), current)
+            return complete(op, OpResult(result.op_id, status, failed), current)
 
         self.work._promotions.end_fetch = completed  # type: ignore[method-assign]
 

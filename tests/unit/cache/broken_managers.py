@@ -230,7 +230,7 @@ class PromisesAgainWhatFailed(LocalCacheManager):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.promises.failed_loads.of_request = lambda request_id: None  # type: ignore[method-assign]
+        self.promises.load_tries.of_request = lambda request_id: None  # type: ignore[method-assign]
 
 
 class RemembersBeyondTheEnd(LocalCacheManager):

@@ -150,12 +150,12 @@ class TakesFailedPagesForTokens(LocalCacheManager):
 
     def __init__(self, groups: Sequence[GroupSpec], limits: ManagerLimits, **more: Any) -> None:
         super().__init__(groups, limits, **more)
-        note = self.promises.failed_loads.note_failure
+        note = self.promises.load_tries.note_failure
 
         def by_first_group(op: RankOp, block_tokens: int) -> None:
             note(op, groups[0].block_tokens)
 
-        self.promises.failed_loads.note_failure = by_first_group  # type: ignore[method-assign]
+        self.promises.load_tries.note_failure = by_first_group  # type: ignore[method-assign]
 
 
 class TellsOneGroupOfAllEvictions(LocalCacheManager):

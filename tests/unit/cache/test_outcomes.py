@@ -13,7 +13,7 @@ from flexkv.transfer.graph import OpStatus
 from flexkv.unit.tier_metrics import STATS, TierMetrics
 from tests.unit.cache.disk_world import DiskWorld, chain, traffic
 from tests.unit.cache.host_world import keys, make, store
-from tests.unit.cache.test_failed_loads import fail_a_load
+from tests.unit.cache.test_load_tries import fail_a_load
 
 
 def missed(manager: LocalCacheManager) -> dict[MissReason, int]:

@@ -15,7 +15,7 @@ from flexkv.cache.manager import LocalCacheManager
 from flexkv.cache.tiers.contract import TierFacts, WriteMode
 from flexkv.cache.tiers.disk.load_route import GdsUse
 from flexkv.cache.tiers.factory import unit_tiers
-from flexkv.cache.tiers.peers.tier import PeerTier
+from flexkv.cache.tiers.peer_folders.tier import PeerTier
 from flexkv.cache.tiers.tables import TierContext
 from flexkv.facts.keys import Keys, Rule
 from flexkv.observe import Counters, MissReason

@@ -94,6 +94,7 @@ GIVEN = {
     "blend.min_tokens": 64,
     "blend.check_layer": 2,
     "blend.bytes": "2GiB",
+    "blend.disk_bytes": "4GiB",
     "gds.register_pool": "on",
     "observe.metrics_log_s": 5,
 }

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flexkv.adapters.vllm.engine_spec import EngineRole
-from flexkv.cache.tiers.live.tier import LivePeerTier
+from flexkv.cache.tiers.running_peers.tier import LivePeerTier
 from flexkv.peers.share import PeerShare
 from tests.unit.adapters.mini_engine import MiniEngine
 
@@ -46,3 +46,17 @@ def knows(engine: MiniEngine, pages: int) -> bool:
 
 def settings_of(folder: Path, share: str = "host+disk") -> dict[str, Any]:
     return {"peers.share": share, "peers.folder": str(folder), "role": EngineRole(recomputes=True)}
+
+
+def distant_settings(root: Path, name: str) -> dict[str, Any]:
+    """Settings of the unit of machine `name`, whose folder lies in one that all machines see."""
+    return settings_of(root / name, "disk") | {
+        "disk.folders": str(root / "shared" / name),
+        "disk.bytes_per_folder": 4 << 20,
+        "peers.across_machines": True,
+        "peers.beat_s": 0.05,
+    }
+
+
+def live_files(root: Path) -> list[Path]:
+    return sorted((root / "shared").glob("*/*/*/live.rows"))

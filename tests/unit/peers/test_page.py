@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from flexkv.cache.tiers.live import plan
-from flexkv.cache.tiers.live.plan import shares, usual_share
+from flexkv.cache.tiers.running_peers import plan
+from flexkv.cache.tiers.running_peers.plan import shares, usual_share
 from flexkv.config import load_config
 from tests.unit.adapters.vllm_objects import make_request
 from tests.unit.peers.live_engines import PROMPT, Make, knows, settings_of, share_of, wait_for
@@ -25,12 +25,23 @@ def usual(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("usual")
 def test_the_pages_settings_share_host_memory(tmp_path: Path) -> None:
-    (settings, common) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+    settings, _, common = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
     told = tmp_path / "shared.yaml"
     told.write_text(settings)
     assert shares(load_config({}, {"FLEXKV_CONFIG": str(told)})) == (True, False)
     told.write_text(common)
     assert shares(load_config({}, {"FLEXKV_CONFIG": str(told)})) == (False, True)
+
+
+@pytest.mark.usefixtures("usual")
+def test_the_pages_settings_share_folders_with_other_machines(tmp_path: Path) -> None:
+    _, distant, _ = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+    told = tmp_path / "distant.yaml"
+    told.write_text(distant)
+    config = load_config({}, {"FLEXKV_CONFIG": str(told)})
+    assert shares(config) == (False, True)
+    assert config.peers.across_machines
+    assert config.peers.beat_s == load_config({}, {}).peers.beat_s == 2.0
 
 
 @pytest.mark.usefixtures("usual")

@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flexkv.errors import ContractError, DiskError
+from flexkv.errors import ContractError, DiskError, GeometryError
 from flexkv.peers import watch as watch_module
 from flexkv.peers.card import PROTOCOL, UnitCard, decode_card
 from flexkv.peers.pool_reader import OUTCOMES
 from flexkv.peers.runtime_folder import read_cards, runtime_folder, socket_path, write_card
-from flexkv.peers.share import PeerShare
+from flexkv.peers.share import MOST_REFUSED, PeerShare
 from tests.unit.adapters.mini_engine import MiniEngine
 from tests.unit.adapters.vllm_objects import make_request
 from tests.unit.peers.live_engines import PROMPT, Make, knows, live_tiers, settings_of, share_of, wait_for
@@ -180,13 +180,21 @@ def test_units_that_may_not_share_are_named(
 ) -> None:
     engine = make_engine(**settings_of(folder))
     share = share_of(engine)
-    assert share._wants(card_of(engine).short())
+    assert share.wants(card_of(engine).short())
     with caplog.at_level(logging.WARNING):
-        assert not share._wants(card_of(engine).short() | {"pid": 7} | change)
+        assert not share.wants(card_of(engine).short() | {"pid": 7} | change)
     assert reason in share.refused["7"]
     assert reason in caplog.text
-    assert not share._wants(card_of(engine).short() | {"fingerprint": "00" * 32}), "another model"
+    assert not share.wants(card_of(engine).short() | {"fingerprint": "00" * 32}), "another model"
     assert len(share.refused) == 1, "another model is nothing to warn of"
+
+
+def test_refused_units_do_not_add_up(make_engine: Make, folder: Path) -> None:
+    engine = make_engine(**settings_of(folder))
+    share, facts = share_of(engine), card_of(engine).short()
+    for pid in range(MOST_REFUSED + 3):
+        assert not share.wants(facts | {"pid": pid, "weights": "others"})
+    assert list(share.refused) == [str(pid) for pid in range(3, MOST_REFUSED + 3)]
 
 
 def test_another_format_is_refused_under_an_engines_own_keys(make_engine: Make, folder: Path) -> None:
@@ -197,7 +205,7 @@ def test_another_format_is_refused_under_an_engines_own_keys(make_engine: Make, 
         replace(card, unit="x", pid=7, format_id=card.format_id.replace("HND", "NHD") + "x"),
     ):
         share.refused.clear()
-        with pytest.raises((DiskError, Exception)):
+        with pytest.raises((DiskError, GeometryError)):
             share._join(other, [0, 0])
         assert list(share.refused) == ["7"]
         assert share.joined == 0

@@ -10,6 +10,7 @@ import pytest
 
 from flexkv import c_ext
 from flexkv.errors import BlockRangeError, ContractError
+from flexkv.remote.values import VALUE_VERSION
 from flexkv.storage.tags import make_tags
 from flexkv.transfer.graph import OpKind, OpStatus
 from tests.unit.storage.disk_world import BLOCK_TOKENS, MakeDisks, keys_of, make_group
@@ -161,3 +162,9 @@ def test_a_page_that_was_written_again_is_not_the_one_that_an_earlier_tag_names(
     _, latter = world.write([1], [0])
     assert "disk miss (generation)" in world.read([1], [0], former).reason
     assert world.read([1], [0], latter).status is OpStatus.OK
+
+
+def test_a_new_page_format_is_a_new_format_of_values() -> None:
+    """Values in stores are pages with their trailers, but their names have a version of their own. Whoever changes the
+    page's adds the new pair here, with both numbers raised."""
+    assert (c_ext.PAGE_VERSION, VALUE_VERSION) in {(1, 1)}

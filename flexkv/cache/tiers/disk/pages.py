@@ -126,6 +126,7 @@ class DiskPages(StoredTier, Sink):
             self.let_go_expired()
         positions, entries, places, evicted, _, _ = self.presence.insert(group, keys, room)
         self.counts.evicted += len(evicted)
+        self._tell_gone(group, evicted, self.presence.gone_groups())
         former = self._fields(group, places)["generation"]
         if former.any():
             # Recorded before the place is written, so that no crash leaves an index that still lists its old content.
@@ -166,6 +167,8 @@ class DiskPages(StoredTier, Sink):
                 tags["tokens"].astype(np.int32),
                 tags["expiry"].copy(),
             )
+            for listener in self._hub.listeners:
+                listener.on_write(group, keys[published])
         return published
 
     def used(self, group: int, keys: Keys) -> None:
@@ -217,10 +220,13 @@ class DiskPages(StoredTier, Sink):
         return TierRoom(pages, "disk.bytes_per_folder", alive, there)
 
     def gauges(self) -> Mapping[str, float]:
+        slots = self.room_of(0).pages
+        tokens = {"flexkv_disk_capacity_tokens": slots * self._sizes[0]} if len(self._sizes) == 1 else {}
         return {
-            "flexkv_disk_slots": self.room_of(0).pages,
+            "flexkv_disk_slots": slots,
             "flexkv_disk_slots_used": len(self.presence),
             "flexkv_disks": sum(self.volumes.alive),
+            **tokens,
         }
 
     @property

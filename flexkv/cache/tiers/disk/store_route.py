@@ -99,7 +99,8 @@ class GdsStores(StoreRoute):
         found, entries, places, tags = self._disk.begin_write(
             group, np.ascontiguousarray(offer.keys[new]), valid, room, expiries
         )
-        stored = new[found].astype(np.int32)
+        here = new[found]
+        stored = here.astype(np.int32) if offer.chosen is None else offer.chosen[here]
         dropped = len(new) - len(stored)
         if not len(stored):
             return StorePlan(None, stored, known, dropped)
@@ -108,7 +109,7 @@ class GdsStores(StoreRoute):
             OpKind.GDS_WRITE,
             group,
             Priority.STORE,
-            offer.blocks[stored],
+            offer.blocks[here],
             NO_PLACES,
             places=places,
             tags=tags,

@@ -24,6 +24,7 @@ from flexkv.cache.tiers.contract import (
 from flexkv.cache.tiers.remote.key_memory import KeyMemory
 from flexkv.cache.tiers.remote.series import remote_series
 from flexkv.cache.tiers.tables import TierContext
+from flexkv.cache.tiers.unexpired import unexpired_leading, unexpired_present
 from flexkv.facts.keys import Keys, Rule
 from flexkv.remote.base import Presence
 from flexkv.remote.messages import MOST_ASKED
@@ -176,15 +177,10 @@ class RemoteTier(Tier, Source, Sink, Prober):
     # --- lookups ---
 
     def leading(self, group: int, keys: Keys) -> EntryIds:
-        entries = self.presence.match_prefix(group, keys)
-        old = self._old(entries)
-        return entries[: int(np.argmax(old))] if old.any() else entries
+        return unexpired_leading(self.presence, group, keys, self._old)
 
     def present(self, group: int, keys: Keys) -> NDArray[np.bool_]:
-        entries = self.presence.find(group, keys)
-        there: NDArray[np.bool_] = entries != NO_ENTRY
-        there[there] = ~self._old(entries[there])
-        return there
+        return unexpired_present(self.presence, group, keys, self._old)
 
     def _old(self, entries: EntryIds) -> NDArray[np.bool_]:
         """Which entries have an expired answer, bool [entries]. They stay in the index, so that their pages are not

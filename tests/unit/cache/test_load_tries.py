@@ -7,7 +7,7 @@ import pytest
 
 from flexkv.cache.base import GroupSpec, ManagerLimits
 from flexkv.cache.manager import LocalCacheManager
-from flexkv.cache.promise.failed_loads import MAX_REQUESTS, FailedLoads
+from flexkv.cache.promise.load_tries import MAX_REQUESTS, LoadTries
 from flexkv.cache.tiers.disk.load_route import GdsUse
 from flexkv.cache.tiers.factory import unit_tiers
 from flexkv.errors import ConfigError
@@ -83,7 +83,7 @@ def test_a_load_that_outlives_its_request_leaves_no_memory() -> None:
     assert graph is not None
     manager.end_request("r")
     end(manager, graph.ops[0].op_id, OpStatus.CANCELLED)
-    assert len(manager.promises.failed_loads) == 0
+    assert len(manager.promises.load_tries) == 0
     assert manager.match("r", [chain], 0).blocks == 4
 
 
@@ -97,7 +97,7 @@ def test_one_load_that_fails_on_both_ranks_and_by_both_ways_is_one_failure() -> 
     for op in ops:
         for rank in range(2):
             end(world.manager, op.op_id, OpStatus.CANCELLED, rank=rank)
-    skip = world.manager.promises.failed_loads.of_request("r")
+    skip = world.manager.promises.load_tries.of_request("r")
     assert skip is not None
     assert (skip.failures, skip.first_token, skip.straight) == (1, 0, True)
 
@@ -155,9 +155,9 @@ def test_requests_whose_end_nobody_tells_are_bounded() -> None:
     store(manager, chain)
     for number in range(MAX_REQUESTS + 5):
         fail_a_load(manager, chain, [], f"r{number}", status=OpStatus.CANCELLED)
-    assert len(manager.promises.failed_loads) == MAX_REQUESTS
-    assert manager.promises.failed_loads.of_request("r0") is None
-    assert manager.promises.failed_loads.of_request(f"r{MAX_REQUESTS + 4}") is not None
+    assert len(manager.promises.load_tries) == MAX_REQUESTS
+    assert manager.promises.load_tries.of_request("r0") is None
+    assert manager.promises.load_tries.of_request(f"r{MAX_REQUESTS + 4}") is not None
 
 
 class Clock:
@@ -204,7 +204,7 @@ def test_a_rest_below_nothing_is_refused() -> None:
 
 @pytest.mark.parametrize("first", [0, 3])
 def test_an_empty_table_promises_as_ever(first: int) -> None:
-    failed = FailedLoads()
+    failed = LoadTries()
     assert failed.of_request("r") is None
     failed.end_request("r")
     manager, chain = make(), keys(5)

@@ -1,5 +1,7 @@
 """Pages that loads did not bring to each live request, so that its next lookups do not promise the same again.
 
+Why a load failed is logged by `flexkv/cache/moves/op_log.py`.
+
 An engine whose load has failed as a whole asks again. If pages are slow rather than bad, the tiers forget nothing, and
 the answer would be the same for as long as the pages stay slow. So a request has two tries: the second leaves out what
 the first did not bring, and after the second the engine computes the request.
@@ -33,7 +35,7 @@ ids whose end is never reported."""
 
 
 @dataclass(slots=True)
-class FailedLoad:
+class RequestTries:
     """The failed loads of one request.
 
     Attributes:
@@ -56,7 +58,7 @@ class FailedLoad:
         return None if self.first_token is None else max(start_tokens, self.first_token)
 
 
-class FailedLoads:
+class LoadTries:
     """The failed loads by request, from a request's first failed page to `end_request`.
 
     Args:
@@ -65,7 +67,7 @@ class FailedLoads:
     """
 
     def __init__(self, rest_s: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
-        self._requests: dict[str, FailedLoad] = {}
+        self._requests: dict[str, RequestTries] = {}
         self._rest_s = rest_s
         self._clock = clock
         self._rests_until_s = -math.inf
@@ -73,7 +75,7 @@ class FailedLoads:
     def __len__(self) -> int:
         return len(self._requests)
 
-    def of_request(self, request_id: str) -> FailedLoad | None:
+    def of_request(self, request_id: str) -> RequestTries | None:
         """The request's failed loads; None if none failed. O(1)."""
         return self._requests.get(request_id)
 
@@ -93,7 +95,7 @@ class FailedLoads:
         if known is None:
             if len(self._requests) >= MAX_REQUESTS:
                 del self._requests[next(iter(self._requests))]
-            known = self._requests[op.request_id] = FailedLoad()
+            known = self._requests[op.request_id] = RequestTries()
         if known.last != op.load:
             # Counts once for all ranks and routes of one load.
             known.failures, known.last = min(TRIES, known.failures + 1), op.load

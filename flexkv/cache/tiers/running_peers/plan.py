@@ -10,10 +10,11 @@ from flexkv.c_ext import PeerDirectory
 from flexkv.cache.tiers.contract import Tier, WriteMode
 from flexkv.cache.tiers.disk.pages import DiskPages
 from flexkv.cache.tiers.disk.plan import disk_facts, disk_folders, disk_groups, disk_identity, image_needs
-from flexkv.cache.tiers.live.tier import LivePeerTier
 from flexkv.cache.tiers.plan import TierPlan, UnitFacts
+from flexkv.cache.tiers.running_peers.tier import LivePeerTier
 from flexkv.cache.tiers.tables import TierContext, TierFactory
 from flexkv.config import FlexKVConfig
+from flexkv.errors import ConfigError
 from flexkv.observe import get_logger
 from flexkv.peers.pool_reader import PoolReader
 from flexkv.peers.share import PeerShare
@@ -28,12 +29,29 @@ HOST, FOLDERS = "peer-host", "peers"
 
 
 def plan_share(unit: UnitFacts) -> PeerShare | None:
-    """What the unit shares with others, by its settings; None for nothing."""
+    """What the unit shares with others, by its settings; None for nothing.
+
+    Raises:
+        ConfigError: pages are to be kept once, and host memory is not to be shared; or folders are to be shared with
+            other machines, and not with units of this one.
+    """
     host, disk = shares(unit.config)
+    if unit.config.peers.store == "once" and not host:
+        raise ConfigError(
+            f"peers.store: once with peers.share: {unit.config.peers.share}: it needs shared host memory; allowed are "
+            "peers.share: auto and host+disk"
+        )
+    if unit.config.peers.across_machines and not disk:
+        raise ConfigError(
+            f"peers.across_machines: true with peers.share: {unit.config.peers.share} and disk.folders: "
+            f"{','.join(unit.config.disk.folders) or 'none'}: it needs shared folders; allowed are at least one "
+            "folder, and peers.share: auto, host+disk and disk"
+        )
     if not host and not disk:
         return None
     if len(unit.groups) != 1:
-        if unit.config.peers.share != "auto":
+        peers = unit.config.peers
+        if peers.share != "auto" or peers.store == "once" or peers.across_machines:
             logger.warning("peers.share is off here: the model has %d KV groups", len(unit.groups))
         return None
     (group,), heads = disk_groups(unit), unit.ranks[0].groups[0].heads
@@ -45,6 +63,8 @@ def plan_share(unit: UnitFacts) -> PeerShare | None:
         unit.config.keys.scheme == "common",
         host,
         disk,
+        unit.config.peers.store == "once",
+        unit.config.peers.beat_s if unit.config.peers.across_machines else None,
     )
 
 
@@ -57,8 +77,9 @@ def shares(config: FlexKVConfig) -> tuple[bool, bool]:
 
 
 def usual_share(config: FlexKVConfig) -> Literal["host+disk", "disk", "off"]:
-    """`peers.share` where nobody sets it: host memory is shared where several units start on the node."""
-    return "host+disk" if config.host.units_per_node > 1 else "disk"
+    """`peers.share` where nobody sets it: host memory is shared where several units start on the node, or where they
+    keep pages once."""
+    return "host+disk" if config.host.units_per_node > 1 or config.peers.store == "once" else "disk"
 
 
 def plan_peer_host(unit: UnitFacts) -> TierPlan | None:
@@ -67,7 +88,7 @@ def plan_peer_host(unit: UnitFacts) -> TierPlan | None:
     return None if share is None or share.host is None else PeerHostPlan(unit, share, share.host)
 
 
-def plan_peer_folders(unit: UnitFacts) -> TierPlan | None:
+def plan_running_folders(unit: UnitFacts) -> TierPlan | None:
     """The plan of the tier of running peers' folders; None if folders are not shared."""
     share = unit.share
     return None if share is None or share.disk is None else PeerFoldersPlan(unit, share, share.disk)
@@ -103,7 +124,7 @@ class PeerHostPlan(TierPlan):
         def make(context: TierContext) -> Tier:
             board = share.show_host(context.tables.hub.presence, pool, pool.slots)
             context.tables.hub.board = board
-            return LivePeerTier(context, self._directory, facts, share, reader)
+            return LivePeerTier(context, self._directory, facts, share, reader, share.once)
 
         return make
 

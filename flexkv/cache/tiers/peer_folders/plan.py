@@ -8,7 +8,7 @@ from functools import partial
 
 from flexkv.cache.tiers.contract import WriteMode
 from flexkv.cache.tiers.disk.plan import disk_facts, disk_folders, disk_groups, disk_identity
-from flexkv.cache.tiers.peers.tier import PeerTier
+from flexkv.cache.tiers.peer_folders.tier import PeerTier
 from flexkv.cache.tiers.plan import TierPlan, UnitFacts
 from flexkv.cache.tiers.tables import TierFactory
 from flexkv.storage.peer_folders import open_peer_folders
@@ -17,7 +17,7 @@ from flexkv.storage.peer_reader import PeerReader
 from flexkv.transfer.host_pool import HostPool
 
 
-def plan_peers(unit: UnitFacts) -> TierPlan | None:
+def plan_peer_folders(unit: UnitFacts) -> TierPlan | None:
     """The plan of the peer tier; None without folders or without the common key scheme. With an engine's own keys,
     another engine's pages lie in folders of another fingerprint."""
     config = unit.config

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Protocol
 
 import numpy as np
@@ -12,9 +13,12 @@ from flexkv.c_ext import BlockIndex, PeerDirectory
 from flexkv.cache.base import NO_ENTRY, EntryIds
 from flexkv.cache.ledger.page_times import Expiries
 from flexkv.cache.tiers.contract import Follower, Plane, Series, Source, Tier, TierCounts, TierFacts
+from flexkv.cache.tiers.running_peers.keeper import DepartedPeers, PeerKeeper
 from flexkv.cache.tiers.tables import TierContext
+from flexkv.cache.tiers.unexpired import unexpired_leading, unexpired_present
 from flexkv.facts.keys import Keys
 from flexkv.peers.pool_reader import OUTCOMES
+from flexkv.peers.share import OnceCounts
 from flexkv.storage.tags import make_tags
 from flexkv.transfer.graph import NEVER, NO_BLOCKS, OpId, OpKind, Priority, SlotIds, TransferOp
 
@@ -28,7 +32,7 @@ NEWS_PER_POLL = 16_384
 """Most changes taken over a few times per second, so that a unit without lookups keeps up."""
 
 
-class SharingUnit(Protocol):
+class SharingUnit(DepartedPeers, Protocol):
     """This unit among its peers; implemented by `flexkv.peers.share.PeerShare`."""
 
     def start(self, weights: bytes) -> None: ...
@@ -58,6 +62,7 @@ class LivePeerTier(Tier, Source, Follower):
 
     Args:
         directory: which pages peers have; a thread keeps it up to date.
+        once: the totals of `peers.store: once`, for the tier of host pools of a unit that stores once; else None.
     """
 
     def __init__(
@@ -67,6 +72,7 @@ class LivePeerTier(Tier, Source, Follower):
         facts: TierFacts,
         share: SharingUnit,
         plane: ReadingPlane,
+        once: OnceCounts | None = None,
     ) -> None:
         self.facts, self.counts = facts, TierCounts()
         self.source = self.follower = self
@@ -81,6 +87,19 @@ class LivePeerTier(Tier, Source, Follower):
         self._expiries: Expiries = np.zeros(KNOWN_PAGES, np.uint64)
         """When the page in each place expires."""
         self._any_partial = self._any_expires = False
+        self._once = once
+        self._keeper: PeerKeeper | None = None
+        if once is not None:
+            self._keeper = self.keeper = PeerKeeper(
+                self.presence,
+                KNOWN_PAGES,
+                self.present,
+                lambda: self.in_use,
+                directory,
+                share,
+                once,
+                context.tables.clock,
+            )
 
     # --- what peers tell ---
 
@@ -95,12 +114,14 @@ class LivePeerTier(Tier, Source, Follower):
                 self._enter(keys[first:end], tokens[first:end].astype(np.int32), expiries[first:end])
             else:
                 found = self.presence.find(0, keys[first:end])
-                self.presence.remove(found[found != NO_ENTRY])
+                self._remove(found[found != NO_ENTRY])
             first = end
 
     def _enter(self, keys: Keys, tokens: NDArray[np.int32], expiries: Expiries) -> None:
         positions, new, places, *_ = self.presence.insert(0, keys, len(keys))
         self._tokens[places] = tokens[positions]
+        if self._keeper is not None:
+            self._keeper.entered(places)
         if self._any_expires or expiries.any():
             self._any_expires = True
             self._expiries[places] = expiries[positions]
@@ -108,18 +129,24 @@ class LivePeerTier(Tier, Source, Follower):
         self._any_partial |= bool((tokens != self._block_tokens).any())
         self.presence.finish(new, np.ones(len(new), np.uint8))
 
+    def _remove(self, entries: EntryIds) -> int:
+        """Makes pages misses that no peer has any more, or none intact; returns how many were known."""
+        if self._keeper is not None:
+            self._keeper.leaving(entries)
+        return int(np.count_nonzero(self.presence.remove(entries)))
+
+    def _clear(self) -> None:
+        self.presence.clear()
+        if self._keeper is not None:
+            self._keeper.clear()
+
     # --- lookups ---
 
     def leading(self, group: int, keys: Keys) -> EntryIds:
-        entries = self.presence.match_prefix(group, keys)
-        expired = self._expired(entries)
-        return entries[: int(np.argmax(expired))] if expired.any() else entries
+        return unexpired_leading(self.presence, group, keys, self._expired)
 
     def present(self, group: int, keys: Keys) -> NDArray[np.bool_]:
-        entries = self.presence.find(group, keys)
-        there: NDArray[np.bool_] = entries != NO_ENTRY
-        there[there] = ~self._expired(entries[there])
-        return there
+        return unexpired_present(self.presence, group, keys, self._expired)
 
     def _expired(self, entries: EntryIds) -> NDArray[np.bool_]:
         if not self._any_expires:
@@ -130,8 +157,11 @@ class LivePeerTier(Tier, Source, Follower):
 
     def forget(self, group: int, keys: Keys) -> int:
         """Makes the pages misses in this process, until a peer stores them again."""
+        if self._keeper is not None:
+            # Somebody wants them gone, so they do not count as lost.
+            self._keeper.take_back(group, keys)
         entries = self.presence.find(group, keys, ready_only=False)
-        return int(np.count_nonzero(self.presence.remove(entries[entries != NO_ENTRY])))
+        return self._remove(entries[entries != NO_ENTRY])
 
     # --- fetches ---
 
@@ -153,7 +183,7 @@ class LivePeerTier(Tier, Source, Follower):
 
     def end_fetch(self, plan: TransferOp, entries: EntryIds, suspect: NDArray[np.bool_]) -> None:
         if suspect.any():
-            self.presence.remove(entries[suspect])
+            self._remove(entries[suspect])
         self.presence.unpin(entries, hit=True)
 
     def tokens_of(self, plan: TransferOp) -> NDArray[np.integer] | None:
@@ -174,7 +204,7 @@ class LivePeerTier(Tier, Source, Follower):
         self.go_down(
             "the weights were exchanged, and nothing names the new ones until the engine starts again"
         )
-        self.presence.clear()
+        self._clear()
 
     def finish_reset(self, ends_s: float) -> None:
         self._share.close()
@@ -183,7 +213,7 @@ class LivePeerTier(Tier, Source, Follower):
         self.take_news(NEWS_PER_POLL)
         if not self.down and (reason := self._reader.down_reason):
             self.go_down(reason)
-            self.presence.clear()
+            self._clear()
 
     def close(self, deadline_s: float) -> bool:
         self._share.close()
@@ -193,8 +223,13 @@ class LivePeerTier(Tier, Source, Follower):
         return {"flexkv_peers": self._share.joined}
 
     def totals(self) -> Mapping[Series, int]:
-        return {
+        totals: dict[Series, int] = {
             ("flexkv_peer_pages_total", (("outcome", end),)): pages
             for end, pages in zip(OUTCOMES, self._reader.outcomes.tolist(), strict=True)
             if pages
         }
+        if self._once is not None:
+            for end, pages in asdict(self._once).items():
+                if pages:
+                    totals["flexkv_once_pages_total", (("outcome", end),)] = pages
+        return totals

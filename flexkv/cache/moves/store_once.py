@@ -1,0 +1,214 @@
+"""`peers.store: once`: a page that a running peer has in host memory is not kept here too.
+
+A page of such a peer (`Keeper`) is left out in two ways: a store leaves it to the peer, and the copy that a load needed
+is dropped after the load. A copy is withdrawn from the board as soon as it is here, so that two units do not count on
+each other's copies, and each page that some unit counts on is one that a unit has for itself.
+
+    a load needs it:     copy, hidden ----------- no peer has it any more --------> own page, shown,
+                           |  ^                                                     written to the tiers behind
+           dropped after   |  |  the next load, or the peer has ended
+           the load        v  |  and its memory can still be read
+    a store leaves it -> left out, with a note -- the last peer evicted it -------> lost: a miss, stored when the
+    to the peer:                                                                    engine has computed it
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexkv.cache.base import NO_ENTRY, EntryIds, OpRole, StorePlan, TierId
+from flexkv.cache.ledger.ops import FetchOp, RankOp
+from flexkv.cache.moves.fetches import Promotions, WantedPages
+from flexkv.cache.moves.page_walk import PageRun
+from flexkv.cache.tiers.contract import Keeper
+from flexkv.cache.tiers.routes import StoreOffer, StoreRoute
+from flexkv.cache.tiers.tables import CacheTables
+from flexkv.facts.keys import Keys, first_words
+
+GROUP = 0
+"""Only models with one KV group share."""
+
+SWEEP_S = 0.25
+"""How often copies are looked for that no load has used: their request ended before, or went on without them."""
+
+ORPHANS_PER_POLL = 512
+"""Most pages that one poll begins to copy from the memory of peers that have ended: some 100 us of planning."""
+
+
+class StoreOnce:
+    """What one unit leaves to its peers, and what it promotes. Costs nothing per token: stores and loads look up their
+    own pages in the index of peers' pages, and a poll compares a clock.
+
+    Args:
+        number: the tier whose pages peers keep; it has a keeper and a follower.
+        offer: offers pages that are new in host memory to the tiers behind it.
+    """
+
+    def __init__(
+        self,
+        tables: CacheTables,
+        promotions: Promotions,
+        number: TierId,
+        keeper: Keeper,
+        offer: Callable[[int, Keys], None],
+    ) -> None:
+        self._tables, self._promotions, self._number, self._keeper = tables, promotions, number, keeper
+        self._offer = offer
+        self._names = np.zeros(tables.specs[GROUP].slots, np.uint64)
+        """The first word of the key of the copy in each host slot. A slot of a page of the unit's own has another
+        word, or 0."""
+        self._copies: deque[Keys] = deque()
+        """The pages of each fetch of copies, some of which may have left."""
+        self._sweep_at_s = 0.0
+        self._closing = False
+
+    # --- stores ---
+
+    def begin_store(self, offer: StoreOffer, room: int, route: StoreRoute) -> StorePlan:
+        """Plans the store of the offered blocks that no peer keeps; the others count as known."""
+        kept = self._left_to_peers(offer)
+        pages = int(np.count_nonzero(kept))
+        if not pages:
+            return route.begin_store(offer, room)
+        self._keeper.leave_out(offer.group, offer.keys[kept])
+        if pages == len(kept):
+            return StorePlan(None, np.empty(0, np.int32), pages, 0)
+        plan = route.begin_store(offer.part(np.flatnonzero(~kept)), room)
+        return replace(plan, known=plan.known + pages)
+
+    def _left_to_peers(self, offer: StoreOffer) -> NDArray[np.bool_]:
+        """Which of the offered blocks peers keep, and host memory neither has nor is about to have, bool [blocks]."""
+        follower = self._tables.tiers[self._number].follower
+        assert follower is not None
+        follower.take_news()
+        kept = self._keeper.kept(offer.group, offer.keys, offer.expiry)
+        if kept.any():
+            here = self._tables.hub.index.find(offer.group, offer.keys[kept], ready_only=False) != NO_ENTRY
+            kept[kept] = ~here
+        return kept
+
+    def kept(self, group: int, keys: Keys) -> NDArray[np.bool_]:
+        """Which of the keys a store would leave to peers if they do not expire, bool [keys]."""
+        return self._keeper.kept(group, keys, 0)
+
+    def end_store(self, op: RankOp) -> None:
+        """Called before the pages of a store to host memory become visible: they are the unit's own."""
+        self._names[op.plan.slots] = 0
+
+    def stored(self, group: int, keys: Keys) -> None:
+        """Called once pages of a store to host memory are visible: the unit does not do without them any more."""
+        self._keeper.take_back(group, keys)
+
+    # --- copies ---
+
+    def end_fetch(self, op: FetchOp, published: NDArray[np.bool_]) -> None:
+        """Hides the pages that a fetch has brought from peers, which are copies. Called once they are visible here."""
+        slots = op.plan.slots[published]
+        if op.tier != self._number:
+            self._names[slots] = 0
+        elif len(slots):
+            keys = self._tables.hub.index.keys_of(op.host[published])
+            self._tables.hub.hide(slots)
+            self._names[slots] = first_words(keys)
+            self._keeper.take_back(op.group, keys)
+            self._copies.append(keys)
+            if self._keeper.has_orphans:
+                # Other units that left these pages out are to see soon that they need not copy them.
+                self._settle(keys)
+
+    @property
+    def has_copies(self) -> bool:
+        return bool(self._copies)
+
+    def end_load(self, keys: Keys) -> None:
+        """Drops those of these pages that are copies which peers keep, once nothing pins them, and promotes copies that
+        nobody keeps. Called when a load has ended and has unpinned its pages."""
+        self._settle(keys)
+
+    def _settle(self, keys: Keys) -> None:
+        hub, index = self._tables.hub, self._tables.hub.index
+        keys, entries = self._copies_among(keys)
+        if not len(keys):
+            return
+        kept = self._keeper.kept(GROUP, keys)
+        if not kept.all():
+            self._promote(keys[~kept], entries[~kept])
+        dropped = kept & (index.pins_of(entries) == 0)
+        if dropped.any():
+            self._names[index.slots_of(entries[dropped])] = 0
+            self._keeper.leave_out(GROUP, keys[dropped])
+            hub.remove(GROUP, entries[dropped])
+
+    def _copies_among(self, keys: Keys) -> tuple[Keys, EntryIds]:
+        """Those of the keys whose page in host memory is a copy, and their entries."""
+        index = self._tables.hub.index
+        entries = index.find(GROUP, keys)
+        there = entries != NO_ENTRY
+        keys, entries = keys[there], entries[there]
+        copies = self._names[index.slots_of(entries)] == first_words(keys)
+        return keys[copies], entries[copies]
+
+    def _promote(self, keys: Keys, entries: EntryIds) -> None:
+        hub = self._tables.hub
+        self._names[hub.index.slots_of(entries)] = 0
+        hub.show(GROUP, entries)
+        self._keeper.promoted(len(keys))
+        self._offer(GROUP, keys)
+
+    # --- now and then ---
+
+    def poll(self) -> None:
+        """Settles copies that no load has used, and begins to copy what only ended peers have."""
+        if self._closing:
+            return
+        if self._copies and (now_s := self._tables.clock()) >= self._sweep_at_s:
+            self._sweep_at_s = now_s + SWEEP_S
+            self._sweep()
+        if self._keeper.has_orphans and self._promotions.room(self._number):
+            self._take_over()
+
+    def begin_close(self) -> None:
+        """Begins no further copies. A unit that closes needs its time and its host slots for its own pages, and what it
+        took over now would only move to its disks."""
+        self._closing = True
+
+    @property
+    def busy(self) -> bool:
+        """Whether `poll` has something to take over, or waits for the unit's turn to."""
+        return self._keeper.has_orphans and not self._closing
+
+    def _sweep(self) -> None:
+        index = self._tables.hub.index
+        entries = index.find(GROUP, np.concatenate(self._copies))
+        keys = index.keys_of(np.unique(entries[entries != NO_ENTRY]))
+        self._copies.clear()
+        self._settle(keys)
+        keys, _ = self._copies_among(keys)
+        if len(keys):
+            self._copies.append(keys)
+
+    def _take_over(self) -> None:
+        """Plans a fetch of pages that only ended peers have. Once they are here, they are copies that nobody keeps."""
+        keys = self._keeper.orphans(ORPHANS_PER_POLL)
+        index, tier = self._tables.hub.index, self._tables.tiers[self._number]
+        keys = keys[index.find(GROUP, keys, ready_only=False) == NO_ENTRY]
+        entries = tier.presence.find(GROUP, keys)
+        keys, entries = keys[entries != NO_ENTRY], entries[entries != NO_ENTRY]
+        if len(keys):
+            run = PageRun(self._number, entries, tier.presence.pin(entries))
+            fetched = self._promotions.fetch([WantedPages(GROUP, keys, [run])], layerwise=False)
+            for pages in fetched.pages:
+                index.unpin(pages.entries)
+            self._keeper.put_back(keys[index.find(GROUP, keys, ready_only=False) == NO_ENTRY])
+        if not self._tables.ops.count(OpRole.FETCH, self._number):
+            self._keeper.end_orphans()
+
+    def reset(self) -> None:
+        """Forgets all copies: no page is visible any more."""
+        self._names[:] = 0
+        self._copies.clear()

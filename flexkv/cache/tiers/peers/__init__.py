@@ -1,1 +1,0 @@
-"""Folders of other units with the same pages; they are read and never written."""

@@ -1,0 +1,30 @@
+"""Lookups in the index of a tier whose entries expire and stay in the index: an expired entry is a miss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexkv.c_ext import BlockIndex
+from flexkv.cache.base import NO_ENTRY, EntryIds
+from flexkv.facts.keys import Keys
+
+Expired = Callable[[EntryIds], NDArray[np.bool_]]
+"""Says of each entry whether it has expired, bool [entries]."""
+
+
+def unexpired_leading(presence: BlockIndex, group: int, keys: Keys, expired: Expired) -> EntryIds:
+    """Implements `Tier.leading`; removes nothing."""
+    entries = presence.match_prefix(group, keys)
+    past = expired(entries)
+    return entries[: int(np.argmax(past))] if past.any() else entries
+
+
+def unexpired_present(presence: BlockIndex, group: int, keys: Keys, expired: Expired) -> NDArray[np.bool_]:
+    """Implements `Tier.present`; removes nothing."""
+    entries = presence.find(group, keys)
+    there: NDArray[np.bool_] = entries != NO_ENTRY
+    there[there] = ~expired(entries[there])
+    return there

@@ -1,0 +1,84 @@
+"""Which pages a unit's own board shows, place by place, and which of these have changed."""
+
+from __future__ import annotations
+
+import mmap
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexkv.c_ext import SlotBoard
+from flexkv.errors import ContractError
+
+ROWS_AT = 4096 + (1 << 14) * 4
+"""Offset of the first row, behind the header and the ring: `board_parts` in csrc/share/slot_board.cpp."""
+
+BOARD_MAGIC = 0x3130445242564B46
+"""`kBoardMagic`: a board of another version has other rows."""
+
+BOARD_ROW = np.dtype(
+    [
+        ("version", "<u8"),
+        ("key", "u1", 16),
+        ("about", "<u8"),
+        ("generation", "<u8"),
+        ("expiry", "<u8"),
+        ("epoch", "<u8"),
+        ("spare", "<u8"),
+    ]
+)
+"""`BoardRow` in csrc/share/slot_board.h. The version is even while the row names a page."""
+
+PLACED = np.dtype(
+    [("key", "u1", 16), ("generation", "<u8"), ("expiry", "<u8"), ("tokens", "<u4"), ("place", "<u4")]
+)
+"""The page in a place; tokens 0: the place has none."""
+
+PlacedRows = NDArray[np.void]
+"""dtype PLACED, shape [places]"""
+
+NO_PAGE = 1
+"""The version of a row that never named a page."""
+
+TOKENS = np.uint64(0xFFFFFFFF)
+
+
+class BoardRows:
+    """Looks at the first `most` rows of a board of this process. A row that changes meanwhile counts as one without a
+    page, and is looked at again. If one is torn all the same, that costs a miss: the page on disk names itself.
+
+    Raises:
+        ContractError: the board is of another version.
+    """
+
+    def __init__(self, board: SlotBoard, most: int) -> None:
+        memory = mmap.mmap(board.fd, board.bytes, mmap.MAP_SHARED, mmap.PROT_READ)
+        if (magic := int.from_bytes(memory[:8], "little")) != BOARD_MAGIC:
+            raise ContractError(f"a board with magic {magic:#x}; expected is {BOARD_MAGIC:#x}")
+        self._rows = np.frombuffer(memory, BOARD_ROW, offset=ROWS_AT)[:most]
+        self._seen = np.full(len(self._rows), NO_PAGE, np.uint64)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def changes(self) -> tuple[int, PlacedRows]:
+        """The epoch of the pages, and the places that have changed since the last call."""
+        changed = np.flatnonzero(self._rows["version"] != self._seen)
+        versions = self._rows["version"][changed]
+        found = self._rows[changed]
+        whole = (versions % 2 == 0) & (self._rows["version"][changed] == versions)
+        self._seen[changed] = versions
+        epoch = int(found["epoch"][whole].max(initial=0))
+        whole &= found["epoch"] == epoch
+        rows = np.zeros(len(changed), PLACED)
+        rows["place"] = changed
+        for name in ("key", "generation", "expiry"):
+            rows[name][whole] = found[name][whole]
+        rows["tokens"][whole] = (found["about"] & TOKENS)[whole]
+        return epoch, rows
+
+    def everything(self) -> tuple[int, PlacedRows]:
+        """The epoch of the pages, and all places that have one."""
+        self._seen[:] = NO_PAGE
+        epoch, rows = self.changes()
+        return epoch, rows[rows["tokens"] != 0]

@@ -1,0 +1,158 @@
+"""What a unit shares with units of other machines, whose folders lie beside its own, and what it has from them."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from flexkv.c_ext import PageConversion, PeerDirectory, SlotBoard
+from flexkv.errors import ClosedError, DiskError, FlexKVError
+from flexkv.observe import get_logger
+from flexkv.peers.board_rows import BoardRows
+from flexkv.peers.card import SharedDisk, UnitCard
+from flexkv.peers.live_file import LIVE_NAME, MOST_PLACES, LiveHead, LiveWriter, decode_head
+from flexkv.peers.machines import MachineWatch, machine_id, parent_of
+from flexkv.storage.peer_folders import PeerFolder
+
+logger = get_logger(__name__)
+
+
+class SharingTerms(Protocol):
+    """Which units this one shares with; implemented by `flexkv.peers.share.PeerShare`."""
+
+    refused: dict[str, str]
+
+    def wants(self, facts: dict[str, Any]) -> bool: ...
+    def accept(self, whom: str) -> None: ...
+    def check_pages(self, card: UnitCard, whom: str) -> tuple[tuple[PageConversion | None, ...], bool]: ...
+    def open_slabs(self, unit: str, folders: Sequence[str]) -> tuple[PeerFolder, ...]: ...
+
+
+class DistantUnits:
+    """
+    Args:
+        directory: gets the pages of their folders.
+        beat_s: time between heartbeats.
+    """
+
+    def __init__(self, directory: PeerDirectory, beat_s: float, terms: SharingTerms) -> None:
+        self._directory, self._beat_s, self._terms = directory, beat_s, terms
+        self._watch: MachineWatch | None = None
+        self._parent = Path()
+        self._ended = False
+        self._lock = threading.Lock()
+        """Guards what follows, which the watch's thread changes and readers look up."""
+        self._joined: dict[str, tuple[LiveHead, int]] = {}
+        """By the path of its file, a unit and its number in the directory."""
+        self._slabs: dict[int, tuple[PeerFolder, ...]] = {}
+
+    def start(self, card: UnitCard, board: SlotBoard, folders: Sequence[Path]) -> None:
+        """Shows the unit's folders to other machines, and begins to follow theirs. If that cannot be, the log says why.
+
+        Args:
+            card: the unit's.
+            board: what the places of `folders` hold.
+        """
+        try:
+            parent = parent_of(folders)
+            rows = BoardRows(board, MOST_PLACES)
+            names = tuple(str(folder.relative_to(parent)) for folder in folders)
+            shown = replace(card, host=None, disk=SharedDisk(0, names))
+            head = LiveHead(shown, machine_id(), socket.gethostname(), self._beat_s, len(rows))
+            decode_head(head.encode())  # what no unit would take is named here
+            writer = LiveWriter(folders[0] / LIVE_NAME, head, rows)
+        except (FlexKVError, OSError) as error:
+            logger.warning("nothing is shared with other machines: %s", error)
+            return
+        self._parent = parent
+        self._watch = MachineWatch(parent, writer, head, self._join, self._left, self._directory.follow)
+        self._watch.start()
+        logger.info("unit %s shares its folders with units of other machines below %s", card.unit, parent)
+
+    def end(self) -> None:
+        """Promises no page of other machines any more, and has the thread leave. Waits for no server. Idempotent."""
+        with self._lock:
+            if self._ended:
+                return
+            self._ended = True
+            peers = [peer for _, peer in self._joined.values()]
+        if self._watch is not None:
+            self._watch.end()
+        for peer in peers:
+            self._directory.drop(peer)
+
+    def close(self) -> None:
+        """Leaves, and waits a while for the thread. It closes the slabs; if a server holds it up, the process's exit
+        does. Idempotent."""
+        self.end()
+        if self._watch is not None:
+            self._watch.close()
+
+    def folders(self, peer: int) -> Sequence[PeerFolder]:
+        """The slabs of a unit, by its number, in the order of its places; empty if it is not known."""
+        with self._lock:
+            return self._slabs.get(peer, ())
+
+    def _join(self, path: str, head: LiveHead, board: SlotBoard) -> None:
+        card, whom = head.card, head.whom
+        if not self._terms.wants(card.short() | {"pid": whom}):
+            raise DiskError(self._terms.refused.get(whom, "it is another model's"))
+        self._terms.check_pages(card, whom)
+        assert card.disk is not None
+        # Before the lock is taken: a server may not answer, and readers do not wait for it.
+        slabs = self._terms.open_slabs(
+            card.unit, [str(self._parent / folder) for folder in card.disk.folders]
+        )
+        if not slabs:
+            raise DiskError("its folders cannot be read here")
+        room = min(peer.slab.row[3] for peer in slabs) * len(slabs)
+        if room < head.places:
+            raise DiskError(
+                f"its folders have room for {room} pages, and its file names {head.places} places"
+            )
+        with self._lock:
+            if self._ended:
+                raise ClosedError("this unit shares no more")
+            peer = self._directory.add((board.fd, board.bytes))
+            self._slabs[peer] = slabs
+            self._joined[path] = (head, peer)
+        self._terms.accept(whom)
+        logger.info("unit %s (process %s): its folders are read here", card.unit, whom)
+
+    def _left(self, path: str) -> None:
+        """Forgets all pages of a unit: nobody says any more which of them it replaces. Call from the watch's thread:
+        the last use of a slab closes it, which a server may hold up."""
+        with self._lock:
+            known = self._joined.pop(path, None)
+            if known is None:
+                return
+            slabs = self._slabs.pop(known[1], None)
+            is_dropped = self._ended
+        # To forget a unit with many pages takes a while, in which readers do not wait for the lock.
+        if not is_dropped:
+            self._directory.drop(known[1])
+        del slabs
+
+    @property
+    def joined(self) -> int:
+        return 0 if self._ended else len(self._joined)
+
+    def peers(self) -> list[dict[str, Any]]:
+        """The units that are followed."""
+        with self._lock:
+            joined = [] if self._ended else list(self._joined.values())
+        return [
+            {
+                "unit": head.card.unit,
+                "pid": head.card.pid,
+                "model": head.card.model,
+                "machine": head.host,
+                "host_pages": 0,
+                "disk_pages": self._directory.pages(peer),
+            }
+            for head, peer in joined
+        ]

@@ -1,0 +1,393 @@
+"""The file in a unit's folder by which units of other machines follow it: who it is, that it runs, and which pages its
+folders hold.
+
+It begins with a header and a frame that names the unit. Each heartbeat appends frames with the places that have
+changed. Before it grows too long another file takes its place, which is one more *edition* of it, with all places that
+hold a page. A start of the unit is a new *session*. Only the unit that has the folder's lock writes the file. Whoever
+reads it takes no lock: each frame has a digest, and whatever a row says, the page on disk decides.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import secrets
+import stat
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+
+import numpy as np
+
+from flexkv import c_ext
+from flexkv.errors import ContractError, DiskError
+from flexkv.peers.board_rows import PLACED, BoardRows, PlacedRows
+from flexkv.peers.card import MOST_CARD_BYTES, UnitCard, decode_card
+from flexkv.storage.frame_log import FRAME, framed, write_all
+from flexkv.storage.private_files import open_private
+
+LIVE_NAME = "live.rows"
+
+MAGIC = b"FKVLIVE1"
+SESSION_BYTES = 16
+HEADER = struct.Struct("<8s16sQQ")
+"""Magic, session, edition, digest of these."""
+BEAT = struct.Struct("<QII")
+"""Number of the heartbeat, epoch, rows that follow."""
+
+MOST_PLACES = 262_144
+"""Places of a unit that are shown to other machines, 10 MiB of rows; no reader knows more pages of all peers together.
+"""
+MOST_HEAD_BYTES = MOST_CARD_BYTES + (4 << 10)
+ROWS_PER_FRAME = 4096
+MOST_FRAME_BYTES = max(MOST_HEAD_BYTES, BEAT.size + ROWS_PER_FRAME * PLACED.itemsize)
+APPENDED_BYTES = 4 << 20
+"""What an edition may grow by before another takes its place."""
+MOST_FILE_BYTES = 64 << 20
+"""A longer file is no unit's: an edition begins with 10 MiB of rows at most, and one heartbeat adds as many."""
+MOST_READ_BYTES = 16 << 20
+"""What is read of one file at a time; the rest waits for the next look."""
+MOST_FRAMES = 1024
+"""How many frames are taken of one file at a time."""
+MOST_BEATS = 512
+"""Heartbeats after which another edition takes the place of one, so that a look takes all frames of an idle unit's."""
+
+MOST_NAME = 255
+MOST_FOLDERS = 64
+FOLDER_PARTS = 3
+"""A unit's folder below the one that all machines see: of `disk.folders`, of the model, of the unit."""
+
+LEAST_BEAT_S, MOST_BEAT_S = 0.05, 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class LiveHead:
+    """
+    Attributes:
+        card: the unit's; its folders are relative to the folder that all machines see.
+        machine: of which no two have the same: the number that the kernel drew when it started.
+        host: the machine's name, for people.
+        beat_s: time between heartbeats.
+        places: places that rows may name.
+    """
+
+    card: UnitCard
+    machine: str
+    host: str
+    beat_s: float
+    places: int
+
+    @property
+    def whom(self) -> str:
+        """The unit's process, for people."""
+        return f"{self.card.pid} of {self.host}"
+
+    def encode(self) -> bytes:
+        told = {"machine": self.machine, "host": self.host, "beat_s": self.beat_s, "places": self.places}
+        return json.dumps(told | {"card": json.loads(self.card.encode())}, separators=(",", ":")).encode()
+
+
+def decode_head(text: bytes) -> LiveHead:
+    """
+    Raises:
+        ContractError: it names no unit; says what is wrong.
+    """
+    try:
+        told = json.loads(text)
+        card = decode_card(json.dumps(told.pop("card")).encode())
+        head = LiveHead(card=card, **told)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ContractError(f"its file names no unit: {type(error).__name__}: {error}") from error
+    for name, word in (("machine", head.machine), ("host", head.host)):
+        if not isinstance(word, str) or not 0 < len(word) <= MOST_NAME or not word.isprintable():
+            raise ContractError(f"its file: {name} is {word!r}, expected 1 to {MOST_NAME} characters")
+    is_number = isinstance(head.beat_s, float) and math.isfinite(head.beat_s)
+    if not is_number or not LEAST_BEAT_S <= head.beat_s <= MOST_BEAT_S:
+        raise ContractError(f"its file: beat_s is {head.beat_s!r}, expected {LEAST_BEAT_S} to {MOST_BEAT_S}")
+    if type(head.places) is not int or not 0 < head.places <= MOST_PLACES:
+        raise ContractError(f"its file: places is {head.places!r}, expected 1 to {MOST_PLACES}")
+    if card.host is not None or card.disk is None or not 0 < len(card.disk.folders) <= MOST_FOLDERS:
+        raise ContractError(f"its file: expected 1 to {MOST_FOLDERS} folders, and no host memory")
+    for folder in card.disk.folders:
+        parts = PurePosixPath(folder).parts
+        is_below = len(parts) == FOLDER_PARTS and not any(part in ("/", "..") for part in parts)
+        if not is_below or not folder.isprintable():
+            raise ContractError(
+                f"its file: a folder is {folder!r}, expected {FOLDER_PARTS} names below another"
+            )
+    return head
+
+
+class LiveWriter:
+    """Keeps the file of one unit. Call from one thread. Precondition: this process has the folder's lock."""
+
+    def __init__(self, path: Path, head: LiveHead, rows: BoardRows) -> None:
+        self._path, self._head, self._rows = path, head, rows
+        self.session = secrets.token_bytes(SESSION_BYTES)
+        self._edition = self._beat = self._bytes = self._most = self._replaced_at = 0
+        self._file = (0, 0)
+        """Device and number of the file that this session wrote last."""
+        self._ended = False
+
+    def end(self) -> None:
+        """The file is not replaced from now on. Call from any thread."""
+        self._ended = True
+
+    def beat(self) -> None:
+        """Adds a heartbeat and what has changed. Until the file is closed, other machines may see none of it.
+
+        Raises:
+            OSError: it could not be written; the next call writes another edition.
+        """
+        self._beat += 1
+        if not 0 < self._bytes <= self._most or self._beat - self._replaced_at > MOST_BEATS:
+            self._replace()
+            return
+        added = b"".join(self._frames(*self._rows.changes()))
+        written, self._bytes = self._bytes, 0
+        try:
+            fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:
+            self._replace()
+            return
+        try:
+            found = os.fstat(fd)
+            is_same = (found.st_dev, found.st_ino, found.st_size) == (*self._file, written)
+            if is_same:
+                write_all(fd, added)
+        finally:
+            os.close(fd)
+        if is_same:
+            self._bytes = written + len(added)
+        else:
+            self._replace()
+
+    def _replace(self) -> None:
+        self._bytes = 0
+        self._edition += 1
+        named = HEADER.pack(MAGIC, self.session, self._edition, 0)[:-8]
+        content = named + struct.pack("<Q", c_ext.run_digest(named)) + framed(self._head.encode())
+        content += b"".join(self._frames(*self._rows.everything()))
+        path = self._path.with_name(f"{LIVE_NAME}.new")
+        fd = open_private(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW)
+        try:
+            write_all(fd, content)
+            found = os.fstat(fd)
+        finally:
+            os.close(fd)
+        if self._ended:
+            return  # a server may have held this thread up until another session has the folder
+        os.replace(path, self._path)
+        self._file = (found.st_dev, found.st_ino)
+        self._bytes, self._most = len(content), len(content) + APPENDED_BYTES
+        self._replaced_at = self._beat
+
+    def _frames(self, epoch: int, rows: PlacedRows) -> Iterator[bytes]:
+        for first in range(0, max(1, len(rows)), ROWS_PER_FRAME):
+            part = rows[first : first + ROWS_PER_FRAME]
+            yield framed(BEAT.pack(self._beat, epoch, len(part)) + part.tobytes())
+
+    def remove(self) -> None:
+        """Removes the file, if it is still this session's.
+
+        Raises:
+            OSError: it cannot be removed.
+        """
+        self._path.with_name(f"{LIVE_NAME}.new").unlink(missing_ok=True)
+        try:
+            with open_live(self._path) as file:
+                is_own = session_of(file.read(HEADER.size))[0] == self.session
+        except (FileNotFoundError, DiskError):
+            return
+        if is_own:
+            self._path.unlink(missing_ok=True)
+
+
+class LiveFile:
+    """A descriptor that is closed at the end of a `with`."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self.bytes = os.fstat(fd).st_size
+        self._at = 0
+
+    def __enter__(self) -> LiveFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._fd)
+
+    def seek(self, at: int) -> None:
+        self._at = at
+
+    def read(self, most: int) -> bytes:
+        """The next bytes, fewer at the end of the file."""
+        found = os.pread(self._fd, most, self._at)
+        self._at += len(found)
+        return found
+
+
+def open_live(path: Path) -> LiveFile:
+    """
+    Raises:
+        OSError: it cannot be opened.
+        DiskError: it is no file of this user, or too long for one.
+    """
+    # A pipe of this name must not keep whoever opens it waiting.
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+            raise DiskError(f"it is not a file of user {os.geteuid()}")
+        if found.st_size > MOST_FILE_BYTES:
+            raise DiskError(f"it is longer than {MOST_FILE_BYTES} bytes")
+        return LiveFile(fd)
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def session_of(header: bytes) -> tuple[bytes, int]:
+    """The session and the edition that a file's header names.
+
+    Raises:
+        DiskError: it is damaged, or of another version.
+    """
+    if len(header) < HEADER.size:
+        raise DiskError("its header is not whole")
+    magic, session, edition, digest = HEADER.unpack(header)
+    if magic != MAGIC:
+        raise DiskError("it is of another version")
+    if digest != c_ext.run_digest(header[:-8]):
+        raise DiskError("its header is damaged")
+    return session, edition
+
+
+@dataclass(slots=True)
+class LiveNews:
+    """What a look at a file has brought.
+
+    Attributes:
+        is_new: another session than at the last look has begun.
+        is_alive: a heartbeat has come that was not in the file at the last look. False for a new session, and where
+            the last look did not reach the end: what it left may be of a unit that ended long ago.
+        is_all: all places that are not in `frames` have no page.
+        frames: epoch and rows, in their order.
+        fault: why the rest of the file was not read; empty if all of it was.
+    """
+
+    is_new: bool = False
+    is_alive: bool = False
+    is_all: bool = False
+    frames: list[tuple[int, PlacedRows]] = field(default_factory=list)
+    fault: str = ""
+
+
+class LiveReader:
+    """Follows the file of another unit. A look that fails changes nothing.
+
+    Args:
+        but: rows of a unit of this machine are not read.
+
+    Attributes:
+        head: as the file of this session names the unit; None before the first look.
+    """
+
+    def __init__(self, path: Path, but: str = "") -> None:
+        self._path, self._but = path, but
+        self.head: LiveHead | None = None
+        self._session = b""
+        self._edition = self._beat = self._at = 0
+        self._reached_end = False
+
+    def rewind(self) -> None:
+        """The next look begins at the start of the edition."""
+        self._at = 0
+
+    def look(self) -> LiveNews:
+        """Reads what has been added.
+
+        Raises:
+            FileNotFoundError: it is not there.
+            OSError: it cannot be read.
+            DiskError: it is damaged, or older than what was read before.
+            ContractError: it names no unit.
+        """
+        with open_live(self._path) as file:
+            session, edition = session_of(file.read(HEADER.size))
+            news = LiveNews(is_new=session != self._session)
+            if not news.is_new and (edition, file.bytes) < (self._edition, self._at):
+                raise DiskError("an older copy of it was read, or it was cut")
+            news.is_all = news.is_new or edition != self._edition or self._at == 0
+            if news.is_all:
+                head, at = self._begin(file, news.is_new)
+            else:
+                assert self.head is not None
+                head, at = self.head, self._at
+            file.seek(at)
+            content = b"" if head.machine == self._but else file.read(MOST_READ_BYTES)
+        taken, beat = self._take(content, head, news)
+        # Only now, because a read or a close that fails must leave the next look to find the session new.
+        self.head, self._session, self._edition = head, session, edition
+        self._at, self._beat = at + taken, beat
+        self._reached_end = len(content) < MOST_READ_BYTES and len(news.frames) < MOST_FRAMES
+        return news
+
+    def _begin(self, file: LiveFile, is_new: bool) -> tuple[LiveHead, int]:
+        """Whom the file names, and where its first heartbeat is."""
+        content = file.read(FRAME.size + MOST_HEAD_BYTES)
+        first, fault = _frame_at(content, 0)
+        if first is None:
+            raise DiskError(fault or "the frame that names its unit is not whole")
+        head = decode_head(first)
+        if not is_new and head != self.head:
+            raise DiskError("two editions of one session name different units")
+        return head, HEADER.size + FRAME.size + len(first)
+
+    def _take(self, content: bytes, head: LiveHead, news: LiveNews) -> tuple[int, int]:
+        """Puts the whole frames into the news. Returns their bytes, and the last heartbeat."""
+        before = 0 if news.is_new else self._beat
+        at, last = 0, before
+        while len(news.frames) < MOST_FRAMES:
+            frame, news.fault = _frame_at(content, at)
+            if frame is None:
+                break
+            beat, epoch, rows = _rows_of(frame, head)
+            if rows is None or (not news.is_all and beat < last):
+                news.fault = "a frame of it is no heartbeat"
+                break
+            last = max(last, beat)
+            news.frames.append((epoch, rows))
+            at += FRAME.size + len(frame)
+        news.is_alive = last > before and not news.is_new and self._reached_end
+        return at, last
+
+
+def _frame_at(content: bytes, at: int) -> tuple[bytes | None, str]:
+    """The frame there, or None and what is wrong with it; nothing is wrong with one that has not come whole."""
+    if len(content) < at + FRAME.size:
+        return None, ""
+    length, zero, digest = FRAME.unpack_from(content, at)
+    if zero or not 0 < length <= MOST_FRAME_BYTES:
+        return None, "a frame of it is damaged"
+    frame = content[at + FRAME.size : at + FRAME.size + length]
+    if len(frame) < length:
+        return None, ""
+    if c_ext.run_digest(frame) != digest:
+        return None, "a frame of it is damaged"
+    return frame, ""
+
+
+def _rows_of(frame: bytes, head: LiveHead) -> tuple[int, int, PlacedRows | None]:
+    """Heartbeat, epoch and rows of a frame; None for rows that no unit writes."""
+    if len(frame) < BEAT.size:
+        return 0, 0, None
+    beat, epoch, count = BEAT.unpack_from(frame)
+    if count > ROWS_PER_FRAME or len(frame) != BEAT.size + count * PLACED.itemsize:
+        return 0, 0, None
+    rows = np.frombuffer(frame, PLACED, offset=BEAT.size)
+    if (rows["place"] >= head.places).any() or (rows["tokens"] > head.card.block_tokens).any():
+        return 0, 0, None
+    return beat, epoch, rows

@@ -1,0 +1,40 @@
+"""A process that forks units of other machines, as far as files show a machine.
+
+Each line of input, a folder, the machine's name and what is other about the unit (`same`, `weights` or `ranks`), makes
+one, and its number is written once the prompt is in its folder.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+from flexkv.peers import distant_units
+from flexkv.peers.share import PeerShare
+from tests.unit.adapters.mini_engine import MiniEngine
+from tests.unit.adapters.vllm_objects import make_request
+from tests.unit.peers.live_engines import PROMPT, distant_settings
+
+start_share = PeerShare.start
+
+
+def serve(folder: str, machine: str, other: str) -> None:
+    distant_units.machine_id = lambda: machine  # type: ignore[attr-defined]
+    if other == "weights":
+        PeerShare.start = lambda share, weights: start_share(share, b"\1" * 32)  # type: ignore[method-assign, assignment]
+    engine = MiniEngine(ranks=2 if other == "ranks" else 1, **distant_settings(Path(folder), machine))
+    engine.run(make_request(PROMPT, "one"))
+    engine.until(lambda: not engine.unit.busy)
+    print(os.getpid(), flush=True)
+    while True:
+        signal.pause()
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    for line in sys.stdin:
+        if os.fork() == 0:
+            sys.stdin.close()
+            serve(*line.split())

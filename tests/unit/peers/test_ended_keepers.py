@@ -1,0 +1,123 @@
+"""Processes that keep pages for others and are killed, or stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from flexkv.peers import share as share_module
+from tests.unit.adapters.mini_engine import MiniEngine
+from tests.unit.adapters.vllm_objects import make_request
+from tests.unit.peers.live_engines import PROMPT, Make, knows, settings_of, share_of, wait_for
+
+PAGES = 5
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(params=["once"])
+def store(request: pytest.FixtureRequest) -> str:
+    """`peers.store` of all units."""
+    value: str = request.param
+    return value
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "tests.unit.peers.keeper_child"]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        yield child
+        assert child.stdin is not None
+        child.stdin.close()
+        child.wait(30)
+
+
+@pytest.fixture
+def keeper(nursery: subprocess.Popen[str], tmp_path: Path, store: str) -> Iterator[int]:
+    """A process whose unit keeps the prompt."""
+    assert nursery.stdin is not None
+    assert nursery.stdout is not None
+    print(tmp_path / "run", store, file=nursery.stdin, flush=True)
+    pid = int(nursery.stdout.readline())
+    yield pid
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def other(keeper: int, make_engine: Make, tmp_path: Path, store: str) -> MiniEngine:
+    """A unit that knows the keeper's pages."""
+    engine = make_engine(**settings_of(tmp_path / "run") | {"peers.store": store})
+    wait_for(lambda: knows(engine, PAGES))
+    return engine
+
+
+def host_pages(engine: MiniEngine) -> int:
+    return int(engine.unit.manager.cached_blocks())
+
+
+def test_pages_of_a_killed_process_are_promoted(keeper: int, other: MiniEngine) -> None:
+    assert other.run(make_request(PROMPT, "one")) == 20
+    assert host_pages(other) == 0
+    os.kill(keeper, signal.SIGKILL)
+    wait_for(lambda: share_of(other).joined == 0)
+    other.until(lambda: not share_of(other).departed)
+    assert host_pages(other) == PAGES
+    once = share_of(other).once
+    assert once is not None
+    assert (once.left_out, once.promoted, once.lost) == (PAGES, PAGES, 0)
+    other.forget()
+    assert other.run(make_request(PROMPT, "two")) == 20
+
+
+def test_control_pages_of_a_killed_process_whose_memory_goes_at_once_are_computed(
+    keeper: int, other: MiniEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert other.run(make_request(PROMPT, "one")) == 20
+    monkeypatch.setattr(share_module, "DEPARTED_S", -1.0)
+    os.kill(keeper, signal.SIGKILL)
+    wait_for(lambda: knows(other, 0))
+    other.forget()
+    assert other.run(make_request(PROMPT, "two")) == 0
+    assert host_pages(other) == PAGES
+
+
+def test_a_process_killed_while_a_load_waits_costs_no_wrong_number(keeper: int, other: MiniEngine) -> None:
+    other.add(make_request(PROMPT, "one"))
+    os.kill(keeper, signal.SIGKILL)
+    wait_for(lambda: share_of(other).joined == 0)
+    other.end_load("one")
+    other.step()
+    other.check("one")
+    other.finish("one")
+    other.drain()
+    other.until(lambda: not share_of(other).departed)
+    other.forget()
+    assert other.run(make_request(PROMPT, "two")) == 20
+    assert host_pages(other) == PAGES
+
+
+@pytest.mark.parametrize("store", ["own", "once"], indirect=True)
+def test_pages_of_a_stopped_process_stay_readable(
+    keeper: int, other: MiniEngine, make_engine: Make, tmp_path: Path, store: str
+) -> None:
+    """The unit that knows it reads on; one that starts meanwhile does not wait for it."""
+    os.kill(keeper, signal.SIGSTOP)
+    assert other.run(make_request(PROMPT, "one")) == 20
+    other.forget()
+    host = {"flexkv.tiers": ["host"]}
+    assert other.run(make_request(PROMPT, "two", extra_args=host)) == (0 if store == "once" else 20)
+    assert host_pages(other) == (0 if store == "once" else PAGES)
+    late = make_engine(**settings_of(tmp_path / "run") | {"peers.store": store})
+    wait_for(lambda: share_of(late).joined == 1)
+    assert late.run(make_request(PROMPT, "three")) == (0 if store == "once" else 20)
+    os.kill(keeper, signal.SIGCONT)
+    wait_for(lambda: share_of(late).joined == 2)
