@@ -1,4 +1,7 @@
-"""flexkv: keeps an inference engine's KV cache in host memory and brings it back as one verified transfer graph."""
+"""flexkv keeps the KV cache of inference engines in host memory, on local disks and in a store that machines share.
+
+docs/architecture.md says which part does what, and which file to open for a change.
+"""
 
 from flexkv.native_core import check_native_core
 

@@ -13,6 +13,12 @@ Keys = NDArray[np.uint8]
 """Namespaced block keys, shape [blocks, KEY_BYTES], uint8, C-contiguous."""
 
 
+def first_words(keys: Keys) -> NDArray[np.uint64]:
+    """The first word of each key, whose bits are as good as random, uint64 [blocks]."""
+    words: NDArray[np.uint64] = np.ascontiguousarray(keys).view(np.uint64)[:, 0]
+    return words
+
+
 class Rule(Enum):
     """Which pages of a KV group a hit needs, so that the engine can continue after it."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from flexkv.facts.blend_ask import FIELDS, BlendAsk
 
@@ -18,6 +18,7 @@ MOST_TOKENS = 2**62
 """More than any request has."""
 
 MOST_NAMESPACE_BYTES = 256
+ALLOWED_NAMESPACE = f"text of 1 to {MOST_NAMESPACE_BYTES} bytes"
 
 MOST_TTL_S = 2**31
 """68 years."""
@@ -95,14 +96,20 @@ def _vllm_tiers(value: object) -> frozenset[str]:
     return frozenset(named)
 
 
-def _namespace(value: object) -> str:
-    allowed = f"text of 1 to {MOST_NAMESPACE_BYTES} bytes"
+def is_namespace(value: object) -> TypeGuard[str]:
+    """Whether callers may name a namespace so."""
+    if not isinstance(value, str):
+        return False
     try:
-        if isinstance(value, str) and 0 < len(value.encode()) <= MOST_NAMESPACE_BYTES:
-            return value
+        return 0 < len(value.encode()) <= MOST_NAMESPACE_BYTES
     except UnicodeEncodeError:
-        allowed += " in UTF-8"
-    raise UnreadableError(allowed)
+        return False
+
+
+def _namespace(value: object) -> str:
+    if is_namespace(value):
+        return value
+    raise UnreadableError(ALLOWED_NAMESPACE)
 
 
 def _one_namespace(one: str, other: str) -> str:
@@ -152,6 +159,8 @@ def _setting(
 @dataclass(frozen=True, slots=True)
 class RequestSettings:
     """The settings of one request, or of a streaming session from one piece on.
+
+    For a new one, docs/architecture.md ("Where code goes") names the places that heed it.
 
     Attributes:
         skip_save: nothing more of the request is stored.
@@ -204,7 +213,7 @@ class RequestSettings:
         "",
         NAMESPACE,
         "a further part of the namespace of its keys: requests with different ones share nothing, in any tier",
-        f"text of 1 to {MOST_NAMESPACE_BYTES} bytes",
+        ALLOWED_NAMESPACE,
     )
     blend: BlendAsk | None = _setting(  # noqa: RUF009 - the class is frozen
         None,

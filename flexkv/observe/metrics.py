@@ -11,7 +11,15 @@ from types import MappingProxyType
 
 from flexkv.observe.blend_results import RESULTS
 from flexkv.observe.miss_reasons import MissReason
-from flexkv.observe.page_losses import NOT_MOVED, NOT_ON_DISK, NOT_READ, NOT_STORED, NOT_WRITTEN, reasons_of
+from flexkv.observe.page_losses import (
+    NOT_BLENDED,
+    NOT_MOVED,
+    NOT_ON_DISK,
+    NOT_READ,
+    NOT_STORED,
+    NOT_WRITTEN,
+    reasons_of,
+)
 
 
 class MetricKind(Enum):
@@ -155,7 +163,8 @@ _TABLE = (
         MetricKind.COUNTER,
         "rows",
         "Rows of blended prompts that cached segments cover, per rank: `reused` after the check layer, `computed` in "
-        "every layer, or in a step whose batch did not have them where the scheduler said (`unplaced`).",
+        "every layer, or computed in a step that did not have them where the scheduler said, or for which vLLM did not "
+        "call the model's forward (`unplaced`).",
         (("kind", ("reused", "computed", "unplaced")),),
     ),
     Metric(
@@ -163,6 +172,20 @@ _TABLE = (
         MetricKind.COUNTER,
         "segments",
         "Cached segments whose pages did not arrive or did not verify, per rank. They were computed.",
+    ),
+    Metric(
+        "flexkv_blend_missed_pages_total",
+        MetricKind.COUNTER,
+        "pages",
+        "Pages of requests' segments that were not loaded, per rank, by reason. Their tokens were computed.",
+        (("reason", reasons_of(NOT_BLENDED)),),
+    ),
+    Metric(
+        "flexkv_blend_disk_pages_total",
+        MetricKind.COUNTER,
+        "pages",
+        "Pages of segments read from disk and written to it, per rank.",
+        (("direction", ("read", "write")),),
     ),
     Metric(
         "flexkv_failed_kernel_launches_total",
@@ -243,6 +266,12 @@ _TABLE = (
     ),
     Metric("flexkv_resets_total", MetricKind.COUNTER, "resets", "Times everything stored became invalid."),
     Metric("flexkv_host_slots", MetricKind.GAUGE, "slots", "Slots of the host tier that are up."),
+    Metric(
+        "flexkv_host_capacity_tokens",
+        MetricKind.GAUGE,
+        "tokens",
+        "Tokens that those slots have room for; only for models with one KV group.",
+    ),
     Metric("flexkv_host_slots_used", MetricKind.GAUGE, "slots", "Slots that hold a page or receive one."),
     Metric(
         "flexkv_weights_known",
@@ -337,6 +366,12 @@ _TABLE = (
     ),
     Metric("flexkv_disk_slots", MetricKind.GAUGE, "slots", "Slots on the disks in use."),
     Metric(
+        "flexkv_disk_capacity_tokens",
+        MetricKind.GAUGE,
+        "tokens",
+        "Tokens that those slots have room for; only for models with one KV group.",
+    ),
+    Metric(
         "flexkv_disk_slots_used", MetricKind.GAUGE, "slots", "Disk slots that hold a page or receive one."
     ),
     Metric("flexkv_disks", MetricKind.GAUGE, "disks", "Disks in use."),
@@ -348,6 +383,14 @@ _TABLE = (
         "Pages asked of the host memory of running units: copied, or a miss because the page had gone, its slot "
         "changed during the copy, a digest did not match, or a unit of another format had left.",
         (("outcome", ("copied", "absent", "changed", "digest", "format")),),
+    ),
+    Metric(
+        "flexkv_once_pages_total",
+        MetricKind.COUNTER,
+        "pages",
+        "With `peers.store: once`, pages that a running peer has in host memory: left out of this unit's tiers, taken "
+        "over because no peer has them any more, or lost, because the last peer gave them up before that.",
+        (("outcome", ("left_out", "promoted", "lost")),),
     ),
     Metric(
         "flexkv_remote_pages_total",

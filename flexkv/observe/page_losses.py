@@ -12,6 +12,7 @@ NOT_MOVED = "flexkv_failed_pages_total"
 NOT_ON_DISK = "flexkv_disk_lost_pages_total"
 NOT_WRITTEN = "flexkv_remote_dropped_pages_total"
 NOT_READ = "flexkv_remote_missed_pages_total"
+NOT_BLENDED = "flexkv_blend_missed_pages_total"
 
 
 class Adds(Protocol):
@@ -92,6 +93,11 @@ class PageLoss(Enum):
     REMOTE_CONTENT = NOT_READ, "content", "the store gave damaged bytes or another page"
     REMOTE_EXPIRED = NOT_READ, "expired", "past their time to live"
     REMOTE_LATE = NOT_READ, "failed", "the store did not give them in time"
+
+    SEGMENT_ABSENT = NOT_BLENDED, "absent", "not cached, on no tier"
+    SEGMENT_LATE = NOT_BLENDED, "late", "not read from disk in time"
+    SEGMENT_NO_ROOM = NOT_BLENDED, "room", "host memory had no room for what is on disk"
+    SEGMENT_UNREADABLE = NOT_BLENDED, "unreadable", "damaged or not readable on disk"
 
     def __init__(self, metric: str, reason: str, words: str) -> None:
         self.metric = metric

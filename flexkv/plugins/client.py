@@ -80,6 +80,11 @@ class UnitClient:
         pages, so they lose them too."""
         return int(self._call("forget", tokens=list(tokens), salt=salt)["pages"])
 
+    def erase_namespace(self, name: str) -> int:
+        """Makes all pages of the requests that gave `flexkv.namespace` this name misses in all tiers; returns how many
+        there were. What such requests store afterwards is cached again."""
+        return int(self._call("erase_namespace", namespace=name)["pages"])
+
     def pin(self, tokens: Sequence[int], seconds: float, salt: str = "") -> int:
         """Keeps a prompt's pages that are in host memory from being evicted, for so many seconds (an hour at most), as
         far as there is room for pins; returns how many pages, from the prompt's first one on. `unpin`, the end of this

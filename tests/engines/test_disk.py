@@ -257,7 +257,7 @@ def serve_two_prompts(
     return session, first, (first.whole_blocks + second.whole_blocks) // BLOCK_TOKENS
 
 
-@pytest.mark.parametrize("load_mode", ["async", "sync", "layerwise"])
+@pytest.mark.parametrize("load_mode", ["async", pytest.param("sync", marks=pytest.mark.long), "layerwise"])
 def test_what_is_on_disk_is_promised_and_streamed_to_the_engine(
     engines: Engines, stream: int, folder: Path, load_mode: str
 ) -> None:
@@ -419,7 +419,7 @@ def test_control_queued_prompts_that_wait_for_no_room_are_computed(
     assert sum(answer.cached for answer in answers) < sum(prompt.whole_blocks for prompt in prompts)
 
 
-@pytest.mark.parametrize("load_mode", ["async", "sync"])
+@pytest.mark.parametrize("load_mode", ["async", pytest.param("sync", marks=pytest.mark.long)])
 def test_what_does_not_fit_host_memory_is_served_until_the_disk_fails(
     engines: Engines, stream: int, folder: Path, load_mode: str
 ) -> None:

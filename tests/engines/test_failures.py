@@ -55,7 +55,7 @@ def test_one_page_of_a_load_fails(engines: Engines, stream: int, load_mode: str)
     )
 
 
-@pytest.mark.parametrize("load_mode", ["async", "sync"])
+@pytest.mark.parametrize("load_mode", ["async", pytest.param("sync", marks=pytest.mark.long)])
 def test_every_page_of_a_load_fails(engines: Engines, stream: int, load_mode: str) -> None:
     session = faulty(engines, [{"action": "fail", "kind": "load", "nth_op": 0}], load__mode=load_mode)
     prompt, other = Prompt.of(600, stream), Prompt.of(200, stream + 1)
@@ -85,7 +85,7 @@ def compute_from_a_failed_load(session: EngineSession, stream: int) -> Prompt:
     return longer
 
 
-@pytest.mark.parametrize("load_mode", ["async", "sync"])
+@pytest.mark.parametrize("load_mode", ["async", pytest.param("sync", marks=pytest.mark.long)])
 def test_what_a_failed_load_led_to_is_not_published(engines: Engines, stream: int, load_mode: str) -> None:
     session = faulty(engines, PAGE_FAILS, load__mode=load_mode)
     longer = compute_from_a_failed_load(session, stream)
@@ -142,7 +142,7 @@ def test_control_damaged_pages_change_the_output(engines: Engines, stream: int) 
     assert answer.tokens != session.reference.tokens(prompt)
 
 
-@pytest.mark.parametrize("load_mode", ["async", "sync"])
+@pytest.mark.parametrize("load_mode", ["async", pytest.param("sync", marks=pytest.mark.long)])
 def test_digests_find_damaged_pages(engines: Engines, stream: int, load_mode: str) -> None:
     rules = [{"action": "corrupt", "kind": "store", "page": 2, "corrupt_bytes": 1}]
     session = faulty(engines, rules, load__mode=load_mode, host__verify=True)
@@ -203,7 +203,7 @@ def test_a_stuck_lane_goes_down_and_requests_go_on(engines: Engines, stream: int
     session.check(prompt, other, Prompt.of(200, stream + 2))
 
 
-@pytest.mark.parametrize("load_mode", ["async", "sync"])
+@pytest.mark.parametrize("load_mode", ["async", pytest.param("sync", marks=pytest.mark.long)])
 def test_a_request_whose_loads_stay_too_slow_is_computed(
     engines: Engines, stream: int, load_mode: str
 ) -> None:

@@ -66,7 +66,9 @@ ONE_PAGE: dict[str, Any] = {"action": "fail", "kind": "load", "nth_op": 0, "laye
 ALL_PAGES: dict[str, Any] = {"action": "fail", "kind": "load", "nth_op": 0, "layer": 0}
 
 
-@pytest.mark.parametrize(("rule", "pages"), [(ONE_PAGE, 1), (ALL_PAGES, 12)])
+@pytest.mark.parametrize(
+    ("rule", "pages"), [(ONE_PAGE, 1), pytest.param(ALL_PAGES, 12, marks=pytest.mark.long)]
+)
 def test_what_a_failed_layer_led_to_is_not_published(
     engines: Engines, stream: int, rule: dict[str, Any], pages: int
 ) -> None:

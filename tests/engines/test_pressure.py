@@ -13,7 +13,7 @@ pytestmark = pytest.mark.soak
 
 
 @soak_rounds()
-@pytest.mark.parametrize("load_mode", ["async", "sync"])
+@pytest.mark.parametrize("load_mode", ["async", pytest.param("sync", marks=pytest.mark.long)])
 @pytest.mark.parametrize("store_mode", ["eager", "lazy"])
 def test_preempted_requests_resume_right(
     engines: Engines, stream: int, load_mode: str, store_mode: str, soak_round: int

@@ -134,7 +134,9 @@ def test_a_reset_right_after_the_last_token(engines: Engines, stream: int) -> No
     session.settle()
 
 
-@pytest.mark.parametrize("steps", [0, 1, 2, 6])
+@pytest.mark.parametrize(
+    "steps", [0, pytest.param(1, marks=pytest.mark.long), 2, pytest.param(6, marks=pytest.mark.long)]
+)
 @pytest.mark.parametrize("load_mode", ["async", "sync"])  # the lower one: its cases in a row share an engine
 def test_aborts_at_any_step_leave_nothing_behind(
     engines: Engines, stream: int, load_mode: str, steps: int

@@ -95,7 +95,7 @@ def test_a_prefix_of_three_tokens_is_served(engines: Engines, stream: int) -> No
     assert session.metric("vllm:flexkv_host_slots_used") == 2
 
 
-@pytest.mark.parametrize("load_mode", ["async", "sync"])
+@pytest.mark.parametrize("load_mode", ["async", pytest.param("sync", marks=pytest.mark.long)])
 def test_partial_tails_extend_a_hit_to_the_last_token(engines: Engines, stream: int, load_mode: str) -> None:
     session = engines.get(connector(store__partial_blocks=True, store__tokens="prompt", load__mode=load_mode))
     prompt = Prompt.of(170, stream)

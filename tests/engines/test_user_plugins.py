@@ -9,6 +9,8 @@ import shutil
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 from flexkv.plugins.client import connect
@@ -23,12 +25,18 @@ from tests.unit.plugins.plugin_folders import (
 )
 
 from .conftest import Engines, connector
-from .session import BLOCK_TOKENS, Prompt
+from .session import BLOCK_TOKENS, EngineSession, Prompt
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "plugins" / "scheduler_warm_cache.py"
 TELLS = '#!/bin/sh\necho "$FLEXKV_PLUGIN_SOCKET" > name && mv name "socket.$FLEXKV_PLUGIN_ROLE"\n'
 ASK_S = 60.0
+
+
+def cached_alone(session: EngineSession, prompt: Prompt) -> int:
+    """How many tokens are cached of a prompt that the engine itself does not have."""
+    session.forget()
+    return session.check_one(prompt).cached
 
 
 def test_the_engine_serves_as_if_there_were_no_plugins(engines: Engines, stream: int, tmp_path: Path) -> None:
@@ -80,6 +88,18 @@ def test_the_engine_serves_as_if_there_were_no_plugins(engines: Engines, stream:
     before = session.metric("vllm:flexkv_hit_blocks_total{tier=host}")
     assert session.check_one(prompt).cached == prompt.whole_blocks
     assert session.metric("vllm:flexkv_hit_blocks_total{tier=host}") == before + pages, "host memory had them"
+
+    # A namespace is erased, in host memory and on disk.
+    tenants = replace(other, extra={"kv_transfer_params": {"flexkv.namespace": "tenant"}})
+    assert cached_alone(session, tenants) == 0
+    assert cached_alone(session, tenants) == tenants.whole_blocks, "the control: it is there before"
+    with connect(name, ASK_S) as unit, ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(unit.erase_namespace, "tenant")
+        while not answer.done():
+            session.check_one(other)
+    assert answer.result() == tenants.whole_blocks // BLOCK_TOKENS
+    assert cached_alone(session, tenants) == 0
+    assert cached_alone(session, prompt) == prompt.whole_blocks
 
     # Everything that runs is killed, in the engine's steps; then the engine ends, and nothing is left.
     running = processes_of(folder)

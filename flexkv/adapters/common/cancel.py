@@ -1,4 +1,4 @@
-"""Ends copies that the engine waits for: late copies are recalled, and one that cannot be recalled raises an error."""
+"""Waits for copies that the engine needs to have ended, cancels late ones, and raises an error if one does not end."""
 
 from __future__ import annotations
 

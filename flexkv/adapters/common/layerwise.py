@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from flexkv.adapters.common.base import LoadJob
+from flexkv.adapters.common.load_job import LoadJob
 from flexkv.adapters.common.rank_ops import RankOps
 from flexkv.observe import get_logger
 from flexkv.transfer.graph import OpId, TransferGraph

@@ -41,9 +41,9 @@ class Stamp:
     Attributes:
         files: (name, bytes, time of content change in ns, time of inode change in ns, inode) of each file; empty if
             there is no folder.
-        route: (device, inode, time of inode change in ns) of each folder on the path and of each link, links in place
-            of files included. The time is 0 for folders other than the adapter's own, because they also change with
-            whatever lies beside the adapter.
+        route: (device, inode, time of inode change in ns) of each folder and symbolic link on the path, and of each
+            file of the adapter that is a link. The time is 0 for folders other than the adapter's own, because they
+            also change with whatever lies beside the adapter.
     """
 
     files: tuple[tuple[str, int, int, int, int], ...] = ()

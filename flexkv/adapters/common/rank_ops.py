@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flexkv.adapters.common.base import LoadJob
 from flexkv.adapters.common.cancel import cancel_and_drain, wait_all
+from flexkv.adapters.common.load_job import LoadJob
 from flexkv.adapters.common.rank_reports import RankReports
 from flexkv.adapters.common.submitted_op import PAST_DEADLINE, SubmittedOp
 from flexkv.config import FlexKVConfig

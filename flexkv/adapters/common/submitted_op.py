@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flexkv.adapters.common.base import LoadJob
+from flexkv.adapters.common.load_job import LoadJob
 from flexkv.observe import Counters, PageLoss, get_logger
 from flexkv.transfer.base import Ticket
 from flexkv.transfer.graph import OpResult, OpStatus

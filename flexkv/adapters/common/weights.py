@@ -89,7 +89,8 @@ def _is_of_hub_cache(path: Path) -> bool:
 
 
 def resolved_commit(model: Any) -> str | None:
-    """The hub's commit that an engine found when it loaded the model, perhaps by a branch's name; None if unknown.
+    """The commit on Hugging Face's hub from which an engine loaded the model, also if it asked for a branch; None if
+    unknown.
 
     Args:
         model: an engine's configuration of the model, which has transformers' configuration in `hf_text_config`, and

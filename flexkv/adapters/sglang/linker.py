@@ -131,11 +131,12 @@ class FlexKVLinker(UnifiedCacheLinker):
         page has an index entry of its own."""
         hashes = _only(transfers).keys
         settings = self._requests.of(rid)
+        keys = self._cache.keys(hashes, settings.namespace)
         if self._prefetching:
-            self._cache.prefetch(rid, self._cache.keys(hashes), settings)
+            self._cache.prefetch(rid, keys, settings)
             return []
         self._cache.counters.add("flexkv_lookup_tokens_total", len(hashes) * self._page_size)
-        pages = self._cache.match(rid, self._cache.keys(hashes), self._wait_s, settings=settings)
+        pages = self._cache.match(rid, keys, self._wait_s, settings=settings)
         return list(range(1, pages + 1))
 
     def prefetch(self, tree_cache: Any, request: Any) -> None:
@@ -155,7 +156,9 @@ class FlexKVLinker(UnifiedCacheLinker):
         """Never refuses. If the promised pages are gone, the load fails later, for all ranks alike."""
         transfer = _only(transfers)
         blocks = pages_of(transfer.device_indices, self._page_size)
-        self._queued[rid] = QueuedLoad(self._cache.keys(transfer.keys), blocks, self._requests.of(rid))
+        settings = self._requests.of(rid)
+        keys = self._cache.keys(transfer.keys, settings.namespace)
+        self._queued[rid] = QueuedLoad(keys, blocks, settings)
         return True
 
     def start_layer_wise_loading(self) -> int:
@@ -183,7 +186,8 @@ class FlexKVLinker(UnifiedCacheLinker):
             return False
         transfer = _only(transfers)
         blocks = pages_of(transfer.device_indices, self._page_size)
-        self._offloads.add(self._cache.keys(transfer.keys), blocks, self._writer_stream(), settings.ttl_s)
+        keys = self._cache.keys(transfer.keys, settings.namespace)
+        self._offloads.add(keys, blocks, self._writer_stream(), settings.ttl_s)
         return True
 
     def num_completed_offloads(self) -> int:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from flexkv.adapters.common.base import LoadJob
+from flexkv.adapters.common.load_job import LoadJob
 from flexkv.adapters.common.submitted_op import PAST_DEADLINE
 from flexkv.adapters.sglang.rank_cache import RankCache
 from flexkv.cache.base import Completion

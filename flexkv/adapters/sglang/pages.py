@@ -26,7 +26,7 @@ def page_keys(namespace: bytes, hashes: Sequence[str]) -> Keys:
     """Index keys of pages.
 
     Args:
-        namespace: 32 bytes.
+        namespace: as in `EngineKeyChain`.
         hashes: the hash by which SGLang names each page, 64 hexadecimal digits.
 
     Raises:

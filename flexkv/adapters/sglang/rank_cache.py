@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from flexkv.adapters.common.base import LoadJob
+from flexkv.adapters.common.load_job import LoadJob
 from flexkv.adapters.common.metric_report import MetricReport
 from flexkv.adapters.common.prompt_keys import TokenPromptKeys
 from flexkv.adapters.common.rank_worker import RankWorker
 from flexkv.adapters.sglang.pages import GROUP, page_keys
 from flexkv.cache.base import Completion, StorePlan
-from flexkv.cache.keys import chain_seed, namespace_digest
+from flexkv.cache.keys import chain_seed, named_mark, namespace_digest
 from flexkv.config import FlexKVConfig
 from flexkv.facts.keys import Keys
 from flexkv.facts.ranks import GroupFacts, KvGroup, UnitOwner
@@ -120,9 +120,13 @@ class RankCache(RankWorker):
 
     # --- lookups ---
 
-    def keys(self, hashes: Sequence[str]) -> Keys:
-        """Index keys of SGLang's page hashes."""
-        return page_keys(self._namespace, hashes)
+    def keys(self, hashes: Sequence[str], named: str = "") -> Keys:
+        """Index keys of SGLang's page hashes.
+
+        Args:
+            named: `RequestSettings.namespace`, which the hashes have in their extra key.
+        """
+        return page_keys(self._namespace + named_mark(named), hashes)
 
     def match(
         self,

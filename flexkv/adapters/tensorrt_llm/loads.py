@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from flexkv.adapters.common.base import LoadJob
+from flexkv.adapters.common.load_job import LoadJob
 from flexkv.adapters.tensorrt_llm.messages import CancelOrder, LoadOrder
 from flexkv.adapters.tensorrt_llm.rank_coordinator import Joined, RankCoordinator
 from flexkv.adapters.tensorrt_llm.requests import (

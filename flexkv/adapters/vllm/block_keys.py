@@ -10,7 +10,7 @@ from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
 from flexkv.adapters.common.framed import framed
 from flexkv.adapters.common.lora_names import LoraNames
-from flexkv.cache.keys import EngineKeyChain, TokenChain, chain_seed, namespace_digest
+from flexkv.cache.keys import EngineKeyChain, TokenChain, chain_seed, named_mark, namespace_digest
 from flexkv.cache.stores.base import GROUP
 from flexkv.facts.keys import Keys
 
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
     from flexkv.adapters.vllm.input_names import InputNames
 
+
+NAMESPACE_BYTES = 32
+"""Bytes of a namespace before its mark."""
 
 REMEMBERED = 1024
 """Most namespaces of groups that are remembered: callers may name any number of namespaces."""
@@ -41,13 +44,14 @@ class RequestNamespaces:
         self._of_groups: dict[bytes, tuple[bytes, ...]] = {}
 
     def of(self, request: Request, named: str = "") -> bytes:
-        """The request's namespace, 32 bytes. Reads the adapter's files if they are new or have changed.
+        """The request's namespace: 32 bytes, and a mark if the caller names one (`named_mark`). Reads the adapter's
+        files if they are new or have changed.
 
         Args:
             named: `RequestSettings.namespace`.
         """
         own = self._of_adapter(request)
-        return namespace_digest({"request": own, "named": named}) if named else own
+        return namespace_digest({"request": own, "named": named}) + named_mark(named) if named else own
 
     def _of_adapter(self, request: Request) -> bytes:
         adapter = request.lora_request
@@ -61,13 +65,15 @@ class RequestNamespaces:
         return made
 
     def of_groups(self, namespace: bytes, signatures: Sequence[bytes]) -> tuple[bytes, ...]:
-        """The namespaces of a request's blocks by KV group, 32 bytes each. A group without a signature has the
-        request's namespace."""
+        """The namespaces of a request's blocks by KV group, each with the request's mark. A group without a signature
+        has the request's namespace."""
         if (made := self._of_groups.get(namespace)) is None:
             if len(self._of_groups) >= REMEMBERED:
                 self._of_groups.clear()
             made = self._of_groups[namespace] = tuple(
-                namespace_digest({"request": namespace, "group": signature}) if signature else namespace
+                namespace_digest({"request": namespace, "group": signature}) + namespace[NAMESPACE_BYTES:]
+                if signature
+                else namespace
                 for signature in signatures
             )
         return made
@@ -77,7 +83,7 @@ class BlockKeys(ABC):
     """Makes the keys of one request's blocks. Costs O(new blocks).
 
     Args:
-        namespace: namespace of the request's blocks in one KV group, 32 bytes.
+        namespace: namespace of the request's blocks in one KV group; see `RequestNamespaces.of_groups`.
         hashes_per_block: number of the engine's hashes per block.
         names: names of images and other inputs.
     """

@@ -196,15 +196,8 @@ class FlexKVConnector(KVConnectorBase_V1, SupportsHMA):
             return
         from flexkv.adapters.vllm.blend.worker import BlendWorker  # imports vLLM's models
 
-        config, worker = self._kv_cache_config, self.worker
-        worker.blend = BlendWorker(
-            self._vllm_config,
-            settings,
-            worker.rank,
-            len(config.kv_cache_groups),
-            config.num_blocks,
-            worker.counters,
-        )
+        geometry, worker = pool_geometry(self._kv_cache_config), self.worker
+        worker.blend = BlendWorker(self._vllm_config, settings, worker.rank, geometry, worker.counters)
 
     def unregister_kv_caches(self) -> None:
         """vLLM 0.33 and later call this before a sleep takes the KV memory away."""

@@ -140,11 +140,18 @@ def _kind_of(model: ModelConfig) -> str:
     return f"{model.attn_type} attention{pooling}"
 
 
+def engine_release() -> str:
+    """The first two numbers of this vLLM's version, as in `TESTED_VERSIONS`."""
+    from vllm import __version__
+
+    return ".".join(__version__.split(".")[:2])
+
+
 def warn_of_version() -> None:
     """Warns once per process if flexkv was not tested with this vLLM, and names the tested versions."""
     from vllm import __version__
 
-    if ".".join(__version__.split(".")[:2]) not in TESTED_VERSIONS:
+    if engine_release() not in TESTED_VERSIONS:
         warn_once(
             logger,
             "untested vLLM",

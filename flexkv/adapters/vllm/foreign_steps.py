@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from flexkv.adapters.common.base import LoadJob
+from flexkv.adapters.common.load_job import LoadJob
 from flexkv.adapters.common.rank_ops import RankOps
 from flexkv.adapters.common.rank_reports import RankReports
 from flexkv.config import FlexKVConfig

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from flexkv.adapters.common.base import LoadJob
+from flexkv.adapters.common.load_job import LoadJob
 from flexkv.adapters.vllm.block_keys import tail_extra
 from flexkv.adapters.vllm.engine_spec import EngineSpec
 from flexkv.adapters.vllm.requests import Promise, RequestTracker

@@ -10,8 +10,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from flexkv.adapters.common.base import LoadJob
-from flexkv.adapters.vllm.blend.orders import BlendOrders
+from flexkv.adapters.common.load_job import LoadJob
+from flexkv.adapters.vllm.blend.orders import Arrival, BlendOrders
 from flexkv.facts.ranks import NO_UNIT, PoolGrant, RankFacts, UnitId
 from flexkv.transfer.graph import OpId, OpResult, TransferGraph
 
@@ -45,7 +45,7 @@ class ConnectorMetadata(KVConnectorMetadata):
         cancel: loads that no request waits for any more; copies that were not issued are dropped.
         void: ops whose bytes must not be used, however they end.
         idle: no forward runs in this step, so a worker may wait a moment for copies instead of spinning.
-        disk_busy: the unit's disks are at work, and an idle step may wait a moment for them too.
+        disk_busy: disks are at work or segments are being loaded, and an idle step may wait a moment for them too.
         blend: what is to be blended; None for nothing.
     """
 
@@ -80,6 +80,7 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
         handshakes: handshakes of ranks that have no host pool yet. vLLM collects handshakes itself at the start, but a
             MultiConnector passes on those of only one of its connectors.
         blend_arrived: rank -> see `BlendPages.take_arrived`.
+        blend_disk: rank -> whether it reads segments from disk or writes them; sent when that has changed.
         others: reports of ranks that serve another unit, or that shake hands for a rank that this report has already.
     """
 
@@ -90,7 +91,8 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
     errors: dict[int, str] = field(default_factory=dict)
     no_gds: dict[int, str] = field(default_factory=dict)
     handshakes: dict[int, Handshake] = field(default_factory=dict)
-    blend_arrived: dict[int, dict[str, tuple[int, ...]]] = field(default_factory=dict)
+    blend_arrived: dict[int, dict[str, Arrival]] = field(default_factory=dict)
+    blend_disk: dict[int, bool] = field(default_factory=dict)
     others: list[WorkerMetadata] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMetadata:
@@ -106,5 +108,6 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
         self.no_gds.update(other.no_gds)
         self.handshakes.update(other.handshakes)
         self.blend_arrived.update(other.blend_arrived)
+        self.blend_disk.update(other.blend_disk)
         self.others.extend(other.others)
         return self

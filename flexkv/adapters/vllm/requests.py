@@ -51,7 +51,7 @@ class RequestTracker(StoreRequest):
     """One live request.
 
     Attributes:
-        namespace: namespace of the request's keys, 32 bytes.
+        namespace: namespace of the request's keys; see `RequestNamespaces.of`.
         has_own_namespace: the namespace is that of an adapter or one that the caller names, not the engine's.
         asked: the settings that the caller asks for; in a streaming session those of its last piece.
         first_namespace: the caller's namespace when the request began, which is in its keys.

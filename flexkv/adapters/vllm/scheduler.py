@@ -12,6 +12,7 @@ from flexkv.adapters.vllm import local_engines
 from flexkv.adapters.vllm.blend.requests import BlendRequests
 from flexkv.adapters.vllm.completions import CompletionHandler
 from flexkv.adapters.vllm.engine_spec import EngineSpec
+from flexkv.adapters.vllm.event_book import BOOK_NAME
 from flexkv.adapters.vllm.events import EventLog
 from flexkv.adapters.vllm.handshakes import Handshakes
 from flexkv.adapters.vllm.loads import Loads, forward_spares_loads
@@ -21,6 +22,7 @@ from flexkv.adapters.vllm.request_fields import RequestFields
 from flexkv.adapters.vllm.requests import RequestTable, RequestTracker
 from flexkv.adapters.vllm.step_times import StepTimes
 from flexkv.adapters.vllm.store_watch import BlockWatch
+from flexkv.adapters.vllm.stored_block import hash_identity
 from flexkv.adapters.vllm.stores import ScheduledBlocks, in_our_order, make_planner
 from flexkv.adapters.vllm.worker import WorkerSide, current_device_is_host
 from flexkv.cache.base import CacheListener
@@ -85,7 +87,7 @@ class SchedulerSide:
         self._step = 0
         self._forward_step = 0
         self.handshakes = Handshakes(spec.ranks, self.counters)
-        self.events = EventLog(spec.geometry) if with_events else None
+        self.events = EventLog(spec.geometry, spec.namespace) if with_events else None
         self._old_kv = False
         self.blend = (
             BlendRequests(spec.blend, spec.geometry.groups[0].block_tokens, spec.ranks, self.counters)
@@ -149,10 +151,26 @@ class SchedulerSide:
             stores = make_planner(unit, spec, self._watch, self.counters, self.events)
             if isinstance(stores, CacheListener):
                 unit.manager.hub.listeners.append(stores)
+            if self.blend is not None:
+                unit.manager.hub.listeners.append(self.blend)
             self._serve(unit, workers, stores)
+            self._keep_announced(unit)
             on_error.pop_all()
         if self.blend is not None:
             self.blend.take_verdicts([each.blend_refusal for each in self.handshakes.of_rank.values()])
+
+    def _keep_announced(self, unit: LiveUnit) -> None:
+        """Keeps what is announced of the unit's own disks beside the first one's pages, for the next process."""
+        disk = unit.own_disks
+        if self.events is None or disk is None or disk.volumes.folder is None:
+            return
+        hash_tokens, algorithm = self._spec.geometry.groups[0].hash_tokens, self._spec.block_hash
+        self.events.keep(
+            disk.volumes.folder / BOOK_NAME,
+            lambda: hash_identity(hash_tokens, algorithm),
+            unit.manager.tiers[0],
+            disk,
+        )
 
     def _serve(self, unit: EngineUnit, workers: tuple[WorkerSide, ...], stores: StorePlanner) -> None:
         """Makes `unit` serve the engine from now on."""
@@ -262,6 +280,8 @@ class SchedulerSide:
         """Makes the step's orders. Costs O(requests + new blocks)."""
         self._step += 1
         unit = self.unit
+        if self.events is not None:
+            self.events.open_book()
         if unit.state is UnitState.AWAITING_RANKS:
             self.handshakes.warn_if_missing(self._step)
         scheduled = self.requests.follow(output, self._stores.started, self._preempted)
@@ -285,7 +305,9 @@ class SchedulerSide:
         if unit.has_tiers:
             self._poll()
         unit.expire_if_due(self.counters)
-        self.orders.disk_busy = unit.has_tiers and unit.busy
+        self.orders.disk_busy = (unit.has_tiers and unit.busy) or (
+            self.blend is not None and self.blend.moves_pages
+        )
         self.orders.grant = unit.grant
         if self._steps is not None and output.total_num_scheduled_tokens:
             sync = any(job.sync for job in self.orders.loads)
@@ -355,6 +377,8 @@ class SchedulerSide:
             if self.blend is not None and part.unit in (own, NO_UNIT):
                 for rank, arrived in part.blend_arrived.items():
                     self.blend.take_arrived(rank, arrived)
+                for rank, is_busy in part.blend_disk.items():
+                    self.blend.take_disk_busy(rank, is_busy)
             if part.unit == own != NO_UNIT:
                 # Taken from a rank whose engine has registered another pool too: it reports that itself.
                 self._completions.take(part)
@@ -384,12 +408,15 @@ class SchedulerSide:
     def has_work(self) -> bool:
         """Whether the engine has to keep stepping although no request runs."""
         self._completions.collect_early()
-        if self.blend is not None and self.blend.has_orders:
+        if self.blend is not None and self.blend.has_work:
             return True
         unit = self.unit
         if unit.has_tiers:
             self._poll()
-            if unit.busy:
+            if self.events is not None:
+                # Here too, because an engine without requests steps only if there is something to announce.
+                self.events.open_book()
+            if unit.busy or (self.events is not None and self.events.has_more):
                 return True
         if not unit.usable:
             # False, because a rank that cannot use the pool may never report its ops.
@@ -481,6 +508,9 @@ class SchedulerSide:
         self._completions.collect_early()
         self._watch.close()
         self.unit.close()
+        if self.events is not None:
+            # Behind the unit's close, which writes the pages that wait for the disk.
+            self.events.close()
         # Last, because vLLM may kill its core seconds after it has asked for the end, and pages are still written here.
         for worker in self.workers:
             worker.close()

@@ -82,6 +82,7 @@ class WorkerSide(RankWorker):
         self._reported_error = False
         self._reported_no_gds = False
         self._reported_foreign: UnitId | None = None
+        self._reported_blend_disk = False
         self.blend: BlendWorker | None = None
 
     # --- set up ---
@@ -294,17 +295,26 @@ class WorkerSide(RankWorker):
         if self._ops.gds_refusal and not self._reported_no_gds:
             news["no_gds"] = {self.rank: self._ops.gds_refusal}
             self._reported_no_gds = True
-        if self.blend is not None and (arrived := self.blend.take_arrived()):
-            news["blend_arrived"] = {self.rank: arrived}
+        if self.blend is not None:
+            if arrived := self.blend.take_arrived():
+                news["blend_arrived"] = {self.rank: arrived}
+            if (is_busy := self.blend.disk_busy) != self._reported_blend_disk:
+                self._reported_blend_disk = is_busy
+                news["blend_disk"] = {self.rank: is_busy}
         return WorkerMetadata(unit=self.unit, **news) if news else None
 
     def _take_refusals(self, unit: UnitId) -> WorkerMetadata | None:
         results = [(self.rank, result) for result in self.reports.take_results()]
-        errors = {}
+        errors: dict[int, str] = {}
+        blend_disk: dict[int, bool] = {}
         if self._reported_foreign != unit:
             self._reported_foreign = unit
             errors[self.rank] = self._foreign.reason
-        return WorkerMetadata(unit, results=results, errors=errors) if results or errors else None
+            # Whatever this rank's disks do, that unit need not step for them.
+            blend_disk[self.rank] = False
+        if not results and not errors:
+            return None
+        return WorkerMetadata(unit, results=results, errors=errors, blend_disk=blend_disk)
 
     def take_results_early(self) -> list[OpResult]:
         """Takes results for a scheduler in this process, ahead of the step's report.

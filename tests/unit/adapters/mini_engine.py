@@ -47,6 +47,7 @@ class MiniEngine:
         failed_by_another: blocks that another connector beside flexkv's failed to load, named in the next report.
         takes_back: the model runner takes a running request's computed tokens back where the scheduler does, as V1 does
             and V2 does not.
+        events: KV cache events of the steps so far; see `take_events`.
         after_layer: called in the forward with the number of each layer that it has written, if the step's stores go
             by layer.
     """
@@ -98,6 +99,7 @@ class MiniEngine:
         self.takes_back = True
         self.after_layer: Callable[[int], None] = lambda layer: None
         self.counters = Counters()
+        self.events: list[Any] = []
         self._pending: dict[str, int] = {}
         self._held: list[Any] = []
 
@@ -105,6 +107,16 @@ class MiniEngine:
         """Passes the handshake of every worker that has one to the scheduler's side."""
         handshakes = {worker.rank: worker.handshake() for worker in self.workers}
         self.side.take_handshake({rank: item for rank, item in handshakes.items() if item is not None})
+
+    def take_events(self) -> list[Any]:
+        """KV cache events since the last call."""
+        self._take_events()
+        events, self.events = self.events, []
+        return events
+
+    def _take_events(self) -> None:
+        if self.side.events is not None:
+            self.events += self.side.events.take()
 
     # --- what the scheduler does ---
 
@@ -370,6 +382,7 @@ class MiniEngine:
                 finished_recving=done, invalid_block_ids=invalid, kv_connector_worker_meta=metadata
             )
         )
+        self._take_events()
         if (counters := self.side.take_counters()) is not None:
             merge_values(self.counters.data, counters)
         for name in done:

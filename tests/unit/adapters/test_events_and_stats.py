@@ -18,6 +18,7 @@ from flexkv.adapters.vllm.events import EventLog
 from flexkv.adapters.vllm.metadata import WorkerMetadata
 from flexkv.adapters.vllm.pool_geometry import BlockGeometry, PoolGeometry
 from flexkv.adapters.vllm.stats import FlexKVPromMetrics, FlexKVStats
+from flexkv.adapters.vllm.stored_block import StoredBlock, packed, unpacked
 from flexkv.cache.base import StorePlan
 from flexkv.observe import METRICS, Counters
 from flexkv.transfer.graph import OpId, OpKind, Priority, TransferGraph, TransferOp
@@ -33,7 +34,7 @@ PROMPT = list(range(100, 112))
 def taken(engine: MiniEngine) -> list[Any]:
     """KV cache events since the last call."""
     assert engine.side.events is not None
-    return list(engine.side.events.take())
+    return engine.take_events()
 
 
 def test_a_stored_block_is_announced_with_its_parent_and_tokens(make_engine: Make) -> None:
@@ -49,6 +50,12 @@ def test_a_stored_block_is_announced_with_its_parent_and_tokens(make_engine: Mak
     assert {(event.medium, event.block_size) for event in events} == {("CPU", 4)}
     assert [event.extra_keys for event in events] == [[("s",)], [(("cat", 1),)], None]
     assert taken(engine) == []
+
+
+def test_a_block_keeps_the_session_that_stored_it_when_it_is_packed() -> None:
+    block = StoredBlock(bytes(16), 0, 0, bytes(32), None, [], 4, session_id="one")
+    assert unpacked(packed(block)).session_id is None
+    assert block.event("CPU").session_id == "one"
 
 
 def test_an_evicted_block_is_announced(make_engine: Make) -> None:
@@ -94,7 +101,7 @@ def test_lazy_stores_are_announced_by_hash(make_engine: Make) -> None:
 
 def test_each_way_of_a_store_announces_its_own_blocks() -> None:
     """One op of a store goes to disk, and is not announced; the other goes to host memory."""
-    log, keys = EventLog(PoolGeometry((BlockGeometry(4, 4, 16, ("layer",)),), 4)), chain(4)
+    log, keys = EventLog(PoolGeometry((BlockGeometry(4, 4, 16, ("layer",)),), 4), bytes(32)), chain(4)
     hashes = [BlockHash(bytes(key)) for key in keys]
     slots = np.arange(2, dtype=np.int32)
     ops = [
@@ -132,6 +139,8 @@ def test_the_gauges_show_the_end_of_the_last_copy(make_engine: Make) -> None:
     engine.run(make_request(PROMPT, "one"))
     assert not engine.side.has_work
     assert engine.counters.value("flexkv_host_slots_used") == 3
+    slots = engine.counters.value("flexkv_host_slots")
+    assert engine.counters.value("flexkv_host_capacity_tokens") == 4 * slots > 0
     assert engine.counters.value("flexkv_inflight_ops") == 0
 
 

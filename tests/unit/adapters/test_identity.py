@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from vllm.v1.outputs import KVConnectorOutput
 
-from flexkv.adapters.common.base import LoadJob
+from flexkv.adapters.common.load_job import LoadJob
 from flexkv.adapters.vllm import local_engines
 from flexkv.adapters.vllm.foreign_steps import ForeignSteps
 from flexkv.adapters.vllm.local_engines import OwnPools, check_agent
@@ -151,7 +151,9 @@ def test_orders_from_before_a_unit_was_made_are_refused_by_a_rank_that_serves_on
     engine = stored_engine(make_engine, ONE)
     worker = engine.workers[0]
     worker.before_forward(ConnectorMetadata())
-    assert worker.take_metadata() is not None
+    report = worker.take_metadata()
+    assert report is not None
+    assert report.blend_disk == {0: False}, "no engine steps on for disks of a rank that it does not reach"
     assert worker._foreign.unit == NO_UNIT
     assert engine.run(make_request(ONE, "two")) == 20
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from flexkv.adapters.common.base import LoadJob
+from flexkv.adapters.common.load_job import LoadJob
 from flexkv.adapters.common.rank_ops import RankOps
 from flexkv.config import load_config
 from flexkv.observe import Counters

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flexkv.adapters.common.settings_reader import SettingsReader
+from flexkv.adapters.common.settings_reader import KEPT_OUT, SettingsReader
 from flexkv.adapters.vllm.request_fields import RequestFields
 from flexkv.facts.blend_ask import BlendAsk
 from flexkv.facts.request_settings import (
@@ -359,3 +359,12 @@ def test_control_a_session_whose_pieces_are_not_read_again_keeps_its_limit(
 def test_the_record_has_a_default_for_every_setting() -> None:
     assert RequestSettings() == NO_SETTINGS
     assert {setting.field for setting in NAMES.values()} == {each.name for each in fields(RequestSettings)}
+
+
+NARROW_LOADS = {"skip_load", "max_load_tokens", "tiers", "blend"}
+"""Settings without which a request loads more or computes in full, and stores and shares nothing that it must not."""
+
+
+def test_whoever_adds_a_setting_decides_what_an_unreadable_value_does() -> None:
+    assert not set(KEPT_OUT) & NARROW_LOADS
+    assert {field.name for field in fields(RequestSettings)} == set(KEPT_OUT) | NARROW_LOADS

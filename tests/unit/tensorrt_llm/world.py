@@ -207,7 +207,7 @@ def rest_over(world: World) -> None:
     assert world.scheduler is not None
     manager = world.scheduler.side.unit.manager
     assert isinstance(manager, LocalCacheManager)
-    failed = manager.promises.failed_loads
+    failed = manager.promises.load_tries
     assert failed.rests
     failed._rests_until_s = 0.0
 

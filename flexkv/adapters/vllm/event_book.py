@@ -1,0 +1,286 @@
+"""Records, beside a unit's disk pages, what KV events say about them, so that the next process can announce what it
+finds.
+
+A thread of its own reads and writes the file. A lost entry leaves a block unannounced: an entry says which hash a key
+has, which stays true, and the caller asks the index whether the page is there. After a crash the index may still list a
+page whose place was being overwritten, so the file also records which pages left. If such a record is lost as well, the
+block stays announced until a request reads its page.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+from vllm.distributed.kv_events import MEDIUM_STORAGE, BlockStored
+
+from flexkv.adapters.vllm.stored_block import StoredBlock, array_of, blocks_of, packed
+from flexkv.errors import FlexKVError
+from flexkv.facts.keys import KEY_BYTES
+from flexkv.observe import NamedThread, get_logger
+from flexkv.storage.frame_log import FrameLog
+
+logger = get_logger(__name__)
+
+BOOK_NAME = "announced"
+
+STORED, GONE = b"\x01", b"\x02"
+"""First byte of a frame: an array of packed blocks follows, or the keys of blocks that left the disks."""
+
+FRAME_BLOCKS = 1024
+"""Most blocks of a frame, and of a batch of found blocks: some 0.4 ms of the engine's step."""
+
+MAX_WAITING = 65_536
+"""Most records that wait to be written; what comes beyond is not kept. Some 13 MB at 16 tokens a block."""
+
+MAX_FOUND = 4
+"""Most batches of found blocks that wait for the engine."""
+
+SLACK_RECORDS = 16_384
+"""The file is rewritten once it has more records than four times the blocks on disk and this: some 2 MB."""
+
+RECORDS_PER_BLOCK = 4
+"""While blocks come and go, half of the records say what left."""
+
+PIECE_BYTES = 256 << 10
+PAUSE_S = 0.001
+"""The thread lets the engine's thread run for so long after so much of the file, some 1,300 blocks at 16 tokens."""
+
+LOCK_S = 10.0
+"""How long the thread waits for a process that still closes the folder."""
+
+CLOSE_S = 5.0
+"""How long a close waits for the last blocks to be written."""
+
+
+class Found(NamedTuple):
+    """A block that the file names. `entry` is the block as `packed` makes it, `event` announces it on disk."""
+
+    block: StoredBlock
+    entry: bytes
+    event: BlockStored
+
+
+class _Closing(Exception):
+    """A close ends a rewriting of the file, which can wait."""
+
+
+class EventBook:
+    """The engine's thread calls everything but `_run`; no call waits but `close`.
+
+    Args:
+        identity: see `hash_identity`.
+        on_disk: the keys that are on disk and announced; the thread asks it whether an entry is still of use.
+    """
+
+    def __init__(self, path: Path, identity: bytes, on_disk: Collection[bytes]) -> None:
+        self._path, self._identity = path, identity
+        self._on_disk = on_disk
+        self._lock = threading.Condition()
+        self._found: deque[list[Found]] = deque()
+        self._waiting: list[tuple[bytes, bytes]] = []
+        """First byte of the frame, and a packed block or a key."""
+        self._is_read = False
+        self._closing = False
+        self._dropped = 0
+        self._records = 0
+        """Records in the file; the thread's own."""
+        self._has_failed = False
+        self._thread = NamedThread("flexkv-events", self._run)
+        self._thread.start()
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether every block that the file names has been taken."""
+        return self._is_read and not self._found
+
+    def take(self) -> list[Found]:
+        """Takes some blocks that the file names; empty if none are ready."""
+        if not self._found:
+            return []
+        with self._lock:
+            found = self._found.popleft()
+            self._lock.notify()
+        return found
+
+    def put(self, entries: Iterable[bytes]) -> None:
+        """Keeps packed blocks that came to the disks. Drops what finds no room."""
+        self._put([(STORED, entry) for entry in entries])
+
+    def drop(self, keys: Iterable[bytes]) -> None:
+        """Notes blocks that left the disks; the file need not name them. Drops what finds no room."""
+        self._put([(GONE, key) for key in keys])
+
+    def _put(self, records: list[tuple[bytes, bytes]]) -> None:
+        if not self._thread.is_alive():
+            return  # it has said why
+        with self._lock:
+            room = 0 if self._closing else MAX_WAITING - len(self._waiting)
+            self._waiting += records[:room]
+            self._dropped += max(0, len(records) - room)
+            self._lock.notify()
+
+    def close(self, wait_s: float = CLOSE_S) -> None:
+        """Writes what waits, for `wait_s` at most."""
+        with self._lock:
+            self._closing = True
+            self._lock.notify()
+        self._thread.join(wait_s)
+        if self._thread.is_alive():
+            logger.warning(
+                "%s: not all that was announced is written; the next start announces less", self._path
+            )
+        elif self._dropped:
+            logger.warning(
+                "%s: %d records found no room in the queue; the next start does not announce their blocks",
+                self._path,
+                self._dropped,
+            )
+
+    # --- the thread ---
+
+    def _run(self) -> None:
+        try:
+            log = FrameLog(self._path, self._identity, LOCK_S, lambda: self._closing)
+            try:
+                if log.was_other:
+                    logger.warning(
+                        "%s: what is on disk is not announced to routers: the process that stored it had other block "
+                        "hashes (vLLM's version, --prefix-caching-hash-algo or PYTHONHASHSEED), so its names mean "
+                        "nothing now",
+                        self._path,
+                    )
+                if log.was_damaged:
+                    logger.warning("%s: its header is damaged; what is on disk is not announced", self._path)
+                self._serve(log)
+            finally:
+                log.close()
+        except (FlexKVError, OSError) as error:
+            logger.warning("the next start announces less of what is on disk: %s", error)
+        finally:
+            with self._lock:
+                self._is_read = True
+
+    def _serve(self, log: FrameLog) -> None:
+        self._attempt(self._read, log)
+        with self._lock:
+            self._is_read = True
+        while True:
+            with self._lock:
+                self._lock.wait_for(lambda: self._waiting or self._closing)
+                if not self._waiting:
+                    return
+            self._attempt(self._write, log)
+            # Only once all found blocks are announced, because `on_disk` lacks the others. Not while the engine ends:
+            # the next process can do it.
+            limit = RECORDS_PER_BLOCK * len(self._on_disk) + SLACK_RECORDS
+            if self._records > limit and self.is_settled and not self._closing:
+                self._attempt(self._shrink, log)
+
+    def _attempt(self, work: Callable[[FrameLog], None], log: FrameLog) -> None:
+        """If the work fails, begins the file anew, because the next process would believe entries of what has left.
+
+        Raises:
+            OSError: the file cannot be cut.
+        """
+        try:
+            work(log)
+        except (OSError, msgspec.MsgspecError) as error:
+            log.clear()
+            self._records = 0
+            if not self._has_failed:
+                logger.warning(
+                    "%s begins anew; the next start announces only what is stored from now on: %s",
+                    self._path,
+                    error,
+                )
+            self._has_failed = True
+
+    def _read(self, log: FrameLog) -> None:
+        """Passes what the file names, and what has not left since, to the engine; writes what waits meanwhile."""
+        frames, gone = 0, dict[bytes, int]()
+        for frame in self._paced(log.frames()):
+            if frame.startswith(GONE):
+                gone |= dict.fromkeys(_keys_of(frame), frames)
+            frames += 1
+        # No further than that, because frames of this process follow.
+        for number, frame in itertools.islice(enumerate(self._paced(log.frames())), frames):
+            if self._closing:
+                return
+            self._write(log)
+            if frame.startswith(GONE):
+                self._records += len(frame) // KEY_BYTES
+                continue
+            blocks = blocks_of(memoryview(frame)[1:])
+            self._records += len(blocks)
+            there = [block for block in blocks if gone.get(block.key, -1) < number]
+            if there:
+                self._offer(
+                    [Found(block, packed(block), block.event(MEDIUM_STORAGE)) for block in there], log
+                )
+
+    def _offer(self, found: list[Found], log: FrameLog) -> None:
+        """Waits until the engine has room for these blocks, and writes what waits meanwhile."""
+        while True:
+            with self._lock:
+                self._lock.wait_for(lambda: len(self._found) < MAX_FOUND or self._waiting or self._closing)
+                if self._closing:
+                    return
+                if len(self._found) < MAX_FOUND:
+                    self._found.append(found)
+                    return
+            self._write(log)
+
+    def _write(self, log: FrameLog) -> None:
+        """Appends what waits."""
+        with self._lock:
+            waiting, self._waiting = self._waiting, []
+        for frame in _frames(waiting):
+            log.append(frame)
+        self._records += len(waiting)
+
+    def _shrink(self, log: FrameLog) -> None:
+        """Rewrites the file with one entry for each block that is still on disk, unless the engine ends meanwhile."""
+        kept: set[bytes] = set()
+
+        def entries() -> Iterator[tuple[bytes, bytes]]:
+            for frame in self._paced(log.frames()):
+                if self._closing:
+                    raise _Closing
+                for block in () if frame.startswith(GONE) else blocks_of(memoryview(frame)[1:]):
+                    if block.key in self._on_disk and block.key not in kept:
+                        kept.add(block.key)
+                        yield STORED, packed(block)
+
+        try:
+            log.replace(_frames(entries()))
+        except _Closing:
+            return
+        self._records = len(kept)
+
+    def _paced(self, frames: Iterable[bytes]) -> Iterator[bytes]:
+        """The frames, with pauses in which the engine's thread can run."""
+        passed = 0
+        for frame in frames:
+            yield frame
+            passed += len(frame)
+            if passed >= PIECE_BYTES and not self._closing:
+                time.sleep(PAUSE_S)
+                passed = 0
+
+
+def _frames(records: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
+    """Frames of these records, in their order."""
+    for kind, of_kind in itertools.groupby(records, lambda record: record[0]):
+        while batch := [content for _, content in itertools.islice(of_kind, FRAME_BLOCKS)]:
+            yield kind + (array_of(batch) if kind == STORED else b"".join(batch))
+
+
+def _keys_of(frame: bytes) -> Iterator[bytes]:
+    return (frame[at : at + KEY_BYTES] for at in range(1, len(frame), KEY_BYTES))

@@ -1,0 +1,132 @@
+"""What KV events say of one stored block, in memory, in a file, and in the engine's own format."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import sha256
+from typing import Any
+
+import msgspec
+from vllm import SamplingParams
+from vllm import __version__ as vllm_version
+from vllm.distributed.kv_events import BlockStored
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
+    ExternalBlockHash,
+    get_request_block_hasher,
+    maybe_convert_block_hash,
+)
+from vllm.v1.request import Request
+
+from flexkv.storage.frame_log import IDENTITY_BYTES
+
+LOCAL = "LOCAL"
+
+_FORMAT = b"flexkv vllm stored blocks v1"
+
+
+class StoredBlock(msgspec.Struct, array_like=True, gc=False):
+    """One block. In a file it is a MessagePack array of the fields, in this order.
+
+    Attributes:
+        key: flexkv's key of the block.
+        group: flexkv's number of the KV group.
+        number: the engine's number of the KV group.
+        block_hash: the engine's hash, whole.
+        parent: that of the block before it; None for the first block of a prompt, and where only the hash is known.
+        tokens: empty where only the hash is known.
+        extra_keys: as in the engine's event, for this block alone.
+        session_id: the session that stored it; None in a file.
+        of_run: another process would not find the block by these hashes, or not know that they mean the same.
+    """
+
+    key: bytes
+    group: int
+    number: int
+    block_hash: bytes
+    parent: bytes | None
+    tokens: list[int]
+    block_tokens: int
+    lora_id: int | None = None
+    lora_name: str | None = None
+    extra_keys: tuple[Any, ...] | None = None
+    session_id: str | None = None
+    of_run: bool = False
+
+    @property
+    def name(self) -> ExternalBlockHash:
+        """The hash as events have it."""
+        return maybe_convert_block_hash(BlockHash(self.block_hash))
+
+    def event(self, medium: str) -> BlockStored:
+        parent = self.parent
+        return BlockStored(
+            block_hashes=[self.name],
+            parent_block_hash=None if parent is None else maybe_convert_block_hash(BlockHash(parent)),
+            token_ids=self.tokens,
+            block_size=self.block_tokens,
+            lora_id=self.lora_id,
+            medium=medium,
+            lora_name=self.lora_name,
+            extra_keys=None if self.extra_keys is None else [_tuples(self.extra_keys)],
+            group_idx=self.number,
+            locality=LOCAL,
+            session_id=self.session_id,
+        )
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(StoredBlock).decode
+_decode_all = msgspec.msgpack.Decoder(list[StoredBlock]).decode
+_ARRAY32 = b"\xdd"
+"""MessagePack's mark of an array, before 4 bytes of its length."""
+
+
+def packed(block: StoredBlock) -> bytes:
+    """The block as in a file, without the session that stored it."""
+    if block.session_id is not None:
+        block = msgspec.structs.replace(block, session_id=None)
+    return _encode(block)
+
+
+def unpacked(block: bytes) -> StoredBlock:
+    return _decode(block)
+
+
+def array_of(blocks: Sequence[bytes]) -> bytes:
+    """Packed blocks as one MessagePack array."""
+    return _ARRAY32 + len(blocks).to_bytes(4, "big") + b"".join(blocks)
+
+
+def blocks_of(array: bytes | memoryview) -> list[StoredBlock]:
+    """
+    Raises:
+        msgspec.DecodeError, msgspec.ValidationError: it holds something else.
+    """
+    return _decode_all(array)
+
+
+def _tuples(value: Any) -> Any:
+    """MessagePack has no tuples; the engine's extra keys are tuples, also within tuples."""
+    return tuple(map(_tuples, value)) if isinstance(value, list | tuple) else value
+
+
+def hash_identity(hash_tokens: int, algorithm: str) -> bytes:
+    """32 bytes that differ wherever this engine gives the same block another hash: by its version, its hash function or
+    that function's seed (`PYTHONHASHSEED`). Call it once the engine has chosen its seed.
+
+    Args:
+        hash_tokens: tokens that one of the engine's block hashes covers.
+        algorithm: name of the engine's block hash.
+    """
+    hasher = get_request_block_hasher(hash_tokens, get_hash_fn_by_name(algorithm))
+    probe = Request(
+        "flexkv probe", list(range(2 * hash_tokens)), SamplingParams(max_tokens=1), None, cache_salt="s"
+    )
+    probe.block_hashes = hasher(probe)
+    digest = sha256(
+        _FORMAT + b"\0" + vllm_version.encode() + b"\0" + b"".join(map(bytes, probe.block_hashes))
+    ).digest()
+    assert len(digest) == IDENTITY_BYTES
+    return digest
