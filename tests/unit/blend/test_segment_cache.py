@@ -108,8 +108,11 @@ def test_pages_that_are_still_moving_are_not_cached(model, cache, monkeypatch: p
         with pytest.raises(TransferError, match="a store still moves"):
             precompute(model, [segment], cache)
         assert cache.manager.inflight_ops() == 1
-        # All of its whole blocks are known by now, and none may be promised.
-        assert precompute(model, [segment], cache) == 0
+        # All of its whole blocks are known by now, and none may be promised: a store of the same segment waits for them
+        # in vain, as nobody hears that they have arrived.
+        patched.setattr(cache, "deadline_s", 0.1)
+        with pytest.raises(TransferError, match=r"a store still moves after 0\.1 s"):
+            precompute(model, [segment], cache)
         assert cache.cached_tokens(segment) == 0
         load = cache.begin_load([segment])
         assert load.hits == []

@@ -60,3 +60,9 @@ def distant_settings(root: Path, name: str) -> dict[str, Any]:
 
 def live_files(root: Path) -> list[Path]:
     return sorted((root / "shared").glob("*/*/*/live.rows"))
+
+
+def only_live_file(root: Path) -> Path:
+    """The file of the one unit that runs, once its thread has written it."""
+    wait_for(lambda: len(live_files(root)) == 1)
+    return live_files(root)[0]

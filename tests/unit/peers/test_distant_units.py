@@ -37,6 +37,7 @@ from tests.unit.peers.live_engines import (
     knows,
     live_files,
     live_tiers,
+    only_live_file,
     share_of,
     wait_for,
 )
@@ -181,8 +182,8 @@ def test_a_unit_that_closes_leaves_no_file_and_no_page(machine: Any, tmp_path: P
     wait_for(lambda: knows(other, 0))
     assert share_of(other).joined == 0
     other.close()
-    assert live_files(tmp_path) == []
-    assert not [thread for thread in threading.enumerate() if thread.name == "flexkv-machines"]
+    wait_for(lambda: live_files(tmp_path) == [])
+    wait_for(lambda: not [thread for thread in threading.enumerate() if thread.name == "flexkv-machines"])
 
 
 def test_a_reset_unit_leaves(machine: Any, tmp_path: Path) -> None:
@@ -191,7 +192,7 @@ def test_a_reset_unit_leaves(machine: Any, tmp_path: Path) -> None:
     wait_for(lambda: knows(other, PAGES))
     one.unit.manager.reset()
     wait_for(lambda: knows(other, 0))
-    assert len(live_files(tmp_path)) == 1
+    wait_for(lambda: len(live_files(tmp_path)) == 1)
 
 
 def test_the_command_shows_units_of_other_machines(machine: Any, tmp_path: Path) -> None:
@@ -503,7 +504,7 @@ def test_what_is_no_units_file_is_named_and_others_are_followed(
 ) -> None:
     one = machine("a")
     store(one)
-    (path,) = live_files(tmp_path)
+    path = only_live_file(tmp_path)
     bad = tmp_path / "shared" / "bad" / path.parent.parent.name / "unit0" / LIVE_NAME
     bad.parent.mkdir(parents=True)
     if kind == "pipe":
@@ -530,8 +531,7 @@ def test_a_unit_that_cannot_write_its_file_serves_and_says_so(
     machine: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     one = machine("a")
-    wait_for(lambda: len(live_files(tmp_path)) == 1)
-    (path,) = live_files(tmp_path)
+    path = only_live_file(tmp_path)
     path.unlink()
     path.mkdir()
     wait_for(lambda: "other machines do not see that this unit runs" in caplog.text)
@@ -562,8 +562,7 @@ def test_a_file_that_somebody_else_changes_is_written_anew(machine: Any, tmp_pat
 
 def test_the_reader_of_a_unit_that_left_starts_over(machine: Any, tmp_path: Path) -> None:
     one = machine("a")
-    wait_for(lambda: len(live_files(tmp_path)) == 1)
-    (path,) = live_files(tmp_path)
+    path = only_live_file(tmp_path)
     reader = LiveReader(path)
     assert reader.look().is_new
     one.close()
