@@ -44,7 +44,8 @@ class LoadPipeline(Pipeline):
     A pipeline with its own `scatter` changes keys in the one pass that writes them to paged memory. `get_kv` then has
     nothing to return: callers read and edit a layer in paged memory, after `wait_scattered`.
 
-    With `CallerLayers` nothing is scattered: the caller has written what it wants of a layer before the next step.
+    With `CallerLayers` nothing is scattered: the caller has written what it wants of a layer before the next step. Rows
+    in gaps and of failed chunks are then undefined: the caller takes only the rows of chunks, after a look at `failed`.
 
     Args:
         transform: None leaves keys as they are.
@@ -229,7 +230,7 @@ class LoadPipeline(Pipeline):
             self._transform(layer, buffer[0], self._positions)
         # Comes after the transform, which may have turned old content of these rows.
         gaps = self._gaps[layer]  # kept alive: a GPU reads it later
-        if len(gaps):
+        if len(gaps) and self._paged.takes_gaps:
             buffer[:, gaps] = 0
 
     def _scatter(self, layer: int) -> None:

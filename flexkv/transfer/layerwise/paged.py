@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -22,10 +22,13 @@ class PagedLayers:
 
     Attributes:
         planes, blocks, block_tokens, heads, head_width: the same for every layer.
+        takes_gaps: whether rows that no chunk covers are written, too, as zeros.
 
     Raises:
         GeometryError: no layers, or planes of different shape or dtype.
     """
+
+    takes_gaps: ClassVar[bool] = True
 
     def __init__(self, layers: Sequence[Sequence[Array]]) -> None:
         if not layers or not layers[0]:
@@ -82,7 +85,10 @@ class CallerLayers:
 
     Attributes:
         dtype: the device's.
+        takes_gaps: no: the caller reads no row that no chunk covers.
     """
+
+    takes_gaps: ClassVar[bool] = False
 
     num_layers: int
     planes: int

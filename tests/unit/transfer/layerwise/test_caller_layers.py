@@ -12,7 +12,7 @@ from flexkv.errors import ContractError
 from flexkv.transfer.layerwise.base import LayerDevice
 from flexkv.transfer.layerwise.host_device import HostDevice
 from flexkv.transfer.layerwise.load import LoadPipeline
-from flexkv.transfer.layerwise.paged import CallerLayers
+from flexkv.transfer.layerwise.paged import CallerLayers, PagedLayers
 from flexkv.transfer.layerwise.rows import NoRows
 from tests.unit.transfer.layerwise.layer_world import GENEROUS_S, LayerWorld, ReorderingDevice, turn
 
@@ -23,11 +23,18 @@ def taking(world: LayerWorld, device: LayerDevice, kind: type[LoadPipeline] = Lo
     return kind(device, layers, numbers, world.chunks, turn, GENEROUS_S)
 
 
-def load(world: LayerWorld, pipeline: LoadPipeline, lost: int | None = None) -> dict[int, str]:
-    """Writes each layer to the slots of `world.memory` and then takes the next step. The next layers begin before.
+def load(
+    world: LayerWorld,
+    pipeline: LoadPipeline,
+    lost: int | None = None,
+    see: Callable[[Any], None] | None = None,
+) -> dict[int, str]:
+    """Writes the chunks' rows of each layer to the slots of `world.memory` and then takes the next step. The next
+    layers begin before.
 
     Args:
         lost: a chunk whose rows do not come from layer 1 on.
+        see: called with each layer's buffer.
     """
 
     def take(layer: int) -> list[Any]:
@@ -42,7 +49,15 @@ def load(world: LayerWorld, pipeline: LoadPipeline, lost: int | None = None) -> 
     for layer in range(world.layers):
         steps.send(() if layer < pipeline.begun_layers else take(layer))
         pipeline.prefetch(take)
-        world.paged.write(layer, blocks, tokens, pipeline.get_kv(layer))
+        rows = pipeline.get_kv(layer)
+        if see is not None:
+            see(rows)
+        for number, chunk in enumerate(world.chunks.chunks):
+            if layer and number == lost:
+                assert number in pipeline.failed, "the caller knows it with the layer"
+                continue
+            at = world.chunks.rows_of(chunk)
+            world.paged.write(layer, blocks[at], tokens[at], rows[:, at])
     report = next(steps)
     assert report is not None
     assert report.quiet
@@ -53,20 +68,59 @@ def load(world: LayerWorld, pipeline: LoadPipeline, lost: int | None = None) -> 
 @pytest.mark.parametrize(
     "device_of", [lambda seed: HostDevice(True), lambda seed: HostDevice(False), ReorderingDevice]
 )
-def test_the_caller_gets_the_rows_that_a_scatter_writes(
+def test_the_caller_gets_the_rows_of_chunks_that_a_scatter_writes(
     seed: int, device_of: Callable[[int], LayerDevice]
 ) -> None:
     world, device = LayerWorld(seed), device_of(seed)
     assert load(world, taking(world, device)) == {}
-    assert world.same(world.expected())
+    assert world.same(expected(world))
     if isinstance(device, HostDevice):
         assert device.close(GENEROUS_S)
 
 
-def test_rows_of_a_lost_chunk_are_zeros(host: HostDevice) -> None:
-    world = LayerWorld(7, layers=5)
+def expected(world: LayerWorld, lost_from: dict[int, int] | None = None) -> list[Any]:
+    """The world's, without what the caller does not write: gaps, and the rows of a chunk from the layer on in which it
+    is lost."""
+    found = world.expected()
+    for layer, paged in enumerate(found):
+        gaps = list(world.chunks.gaps)
+        for number, first in (lost_from or {}).items():
+            at = world.chunks.rows_of(world.chunks.chunks[number])
+            gaps += range(at.start, at.stop) if layer >= first else ()
+        blocks, tokens = world.paged.split(world.slots[gaps])
+        paged[:, blocks, tokens] = world.before[layer][:, blocks, tokens]
+    return found
+
+
+def test_a_lost_chunk_is_named_with_its_layer(host: HostDevice) -> None:
+    world = gapped_world()
     assert load(world, taking(world, host), lost=0) == {0: "layer 1: gone"}
-    assert world.same(world.expected({0: 1}))
+    assert world.same(expected(world, {0: 1}))
+
+
+def gapped_world() -> LayerWorld:
+    return next(world for seed in range(30) if len((world := LayerWorld(seed, 4, planes=2)).chunks.gaps))
+
+
+def values_of_gaps(world: LayerWorld, layers: CallerLayers | PagedLayers) -> set[int]:
+    """What gaps hold in the buffers of a load whose device hands out memory that is full of 77."""
+    numbers = np.arange(world.chunks.rows, dtype=np.int64)
+    slots = numbers if isinstance(layers, CallerLayers) else world.slots
+    pipeline = LoadPipeline(ReorderingDevice(0), layers, slots, world.chunks, turn, GENEROUS_S)
+    seen: set[int] = set()
+    load(world, pipeline, see=lambda rows: seen.update(np.unique(rows[1, world.chunks.gaps]).tolist()))
+    return seen
+
+
+def test_rows_that_nobody_reads_are_not_zeroed() -> None:
+    world = gapped_world()
+    layers = CallerLayers(world.layers, 2, world.heads, world.width, np.dtype(np.int32))
+    assert values_of_gaps(world, layers) == {77}
+
+
+def test_control_paged_memory_gets_zeros() -> None:
+    world = gapped_world()
+    assert values_of_gaps(world, world.paged) == {0}
 
 
 class NoScatterToLoad(LoadPipeline):
@@ -92,7 +146,7 @@ def test_control_a_buffer_that_is_filled_again_too_early_is_seen() -> None:
 
     pipeline.get_kv = late  # type: ignore[method-assign]
     load(world, pipeline)
-    assert not world.same(world.expected())
+    assert not world.same(expected(world))
     assert device.close(GENEROUS_S)
 
 
