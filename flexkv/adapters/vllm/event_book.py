@@ -48,6 +48,9 @@ SLACK_RECORDS = 16_384
 RECORDS_PER_BLOCK = 4
 """While blocks come and go, half of the records say what left."""
 
+MOST_GROWTH = 8
+"""A file that cannot be rewritten begins anew once it has so many times the records at which rewriting was due."""
+
 PIECE_BYTES = 256 << 10
 PAUSE_S = 0.001
 """The thread lets the engine's thread run for so long after so much of the file, some 1,300 blocks at 16 tokens."""
@@ -90,7 +93,9 @@ class EventBook:
         self._closing = False
         self._dropped = 0
         self._records = 0
-        """Records in the file; the thread's own."""
+        """Records in the file; the thread's own, like those below."""
+        self._shrinks_at = 0
+        """Records below which a rewriting that failed is not tried again."""
         self._has_failed = False
         self._thread = NamedThread("flexkv-events", self._run)
         self._thread.start()
@@ -180,8 +185,8 @@ class EventBook:
             # Only once all found blocks are announced, because `on_disk` lacks the others. Not while the engine ends:
             # the next process can do it.
             limit = RECORDS_PER_BLOCK * len(self._on_disk) + SLACK_RECORDS
-            if self._records > limit and self.is_settled and not self._closing:
-                self._attempt(self._shrink, log)
+            if self._records > max(limit, self._shrinks_at) and self.is_settled and not self._closing:
+                self._attempt(lambda log: self._shrink_or_wait(log, MOST_GROWTH * limit), log)
 
     def _attempt(self, work: Callable[[FrameLog], None], log: FrameLog) -> None:
         """If the work fails, begins the file anew, because the next process would believe entries of what has left.
@@ -244,6 +249,22 @@ class EventBook:
         for frame in _frames(waiting):
             log.append(frame)
         self._records += len(waiting)
+
+    def _shrink_or_wait(self, log: FrameLog, most_records: int) -> None:
+        """Rewrites the file. If that fails, the file serves as it is and is rewritten at twice the size.
+
+        Raises:
+            OSError: the rewriting failed, and the file has more than `most_records`.
+        """
+        try:
+            self._shrink(log)
+            self._shrinks_at = 0
+        except OSError as error:
+            if self._records > most_records:
+                raise
+            if not self._shrinks_at:
+                logger.warning("%s grows, because it cannot be rewritten: %s", self._path, error)
+            self._shrinks_at = 2 * self._records
 
     def _shrink(self, log: FrameLog) -> None:
         """Rewrites the file with one entry for each block that is still on disk, unless the engine ends meanwhile."""

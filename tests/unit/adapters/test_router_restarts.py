@@ -7,7 +7,7 @@ import logging
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -327,6 +327,61 @@ def test_the_file_shrinks_to_what_is_on_disk(
     serve_some(world)
     world.engine.close()
     assert book(tmp_path).stat().st_size > 2 * size, "control: without a limit it grows"
+
+
+def cannot_replace(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Fault: the file cannot be rewritten. Returns a list that gets an item for each try."""
+    tries: list[int] = []
+    replace = FrameLog.replace
+
+    def fails(log: FrameLog, frames: Iterable[bytes]) -> None:
+        if frames == ():
+            return replace(log, frames)  # the file is begun
+        tries.append(1)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(FrameLog, "replace", fails)
+    return tries
+
+
+def test_a_file_that_cannot_be_rewritten_keeps_what_it_names(
+    make_world: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(event_book, "SLACK_RECORDS", 16)
+    monkeypatch.setattr(event_book, "MOST_GROWTH", 1 << 20)
+    world = make_world()
+    with monkeypatch.context() as full, caplog.at_level(logging.WARNING):
+        tries = cannot_replace(full)
+        serve_some(world)
+        serve_some(world)
+        world.settle()
+        world.engine.close()
+    assert 1 <= len(tries) < 20, "it is tried again only at twice the size"
+    assert caplog.text.count("cannot be rewritten") == 1
+    assert "begins anew" not in caplog.text
+    served = world.router.has["STORAGE"]
+    world = make_world()
+    world.settle()
+    assert world.router.has["STORAGE"] == served
+
+
+def test_control_a_file_that_grows_too_much_begins_anew(
+    make_world: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(event_book, "SLACK_RECORDS", 16)
+    monkeypatch.setattr(event_book, "MOST_GROWTH", 0)
+    world = make_world()
+    with monkeypatch.context() as full, caplog.at_level(logging.WARNING):
+        cannot_replace(full)
+        serve_some(world)
+        serve_some(world)
+        world.settle()
+        world.engine.close()
+    assert caplog.text.count("begins anew") == 1
+    served = world.router.has["STORAGE"]
+    world = make_world()
+    world.settle()
+    assert world.router.has["STORAGE"] < served
 
 
 def test_a_file_that_cannot_be_written_costs_the_announcement_alone(
