@@ -11,7 +11,8 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help demo demo-blend test preflight preflight-test env env-test env-sglang env-vllm33 build build-test lint format check test-unit \
-        test-native test-sanitizers test-engines test-sglang test-vllm33 steady soak bench docs clean distclean
+        test-native test-sanitizers test-engines test-sglang test-vllm33 sglang-if-it-can-be-had \
+        vllm33-if-it-can-be-had steady soak bench docs clean distclean
 
 help:  ## this list
 	@awk -F ':.*##' '/^[a-z-]+:.*##/ { printf "make %-16s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -22,11 +23,17 @@ demo: build  ## the real vLLM engine with flexkv: a table, a PNG, and a check of
 demo-blend: build  ## four documents in another order, blended inside vLLM: time and agreement beside the full computation
 	$(PY) -m demo.blend
 
-# Without SGLang's wheels its tests fail and say why, without vLLM 0.33's they are skipped; the others are run all the same.
-test: build-test  ## all tests but those marked `long`; the last line is pytest's summary
-	@$(PYTHON) -m build_support.sglang_environment || true
-	@$(PY) -m build_support.vllm33_environment || true
+# The core is compiled beside pip, which takes one core of the machine.
+test:  ## all tests but those marked `long`; the last line is pytest's summary
+	@$(MAKE) --no-print-directory -j 2 build-test sglang-if-it-can-be-had vllm33-if-it-can-be-had
 	@$(PYTEST) $(PARALLEL)
+
+# Without SGLang's wheels its tests fail and say why, without vLLM 0.33's they are skipped; the others are run all the same.
+sglang-if-it-can-be-had: preflight-test
+	@$(PYTHON) -m build_support.sglang_environment || true
+
+vllm33-if-it-can-be-had: env-test
+	@$(PY) -m build_support.vllm33_environment || true
 
 preflight:
 	@$(PYTHON) -m build_support.preflight build
@@ -97,8 +104,7 @@ test-vllm33: build-test env-vllm33  ## tests with the Python of vLLM 0.33 on a m
 steady: build-test  ## repeats test files under load, an hour a call: make steady FILES="tests/unit/storage"
 	@$(PY) -m tests.steady $(FILES)
 
-soak: build-test env-sglang  ## simulation, stress, fuzz, flipped bits, engine pressure, kills, power cuts, 5 times as long (or FLEXKV_SOAK); long tests
-	@$(PYTHON) -m build_support.vllm33_environment || true
+soak: build-test env-sglang vllm33-if-it-can-be-had  ## simulation, stress, fuzz, flipped bits, engine pressure, kills, power cuts, 5 times as long (or FLEXKV_SOAK); long tests
 	@FLEXKV_SOAK=$${FLEXKV_SOAK:-5} $(PYTEST) $(PARALLEL) -m "soak or long" --timeout 14400
 
 # Every program in benchmarks/ takes --json, but for gpu_results, which writes a page and wants a GPU, those that want a
