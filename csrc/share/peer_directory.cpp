@@ -11,7 +11,7 @@
 namespace flexkv {
 namespace {
 
-// Unit: rows. How many are read under one hold of the lock, some 100 us.
+// Unit: rows. How many are read or forgotten under one hold of the lock, some 100 us.
 constexpr size_t kRowsAtOnce = 1024;
 
 // Whether the file has room for all slots. No product here exceeds the file's bytes or a stride, whatever a
@@ -64,17 +64,22 @@ int32_t PeerDirectory::add(SharedFile board, std::optional<PeerPool> pool, PeerF
 
 void PeerDirectory::drop(int32_t number, bool keep) {
   std::shared_ptr<Peer> gone;  // unmapped after the lock
-  const std::lock_guard lock(mutex_);
-  const auto found = peers_.find(number);
-  if (found == peers_.end()) return;
-  Peer& peer = *found->second;
-  if (keep) {
-    peer.board.reset();
-    return;
+  for (uint32_t next = 0; !gone;) {
+    const std::lock_guard lock(mutex_);
+    const auto found = peers_.find(number);
+    if (found == peers_.end()) return;
+    Peer& peer = *found->second;
+    if (keep) {
+      peer.board.reset();
+      return;
+    }
+    peer.leaves = true;
+    const auto end = static_cast<uint32_t>(std::min<size_t>(next + kRowsAtOnce, peer.slots));
+    for (; next < end; ++next) leave(number, peer, next);
+    if (next < peer.slots) continue;
+    gone = std::move(found->second);
+    peers_.erase(found);
   }
-  for (uint32_t slot = 0; slot < peer.slots; ++slot) leave(number, peer, slot);
-  gone = std::move(found->second);
-  peers_.erase(found);
 }
 
 size_t PeerDirectory::follow() {
@@ -82,7 +87,7 @@ size_t PeerDirectory::follow() {
   {
     const std::lock_guard lock(mutex_);
     for (const auto& [number, peer] : peers_) {
-      if (peer->board) numbers.push_back(number);
+      if (peer->board && !peer->leaves) numbers.push_back(number);
     }
   }
   size_t looked = 0;
@@ -92,7 +97,7 @@ size_t PeerDirectory::follow() {
     for (size_t rows = kRowsAtOnce; rows == kRowsAtOnce && looked < most;) {
       const std::lock_guard lock(mutex_);
       const auto found = peers_.find(number);
-      if (found == peers_.end() || !found->second->board) break;
+      if (found == peers_.end() || !found->second->board || found->second->leaves) break;
       rows = follow(number, *found->second);
       looked += rows;
     }

@@ -14,6 +14,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "base/fair_mutex.h"
 #include "index/block_key.h"
 #include "share/guarded_copy.h"
 #include "share/shared_file.h"
@@ -85,7 +86,8 @@ class PeerDirectory {
   // Maps a peer's board, and its pool if it has one, and returns the peer's number. Throws ClosedError if the
   // files are not what was announced.
   int32_t add(SharedFile board, std::optional<PeerPool> pool, PeerFormat format);
-  // Forgets a peer and its mappings once no copy uses them. `keep`: its pages stay known, as last seen.
+  // Forgets a peer, piece by piece, and its mappings once no copy uses them. `keep`: its pages stay known, as
+  // last seen.
   void drop(int32_t peer, bool keep = false);
 
   // Reads what has changed. Returns how many rows it looked at.
@@ -132,7 +134,8 @@ class PeerDirectory {
     PeerFormat format;
     uint32_t slots = 0;
     uint64_t seen = 0;
-    bool all = true;  // every row has to be read again
+    bool all = true;      // every row has to be read again
+    bool leaves = false;  // is being dropped
     uint32_t next = 0;
     size_t pages = 0;
     std::vector<std::optional<RowFacts>> known;  // by slot
@@ -152,7 +155,7 @@ class PeerDirectory {
   PeerEnd copy(const Peer& peer, uint32_t slot, const RowFacts& asked, std::byte* to) const;
   std::shared_ptr<Peer> at(int32_t peer) const;
 
-  mutable std::mutex mutex_;  // guards what follows
+  mutable FairMutex mutex_;  // guards what follows
   std::map<int32_t, std::shared_ptr<Peer>> peers_;
   std::unordered_multimap<PageName, Holder, NameHash> holders_;
   std::vector<PeerNews> news_;

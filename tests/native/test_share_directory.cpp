@@ -7,6 +7,7 @@
 #include <chrono>
 #include <cstring>
 #include <memory>
+#include <thread>
 #include <utility>
 
 #include "base/error.h"
@@ -135,6 +136,34 @@ TEST_CASE("share: what changes while a large board is being read is not missed")
   }
   CHECK(directory.find(share_key(1), 0).peer == 0);
   CHECK(directory.overruns() == 0);
+}
+
+TEST_CASE("share: others are found while a large peer is being forgotten, which no follower undoes") {
+  constexpr uint32_t kSlots = 64 * 1024;
+  SlotBoard board(kSlots);
+  for (uint32_t slot = 0; slot < kSlots; ++slot) board.publish(slot, 0, share_key(slot));
+  SharingUnit other(1);
+  other.write(0, share_key(kSlots));
+  PeerDirectory directory;
+  const int32_t large =
+      directory.add(SharedFile::read_only(board.fd(), board.bytes(), "board"), std::nullopt, {});
+  other.join(directory);
+  while (directory.follow() > 0) {
+  }
+  REQUIRE(directory.pages(large) == kSlots);
+  size_t partly = 0;
+  std::thread dropping([&] { directory.drop(large); });
+  for (size_t left = kSlots; left > 0;) {
+    CHECK(directory.find(share_key(kSlots), 0).peer == 1);
+    board.publish(0, 0, share_key(kSlots + 1));
+    directory.follow();
+    left = directory.pages(large);
+    partly += left > 0 && left < kSlots;
+  }
+  dropping.join();
+  CHECK(partly > 1);
+  CHECK(directory.find(share_key(kSlots - 1), 0).peer == -1);
+  CHECK(directory.find(share_key(kSlots + 1), 0).peer == -1);
 }
 
 TEST_CASE("share: files that are not what was announced are refused") {

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -186,7 +187,7 @@ class EventBook:
             # the next process can do it.
             limit = RECORDS_PER_BLOCK * len(self._on_disk) + SLACK_RECORDS
             if self._records > max(limit, self._shrinks_at) and self.is_settled and not self._closing:
-                self._attempt(lambda log: self._shrink_or_wait(log, MOST_GROWTH * limit), log)
+                self._attempt(partial(self._shrink_or_wait, MOST_GROWTH * limit), log)
 
     def _attempt(self, work: Callable[[FrameLog], None], log: FrameLog) -> None:
         """If the work fails, begins the file anew, because the next process would believe entries of what has left.
@@ -250,7 +251,7 @@ class EventBook:
             log.append(frame)
         self._records += len(waiting)
 
-    def _shrink_or_wait(self, log: FrameLog, most_records: int) -> None:
+    def _shrink_or_wait(self, most_records: int, log: FrameLog) -> None:
         """Rewrites the file. If that fails, the file serves as it is and is rewritten at twice the size.
 
         Raises:

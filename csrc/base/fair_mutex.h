@@ -1,0 +1,34 @@
+// A mutex that threads get in the order in which they ask for it: one that takes it again and again, for a
+// piece of its work each time, lets those that wait go first.
+#pragma once
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+
+namespace flexkv {
+
+// Usable with std::lock_guard.
+class FairMutex {
+ public:
+  void lock() {
+    std::unique_lock guard(mutex_);
+    const uint64_t turn = next_++;
+    turned_.wait(guard, [&] { return turn == turn_; });
+  }
+
+  void unlock() {
+    {
+      const std::lock_guard guard(mutex_);
+      ++turn_;
+    }
+    turned_.notify_all();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable turned_;
+  uint64_t next_ = 0;
+  uint64_t turn_ = 0;
+};
+
+}  // namespace flexkv
