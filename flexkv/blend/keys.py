@@ -41,6 +41,13 @@ class SegmentKeys:
     whole: Keys
     tail: TailCandidates | None
 
+    @property
+    def first(self) -> bytes:
+        """Key of its first block, whole or not. Segments that share any block share this one, because keys are
+        chained."""
+        key = self.whole[0] if len(self.whole) or self.tail is None else self.tail.keys[0]
+        return bytes(key)
+
 
 class SegmentKeyScheme:
     """Makes keys of segments.

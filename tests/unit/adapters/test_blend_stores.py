@@ -12,6 +12,7 @@ import torch
 
 from flexkv.adapters.vllm.blend.orders import NewSegment, SegmentOrder
 from flexkv.adapters.vllm.blend.pages import BlendPages
+from flexkv.blend.segment_store import SegmentStore
 from flexkv.observe import BlendResult, Counters
 from flexkv.transfer.base import Ticket
 from tests.unit.blend.loaded_world import ROTATION, SHAPE, TOKENS, make_cache, planes_of
@@ -93,6 +94,47 @@ def test_a_load_behind_a_store_finds_its_segment(
         assert not pages._loads["r"].hits, "it was looked for too early"
 
 
+class HeldStores(Held):
+    """While it is entered, stores do not end; loads do."""
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        self._patch.undo()
+        self._patch.setattr(SegmentStore, "advance", lambda store, wait=False: False)
+
+
+OTHER = TOKENS[2]
+SAME_BEGINNING = np.concatenate([SEGMENT[:8], OTHER])
+
+
+@pytest.mark.parametrize(
+    ("wanted", "caller", "begins"),
+    [
+        (OTHER, "", True),
+        (SEGMENT, "somebody else", True),
+        (SEGMENT, "", False),
+        (SAME_BEGINNING, "", False),
+    ],
+    ids=["another segment", "another namespace", "the same", "one with the same first block"],
+)
+def test_only_loads_of_a_stores_segment_wait_for_it(
+    pages: BlendPages, monkeypatch: pytest.MonkeyPatch, wanted: np.ndarray, caller: str, begins: bool
+) -> None:
+    planes = planes_of(OTHER)
+    pages.cache.store(OTHER, lambda layer: (planes[layer, 0], planes[layer, 1]), ROTATION)
+    with HeldStores(pages, monkeypatch):
+        capture(pages)
+        pages.begin_load(SegmentOrder("r", 1, (wanted,), caller))
+        if not begins:
+            assert pages.take_arrived() == {}
+            assert "r" not in pages._fetches
+        else:
+            assert arrival(pages, "r").tokens == (len(OTHER) if wanted is OTHER else 0,)
+        assert pages.busy
+    if not begins:
+        assert arrival(pages, "r").tokens == (len(SEGMENT) if wanted is SEGMENT else 8,)
+
+
 def test_a_request_that_ends_before_its_load_begins_leaves_nothing(
     pages: BlendPages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,3 +214,21 @@ def test_a_document_waits_for_the_room_of_one_that_still_moves(
         capture(pages, "first", FIRST)
         capture(pages, "second", SECOND)
     assert kept(pages) == [60, 60 if waits else 0]
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["waits", "control"])
+def test_a_load_waits_for_the_room_of_a_store(
+    pages: BlendPages, monkeypatch: pytest.MonkeyPatch, waits: bool
+) -> None:
+    capture(pages, "second", SECOND)
+    end_stores(pages)
+    with HeldStores(pages, monkeypatch):
+        capture(pages, "first", FIRST)
+        pages.begin_load(SegmentOrder("r", 1, (SECOND,), ""))
+        if not waits:
+            monkeypatch.setattr(pages, "_has_room", lambda order: True)
+            assert arrival(pages, "r").tokens == (0,)
+            monkeypatch.undo()
+            return
+        assert pages.take_arrived() == {}
+    assert arrival(pages, "r").tokens == (60,)

@@ -126,7 +126,7 @@ class BlendPages:
         self._stores: list[SegmentStore] = []
         """Captured segments on their way to host memory."""
         self._after: dict[RequestId, list[SegmentStore]] = {}
-        """Loads that begin once these stores have ended: their segments may be among them."""
+        """Loads that begin once these stores, of the same segments, have ended."""
 
     # --- loads ---
 
@@ -134,10 +134,17 @@ class BlendPages:
         """Begins to load what is cached of a request's segments."""
         self._coming[order.request] = order
         self._advance_stores()
-        if self._stores:
-            self._after[order.request] = list(self._stores)
+        if behind := self._stores_of(order):
+            self._after[order.request] = behind
         else:
             self._begin_fetch(order)
+
+    def _stores_of(self, order: SegmentOrder) -> list[SegmentStore]:
+        """The stores under way of a request's segments, or of others that begin with the same block."""
+        if not self._stores:
+            return []
+        wanted = {self.cache.scheme.keys(tokens, order.caller).first for tokens in order.segments}
+        return [store for store in self._stores if store.keys.first in wanted]
 
     def _begin_fetch(self, order: SegmentOrder) -> None:
         try:
@@ -156,16 +163,19 @@ class BlendPages:
                     continue
                 del self._after[request]
                 self._begin_fetch(order)
-            if request in self._fetches and not self._has_arrived(request):
+            if request in self._fetches and not self._has_arrived(order):
                 continue
             arrived[request] = self._arrival(order)
             del self._coming[request]
         self._count_disk()
         return arrived
 
-    def _has_arrived(self, request: RequestId) -> bool:
+    def _has_arrived(self, order: SegmentOrder) -> bool:
         """Begins a request's load once its segments are in host memory; returns whether the load has ended."""
+        request = order.request
         if request not in self._loads:
+            if self._stores and not self._has_room(order):
+                return False  # the scheduler counts no room of a store once its prompt is computed
             try:
                 load = self._fetches[request].begin_load()
             except FlexKVError as error:
@@ -176,6 +186,12 @@ class BlendPages:
                 return False
             self._loads[request] = load
         return not self._loads[request].moves
+
+    def _has_room(self, order: SegmentOrder) -> bool:
+        """Whether the staging pool has room for all segments of a request."""
+        staging = self.cache.staging
+        pages = sum(-(-len(tokens) // staging.block_tokens) for tokens in order.segments)
+        return pages <= len(staging.free)
 
     def _arrival(self, order: SegmentOrder) -> Arrival:
         fetch, load = self._fetches.pop(order.request, None), self._loads.get(order.request)
