@@ -123,7 +123,7 @@ class SegmentCache:
 
     @property
     def busy(self) -> bool:
-        """Whether `poll` has reads or writes to carry on."""
+        """Whether `poll` has reads or writes to carry on, or a `begin_forget`."""
         return self.unit.live.busy
 
     # --- stores ---
@@ -224,9 +224,16 @@ class SegmentCache:
         return min(pages, whole) * self.block_tokens + tail_tokens
 
     def forget(self) -> None:
-        """Makes everything cached a miss for good, because the model's weights change."""
+        """Makes everything cached a miss for good, because the model's weights change. Waits until no crash brings it
+        back; disks that do not confirm this in time are taken out of use."""
         self._moves.free_late()
         self.manager.reset()
+
+    def begin_forget(self) -> None:
+        """Does what `forget` does, for a caller that must not wait: everything cached is a miss from now on, and `poll`
+        carries on what makes it so for good."""
+        self._moves.free_late()
+        self.manager.begin_reset()
 
     def flush(self) -> bool:
         """Makes all cached pages durable on disk, within the deadline. Returns whether all of them would survive a

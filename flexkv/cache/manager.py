@@ -116,6 +116,9 @@ class LocalCacheManager(CacheManager):
         self.work = TierWork(tables, promotions, self._log, self._broken_plans)
         self.choice = FetchChoice(tables, promotions, compute_if_faster)
         self.promises = Promises(tables, promotions, self.choice, self._log, limits, alignment)
+        self._resetting: list[Tier] = []
+        """Tiers of which the last reset is not known to be confirmed yet."""
+        self._reset_ends_s = 0.0
         tables.reactions.evicted = self.work.evicted
         tables.reactions.forgotten = self.work.forgotten
         tables.reactions.reused = self.work.reused
@@ -467,7 +470,18 @@ class LocalCacheManager(CacheManager):
         return removed
 
     def reset(self) -> int:
-        # Stays set if this breaks off: old pages may still be there, and must not be promised until a reset has ended.
+        epoch = self.begin_reset()
+        self._finish_reset(self._reset_ends_s)
+        return epoch
+
+    def begin_reset(self) -> int:
+        """Does what `reset` does and does not wait: everything older is a miss from now on, and what is stored from now
+        on may be promised. Until `poll_reset` has ended it, a crash may leave older pages.
+
+        Returns:
+            The new epoch.
+        """
+        # Stays set if this breaks off: old pages may still be there, and must not be promised until a reset has begun.
         self.promises.resetting = True
         with self._broken_plans:
             self.promises.end_all()
@@ -478,14 +492,29 @@ class LocalCacheManager(CacheManager):
             self.tables.epoch += 1
             for tier in self.tables.tiers:
                 tier.begin_reset()
-            ends_s = time.monotonic() + RESET_S
-            for tier in self.tables.tiers:
-                tier.finish_reset(ends_s)
+            self._reset_ends_s = time.monotonic() + RESET_S
+            self._resetting = list(self.tables.tiers)
         self.promises.resetting = False
         self.tables.counts.resets += 1
         for listener in self.tables.hub.listeners:
             listener.on_reset(self.tables.epoch)
         return self.tables.epoch
+
+    @property
+    def resets(self) -> bool:
+        """Whether a reset that has begun needs further calls of `poll_reset`."""
+        return bool(self._resetting)
+
+    def poll_reset(self) -> None:
+        """Carries on a reset that has begun. Never waits. Parts of tiers that cannot confirm it within `RESET_S` are
+        taken out of use."""
+        if time.monotonic() < self._reset_ends_s and any(tier.resets for tier in self._resetting):
+            return
+        self._finish_reset(0.0)
+
+    def _finish_reset(self, ends_s: float) -> None:
+        while self._resetting:
+            self._resetting.pop(0).finish_reset(ends_s)
 
     def disable(self) -> None:
         self.promises.disabled = True

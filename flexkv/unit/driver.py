@@ -59,13 +59,15 @@ class UnitDriver:
     def busy(self) -> bool:
         """Whether further calls of `poll` have something to submit, to wait for, or to make durable."""
         return self._closed is None and (
-            self._manager.work.busy or any(tier.unflushed for tier in self._behind)
+            self._manager.work.busy or self._manager.resets or any(tier.unflushed for tier in self._behind)
         )
 
     def poll(self) -> None:
         """Takes results, plans writes, and submits planned ops. Costs about a microsecond if there is nothing to do."""
         if self._closed is not None:
             return
+        if self._manager.resets:
+            self._manager.poll_reset()
         if self._manager.work.moving:
             self._take_results()
         for tier, graph in self._manager.work.poll():

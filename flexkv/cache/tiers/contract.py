@@ -406,6 +406,11 @@ class Tier(ABC):
     def begin_reset(self) -> None:
         """Makes every page a miss at once; pages in flight will not become visible. Never waits."""
 
+    @property
+    def resets(self) -> bool:
+        """Whether `finish_reset` would wait. Never waits itself."""
+        return False
+
     @abstractmethod
     def finish_reset(self, ends_s: float) -> None:
         """Waits until nothing older is served, not even after a crash. Parts that cannot confirm this by `ends_s`, on

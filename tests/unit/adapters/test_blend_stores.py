@@ -163,6 +163,20 @@ def test_new_weights_make_a_store_under_way_a_miss(
     assert (found.tokens, found.missing) == ((0,), BlendResult.MISS)
 
 
+def test_new_weights_hold_up_no_step(pages: BlendPages, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wait for tiers to confirm that they have forgotten comes later, in polls."""
+    capture(pages)
+    end_stores(pages)
+    waited: list[float] = []
+    monkeypatch.setattr(pages.cache.manager.tiers[0], "finish_reset", waited.append)
+    pages.forget()
+    assert not waited
+    assert pages.cache.manager.resets
+    assert pages.cache.cached_tokens(SEGMENT) == 0
+    pages.cache.forget()
+    assert waited[0] > time.monotonic(), "the control: the library's own call waits"
+
+
 def test_a_close_waits_for_stores(monkeypatch: pytest.MonkeyPatch) -> None:
     pages = BlendPages(make_cache(), ROTATION, torch.float32, "cpu", Counters())
     with Held(pages, monkeypatch):

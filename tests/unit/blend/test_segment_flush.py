@@ -7,6 +7,7 @@ import fcntl
 import os
 import resource
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -20,10 +21,12 @@ from flexkv.blend.base import KvShape
 from flexkv.blend.cache import SegmentCache
 from flexkv.blend.keys import GROUP
 from flexkv.blend.segment_unit import SegmentFolders
+from flexkv.cache import manager as manager_module
 from flexkv.cache.base import NO_ENTRY
 from flexkv.config import DiskConfig
 from flexkv.errors import ClosedError, TransferError
 from flexkv.simulation.world import DISK
+from flexkv.storage.journal import Journal
 from flexkv.storage.striped_slabs import StripedSlabs
 from flexkv.transfer.engine import TransferEngine
 from tests import testing_ext
@@ -350,3 +353,55 @@ def test_control_a_load_past_its_deadline_keeps_a_flush_from_success(
         assert not cache.flush()
     cache.deadline_s = 20.0
     assert cache.flush()
+
+
+# --- new weights ---
+
+
+def hang_journals(patch: pytest.MonkeyPatch) -> None:
+    """From now on the disks' journals take records and never get to them."""
+    patch.setattr(Journal, "put", lambda journal, record: True)
+
+
+def wait_for(held: Callable[[], bool], cache: SegmentCache) -> None:
+    ends_s = time.monotonic() + 20.0
+    while not held():
+        assert time.monotonic() < ends_s
+        cache.poll()
+        time.sleep(0.002)
+
+
+@pytest.mark.parametrize("begun", [True, False], ids=["begun", "control"])
+def test_who_begins_to_forget_waits_for_no_disk(
+    opened: Callable[..., SegmentCache], monkeypatch: pytest.MonkeyPatch, begun: bool
+) -> None:
+    first, second = texts(2)
+    cache = opened()
+    put(cache, first)
+    settle(cache)
+    monkeypatch.setattr(manager_module, "RESET_S", 0.5)
+    hang_journals(monkeypatch)
+    begun_s = time.monotonic()
+    if begun:
+        cache.begin_forget()
+    else:
+        cache.forget()
+    assert (time.monotonic() - begun_s < 0.4) == begun
+    assert cache.cached_tokens(first) == 0
+    assert cache.busy == begun
+    put(cache, second)
+    assert cache.cached_tokens(second) == len(second), "what is stored meanwhile is there"
+    wait_for(lambda: disk_tier(cache.manager).volumes.alive == (False,), cache)
+    assert cache.cached_tokens(second) == len(second), "host memory serves without the disk"
+
+
+def test_what_was_begun_to_be_forgotten_does_not_come_back(opened: Callable[..., SegmentCache]) -> None:
+    (text,) = texts(1)
+    cache = opened()
+    put(cache, text)
+    assert cache.flush()
+    cache.begin_forget()
+    wait_for(lambda: not cache.busy, cache)
+    assert not disk_tier(cache.manager).resets
+    assert cache.close()
+    assert opened().cached_tokens(text) == 0

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from flexkv.cache import manager as manager_module
 from flexkv.cache.base import GroupSpec
 from flexkv.cache.manager import RESET_S, LocalCacheManager
 from flexkv.cache.tiers.factory import unit_tiers
@@ -76,6 +78,45 @@ class WatchedReset:
         assert found == [0, 0], "something older was found while a tier was waited for"
         assert self.manager.leased_pages("before") == 0
         self.manager.check_integrity()
+
+
+def test_a_reset_that_is_begun_waits_for_no_tier(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tiers' own confirmation is polled; older pages are misses, and new ones are promised meanwhile."""
+    watched = WatchedReset()
+    manager, keys = watched.manager, chain(5)
+    store(manager, keys)
+    unconfirmed = {"a": True, "b": True}
+    monkeypatch.setattr(ToyTier, "resets", property(lambda tier: unconfirmed[tier.facts.name]), raising=False)
+    for tier, name in zip(manager.tiers[1:], "ab", strict=True):
+        monkeypatch.setattr(tier, "facts", replace(tier.facts, name=name))
+    assert manager.begin_reset() == manager.epoch == 1
+    assert watched.calls == [("begin", "a", 0.0), ("begin", "b", 0.0)]
+    assert manager.match("old", [keys], 0).blocks == 0
+    store(manager, chain(6, seed=2))
+    assert manager.match("new", [chain(6, seed=2)], 0).blocks == 6
+    for confirmed in "ab":
+        manager.poll_reset()
+        assert manager.resets
+        unconfirmed[confirmed] = False
+    manager.poll_reset()
+    assert not manager.resets
+    assert watched.calls[2:] == [("finish", "a", 0.0), ("finish", "b", 0.0)]
+    manager.check_integrity()
+
+
+def test_a_tier_that_does_not_confirm_a_reset_in_time_is_told_to_end_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    watched = WatchedReset()
+    monkeypatch.setattr(ToyTier, "resets", True, raising=False)
+    monkeypatch.setattr(manager_module, "RESET_S", 0.05)
+    watched.manager.begin_reset()
+    watched.manager.poll_reset()
+    assert watched.manager.resets
+    time.sleep(0.06)
+    watched.manager.poll_reset()
+    assert not watched.manager.resets
+    assert watched.calls[2:] == [("finish", "a", 0.0), ("finish", "b", 0.0)]
 
 
 def test_all_tiers_forget_before_the_first_is_waited_for() -> None:

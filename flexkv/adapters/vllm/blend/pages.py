@@ -324,13 +324,13 @@ class BlendPages:
             load.abandon()
 
     def forget(self) -> None:
-        """Forgets everything, because the weights change."""
+        """Forgets everything, because the weights change. Waits for no disk: see `SegmentCache.begin_forget`."""
         for request in [*self._coming, *self._loads, *self._captures]:
             self.release(request)
         for store in self._stores:
             store.leave()
         self._stores.clear()
-        self.cache.forget()
+        self.cache.begin_forget()
 
     def close(self) -> None:
         for fetch in self._fetches.values():

@@ -178,6 +178,19 @@ class DiskPages(StoredTier, Sink):
             self.presence.touch(entries, len(entries))
             self.pages.record_use(group, self.presence.slots_of(entries))
 
+    # --- a reset ---
+
+    def begin_reset(self) -> None:
+        super().begin_reset()
+        self.volumes.begin_reset(self.epoch)
+
+    @property
+    def resets(self) -> bool:
+        return self.volumes.resets
+
+    def finish_reset(self, ends_s: float) -> None:
+        self.volumes.finish_reset(max(0.0, ends_s - time.monotonic()))
+
     # --- weights ---
 
     def begin_open(self, weights: bytes) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Protocol
@@ -207,7 +208,9 @@ class LivePeerTier(Tier, Source, Follower):
         self._clear()
 
     def finish_reset(self, ends_s: float) -> None:
-        self._share.close()
+        # Nothing of peers is served any more. Without time left, threads that wait for a server end by themselves.
+        if time.monotonic() < ends_s:
+            self._share.close()
 
     def poll(self, now_s: float) -> None:
         self.take_news(NEWS_PER_POLL)
