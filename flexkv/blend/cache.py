@@ -83,7 +83,7 @@ class SegmentCache:
                 GROUP, self.staging.view, self.pool, place.stripe, place.digests, owners=[self.staging.rows]
             )
         except BaseException:
-            self.unit.close()
+            self.unit.close(self.unit.close_s)
             raise
         self._moves = SegmentMoves(self.unit, self.engine, self.staging)
         self._lookup = SegmentLookup(self.unit, self._moves, self.scheme)
@@ -254,8 +254,11 @@ class SegmentCache:
             time.sleep(FLUSH_LOOK_S)
         return self.unit.flush(max(0.0, ends_s - time.monotonic()))
 
-    def close(self) -> bool:
-        """Closes the cache. With a disk, writes what only host memory has and makes it durable, within the deadline.
+    def close(self, close_s: float | None = None) -> bool:
+        """Closes the cache. With a disk, writes what only host memory has and makes it durable.
+
+        Args:
+            close_s: how long all of this may take; None for as long as the folders say.
 
         Returns:
             The same as `flush`: whether all cached pages survive. False if there is no disk.
@@ -263,7 +266,9 @@ class SegmentCache:
         Raises:
             TransferError: something still moves after the deadline; call again.
         """
-        if not self.engine.close(self.deadline_s):
-            raise TransferError(f"pages of segments still move after {self.deadline_s:g} s")
+        close_s = self.unit.close_s if close_s is None else close_s
+        ends_s = time.monotonic() + close_s
+        if not self.engine.close(close_s):
+            raise TransferError(f"pages of segments still move after {close_s:g} s")
         self._moves.take_results()
-        return self.unit.close()
+        return self.unit.close(max(0.0, ends_s - time.monotonic()))

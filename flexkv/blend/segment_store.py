@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
@@ -55,23 +56,25 @@ class SegmentStore:
         """Whether its time has passed."""
         return time.monotonic() >= self._ends_s
 
-    def advance(self, wait: bool = False) -> bool:
+    def advance(self, wait: bool = False, until_s: float = math.inf) -> bool:
         """Carries it on. Returns whether it has ended.
 
         Args:
             wait: wait until its deadline; otherwise this never waits.
+            until_s: wait no longer than until then, on the monotonic clock.
         """
+        until_s = min(until_s, self._ends_s)
         try:
             while self._request or self._parts:
                 if not self._request:
                     if self._parts[0]():
                         self._parts.pop(0)
-                    elif not wait or self.is_late:
+                    elif not wait or time.monotonic() >= until_s:
                         return False
                     else:
                         time.sleep(LOOK_EVERY_S)
                     continue
-                wait_s = max(0.0, self._ends_s - time.monotonic()) if wait else 0.0
+                wait_s = max(0.0, until_s - time.monotonic()) if wait else 0.0
                 if self._ticket is not None and not self._moves.engine.wait(self._ticket, wait_s):
                     return False
                 self._end_part()

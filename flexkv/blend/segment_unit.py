@@ -81,6 +81,9 @@ class SegmentUnit:
         ops: reads that one lookup may plan.
         deadline_s: seconds that each wait lasts at most.
 
+    Attributes:
+        close_s: how long a close may take.
+
     Raises:
         CapacityError: the available memory does not hold the pool.
         FolderLockedError: another cache, of this process or another, uses a folder.
@@ -100,6 +103,7 @@ class SegmentUnit:
         deadline_s: float,
     ) -> None:
         format_id = str(FormatId.of_view(view, Interior.KV_SPLIT_NHD, block_tokens, ranks=1))
+        self.close_s = deadline_s if folders.close_s is None else folders.close_s
         facts = RankFacts.here(0, pages, GroupFacts.of_view(view, format_id, dtype=shape.dtype))
         config = FlexKVConfig(
             host=HostConfig(bytes=slots * view.stripe_bytes, verify=True),
@@ -107,7 +111,7 @@ class SegmentUnit:
             store=StoreConfig(inflight_pages=max(pages, folders.disk.write_pages)),
             transfer=TransferConfig(
                 queue_ops=QUEUE_PLACES * ops,
-                close_s=deadline_s if folders.close_s is None else folders.close_s,
+                close_s=self.close_s,
             ),
             disk=folders.disk.model_copy(
                 update={"stream": folders.streams, "gds": "off", "gds_stores": False}
@@ -186,13 +190,14 @@ class SegmentUnit:
             for reason, count in tier.volumes.stats().misses.items()
         }
 
-    def close(self) -> bool:
-        """Writes pending pages and those only in host memory, and makes them durable. Later calls return the same.
+    def close(self, close_s: float) -> bool:
+        """Writes pending pages and those only in host memory, and makes them durable, in `close_s` seconds at most.
+        Later calls return the same.
 
         Returns False if the deadline passed first, or there is no disk. Pages that are lost become misses.
         """
         if self._survives is None:
-            ended = self.live.close()
+            ended = self.live.close(close_s)
             self._survives = (
                 self.live.has_tiers
                 and ended

@@ -181,13 +181,18 @@ class LiveUnit(EngineUnit):
             "stored_pages": stats.stored_pages,
         }
 
-    def close(self) -> bool:
+    def close(self, close_s: float | None = None) -> bool:
+        """See `EngineUnit.close`.
+
+        Args:
+            close_s: how long the tiers may take; None for as long as configured.
+        """
         if self._closed is None:
             if self.plugins is not None:
                 self.plugins.begin_close()
             self.gate.poll()
             self.gate.close()
-            self._closed = self.driver.close(self._close_s)
+            self._closed = self.driver.close(self._close_s if close_s is None else close_s)
             self.state, self.reason = UnitState.CLOSED, self.reason or "closed"
             self.usable = self.growing = False
             self.manager.disable()

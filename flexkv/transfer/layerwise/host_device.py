@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any
@@ -132,8 +133,9 @@ class HostDevice(LayerDevice):
                 self._closed = True
                 for queue in self._queues.values():
                     queue.put(None)
+        ends_s = time.monotonic() + deadline_s
         for thread in self._threads:
-            thread.join(deadline_s)
+            thread.join(max(0.0, ends_s - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
 

@@ -45,11 +45,12 @@ class Group:
 
 class Cache:
     deadline_s = DEADLINE_S
+    unit = SimpleNamespace(close_s=DEADLINE_S)
 
     def __init__(self) -> None:
         self.is_closed = False
 
-    def close(self) -> None:
+    def close(self, close_s: float) -> None:
         self.is_closed = True
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,8 +15,10 @@ import torch
 from flexkv.adapters.vllm.blend.orders import NewSegment, SegmentOrder
 from flexkv.adapters.vllm.blend.pages import BlendPages
 from flexkv.blend.segment_store import SegmentStore
+from flexkv.errors import TransferError
 from flexkv.observe import BlendResult, Counters
 from flexkv.transfer.base import Ticket
+from flexkv.transfer.layerwise.host_device import HostDevice
 from tests.unit.blend.loaded_world import ROTATION, SHAPE, TOKENS, make_cache, planes_of
 
 WITHIN_S = 30.0
@@ -100,7 +104,7 @@ class HeldStores(Held):
     def __enter__(self) -> None:
         super().__enter__()
         self._patch.undo()
-        self._patch.setattr(SegmentStore, "advance", lambda store, wait=False: False)
+        self._patch.setattr(SegmentStore, "advance", lambda store, *given: False)
 
 
 OTHER = TOKENS[2]
@@ -184,6 +188,45 @@ def test_a_close_waits_for_stores(monkeypatch: pytest.MonkeyPatch) -> None:
     pages.close()
     assert not pages._stores
     assert pages.cache.cached_tokens(SEGMENT) == len(SEGMENT)
+
+
+CLOSE_S = 0.4
+
+
+@pytest.mark.parametrize("each", [False, True], ids=["one for all", "control"])
+def test_a_close_has_one_deadline_for_all_that_hangs(monkeypatch: pytest.MonkeyPatch, each: bool) -> None:
+    """Three threads of the device, two stores, and transfers of which none ends in time."""
+    pages = BlendPages(make_cache(), ROTATION, torch.float32, "cpu", Counters())
+    pages.cache.unit.close_s = CLOSE_S
+    device, go_on = HostDevice(one_thread=False), threading.Event()
+    pages._rows_on = replace(pages._rows_on, device=device)
+
+    def hang() -> None:
+        go_on.wait(WITHIN_S)
+
+    for name in ("load", "compute", "store"):
+        device.stream(name).run(hang, "load", 0)
+    with Held(pages, monkeypatch):
+        capture(pages, "first", FIRST[:20])
+        capture(pages, "second", SECOND[:20])
+
+    def never(*given: Any) -> bool:
+        time.sleep(given[-1])
+        return False
+
+    monkeypatch.setattr(pages.cache.engine, "wait", never)
+    monkeypatch.setattr(pages.cache.engine, "close", never)
+    if each:
+        monkeypatch.setattr(device, "close", lambda left_s: never(CLOSE_S))
+        monkeypatch.setattr(SegmentStore, "advance", lambda *given: never(CLOSE_S))
+    begun_s = time.monotonic()
+    with pytest.raises(TransferError, match="pages of segments still move"):
+        pages.close()
+    took_s = time.monotonic() - begun_s
+    assert (took_s < 1.8 * CLOSE_S) != each
+    monkeypatch.undo()
+    go_on.set()
+    pages.close()
 
 
 # --- two documents, for which together the staging pool has no room ---

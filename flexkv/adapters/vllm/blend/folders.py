@@ -23,7 +23,7 @@ def segment_folders(vllm_config: Any, settings: FlexKVConfig, rank: int) -> Segm
     """
     size, disk = settings.blend.disk_bytes, settings.disk
     if size is None:
-        return SegmentFolders()
+        return SegmentFolders(close_s=settings.transfer.close_s)
     if not disk.folders:
         raise ConfigError(f"blend.disk_bytes={size}: it needs disk.folders, which is not set")
     wait_s = min(disk.wait_s, WAIT_SHARE * settings.load.deadline_s)

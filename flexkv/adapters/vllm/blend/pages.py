@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -289,15 +291,15 @@ class BlendPages:
             self._advance_stores(wait=True)
             return begin()
 
-    def _advance_stores(self, wait: bool = False) -> None:
+    def _advance_stores(self, wait: bool = False, until_s: float = math.inf) -> None:
         """Carries the stores on.
 
         Args:
-            wait: until their deadlines; otherwise this never waits.
+            wait, until_s: see `SegmentStore.advance`.
         """
         for store in list(self._stores):
             try:
-                if not store.advance(wait):
+                if not store.advance(wait, until_s):
                     if not store.is_late:
                         continue
                     store.leave()
@@ -333,6 +335,12 @@ class BlendPages:
         self.cache.begin_forget()
 
     def close(self) -> None:
+        """Ends everything, in `transfer.close_s` at most.
+
+        Raises:
+            TransferError: see `SegmentCache.close`.
+        """
+        ends_s = time.monotonic() + self.cache.unit.close_s
         for fetch in self._fetches.values():
             fetch.give_up()
         self._fetches.clear()
@@ -340,10 +348,12 @@ class BlendPages:
             load.abandon()
         self._loads.clear()
         device = self._rows_on.device
-        if isinstance(device, HostDevice) and not device.close(self.cache.deadline_s):
+        if isinstance(device, HostDevice) and not device.close(max(0.0, ends_s - time.monotonic())):
             logger.warning("a thread that turns cached rows has not ended")
-        self._advance_stores(wait=True)
-        self.cache.close()
+        self._advance_stores(wait=True, until_s=ends_s)
+        for store in self._stores:
+            store.leave()
+        self.cache.close(max(0.0, ends_s - time.monotonic()))
 
 
 def segment_rows(spans: Sequence[tuple[int, int]], first: int, end: int) -> Numbers:
