@@ -153,7 +153,7 @@ class SegmentCache:
         if not store.advance(wait=True):
             store.leave()
             raise TransferError(f"a store still moves after {self.deadline_s:g} s")
-        return self._cached(store.keys)
+        return self.cached_of(store.keys)
 
     def begin_store(
         self,
@@ -216,9 +216,10 @@ class SegmentCache:
 
     def cached_tokens(self, tokens: Tokens) -> int:
         """How many leading tokens of a segment are cached, in host memory or on disk. Reads nothing."""
-        return self._cached(self.scheme.keys(tokens))
+        return self.cached_of(self.scheme.keys(tokens))
 
-    def _cached(self, keys: SegmentKeys) -> int:
+    def cached_of(self, keys: SegmentKeys) -> int:
+        """See `cached_tokens`; `keys` are the segment's."""
         pages, whole = self._lookup.pages(keys), len(keys.whole)
         tail_tokens = int(keys.tail.tokens[0]) if keys.tail is not None and pages > whole else 0
         return min(pages, whole) * self.block_tokens + tail_tokens

@@ -16,10 +16,17 @@ class BlendResult(Enum):
     """
 
     BLENDED = "blended", "cached segments were put where they stand in the prompt"
-    STORED = "stored", "the prompt is a segment, which was computed by itself for the ranks to keep"
+    STORED = "stored", "the prompt is a segment, which was computed by itself and which every rank keeps"
+    NO_ROOM = "no_room", "the prompt is a segment, and some rank had no room to keep all of it"
     MISS = "miss", "none of its segments was cached"
-    LOST = "lost", "no page of its segments arrived and verified, or their load could not begin"
-    LATE = "late", "its pages, or room for them, did not come within `load.deadline_s`"
+    LOST = (
+        "lost",
+        "no page of its segments came and verified, or their load could not begin; of a segment, its own were lost",
+    )
+    LATE = (
+        "late",
+        "its pages, or room for them, did not come within `load.deadline_s`; of a segment, its own did not move",
+    )
     RESET = "reset", "the weights changed, or a namespace was erased, before it was blended or stored"
     OFF = "off", "blending is off in this engine; the log says why"
     SALT = "salt", "it has no `cache_salt` that begins with `flexkv-blend:`"

@@ -65,6 +65,7 @@ class Documents:
         ]
         for ask in asks:
             session.ask(ask)
+        session.settle()  # a segment is counted once every rank has kept it
 
     def blended(self, ratio: float | None = None, spans: Any = None, **fields: Any) -> Prompt:
         """The prompt as a request that is blended, under a salt of its own unless `fields` says otherwise."""

@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from flexkv.adapters.common.load_job import LoadJob
 from flexkv.adapters.vllm.blend.orders import Arrival, BlendOrders
 from flexkv.facts.ranks import NO_UNIT, PoolGrant, RankFacts, UnitId
+from flexkv.observe import BlendResult
 from flexkv.transfer.graph import OpId, OpResult, TransferGraph
 
 
@@ -80,6 +81,7 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
         handshakes: handshakes of ranks that have no host pool yet. vLLM collects handshakes itself at the start, but a
             MultiConnector passes on those of only one of its connectors.
         blend_arrived: rank -> see `BlendPages.take_arrived`.
+        blend_stored: rank -> see `BlendPages.take_stored`.
         blend_disk: rank -> whether it reads segments from disk or writes them; sent when that has changed.
         others: reports of ranks that serve another unit, or that shake hands for a rank that this report has already.
     """
@@ -92,6 +94,7 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
     no_gds: dict[int, str] = field(default_factory=dict)
     handshakes: dict[int, Handshake] = field(default_factory=dict)
     blend_arrived: dict[int, dict[str, Arrival]] = field(default_factory=dict)
+    blend_stored: dict[int, dict[int, BlendResult]] = field(default_factory=dict)
     blend_disk: dict[int, bool] = field(default_factory=dict)
     others: list[WorkerMetadata] = field(default_factory=list)
 
@@ -108,6 +111,7 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
         self.no_gds.update(other.no_gds)
         self.handshakes.update(other.handshakes)
         self.blend_arrived.update(other.blend_arrived)
+        self.blend_stored.update(other.blend_stored)
         self.blend_disk.update(other.blend_disk)
         self.others.extend(other.others)
         return self

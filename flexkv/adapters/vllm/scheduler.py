@@ -377,6 +377,8 @@ class SchedulerSide:
             if self.blend is not None and part.unit in (own, NO_UNIT):
                 for rank, arrived in part.blend_arrived.items():
                     self.blend.take_arrived(rank, arrived)
+                for rank, stored in part.blend_stored.items():
+                    self.blend.take_stored(rank, stored)
                 for rank, is_busy in part.blend_disk.items():
                     self.blend.take_disk_busy(rank, is_busy)
             if part.unit == own != NO_UNIT:

@@ -298,6 +298,8 @@ class WorkerSide(RankWorker):
         if self.blend is not None:
             if arrived := self.blend.take_arrived():
                 news["blend_arrived"] = {self.rank: arrived}
+            if stored := self.blend.take_stored():
+                news["blend_stored"] = {self.rank: stored}
             if (is_busy := self.blend.disk_busy) != self._reported_blend_disk:
                 self._reported_blend_disk = is_busy
                 news["blend_disk"] = {self.rank: is_busy}

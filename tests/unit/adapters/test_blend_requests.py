@@ -229,7 +229,40 @@ def test_a_segment_is_captured_whole(world: World) -> None:
     chunk = world.orders().chunks[1]
     assert isinstance(chunk.asks, NewSegment)
     assert chunk.asks.tokens.tolist() == PROMPT
-    assert world.results == {"stored": 1}
+
+
+@pytest.mark.parametrize(
+    ("second", "counted"),
+    [(BlendResult.STORED, "stored"), (BlendResult.NO_ROOM, "no_room"), (BlendResult.LATE, "late")],
+)
+def test_a_segment_is_stored_if_every_rank_keeps_it(world: World, second: BlendResult, counted: str) -> None:
+    world.side._ranks = 2
+    tracker = world.enter(BlendAsk(store=True))
+    assert world.match(tracker) is True
+    compute(world, tracker)
+    number = world.orders().chunks[0].asks.number
+    world.side.end(tracker.request_id)
+    world.side.take_stored(0, {number: BlendResult.STORED})
+    assert world.results == {}, "the other rank has not kept it yet"
+    world.side.take_stored(1, {number: second})
+    assert world.results == {counted: 1}
+    world.side.take_stored(1, {number: second})
+    assert world.results == {counted: 1}, "of a preempted prompt, which is computed twice"
+
+
+def test_segments_of_which_nobody_reports_do_not_pile_up(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MOST_STORES", 2)
+    for number in range(3):
+        tracker = world.enter(
+            BlendAsk(store=True), request_id=f"r{number}", cache_salt=f"flexkv-blend:{number}"
+        )
+        assert world.match(tracker) is True
+        compute(world, tracker)
+        world.side.end(tracker.request_id)
+    assert world.results == {"late": 1}
+    assert len(world.side._storing) == 2
 
 
 @pytest.mark.parametrize(

@@ -49,9 +49,9 @@ class Held:
         self._patch.undo()
 
 
-def capture(pages: BlendPages, request: str = "s", segment: np.ndarray = SEGMENT) -> None:
+def capture(pages: BlendPages, request: str = "s", segment: np.ndarray = SEGMENT, number: int = 1) -> None:
     """The segment's rows in all layers, as one forward gives them."""
-    asks = NewSegment(segment, "")
+    asks = NewSegment(segment, "", number)
     assert pages.begin_capture(request, asks, 0)
     rows = torch.from_numpy(planes_of(segment)).transpose(2, 3)
     for layer in range(SHAPE.layers):
@@ -289,3 +289,62 @@ def test_a_load_waits_for_the_room_of_a_store(
             return
         assert pages.take_arrived() == {}
     assert arrival(pages, "r").tokens == (60,)
+
+
+# --- what became of a segment ---
+
+
+def outcome(pages: BlendPages) -> dict[int, BlendResult]:
+    end_stores(pages)
+    return pages.take_stored()
+
+
+def test_a_segment_of_which_all_is_cached_is_stored(pages: BlendPages) -> None:
+    capture(pages, number=7)
+    assert outcome(pages) == {7: BlendResult.STORED}
+    assert pages.take_stored() == {}
+
+
+def test_a_segment_without_room_beside_others_is_not_stored(
+    pages: BlendPages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with HeldStores(pages, monkeypatch):
+        capture(pages, "first", FIRST, number=1)
+        capture(pages, "second", SECOND, number=2)
+    assert outcome(pages) == {1: BlendResult.STORED, 2: BlendResult.NO_ROOM}
+
+
+def test_a_segment_without_room_in_host_memory_is_not_stored(pages: BlendPages) -> None:
+    """Another request holds the pages of the segment before it."""
+    capture(pages, "first", FIRST, number=1)
+    first = outcome(pages)
+    pages.begin_load(SegmentOrder("r", 1, (FIRST,), ""))
+    keys = pages.cache.scheme.keys(FIRST).whole
+    assert pages.cache.manager.keep("r", [keys], len(keys)) == len(keys)
+    long = np.arange(500, 500 + 4 * 18)
+    capture(pages, "second", long, number=2)
+    second = outcome(pages)
+    assert pages.cache.cached_tokens(long) < len(long)
+    pages.cache.manager.end_keep("r")
+    pages.release("r")
+    assert (first, second) == ({1: BlendResult.STORED}, {2: BlendResult.NO_ROOM})
+
+
+def test_a_segment_that_does_not_move_is_late(pages: BlendPages, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Held(pages, monkeypatch):
+        capture(pages, number=3)
+        monkeypatch.setattr(SegmentStore, "is_late", True)
+        pages.take_arrived()
+    assert outcome(pages) == {3: BlendResult.LATE}
+
+
+def test_a_segment_of_former_weights_is_reset(pages: BlendPages, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Held(pages, monkeypatch):
+        capture(pages, number=4)
+        pages.forget()
+    assert outcome(pages) == {4: BlendResult.RESET}
+
+
+def test_a_segment_whose_rows_were_not_found_is_lost(pages: BlendPages) -> None:
+    pages.lose_capture(NewSegment(SEGMENT, "", 5))
+    assert outcome(pages) == {5: BlendResult.LOST}

@@ -68,10 +68,12 @@ class NewSegment:
     Attributes:
         tokens: all its tokens.
         caller: see `SegmentCache.store`.
+        number: under which every rank reports what became of it, once it has computed the last token.
     """
 
     tokens: Tokens
     caller: str
+    number: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -125,8 +125,10 @@ class BlendPages:
         self._coming: dict[RequestId, SegmentOrder] = {}
         """Orders whose outcome is not reported yet."""
         self._captures: dict[RequestId, Capture] = {}
-        self._stores: list[SegmentStore] = []
-        """Captured segments on their way to host memory."""
+        self._stores: dict[SegmentStore, NewSegment] = {}
+        """Captured segments on their way to host memory, in the order in which they began."""
+        self._stored: dict[int, BlendResult] = {}
+        """What became of segments since the last `take_stored`."""
         self._after: dict[RequestId, list[SegmentStore]] = {}
         """Loads that begin once these stores, of the same segments, have ended."""
 
@@ -262,10 +264,25 @@ class BlendPages:
             return
         del self._captures[request]
         try:
-            self._stores.append(self._begin_store(asks, capture.planes))
-            self._advance_stores()
+            self._stores[self._begin_store(asks, capture.planes)] = asks
         except FlexKVError as error:
-            logger.warning("a segment of %d tokens is not kept: %s", len(asks.tokens), error)
+            has_room = not isinstance(error, CapacityError)
+            self._not_kept(asks, BlendResult.LOST if has_room else BlendResult.NO_ROOM, str(error))
+        self._advance_stores()
+
+    def lose_capture(self, asks: NewSegment) -> None:
+        """Called instead of the last `end_capture` of a segment whose rows were not found."""
+        self._not_kept(asks, BlendResult.LOST, "its rows were not found in a step")
+
+    def _not_kept(self, asks: NewSegment, result: BlendResult, reason: str) -> None:
+        self._stored[asks.number] = result
+        logger.warning("a segment of %d tokens is not kept: %s", len(asks.tokens), reason)
+
+    def take_stored(self) -> dict[int, BlendResult]:
+        """What became of segments since the last call, by their numbers: STORED if all of their tokens are cached,
+        otherwise why not."""
+        stored, self._stored = self._stored, {}
+        return stored
 
     def _begin_store(self, asks: NewSegment, planes: Any) -> SegmentStore:
         """Begins to store a segment. Waits for earlier stores only if there is no room beside them.
@@ -297,16 +314,26 @@ class BlendPages:
         Args:
             wait, until_s: see `SegmentStore.advance`.
         """
-        for store in list(self._stores):
+        for store, asks in list(self._stores.items()):
             try:
-                if not store.advance(wait, until_s):
-                    if not store.is_late:
-                        continue
+                if store.advance(wait, until_s):
+                    self._end_store(store, asks)
+                elif store.is_late:
                     store.leave()
-                    logger.warning("a segment is not kept: it still moves after %g s", self.cache.deadline_s)
+                    reason = f"it still moves after {self.cache.deadline_s:g} s"
+                    self._not_kept(asks, BlendResult.LATE, reason)
+                else:
+                    continue
             except FlexKVError as error:
-                logger.warning("a segment is not kept: %s", error)
-            self._stores.remove(store)
+                self._not_kept(asks, BlendResult.LOST, str(error))
+            del self._stores[store]
+
+    def _end_store(self, store: SegmentStore, asks: NewSegment) -> None:
+        cached = self.cache.cached_of(store.keys)
+        if cached == len(asks.tokens):
+            self._stored[asks.number] = BlendResult.STORED
+        else:
+            self._not_kept(asks, BlendResult.NO_ROOM, f"blend.bytes has room for {cached} tokens of it")
 
     @property
     def busy(self) -> bool:
@@ -329,8 +356,9 @@ class BlendPages:
         """Forgets everything, because the weights change. Waits for no disk: see `SegmentCache.begin_forget`."""
         for request in [*self._coming, *self._loads, *self._captures]:
             self.release(request)
-        for store in self._stores:
+        for store, asks in self._stores.items():
             store.leave()
+            self._stored[asks.number] = BlendResult.RESET
         self._stores.clear()
         self.cache.begin_forget()
 

@@ -44,6 +44,10 @@ MOST_SALTS = 1 << 16
 """Salts that are remembered; 16 bytes each. Where an older one is used again, the engine's own hit shows it."""
 
 
+MOST_STORES = 1 << 12
+"""Segments whose ranks have not all reported yet; a rank reports within `load.deadline_s`."""
+
+
 class Phase(Enum):
     """What has become of a blended request's segments."""
 
@@ -65,6 +69,7 @@ class BlendedRequest:
         asked_s: when its segments were first wanted, monotonic.
         pages: pages of its segments.
         load: number of its last load.
+        store: number of the segment that its prompt is kept as; see `NewSegment`.
         loaded: what each rank has loaded.
         reuse: what every rank has loaded.
         is_counted: what became of it is counted.
@@ -78,6 +83,7 @@ class BlendedRequest:
     asked_s: float | None = None
     pages: int = 0
     load: int = 0
+    store: int = 0
     loaded: dict[int, Arrival] = field(default_factory=dict)
     reuse: Reuse | None = None
     is_counted: bool = False
@@ -118,6 +124,9 @@ class BlendRequests(CacheListener):
         self._held_pages = 0
         self._loads = itertools.count(1)
         self._loading: set[RequestId] = set()
+        self._stores = itertools.count(1)
+        self._storing: dict[int, dict[int, BlendResult]] = {}
+        """Segments that were computed: what each rank has reported of them, until all have."""
         self._disk_busy: set[int] = set()
         """Ranks that read segments from disk or write them."""
         self.orders = BlendOrders()
@@ -168,7 +177,8 @@ class BlendRequests(CacheListener):
         prompt = tokens_of(request)
         ratio = self._spec.settings.ratio if ask.ratio is None else ask.ratio
         if ask.store:
-            return BlendedRequest(tracker, (), prompt, ratio, pages=self._pages_of([(0, len(prompt))]))
+            pages = self._pages_of([(0, len(prompt))])
+            return BlendedRequest(tracker, (), prompt, ratio, pages=pages, store=next(self._stores))
         spans = spans_of(ask, prompt, self._spec.separators, self._spec.settings.min_tokens)
         if isinstance(spans, BlendResult):
             return spans
@@ -237,6 +247,25 @@ class BlendRequests(CacheListener):
             if len(blended.loaded) == self._ranks:
                 self._agree(blended)
 
+    def _await_store(self, number: int) -> None:
+        """Counts a segment once every rank has reported what became of it."""
+        self._storing[number] = {}
+        if len(self._storing) > MOST_STORES:
+            del self._storing[next(iter(self._storing))]
+            self._count(BlendResult.LATE)
+
+    def take_stored(self, rank: int, stored: Mapping[int, BlendResult]) -> None:
+        """Takes a rank's report; see `BlendPages.take_stored`."""
+        for number, result in stored.items():
+            reported = self._storing.get(number)
+            if reported is None:
+                continue  # a preempted prompt, computed twice
+            reported[rank] = result
+            if len(reported) == self._ranks:
+                del self._storing[number]
+                lost = [each for each in reported.values() if each is not BlendResult.STORED]
+                self._count(lost[0] if lost else BlendResult.STORED)
+
     def take_disk_busy(self, rank: int, is_busy: bool) -> None:
         """Takes a rank's report of whether its disks have work."""
         if is_busy:
@@ -269,14 +298,15 @@ class BlendRequests(CacheListener):
             return
         if blended.phase is not Phase.READY:
             return
-        asks: Reuse | NewSegment = blended.reuse or NewSegment(blended.prompt, blended.caller)
+        asks: Reuse | NewSegment = blended.reuse or NewSegment(blended.prompt, blended.caller, blended.store)
         at = np.arange(first, end, dtype=np.int64)
         blocks = np.asarray(tracker.tables[0].ids, np.int64)
         slots = blocks[at // self._block_tokens] * self._block_tokens + at % self._block_tokens
         self.orders.chunks.append(ChunkOrder(blended.request_id, first, slots, asks))
         if isinstance(asks, NewSegment):
-            if end >= len(blended.prompt):
-                self._count_once(blended, BlendResult.STORED)
+            if end >= len(blended.prompt) and not blended.is_counted:
+                blended.is_counted = True
+                self._await_store(blended.store)
         elif asks.covers(first, end):
             self._count_once(blended, BlendResult.BLENDED)
 

@@ -29,7 +29,7 @@ from flexkv.blend.cache import SegmentCache
 from flexkv.blend.registry import NotBlendable
 from flexkv.config import FlexKVConfig
 from flexkv.errors import FlexKVError
-from flexkv.observe import Counters, get_logger
+from flexkv.observe import BlendResult, Counters, get_logger
 
 logger = get_logger(__name__)
 
@@ -137,6 +137,10 @@ class BlendWorker:
         """See `BlendPages.take_arrived`."""
         return {} if self._pages is None else self._pages.take_arrived()
 
+    def take_stored(self) -> dict[int, BlendResult]:
+        """See `BlendPages.take_stored`."""
+        return {} if self._pages is None else self._pages.take_stored()
+
     @property
     def disk_busy(self) -> bool:
         """Whether segments are being stored, read from disk or written to it, which needs further steps."""
@@ -203,6 +207,9 @@ class BlendStep:
 
     def _count_unplaced(self, chunk: ChunkOrder) -> None:
         self._counters.add("flexkv_blend_rows_total", _covered(chunk), kind="unplaced")
+        asks = chunk.asks
+        if isinstance(asks, NewSegment) and chunk.first + len(chunk.slots) >= len(asks.tokens):
+            self._pages.lose_capture(asks)
 
     def _find(self, batch: BatchRows, chunk: ChunkOrder) -> int | None:
         """The chunk's first row in the batch; None if it is not there, or this rank lacks what it is for."""
