@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from flexkv.cli.peers_command import command
+from flexkv.cli.peers_command import UNIT_DIGITS, command
 from flexkv.peers import distant_units, live_file
 from flexkv.peers import machines as machines_module
 from flexkv.peers.live_file import LIVE_NAME, LiveReader
@@ -200,7 +200,8 @@ def test_the_command_shows_units_of_other_machines(machine: Any, tmp_path: Path)
     store(one)
     wait_for(lambda: knows(other, PAGES))
     shown = CliRunner().invoke(command, ["--folder", str(tmp_path / "b")], terminal_width=200)
-    assert f"{os.getpid()} of " in " ".join(shown.output.split())
+    unit = share_of(one)._card.unit[:UNIT_DIGITS]
+    assert f"{os.getpid()} ({unit}) of " in " ".join(shown.output.split())
 
 
 # --- settings ---

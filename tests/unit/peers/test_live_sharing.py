@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import pytest
 from tests.unit.adapters.mini_engine import MiniEngine
 from tests.unit.adapters.vllm_objects import make_request
 from tests.unit.peers.live_engines import PROMPT, Make, knows, live_tiers, settings_of, share_of, wait_for
+
+SHARING_THREADS = {"flexkv-share", "flexkv-machines"}
 
 
 @pytest.fixture
@@ -101,8 +104,22 @@ def test_pages_on_a_running_engines_disk_are_found(make_engine: Make, tmp_path: 
 
 
 def test_with_sharing_off_there_is_no_thread_no_tier_and_no_folder(make_engine: Make, tmp_path: Path) -> None:
+    def shared_memory() -> list[str]:
+        return [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:" in line]
+
+    def threads() -> set[str]:
+        return {thread.name for thread in threading.enumerate()} & SHARING_THREADS
+
+    assert threads() == set()
+    before = shared_memory()
     engine = make_engine(**settings_of(tmp_path / "run", "off"))
     engine.run(make_request(PROMPT, "one"))
     assert not live_tiers(engine)
     assert not (tmp_path / "run").exists()
     assert engine.unit.manager.hub.board is None
+    assert threads() == set()
+    assert shared_memory() == before
+    sharing = make_engine(**settings_of(tmp_path / "run"))
+    assert live_tiers(sharing)
+    assert threads(), "control"
+    assert len(shared_memory()) > len(before), "control"
