@@ -56,7 +56,7 @@ def copies() -> None:
     directory.add(
         (board.fd, board.bytes),
         (fd, file_bytes, offset, PAGE_BYTES, per_extent, stride),
-        [(0, 0, PAGE_BYTES)],
+        [([(0, 0, PAGE_BYTES)], [])],
     )
     directory.follow()
 
@@ -102,7 +102,7 @@ def lookups() -> None:
             reader = PoolReader.__new__(PoolReader)
             tier = LivePeerTier(context, directory, TierFacts("peer-host"), NobodyElse(), reader)
             known = rng.integers(0, 256, (100_000, 16), dtype=np.uint8)
-            tier._enter(known, np.full(len(known), TOKENS, np.int32), np.zeros(len(known), np.uint64))
+            tier._enter(0, known, np.full(len(known), TOKENS, np.int32), np.zeros(len(known), np.uint64))
             return tier
 
         manager = LocalCacheManager(

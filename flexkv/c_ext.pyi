@@ -227,8 +227,9 @@ class PeerDirectory:
         self,
         board: tuple[int, int],
         pool: tuple[int, int, int, int, int, int] | None = None,
-        pieces: Sequence[tuple[int, int, int]] = (),
-        runs: Sequence[tuple[int, int, int, int]] = (),
+        formats: Sequence[tuple[Sequence[tuple[int, int, int]], Sequence[tuple[int, int, int, int]]]] = (
+            ((), ()),
+        ),
     ) -> int:
         """Maps a peer's memory, to be read only; returns the peer's number.
 
@@ -236,8 +237,9 @@ class PeerDirectory:
             board: descriptor and bytes.
             pool: descriptor, bytes of the file, offset of slot 0, bytes of a slot, slots per extent, bytes from one
                 extent to the next.
-            pieces: offset in the peer's slot, offset in ours, bytes.
-            runs: offset in our slot, bytes, offset of the digest in the peer's slot and in ours; -1 for none.
+            formats: for each of the peer's KV groups the pieces of its pages (offset in the peer's slot, offset in
+                ours, bytes; none if the caller rewrites them) and their runs (offset in our slot, bytes, offset of the
+                digest in the peer's slot and in ours; -1 for none). Pages of other groups are not known.
 
         Raises:
             ClosedError: a file is not what was announced. CapacityError: it cannot be mapped.

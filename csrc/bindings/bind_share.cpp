@@ -33,6 +33,7 @@ using FilePart = std::tuple<int, int64_t>;
 using PoolFile = std::tuple<int, int64_t, int64_t, int64_t, int64_t, int64_t>;
 using SpanTuple = std::tuple<int64_t, int64_t, int64_t>;
 using RunPart = std::tuple<int64_t, int64_t, int64_t, int64_t>;
+using FormatParts = std::tuple<List<SpanTuple>, List<RunPart>>;
 
 template <typename T, int Flags>
 std::span<const T> row_of(const py::array_t<T, Flags>& array, const char* name) {
@@ -90,8 +91,8 @@ PeerPool map_peer_pool(const PoolFile& told) {
   return {SharedFile::read_only(fd, bytes, "a peer's pool"), offset, slot_bytes, per_extent, stride};
 }
 
-int32_t add_peer(PeerDirectory& directory, const FilePart& board, const std::optional<PoolFile>& pool,
-                 const List<SpanTuple>& pieces, const List<RunPart>& runs) {
+PeerFormat peer_format(const std::optional<PoolFile>& pool, const FormatParts& parts) {
+  const auto& [pieces, runs] = parts;
   PeerFormat format;
   for (const auto& [from, to, bytes] : pieces) {
     const bool inside = pool && from >= 0 && bytes > 0 && from % 8 == 0 && to >= 0 && to % 8 == 0 &&
@@ -105,11 +106,19 @@ int32_t add_peer(PeerDirectory& directory, const FilePart& board, const std::opt
     }
     format.runs.push_back({at, bytes, from, to});
   }
+  return format;
+}
+
+int32_t add_peer(PeerDirectory& directory, const FilePart& board, const std::optional<PoolFile>& pool,
+                 const List<FormatParts>& formats) {
+  if (formats.empty()) throw ContractError("formats of 0 groups; a peer has one at least");
+  std::vector<PeerFormat> of_groups;
+  for (const FormatParts& parts : formats) of_groups.push_back(peer_format(pool, parts));
   const py::gil_scoped_release release;
   std::optional<PeerPool> mapped;
   if (pool) mapped.emplace(map_peer_pool(*pool));
   auto rows = SharedFile::read_only(std::get<0>(board), std::get<1>(board), "a peer's board");
-  return directory.add(std::move(rows), std::move(mapped), std::move(format));
+  return directory.add(std::move(rows), std::move(mapped), std::move(of_groups));
 }
 
 py::tuple take(PeerDirectory& directory, size_t most) {
@@ -232,8 +241,8 @@ void bind_share(py::module_& m) {
       .def("retire", &SlotBoard::retire);
   NativeBinding<PeerDirectory, std::shared_ptr<PeerDirectory>>(m, "PeerDirectory")
       .def(py::init<>())
-      .def("add", &add_peer, py::arg("board"), py::arg("pool") = py::none(), py::arg("pieces") = py::tuple(),
-           py::arg("runs") = py::tuple())
+      .def("add", &add_peer, py::arg("board"), py::arg("pool") = py::none(),
+           py::arg("formats") = py::make_tuple(py::make_tuple(py::tuple(), py::tuple())))
       .def("drop", &PeerDirectory::drop, py::arg("peer"), py::arg("keep") = false,
            py::call_guard<py::gil_scoped_release>())
       .def("follow", py::overload_cast<>(&PeerDirectory::follow), py::call_guard<py::gil_scoped_release>())

@@ -36,10 +36,10 @@ bool same_page(const RowFacts& a, const RowFacts& b) {
 
 }  // namespace
 
-PeerDirectory::Peer::Peer(SharedFile file, std::optional<PeerPool> mapped, PeerFormat how)
+PeerDirectory::Peer::Peer(SharedFile file, std::optional<PeerPool> mapped, std::vector<PeerFormat> how)
     : board(std::move(file)),
       pool(std::move(mapped)),
-      format(std::move(how)),
+      formats(std::move(how)),
       parts(board_parts(board->base())) {
   const BoardHeader& header = *parts.header;
   const uint64_t rows = header.slots.load(std::memory_order_relaxed);
@@ -55,8 +55,8 @@ PeerDirectory::Peer::Peer(SharedFile file, std::optional<PeerPool> mapped, PeerF
   known.resize(slots);
 }
 
-int32_t PeerDirectory::add(SharedFile board, std::optional<PeerPool> pool, PeerFormat format) {
-  auto peer = std::make_shared<Peer>(std::move(board), std::move(pool), std::move(format));
+int32_t PeerDirectory::add(SharedFile board, std::optional<PeerPool> pool, std::vector<PeerFormat> formats) {
+  auto peer = std::make_shared<Peer>(std::move(board), std::move(pool), std::move(formats));
   const std::lock_guard lock(mutex_);
   peers_.emplace(next_, std::move(peer));
   return next_++;
@@ -136,9 +136,15 @@ size_t PeerDirectory::follow(int32_t number, Peer& peer) {
   return rows;
 }
 
-void PeerDirectory::look(int32_t number, Peer& peer, uint32_t slot) {
+// What a row says; nothing also for a page of a group that the peer does not have.
+std::optional<RowFacts> PeerDirectory::page_at(const Peer& peer, uint32_t slot) {
   uint64_t version = 0;
   const auto facts = read_row(peer.parts.rows[slot], version);
+  return facts && facts->group < peer.formats.size() ? facts : std::nullopt;
+}
+
+void PeerDirectory::look(int32_t number, Peer& peer, uint32_t slot) {
+  const auto facts = page_at(peer, slot);
   const auto& known = peer.known[slot];
   if (facts && known && same_page(*facts, *known)) return;
   leave(number, peer, slot);
@@ -214,7 +220,8 @@ PeerEnd PeerDirectory::bring(const RowFacts& asked, std::byte* slot, PeerPlace& 
     const auto peer = place.peer < 0 ? nullptr : at(place.peer);
     if (!peer) return end;
     tried[tries] = place.peer;
-    if (peer->pool && peer->format.pieces.empty()) {
+    // `find` returns pages of the peer's own groups only.
+    if (peer->pool && peer->formats[asked.group].pieces.empty()) {
       other = place;
       end = PeerEnd::kFormat;
       continue;
@@ -232,17 +239,18 @@ PeerEnd PeerDirectory::copy(const Peer& peer, uint32_t slot, const RowFacts& ask
   const BoardRow& row = peer.parts.rows[slot];
   uint64_t version = 0;
   if (!row_holds(row, asked, version)) return PeerEnd::kAbsent;
+  const PeerFormat& format = peer.formats[asked.group];
   const std::byte* from = peer.pool->slot(slot);
-  for (const PagePiece& piece : peer.format.pieces) {
+  for (const PagePiece& piece : format.pieces) {
     copy_words(to + piece.to, from + piece.from, static_cast<size_t>(piece.bytes));
   }
   std::vector<uint64_t> digests;
-  for (const PieceRun& run : peer.format.runs) {
+  for (const PieceRun& run : format.runs) {
     if (run.digest_from >= 0) digests.push_back(digest_at(from + run.digest_from));
   }
   if (!row_is_at(row, version)) return PeerEnd::kChanged;
   size_t next = 0;
-  for (const PieceRun& run : peer.format.runs) {
+  for (const PieceRun& run : format.runs) {
     const uint64_t digest = run_digest(to + run.at, static_cast<size_t>(run.bytes));
     if (run.digest_from >= 0 && digests[next++] != digest) return PeerEnd::kDigest;
     if (run.digest_to >= 0) std::memcpy(to + run.digest_to, &digest, sizeof digest);

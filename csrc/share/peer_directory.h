@@ -52,7 +52,8 @@ struct PieceRun {
   int64_t digest_to;
 };
 
-// How the peer's slots become ours; without pieces the bytes have to be rewritten by the caller.
+// How pages of one KV group in the peer's slots become ours; without pieces the bytes have to be rewritten by
+// the caller.
 struct PeerFormat {
   std::vector<PagePiece> pieces;
   std::vector<PieceRun> runs;  // those with a digest on either side
@@ -83,9 +84,10 @@ inline constexpr size_t kMostHolders = 8;
 
 class PeerDirectory {
  public:
-  // Maps a peer's board, and its pool if it has one, and returns the peer's number. Throws ClosedError if the
+  // Maps a peer's board, and its pool if it has one, and returns the peer's number. `formats`: one for each
+  // of the peer's KV groups; rows of any other group count as rows without a page. Throws ClosedError if the
   // files are not what was announced.
-  int32_t add(SharedFile board, std::optional<PeerPool> pool, PeerFormat format);
+  int32_t add(SharedFile board, std::optional<PeerPool> pool, std::vector<PeerFormat> formats);
   // Forgets a peer, piece by piece, and its mappings once no copy uses them. `keep`: its pages stay known, as
   // last seen.
   void drop(int32_t peer, bool keep = false);
@@ -105,11 +107,13 @@ class PeerDirectory {
   // `without`.
   PeerPlace find(const BlockKey& key, uint32_t group, std::span<const int32_t> without = {}) const;
 
-  // Calls `visit` with every peer's format.
+  // Calls `visit` with every peer's format of every group.
   template <class Visit>
   void each_format(Visit visit) const {
     const std::lock_guard lock(mutex_);
-    for (const auto& [number, peer] : peers_) visit(peer->format);
+    for (const auto& [number, peer] : peers_) {
+      for (const PeerFormat& format : peer->formats) visit(format);
+    }
   }
 
   // Whether the peer's weights are no more those that its card names, or the peer was dropped.
@@ -128,10 +132,10 @@ class PeerDirectory {
     size_t operator()(const PageName& name) const { return name.key.low ^ name.group; }
   };
   struct Peer {
-    Peer(SharedFile file, std::optional<PeerPool> mapped, PeerFormat how);
+    Peer(SharedFile file, std::optional<PeerPool> mapped, std::vector<PeerFormat> how);
     std::optional<SharedFile> board;  // nothing for a peer whose pages are only kept in mind
     std::optional<PeerPool> pool;
-    PeerFormat format;
+    std::vector<PeerFormat> formats;  // by group
     uint32_t slots = 0;
     uint64_t seen = 0;
     bool all = true;      // every row has to be read again
@@ -147,6 +151,7 @@ class PeerDirectory {
     uint32_t slot;
   };
 
+  static std::optional<RowFacts> page_at(const Peer& peer, uint32_t slot);
   size_t follow(int32_t number, Peer& peer);
   void look(int32_t number, Peer& peer, uint32_t slot);
   void enter(int32_t number, Peer& peer, uint32_t slot, const RowFacts& facts);

@@ -513,8 +513,7 @@ class PeersConfig(Section):
         "auto",
         description="What units of one model show each other: the pages in host memory (`host+disk`), those in their "
         "folders (`disk`, and with `host+disk`), or nothing (`off`). `auto`: `host+disk` where one engine starts "
-        "several units or `host.units_per_node` is above 1, else `disk`. Only units of the same user find each other, "
-        "and only models with one KV group share.",
+        "several units or `host.units_per_node` is above 1, else `disk`. Only units of the same user find each other.",
     )
     store: Literal["own", "once"] = Field(
         "own",

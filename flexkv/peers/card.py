@@ -11,7 +11,7 @@ import numpy as np
 from flexkv.errors import ContractError
 from flexkv.storage.base import DiskGroup
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of cards, boards and pools together; units of another version are left alone."""
 
 MOST_CARD_BYTES = 128 << 10
@@ -19,6 +19,12 @@ MOST_CARD_BYTES = 128 << 10
 
 MOST_NUMBER = 1 << 62
 """No number on a card is larger; native code takes each as int64."""
+
+MOST_GROUPS = 64
+"""No unit has more KV groups."""
+
+MOST_TOKENS = (1 << 31) - 1
+"""No block and no reach is longer; native code takes each as uint32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +55,44 @@ class SharedDisk:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupCard:
+    """The pages of one KV group; see `DiskGroup`.
+
+    Attributes:
+        signature: in hex.
+        runs: each rank's runs: offset, bytes and layer.
+    """
+
+    format_id: str
+    dtype: str
+    block_tokens: int
+    rule: str
+    reach: int
+    signature: str
+    stripe_bytes: tuple[int, ...]
+    runs: tuple[tuple[tuple[int, int, int], ...], ...] = field(repr=False)
+
+    @classmethod
+    def of(cls, group: DiskGroup) -> GroupCard:
+        return cls(
+            group.format_id,
+            group.dtype,
+            group.block_tokens,
+            group.rule,
+            group.reach,
+            group.signature.hex(),
+            group.stripe_bytes,
+            tuple(tuple(tuple(run) for run in runs.tolist()) for runs in group.runs),
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class UnitCard:
     """
     Attributes:
         fingerprint: 64 hex digits; units exchange pages only if theirs are equal.
         weights: 64 hex digits that name all content of the weights; empty if the fingerprint names it.
-        runs: each rank's runs: offset, bytes and layer.
+        groups: the unit's KV groups, by their numbers, which boards name.
         host, disk: None for what is not shared.
     """
 
@@ -63,24 +101,28 @@ class UnitCard:
     model: str
     fingerprint: str
     weights: str
-    format_id: str
-    dtype: str
-    block_tokens: int
-    stripe_bytes: tuple[int, ...]
-    runs: tuple[tuple[tuple[int, int, int], ...], ...] = field(repr=False)
+    groups: tuple[GroupCard, ...]
     host: SharedHost | None = None
     disk: SharedDisk | None = None
 
     @property
-    def group(self) -> DiskGroup:
-        return DiskGroup(
-            format_id=self.format_id,
-            stripe_bytes=self.stripe_bytes,
-            runs=tuple(np.array(runs, np.int64).reshape(-1, 3) for runs in self.runs),
-            block_tokens=self.block_tokens,
-            dtype=self.dtype,
-            host_digests=self.host is not None and self.host.digests,
-        )
+    def disk_groups(self) -> list[DiskGroup]:
+        """All groups lie in the slots and in the slabs of the first."""
+        return [
+            DiskGroup(
+                format_id=group.format_id,
+                stripe_bytes=group.stripe_bytes,
+                runs=tuple(np.array(runs, np.int64).reshape(-1, 3) for runs in group.runs),
+                block_tokens=group.block_tokens,
+                dtype=group.dtype,
+                host_digests=self.host is not None and self.host.digests,
+                rule=group.rule,
+                reach=group.reach,
+                signature=bytes.fromhex(group.signature),
+                shares=0 if number else None,
+            )
+            for number, group in enumerate(self.groups)
+        ]
 
     def short(self) -> dict[str, Any]:
         """What the unit's file says: enough to see whether it is worth asking for the rest."""
@@ -114,10 +156,12 @@ def decode_card(text: bytes) -> UnitCard:
         if told.pop("protocol") != PROTOCOL:
             raise ContractError(f"a unit's card of another version than {PROTOCOL}")
         host, disk = told.pop("host"), told.pop("disk")
-        told["runs"] = tuple(tuple(tuple(run) for run in rank) for rank in told["runs"])
-        told["stripe_bytes"] = tuple(told["stripe_bytes"])
+        groups = told.pop("groups")
+        if not 0 < len(groups) <= MOST_GROUPS:
+            raise ContractError(f"a unit's card of {len(groups)} KV groups; allowed are 1 to {MOST_GROUPS}")
         card = UnitCard(
             **told,
+            groups=tuple(_group(group) for group in groups),
             host=None if host is None else SharedHost(**host),
             disk=None if disk is None else SharedDisk(disk["board_bytes"], tuple(disk["folders"])),
         )
@@ -127,22 +171,31 @@ def decode_card(text: bytes) -> UnitCard:
     return card
 
 
+def _group(told: dict[str, Any]) -> GroupCard:
+    told["runs"] = tuple(tuple(tuple(run) for run in rank) for rank in told["runs"])
+    told["stripe_bytes"] = tuple(told["stripe_bytes"])
+    bytes.fromhex(told["signature"])
+    return GroupCard(**told)
+
+
 def _check(card: UnitCard) -> None:
     """
     Raises:
         ContractError: a value is of another kind than its field, or out of range; says which.
     """
-    texts = {
-        name: getattr(card, name)
-        for name in ("unit", "model", "fingerprint", "weights", "format_id", "dtype")
-    }
+    texts = {name: getattr(card, name) for name in ("unit", "model", "fingerprint", "weights")}
+    numbers: dict[str, object] = {"pid": card.pid}
+    for number, group in enumerate(card.groups):
+        at = f"groups[{number}]"
+        texts |= {
+            f"{at}.{name}": getattr(group, name) for name in ("format_id", "dtype", "rule", "signature")
+        }
+        numbers |= {f"{at}.stripe_bytes[{rank}]": size for rank, size in enumerate(group.stripe_bytes)}
     if card.disk is not None:
         texts |= {f"disk.folders[{at}]": folder for at, folder in enumerate(card.disk.folders)}
     for name, text in texts.items():
         if not isinstance(text, str) or "\0" in text:
             raise ContractError(f"a unit's card: {name} is {text!r}, expected a text")
-    numbers = {"pid": card.pid, "block_tokens": card.block_tokens}
-    numbers |= {f"stripe_bytes[{rank}]": size for rank, size in enumerate(card.stripe_bytes)}
     if card.host is not None:
         numbers |= {f"host.{name}": value for name, value in asdict(card.host).items() if name != "digests"}
         if not isinstance(card.host.digests, bool):
@@ -151,16 +204,26 @@ def _check(card: UnitCard) -> None:
             )
     if card.disk is not None:
         numbers["disk.board_bytes"] = card.disk.board_bytes
-    for name, number in numbers.items():
-        if not _is_number(number):
-            raise ContractError(f"a unit's card: {name} is {number!r}, expected 0 to {MOST_NUMBER}")
-    if len(card.runs) != len(card.stripe_bytes):
+    for name, value in numbers.items():
+        if not _is_number(value):
+            raise ContractError(f"a unit's card: {name} is {value!r}, expected 0 to {MOST_NUMBER}")
+    for number, group in enumerate(card.groups):
+        _check_group(group, f"groups[{number}]")
+
+
+def _check_group(group: GroupCard, at: str) -> None:
+    for name, tokens in (("block_tokens", group.block_tokens), ("reach", group.reach)):
+        if not _is_number(tokens) or tokens > MOST_TOKENS:
+            raise ContractError(f"a unit's card: {at}.{name} is {tokens!r}, expected 0 to {MOST_TOKENS}")
+    if len(group.runs) != len(group.stripe_bytes):
         raise ContractError(
-            f"a unit's card: runs of {len(card.runs)} ranks, stripe_bytes of {len(card.stripe_bytes)}"
+            f"a unit's card: {at}.runs of {len(group.runs)} ranks, stripe_bytes of {len(group.stripe_bytes)}"
         )
-    for rank, runs in enumerate(card.runs):
+    for rank, runs in enumerate(group.runs):
         if bad := next((run for run in runs if len(run) != 3 or not all(map(_is_number, run))), None):
-            raise ContractError(f"a unit's card: runs[{rank}] has {bad!r}, expected offset, bytes and layer")
+            raise ContractError(
+                f"a unit's card: {at}.runs[{rank}] has {bad!r}, expected offset, bytes and layer"
+            )
 
 
 def _is_number(value: object) -> bool:

@@ -9,13 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from flexkv.c_ext import PageConversion, PeerDirectory, SlotBoard
+from flexkv.c_ext import PeerDirectory, SlotBoard
 from flexkv.errors import ClosedError, DiskError, FlexKVError
 from flexkv.observe import get_logger
 from flexkv.peers.board_rows import BoardRows
 from flexkv.peers.card import SharedDisk, UnitCard
 from flexkv.peers.live_file import LIVE_NAME, MOST_PLACES, LiveHead, LiveWriter, decode_head
 from flexkv.peers.machines import MachineWatch, machine_id, parent_of
+from flexkv.peers.page_formats import PeerFormats
 from flexkv.storage.peer_folders import PeerFolder
 
 logger = get_logger(__name__)
@@ -28,8 +29,8 @@ class SharingTerms(Protocol):
 
     def wants(self, facts: dict[str, Any]) -> bool: ...
     def accept(self, whom: str) -> None: ...
-    def check_pages(self, card: UnitCard, whom: str) -> tuple[tuple[PageConversion | None, ...], bool]: ...
-    def open_slabs(self, unit: str, folders: Sequence[str]) -> tuple[PeerFolder, ...]: ...
+    def check_pages(self, card: UnitCard, whom: str) -> PeerFormats: ...
+    def open_slabs(self, unit: str, folders: Sequence[str]) -> tuple[tuple[PeerFolder, ...], ...]: ...
 
 
 class DistantUnits:
@@ -48,7 +49,7 @@ class DistantUnits:
         """Guards what follows, which the watch's thread changes and readers look up."""
         self._joined: dict[str, tuple[LiveHead, int]] = {}
         """By the path of its file, a unit and its number in the directory."""
-        self._slabs: dict[int, tuple[PeerFolder, ...]] = {}
+        self._slabs: dict[int, tuple[tuple[PeerFolder, ...], ...]] = {}
 
     def start(self, card: UnitCard, board: SlotBoard, folders: Sequence[Path]) -> None:
         """Shows the unit's folders to other machines, and begins to follow theirs. If that cannot be, the log says why.
@@ -92,10 +93,11 @@ class DistantUnits:
         if self._watch is not None:
             self._watch.close()
 
-    def folders(self, peer: int) -> Sequence[PeerFolder]:
-        """The slabs of a unit, by its number, in the order of its places; empty if it is not known."""
+    def folders(self, peer: int, group: int) -> Sequence[PeerFolder]:
+        """The slabs of a unit, by its number, for a KV group, in the order of its places; empty if it is not known."""
         with self._lock:
-            return self._slabs.get(peer, ())
+            slabs = self._slabs.get(peer)
+        return () if slabs is None else slabs[group]
 
     def _join(self, path: str, head: LiveHead, board: SlotBoard) -> None:
         card, whom = head.card, head.whom
@@ -109,7 +111,7 @@ class DistantUnits:
         )
         if not slabs:
             raise DiskError("its folders cannot be read here")
-        room = min(peer.slab.row[3] for peer in slabs) * len(slabs)
+        room = min(peer.slab.row[3] for peer in slabs[0]) * len(slabs[0])
         if room < head.places:
             raise DiskError(
                 f"its folders have room for {room} pages, and its file names {head.places} places"

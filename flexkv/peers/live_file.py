@@ -108,6 +108,8 @@ def decode_head(text: bytes) -> LiveHead:
         raise ContractError(f"its file: beat_s is {head.beat_s!r}, expected {LEAST_BEAT_S} to {MOST_BEAT_S}")
     if type(head.places) is not int or not 0 < head.places <= MOST_PLACES:
         raise ContractError(f"its file: places is {head.places!r}, expected 1 to {MOST_PLACES}")
+    if len(card.groups) != 1:
+        raise ContractError(f"its file: {len(card.groups)} KV groups, expected 1: rows name no group")
     if card.host is not None or card.disk is None or not 0 < len(card.disk.folders) <= MOST_FOLDERS:
         raise ContractError(f"its file: expected 1 to {MOST_FOLDERS} folders, and no host memory")
     for folder in card.disk.folders:
@@ -388,6 +390,6 @@ def _rows_of(frame: bytes, head: LiveHead) -> tuple[int, int, PlacedRows | None]
     if count > ROWS_PER_FRAME or len(frame) != BEAT.size + count * PLACED.itemsize:
         return 0, 0, None
     rows = np.frombuffer(frame, PLACED, offset=BEAT.size)
-    if (rows["place"] >= head.places).any() or (rows["tokens"] > head.card.block_tokens).any():
+    if (rows["place"] >= head.places).any() or (rows["tokens"] > head.card.groups[0].block_tokens).any():
         return 0, 0, None
     return beat, epoch, rows

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flexkv import c_ext
+from flexkv.peers.page_formats import OtherFormat
 from flexkv.storage.base import DiskGroup
 from flexkv.storage.page_reader import DIGEST, PageReader, UnderWay
 from flexkv.storage.tags import TagFields, tag_fields
@@ -32,21 +32,6 @@ REASONS = {
 """Why a page was not copied, by the outcome of `PeerDirectory.bring` and `read`."""
 
 
-@dataclass(frozen=True, slots=True)
-class OtherFormat:
-    """How pages of one peer become pages of this unit.
-
-    Attributes:
-        codec: the peer's.
-        digests: whether the peer's slots have run digests.
-    """
-
-    group: DiskGroup
-    codec: c_ext.PageCodec
-    rewrites: tuple[c_ext.PageConversion | None, ...]
-    digests: bool
-
-
 class PoolReader(PageReader):
     """Carries out DISK_READ ops whose tags name pages that `directory` knows. Their places mean nothing.
 
@@ -54,8 +39,8 @@ class PoolReader(PageReader):
     the digests that the peer keeps, where it keeps any.
 
     Args:
-        other: how the pages of a peer become this unit's; None once the peer has left. Called for peers of another
-            format.
+        other: how the pages of a peer's KV group become this unit's; None once the peer has left. Called for peers of
+            another format.
 
     Attributes:
         outcomes: pages by how they ended, in the order of `OUTCOMES`.
@@ -64,13 +49,13 @@ class PoolReader(PageReader):
     def __init__(
         self,
         directory: c_ext.PeerDirectory,
-        other: Callable[[int], OtherFormat | None],
-        group: DiskGroup,
+        other: Callable[[int, int], OtherFormat | None],
+        groups: Sequence[DiskGroup],
         pool: HostPool,
         queue_ops: int,
         stuck_s: float,
     ) -> None:
-        super().__init__("flexkv-peerhost", group, pool, queue_ops, stuck_s)
+        super().__init__("flexkv-peerhost", groups, pool, queue_ops, stuck_s)
         self._directory = directory
         self._other = other
         self.outcomes = np.zeros(len(OUTCOMES), np.int64)
@@ -115,7 +100,7 @@ class PoolReader(PageReader):
 
     def _rewrite(self, group: int, tag: TagFields, place: tuple[int, int], slot: int) -> int:
         """Copies a page of another format, and rewrites it once it is known to be whole; returns how that ended."""
-        how = self._other(place[0])
+        how = self._other(place[0], group)
         if how is None:
             return FORMAT
         words = -(-how.codec.image_bytes // 8)
@@ -129,7 +114,7 @@ class PoolReader(PageReader):
         stripes = [(how.codec.stripe_offset(rank), size) for rank, size in enumerate(how.group.stripe_bytes)]
         if how.digests and not self._has_digests(how, image):
             return 3
-        self._put_stripes(image, stripes, how.rewrites, self._pool.slot(slot))
+        self._put_stripes(group, image, stripes, how.rewrites, self._pool.slot(slot))
         return COPIED
 
     @staticmethod

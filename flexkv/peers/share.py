@@ -14,24 +14,22 @@ from pathlib import Path
 from typing import Any
 
 from flexkv import c_ext
-from flexkv.errors import ClosedError, DiskError, FlexKVError, GeometryError
+from flexkv.errors import ClosedError, DiskError, FlexKVError
 from flexkv.observe import get_logger
-from flexkv.peers.card import PROTOCOL, SharedDisk, SharedHost, UnitCard
+from flexkv.peers.card import PROTOCOL, GroupCard, SharedDisk, SharedHost, UnitCard
 from flexkv.peers.distant_units import DistantUnits
-from flexkv.peers.pool_reader import OUTCOMES, OtherFormat
+from flexkv.peers.page_formats import OtherFormat, PeerFormats, UnitPages
+from flexkv.peers.pool_reader import OUTCOMES
 from flexkv.peers.runtime_folder import runtime_folder
 from flexkv.peers.watch import PeerWatch
-from flexkv.storage.base import DiskGroup, DiskIdentity
+from flexkv.storage.base import DiskIdentity
 from flexkv.storage.folder import slab_name
-from flexkv.storage.group_tables import codec_of
-from flexkv.storage.header import format_digests
-from flexkv.storage.peer_folders import GROUP, PeerFolder, open_slab, rewrites_of
+from flexkv.storage.peer_folders import GROUP, PeerFolder, open_slab
 from flexkv.transfer.host_pool import HostPool
 
 logger = get_logger(__name__)
 
 UNIT_DIGITS = 16
-DIGEST_BYTES = 8
 
 DEPARTED_S = 10.0
 """How long the host pool of a unit that has ended stays mapped with `peers.store: once`, at most: its memory is not
@@ -61,8 +59,7 @@ class PeerShare:
 
     Args:
         folder: `peers.folder`.
-        other_formats: pages of other formats are rewritten, which only keys without an engine's own names allow.
-        heads: heads of K and V on one rank; 0 if there are none.
+        pages: the unit's.
         once: the host pool of a peer that has ended stays readable for a while.
         beat_s: time between heartbeats for units of other machines; None to share with units of this one only.
 
@@ -77,17 +74,14 @@ class PeerShare:
         self,
         folder: str | None,
         identity: DiskIdentity,
-        group: DiskGroup,
-        heads: int,
-        other_formats: bool,
+        pages: UnitPages,
         host: bool,
         disk: bool,
         once: bool = False,
         beat_s: float | None = None,
     ) -> None:
         self._setting = folder
-        self._identity, self._group, self._heads = identity, group, heads
-        self._other_formats = other_formats
+        self._identity, self._pages = identity, pages
         self.host = c_ext.PeerDirectory() if host else None
         self.disk = c_ext.PeerDirectory() if disk else None
         self.once = OnceCounts() if once else None
@@ -99,8 +93,10 @@ class PeerShare:
         self._ended = False
         self._lock = threading.Lock()
         """Guards what follows, which the watches' threads change and readers look up."""
-        self._others: dict[int, OtherFormat] = {}
-        self._slabs: dict[int, tuple[PeerFolder, ...]] = {}
+        self._others: dict[int, tuple[OtherFormat, ...]] = {}
+        """By peer in `host`, one for each KV group."""
+        self._slabs: dict[int, tuple[tuple[PeerFolder, ...], ...]] = {}
+        """By peer in `disk`, its slabs for each KV group."""
         self._kept: dict[tuple[str, ...], int] = {}
         """By its folders, the peer in `disk` that has ended and whose pages stay known."""
         self._drop_at_s: dict[int, float] = {}
@@ -120,7 +116,13 @@ class PeerShare:
         offset, per_extent, stride = pool.native.file_layout
         self._shown = (
             SharedHost(
-                board.bytes, file_bytes, offset, pool.slot_bytes, per_extent, stride, self._group.host_digests
+                board.bytes,
+                file_bytes,
+                offset,
+                pool.slot_bytes,
+                per_extent,
+                stride,
+                self._pages.groups[0].host_digests,
             ),
             self._shown[1],
         )
@@ -149,11 +151,7 @@ class PeerShare:
             model=self._identity.model,
             fingerprint=self._identity.fingerprint.hex(),
             weights=weights.hex(),
-            format_id=self._group.format_id,
-            dtype=self._group.dtype,
-            block_tokens=self._group.block_tokens,
-            stripe_bytes=self._group.stripe_bytes,
-            runs=tuple(tuple(tuple(run) for run in runs.tolist()) for runs in self._group.runs),
+            groups=tuple(GroupCard.of(group) for group in self._pages.groups),
             host=host,
             disk=disk,
         )
@@ -162,6 +160,7 @@ class PeerShare:
         opened = []
         watch = None
         try:
+            card.encode()  # a card that is too long is named here
             folder = runtime_folder(self._setting)
             if self._pool is not None:
                 files.append(self._pool.native.address()[1])
@@ -260,16 +259,19 @@ class PeerShare:
 
     # --- what readers ask ---
 
-    def other_format(self, peer: int) -> OtherFormat | None:
-        """How pages of a peer's host pool become this unit's."""
+    def other_format(self, peer: int, group: int) -> OtherFormat | None:
+        """How pages of a KV group in a peer's host pool become this unit's."""
         with self._lock:
-            return self._others.get(peer)
+            others = self._others.get(peer)
+        return None if others is None else others[group]
 
-    def folders(self, peer: int) -> Sequence[PeerFolder]:
-        """The slabs of a peer, in the order of its places."""
+    def folders(self, peer: int, group: int) -> Sequence[PeerFolder]:
+        """The slabs of a peer for a KV group, in the order of its places."""
         with self._lock:
-            slabs = self._slabs.get(peer, ())
-        return slabs if slabs or self._distant is None else self._distant.folders(peer)
+            slabs = self._slabs.get(peer)
+        if slabs is not None:
+            return slabs[group]
+        return () if self._distant is None else self._distant.folders(peer, group)
 
     # --- what the watch's thread calls ---
 
@@ -305,7 +307,7 @@ class PeerShare:
             raise DiskError("its card is not that of its file")
         if len(files) != (2 if card.host else 0) + (1 if card.disk else 0):
             raise DiskError(f"its card came with {len(files)} descriptors")
-        rewrites, plain = self.check_pages(card, str(card.pid))
+        formats = self.check_pages(card, str(card.pid))
         # Before the lock is taken: a disk may hang, and neither readers nor `close` wait for a peer's.
         slabs = (
             () if self.disk is None or card.disk is None else self.open_slabs(card.unit, card.disk.folders)
@@ -316,7 +318,7 @@ class PeerShare:
                 raise ClosedError("this unit shares no more")
             try:
                 if self.host is not None and card.host is not None:
-                    host = self._join_host(card.host, card.group, rewrites, plain, files)
+                    host = self._join_host(card.host, formats, files)
                 if slabs and card.disk is not None:
                     disk = self._join_disk(card.disk, slabs, files[1 if card.host else 0])
             except FlexKVError:
@@ -334,43 +336,20 @@ class PeerShare:
             or "pages are not",
         )
 
-    def check_pages(self, card: UnitCard, whom: str) -> tuple[tuple[c_ext.PageConversion | None, ...], bool]:
-        """How a unit's pages become this unit's, and whether they have the same format.
+    def check_pages(self, card: UnitCard, whom: str) -> PeerFormats:
+        """How a unit's pages become this unit's.
 
         Raises:
-            GeometryError, DiskError: they cannot be taken.
+            GeometryError, ConfigError, DiskError: they cannot be taken.
         """
         try:
-            rewrites = rewrites_of(card.group, self._group, self._heads)
-        except GeometryError as error:
+            return self._pages.formats_of(card.disk_groups)
+        except FlexKVError as error:
             self._refuse(whom, str(error))
             raise
-        plain = format_digests([card.group]) == format_digests([self._group])
-        if not plain and not self._other_formats:
-            self._refuse(whom, "its pages have another format, and keys.scheme is not common")
-            raise DiskError("another format")
-        return rewrites, plain
 
-    def _join_host(
-        self,
-        told: SharedHost,
-        group: DiskGroup,
-        rewrites: tuple[c_ext.PageConversion | None, ...],
-        plain: bool,
-        files: list[int],
-    ) -> int:
+    def _join_host(self, told: SharedHost, formats: PeerFormats, files: list[int]) -> int:
         assert self.host is not None
-        theirs, ours = codec_of(group), codec_of(self._group)
-        pieces, runs = [], []
-        for rank, size in enumerate(group.stripe_bytes if plain else ()):
-            start, mine = theirs.stripe_offset(rank), ours.stripe_offset(rank)
-            pieces.append((start, mine, size))
-            if not told.digests and not self._group.host_digests:
-                continue
-            for number, (at, length, _) in enumerate(group.runs[rank].tolist()):
-                kept = theirs.digest_offset(rank) + DIGEST_BYTES * number if told.digests else -1
-                made = ours.digest_offset(rank) + DIGEST_BYTES * number if self._group.host_digests else -1
-                runs.append((mine + at, length, kept, made))
         peer = self.host.add(
             (files[0], told.board_bytes),
             (
@@ -381,15 +360,15 @@ class PeerShare:
                 told.slots_per_extent,
                 told.extent_stride,
             ),
-            pieces,
-            runs,
+            formats.plain,
         )
-        if not plain:
-            self._others[peer] = OtherFormat(group, theirs, rewrites, told.digests)
+        if formats.others:
+            self._others[peer] = formats.others
         return peer
 
-    def open_slabs(self, unit: str, folders: Sequence[str]) -> tuple[PeerFolder, ...]:
-        """The slabs in a peer's folders, in the order of its places; none if one of them cannot be read."""
+    def open_slabs(self, unit: str, folders: Sequence[str]) -> tuple[tuple[PeerFolder, ...], ...]:
+        """For each KV group, the slabs in a peer's folders in the order of its places; none if one of them cannot be
+        read."""
         slabs = []
         try:
             for folder in folders:
@@ -397,15 +376,15 @@ class PeerShare:
                 found = path.lstat()
                 if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
                     raise DiskError(f"{path} is not a file of user {os.geteuid()}")
-                slabs.append(open_slab(path, self._identity, self._group, self._heads))
+                slabs.append(open_slab(path, self._identity, self._pages.groups, self._pages.heads))
         except (FlexKVError, OSError) as error:
             logger.warning("unit %s: its folders are not read here: %s", unit, error)
             return ()
-        return tuple(slabs)
+        return tuple(zip(*slabs, strict=True))
 
-    def _join_disk(self, told: SharedDisk, slabs: tuple[PeerFolder, ...], file: int) -> int:
+    def _join_disk(self, told: SharedDisk, slabs: tuple[tuple[PeerFolder, ...], ...], file: int) -> int:
         assert self.disk is not None
-        peer = self.disk.add((file, told.board_bytes))
+        peer = self.disk.add((file, told.board_bytes), None, [((), ())] * len(self._pages.groups))
         if (kept := self._kept.pop(told.folders, None)) is not None:
             self._drop(None, kept)
         self._slabs[peer] = slabs

@@ -22,35 +22,35 @@ class SlabReader(PeerReader):
     """Carries out DISK_READ ops whose tags name pages that `directory` knows. Their places mean nothing.
 
     Args:
-        folders: the slabs of a peer, by its number, in the order in which its places are striped over them; empty once
-            it is unknown.
+        folders: the slabs of a peer, by its number, for a KV group, in the order in which the peer's places are striped
+            over them; empty once it is unknown.
     """
 
     def __init__(
         self,
         directory: c_ext.PeerDirectory,
-        folders: Callable[[int], Sequence[PeerFolder]],
-        group: DiskGroup,
+        folders: Callable[[int, int], Sequence[PeerFolder]],
+        groups: Sequence[DiskGroup],
         pool: HostPool,
         queue_ops: int,
         stuck_s: float,
     ) -> None:
-        super().__init__((), group, pool, queue_ops, stuck_s)
+        super().__init__((), groups, pool, queue_ops, stuck_s)
         self._directory = directory
         self._slabs = folders
         self.outcomes = np.zeros(len(OUTCOMES), np.int64)  # what folders gave is counted with the disks
-        self._image = mmap.mmap(-1, self._codec.image_bytes)
+        self._images = [mmap.mmap(-1, codec.image_bytes) for codec in self._codecs]
 
     def _bring(self, op: TransferOp, page: int) -> str:
         asked = tag_fields(op.tags[page].copy())
         key = np.ascontiguousarray(asked["key"]).reshape(1, -1)
         peers, places, generations, _, epochs = self._directory.find(op.group, key)
-        folders = self._slabs(int(peers[0]))
+        folders = self._slabs(int(peers[0]), op.group)
         if not folders:
             return "absent: no peer has the page any more"
         number, theirs = striped_slot(int(places[0]), len(folders))
         peer = folders[number]
-        if len(self._image) != peer.codec.image_bytes:
-            self._image = mmap.mmap(-1, peer.codec.image_bytes)
+        if len(self._images[op.group]) != peer.codec.image_bytes:
+            self._images[op.group] = mmap.mmap(-1, peer.codec.image_bytes)
         asked["generation"], asked["epoch"] = generations[0], epochs[0]
-        return self._take(peer, self._image, theirs, asked, int(op.slots[page]))
+        return self._take(peer, op.group, self._images[op.group], theirs, asked, int(op.slots[page]))

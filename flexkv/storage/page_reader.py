@@ -50,15 +50,17 @@ class PageReader(ABC):
 
     Args:
         name: of the thread.
-        group: the group of this unit's pages.
+        groups: this unit's KV groups, by the numbers that ops name.
         pool: host pool with slots for this unit's images.
         queue_ops: ops that may wait; beyond it `submit` returns None.
         stuck_s: if reading a page takes more seconds than this, the reader ends, and all its ops fail.
     """
 
-    def __init__(self, name: str, group: DiskGroup, pool: HostPool, queue_ops: int, stuck_s: float) -> None:
-        self._group = group
-        self._codec = codec_of(group)
+    def __init__(
+        self, name: str, groups: Sequence[DiskGroup], pool: HostPool, queue_ops: int, stuck_s: float
+    ) -> None:
+        self._groups = list(groups)
+        self._codecs = [codec_of(group, number) for number, group in enumerate(groups)]
         self._pool = pool
         self._queue_ops = queue_ops
         self._stuck_s = stuck_s
@@ -205,6 +207,7 @@ class PageReader(ABC):
 
     def _put_stripes(
         self,
+        group: int,
         image: NDArray[np.uint8],
         stripes: Sequence[tuple[int, int]],
         rewrites: Sequence[c_ext.PageConversion | None],
@@ -218,20 +221,20 @@ class PageReader(ABC):
         """
         for rank, ((offset, size), rewrite) in enumerate(zip(stripes, rewrites, strict=True)):
             source = image[offset : offset + size]
-            start = self._codec.stripe_offset(rank)
-            target = slot[start : start + self._group.stripe_bytes[rank]]
+            start = self._codecs[group].stripe_offset(rank)
+            target = slot[start : start + self._groups[group].stripe_bytes[rank]]
             if rewrite is None:
                 target[:] = source
             else:
                 rewrite.convert(source, target)
-            if self._group.host_digests:
-                self._digest(rank, target, slot)
+            if self._groups[group].host_digests:
+                self._digest(group, rank, target, slot)
 
-    def _digest(self, rank: int, stripe: np.ndarray, slot: np.ndarray) -> None:
+    def _digest(self, group: int, rank: int, stripe: np.ndarray, slot: np.ndarray) -> None:
         """Writes the digests with which a load checks the page if host memory is verified."""
-        runs = self._group.runs[rank]
+        runs = self._groups[group].runs[rank]
         digests = np.array(
             [c_ext.run_digest(stripe[at : at + size]) for at, size, _ in runs.tolist()], DIGEST
         )
-        start = self._codec.digest_offset(rank)
+        start = self._codecs[group].digest_offset(rank)
         slot[start : start + digests.nbytes] = digests.view(np.uint8)

@@ -25,7 +25,7 @@ from flexkv.storage.folder import (
     unit_folder,
 )
 from flexkv.storage.group_tables import codec_of
-from flexkv.storage.header import PLAIN_VERSION, SlabHeader
+from flexkv.storage.header import PLAIN_VERSION, SlabHeader, format_digests
 from flexkv.storage.header_copy import find_header
 from flexkv.storage.index import SlotIndex
 from flexkv.storage.index_copy import copy_index
@@ -38,19 +38,21 @@ from flexkv.storage.weights_name import read_weights
 logger = logging.getLogger(__name__)
 
 GROUP = 0
-"""Only units with one KV group share; with several groups, the pages of a hit would all have to come from one folder.
-"""
+"""The pages of all of a unit's KV groups lie in the slabs of the first."""
+
+
+Rewrites = tuple[c_ext.PageConversion | None, ...]
+"""For each rank, the conversion of another unit's stripe to ours; None if the bytes are the same."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeerFolder:
-    """One slab of another unit.
+    """One slab of another unit, and the pages of one KV group in it.
 
     Attributes:
         header: the slab's header.
         codec: codec of its slot images.
         stripes: offset in the image and bytes of each rank's stripe.
-        rewrites: for each rank, the conversion of their stripe to ours; None if the bytes are the same.
         rows: rows of its index, as it was when it was last in use; [slots].
         epoch: epoch of the pages that are served.
         weights: 32 bytes that name the weights with which these were computed; empty if they are unknown.
@@ -61,7 +63,7 @@ class PeerFolder:
     header: SlabHeader
     codec: c_ext.PageCodec
     stripes: tuple[tuple[int, int], ...]
-    rewrites: tuple[c_ext.PageConversion | None, ...]
+    rewrites: Rewrites
     rows: Rows
     epoch: int
     weights: bytes = b""
@@ -97,12 +99,49 @@ def open_peer_folders(
     return found
 
 
-def rewrites_of(theirs: DiskGroup, ours: DiskGroup, heads: int) -> tuple[c_ext.PageConversion | None, ...]:
-    """For each rank, the conversion of a stripe of `theirs` to one of `ours`.
+def same_format(theirs: Sequence[DiskGroup], ours: Sequence[DiskGroup]) -> bool:
+    """Whether the pages of all groups have the same bytes in the same order, and a hit needs the same of them.
 
     Raises:
-        GeometryError: there is no exact conversion; the message says why.
+        GeometryError, ConfigError: see `slab_numbers`.
     """
+    return format_digests(theirs) == format_digests(ours) and (
+        [group.dtype for group in theirs] == [group.dtype for group in ours]
+    )
+
+
+def rewrites_of(
+    theirs: Sequence[DiskGroup], ours: Sequence[DiskGroup], heads: Sequence[int]
+) -> list[Rewrites]:
+    """For each KV group, how its pages become ours.
+
+    Args:
+        heads: of each group, heads of K and V on one rank; 0 if there are none.
+
+    Raises:
+        GeometryError: there is no exact conversion, or a hit needs other pages; says why, and of which group.
+        ConfigError: see `slab_numbers`.
+    """
+    if len(theirs) != len(ours):
+        raise GeometryError(f"its number of KV groups is {len(theirs)}, ours {len(ours)}")
+    if same_format(theirs, ours):
+        return [(None,) * len(group.stripe_bytes) for group in ours]
+    rewrites = []
+    for number, (group, mine) in enumerate(zip(theirs, ours, strict=True)):
+        try:
+            rewrites.append(_rewrites_of_group(group, mine, heads[number]))
+        except GeometryError as error:
+            if len(theirs) == 1:
+                raise
+            raise GeometryError(f"KV group {number}: {error}") from error
+    return rewrites
+
+
+def _rewrites_of_group(theirs: DiskGroup, ours: DiskGroup, heads: int) -> Rewrites:
+    if theirs.rule_text != ours.rule_text:
+        raise GeometryError(f"a hit needs its pages by the rule {theirs.rule_text}, ours by {ours.rule_text}")
+    if theirs.signature != ours.signature:
+        raise GeometryError("its layers are others than ours")
     if theirs.block_tokens != ours.block_tokens:
         raise GeometryError(f"its blocks have {theirs.block_tokens} tokens, ours {ours.block_tokens}")
     if len(theirs.stripe_bytes) != len(ours.stripe_bytes):
@@ -126,15 +165,23 @@ def _open(path: Path, identity: DiskIdentity, ours: DiskGroup, heads: int) -> Pe
         DiskError: the folder is another model's, in use, damaged, or unreadable.
         GeometryError: its pages cannot be rewritten exactly.
     """
-    peer = open_slab(path, identity, ours, heads)
+    (peer,) = open_slab(path, identity, [ours], [heads])
+    if peer.header.version != PLAIN_VERSION:
+        raise DiskError("it holds pages of a KV group with a rule or signature of its own")
     rows, epoch = _rows(path.parent, peer.slab, peer.header.slab_id, peer.codec, peer.slab.row[3])
     weights, of_epoch = read_weights(path.parent) or (b"", -1)
     # If its unit has begun another epoch meanwhile, the weights' name belongs to that epoch.
     return replace(peer, rows=rows, epoch=epoch, weights=weights if of_epoch == epoch else b"")
 
 
-def open_slab(path: Path, identity: DiskIdentity, ours: DiskGroup, heads: int) -> PeerFolder:
-    """Opens another unit's slab, without its index.
+def open_slab(
+    path: Path, identity: DiskIdentity, ours: Sequence[DiskGroup], heads: Sequence[int]
+) -> tuple[PeerFolder, ...]:
+    """Opens another unit's slab, without its index. Returns it once for each KV group.
+
+    Args:
+        ours: this unit's groups.
+        heads: of each group, heads of K and V on one rank; 0 if there are none.
 
     Raises:
         DiskError: it is another model's, damaged, or unreadable.
@@ -144,15 +191,17 @@ def open_slab(path: Path, identity: DiskIdentity, ours: DiskGroup, heads: int) -
     header = found.header
     if header.fingerprint != identity.fingerprint:
         raise DiskError(f"it holds another model's pages ({header.model!r})")
-    if header.version != PLAIN_VERSION:
-        raise DiskError("it holds pages of several KV groups, or of one with a rule or signature of its own")
-    theirs = found.groups[header.group]
+    theirs = list(found.groups.values())
     rewrites = rewrites_of(theirs, ours, heads)
-    codec = codec_of(theirs)
     slots = (path.stat().st_size - header.header_bytes) // header.slot_bytes
     slab = c_ext.SlabFile(native_path(path), header.header_bytes, header.slot_bytes, slots, header.slab_id)
-    stripes = tuple((codec.stripe_offset(rank), size) for rank, size in enumerate(theirs.stripe_bytes))
-    return PeerFolder(path.parent, slab, header, codec, stripes, rewrites, np.zeros(0, ROW), epoch=0)
+    folders = []
+    for number, group in enumerate(theirs):
+        codec = codec_of(group, number)
+        stripes = tuple((codec.stripe_offset(rank), size) for rank, size in enumerate(group.stripe_bytes))
+        none = np.zeros(0, ROW)
+        folders.append(PeerFolder(path.parent, slab, header, codec, stripes, rewrites[number], none, epoch=0))
+    return tuple(folders)
 
 
 def _rows(

@@ -30,12 +30,12 @@ class PeerReader(PageReader):
     def __init__(
         self,
         folders: Sequence[PeerFolder],
-        group: DiskGroup,
+        groups: Sequence[DiskGroup],
         pool: HostPool,
         queue_ops: int,
         stuck_s: float,
     ) -> None:
-        super().__init__("flexkv-peers", group, pool, queue_ops, stuck_s)
+        super().__init__("flexkv-peers", groups, pool, queue_ops, stuck_s)
         self._folders = list(folders)
         self._images = [mmap.mmap(-1, peer.codec.image_bytes) for peer in folders]
 
@@ -44,9 +44,11 @@ class PeerReader(PageReader):
         peer = self._folders[number]
         asked = tag_fields(op.tags[page].copy())
         asked["epoch"] = peer.epoch
-        return self._take(peer, self._images[number], theirs, asked, int(op.slots[page]))
+        return self._take(peer, op.group, self._images[number], theirs, asked, int(op.slots[page]))
 
-    def _take(self, peer: PeerFolder, image: mmap.mmap, theirs: int, asked: TagFields, slot: int) -> str:
+    def _take(
+        self, peer: PeerFolder, group: int, image: mmap.mmap, theirs: int, asked: TagFields, slot: int
+    ) -> str:
         """Reads, verifies and rewrites one page, which must be the one that `asked` names; returns why it could not, or
         an empty string."""
         try:
@@ -62,6 +64,6 @@ class PeerReader(PageReader):
             if self._down:
                 return self._down  # the slot may belong to another page by now
             self._put_stripes(
-                np.frombuffer(image, np.uint8), peer.stripes, peer.rewrites, self._pool.slot(slot)
+                group, np.frombuffer(image, np.uint8), peer.stripes, peer.rewrites, self._pool.slot(slot)
             )
         return ""

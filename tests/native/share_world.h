@@ -26,7 +26,7 @@ struct SharingUnit {
   explicit SharingUnit(uint32_t slots)
       : board(slots), pool(SharedFile::make("test-pool", int64_t{slots} * kShareSlotBytes)) {}
 
-  void write(uint32_t slot, const BlockKey& key, uint64_t expiry = 0) {
+  void write(uint32_t slot, const BlockKey& key, uint64_t expiry = 0, uint32_t group = 0) {
     const auto number = static_cast<int32_t>(slot);
     board.begin(slot);
     auto* words = reinterpret_cast<std::atomic<uint64_t>*>(pool.base() + slot * kShareSlotBytes);
@@ -34,12 +34,12 @@ struct SharingUnit {
       words[word].store(page_word(key, word), std::memory_order_release);
     }
     board.note({&number, 1}, {&kShareTokens, 1}, {}, {&expiry, 1}, 0);
-    board.publish(slot, 0, key);
+    board.publish(slot, group, key);
   }
 
   int32_t join(PeerDirectory& directory, PeerFormat format = {{{0, 0, kShareSlotBytes}}, {}}) const {
     return directory.add(SharedFile::read_only(board.fd(), board.bytes(), "board"), mapped_pool(),
-                         std::move(format));
+                         {std::move(format)});
   }
 
   PeerPool mapped_pool() const {
@@ -63,10 +63,11 @@ struct alignas(64) CopiedPage {
 };
 
 inline PeerEnd bring_page(PeerDirectory& directory, const BlockKey& key, CopiedPage& page,
-                          uint64_t expiry = 0) {
+                          uint64_t expiry = 0, uint32_t group = 0) {
   PeerPlace other;
   RowFacts asked;
   asked.key = key;
+  asked.group = group;
   asked.tokens = kShareTokens;
   asked.expiry = expiry;
   return directory.bring(asked, page.bytes(), other);

@@ -81,7 +81,7 @@ TEST_CASE("share: an index tells of every change to a slot") {
   index.grow(0, 4);
   auto board = std::make_shared<SlotBoard>(4);
   PeerDirectory directory;
-  directory.add(SharedFile::read_only(board->fd(), board->bytes(), "board"), std::nullopt, {});
+  directory.add(SharedFile::read_only(board->fd(), board->bytes(), "board"), std::nullopt, {PeerFormat{}});
   std::vector<BlockKey> keys;
   for (uint64_t number = 0; number < 6; ++number) keys.push_back(share_key(number));
   const uint8_t good[4] = {1, 1, 1, 0};

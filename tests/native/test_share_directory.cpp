@@ -68,7 +68,7 @@ TEST_CASE("share: an index tells of the blocks that it adopts") {
   std::array<uint8_t, 2> taken{};
   REQUIRE(index.adopt(0, keys, slots.data(), taken.data()) == 2);
   PeerDirectory directory;
-  directory.add(SharedFile::read_only(board->fd(), board->bytes(), "board"), std::nullopt, {});
+  directory.add(SharedFile::read_only(board->fd(), board->bytes(), "board"), std::nullopt, {PeerFormat{}});
   directory.follow();
   CHECK(directory.find(share_key(1), 0).slot == 3);
   CHECK(directory.find(share_key(2), 0).slot == 1);
@@ -77,7 +77,7 @@ TEST_CASE("share: an index tells of the blocks that it adopts") {
 TEST_CASE("share: a slot's new content is told though its key stays") {
   SlotBoard board(2);
   PeerDirectory directory;
-  directory.add(SharedFile::read_only(board.fd(), board.bytes(), "board"), std::nullopt, {});
+  directory.add(SharedFile::read_only(board.fd(), board.bytes(), "board"), std::nullopt, {PeerFormat{}});
   const int32_t slot = 1;
   RowFacts wanted{.key = share_key(1), .tokens = 16, .generation = 1, .expiry = 100, .epoch = 1};
   const auto found = [&] {
@@ -129,7 +129,7 @@ TEST_CASE("share: what changes while a large board is being read is not missed")
   constexpr uint32_t kSlots = 20'000;  // more rows than one call reads
   SlotBoard board(kSlots);
   PeerDirectory directory;
-  directory.add(SharedFile::read_only(board.fd(), board.bytes(), "board"), std::nullopt, {});
+  directory.add(SharedFile::read_only(board.fd(), board.bytes(), "board"), std::nullopt, {PeerFormat{}});
   REQUIRE(directory.follow() < kSlots);
   board.publish(0, 0, share_key(1));  // in a row that was read already
   while (directory.follow() > 0) {
@@ -146,7 +146,7 @@ TEST_CASE("share: others are found while a large peer is being forgotten, which 
   other.write(0, share_key(kSlots));
   PeerDirectory directory;
   const int32_t large =
-      directory.add(SharedFile::read_only(board.fd(), board.bytes(), "board"), std::nullopt, {});
+      directory.add(SharedFile::read_only(board.fd(), board.bytes(), "board"), std::nullopt, {PeerFormat{}});
   other.join(directory);
   while (directory.follow() > 0) {
   }
@@ -166,6 +166,35 @@ TEST_CASE("share: others are found while a large peer is being forgotten, which 
   CHECK(directory.find(share_key(kSlots + 1), 0).peer == -1);
 }
 
+TEST_CASE("share: a page is copied by the format of its group, and named by key and group") {
+  const int64_t half = kShareSlotBytes / 2;
+  SharingUnit unit(4);
+  PeerDirectory directory;
+  directory.add(SharedFile::read_only(unit.board.fd(), unit.board.bytes(), "board"), unit.mapped_pool(),
+                {{{{0, 0, kShareSlotBytes}}, {}}, {{{half, 0, half}}, {}}});
+  unit.write(0, share_key(1), 0, 0);
+  unit.write(1, share_key(1), 0, 1);
+  unit.write(2, share_key(2), 0, 2);
+  directory.follow();
+  CHECK_MESSAGE(take_all(directory).size() == 2, "the peer has no group 2");
+  CHECK(directory.find(share_key(1), 0).slot == 0);
+  CHECK(directory.find(share_key(1), 1).slot == 1);
+  CHECK(directory.find(share_key(2), 2).peer == -1);
+  CopiedPage page;
+  CHECK(bring_page(directory, share_key(1), page, 0, 0) == PeerEnd::kOk);
+  CHECK(page.is(share_key(1)));
+  CopiedPage other;
+  CHECK(bring_page(directory, share_key(1), other, 0, 1) == PeerEnd::kOk);
+  CHECK(other.words[0] == page_word(share_key(1), kShareWords / 2));
+  CHECK_MESSAGE(other.words[kShareWords / 2] == 0, "group 1 has half as many bytes");
+  for (const uint32_t group : {2u, 3u, UINT32_MAX}) {
+    CHECK(bring_page(directory, share_key(2), page, 0, group) == PeerEnd::kAbsent);
+  }
+  unit.write(0, share_key(1), 0, 1);  // the slot goes to another group's page of the same key
+  directory.follow();
+  CHECK(bring_page(directory, share_key(1), page, 0, 0) == PeerEnd::kAbsent);
+}
+
 TEST_CASE("share: files that are not what was announced are refused") {
   const SharingUnit unit(4);
   for (const int64_t bytes : {unit.board.bytes() - 4096, unit.board.bytes() + 4096, int64_t{0}}) {
@@ -180,16 +209,16 @@ TEST_CASE("share: files that are not what was announced are refused") {
   // A slot more than the pool has, and the last slot one byte beyond its end.
   PeerPool pool = unit.mapped_pool();
   pool.slots_offset = 1;
-  CHECK_THROWS_AS(directory.add(board(), std::move(pool), {}), ClosedError);
+  CHECK_THROWS_AS(directory.add(board(), std::move(pool), {PeerFormat{}}), ClosedError);
   const SharedFile small = SharedFile::make("test-pool", 3 * kShareSlotBytes);
   CHECK_THROWS_AS(directory.add(board(),
                                 PeerPool{SharedFile::read_only(small.fd(), small.bytes(), "pool"), 0,
                                          kShareSlotBytes, 4, small.bytes()},
-                                {}),
+                                {PeerFormat{}}),
                   ClosedError);
   PeerPool no_board = unit.mapped_pool();
-  CHECK_THROWS_AS(directory.add(std::move(no_board.file), std::nullopt, {}), ClosedError);
-  CHECK_NOTHROW(directory.add(board(), unit.mapped_pool(), {}));
+  CHECK_THROWS_AS(directory.add(std::move(no_board.file), std::nullopt, {PeerFormat{}}), ClosedError);
+  CHECK_NOTHROW(directory.add(board(), unit.mapped_pool(), {PeerFormat{}}));
 }
 
 TEST_CASE("share: neither rows nor slots read beside a writer mix two pages") {

@@ -390,10 +390,12 @@ def test_pages_promised_by_an_older_copy_of_the_file_are_named_misses(
 def test_control_without_the_trailers_check_another_page_is_taken(
     machine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def unchecked(reader: PeerReader, peer: Any, image: Any, theirs: int, asked: Any, slot: int) -> str:
+    def unchecked(
+        reader: PeerReader, peer: Any, group: int, image: Any, theirs: int, asked: Any, slot: int
+    ) -> str:
         os.preadv(peer.slab.fd, [image], peer.slab.offset(theirs))
         content = np.frombuffer(image, np.uint8)
-        reader._put_stripes(content, peer.stripes, peer.rewrites, reader._pool.slot(slot))
+        reader._put_stripes(group, content, peer.stripes, peer.rewrites, reader._pool.slot(slot))
         return ""
 
     monkeypatch.setattr(PeerReader, "_take", unchecked)

@@ -36,7 +36,7 @@ HOST = {
     "extent_stride": 4096,
     "digests": False,
 }
-CHANGES: dict[str, dict[str, object]] = {
+GROUP_CHANGES: dict[str, dict[str, object]] = {
     "runs of texts": {"runs": [[["a", 1, 2]]]},
     "runs of several lengths": {"runs": [[[1], [1, 2]]]},
     "runs of large numbers": {"runs": [[[2**70, 1, 2]]]},
@@ -44,11 +44,24 @@ CHANGES: dict[str, dict[str, object]] = {
     "a stripe of a text": {"stripe_bytes": ["x"]},
     "a stripe below 0": {"stripe_bytes": [-5]},
     "blocks of a text": {"block_tokens": "x"},
-    "another unit": {"unit": "f" * 16},
-    "no unit": {"unit": None},
+    "blocks of many tokens": {"block_tokens": 2**40},
     "no format": {"format_id": None},
     "an unknown format": {"format_id": "nonsense"},
     "no dtype": {"dtype": None},
+    "an unknown rule": {"rule": "nonsense"},
+    "a rule of a number": {"rule": 3},
+    "a window of nothing": {"rule": "window"},
+    "a large window": {"rule": "window", "reach": 2**40},
+    "a signature of a number": {"signature": 3},
+    "a signature of no hex digits": {"signature": "xy"},
+    "a long signature": {"signature": "ab" * 5000},
+}
+CHANGES: dict[str, dict[str, object]] = {
+    "no group": {"groups": []},
+    "groups of numbers": {"groups": [1, 2]},
+    "groups of a text": {"groups": "group"},
+    "another unit": {"unit": "f" * 16},
+    "no unit": {"unit": None},
     "a pid of a text": {"pid": "abc"},
     "a board of a text": {"host": HOST | {"board_bytes": "x"}},
     "a pool of nothing": {"host": dict.fromkeys(HOST, 0) | {"digests": False}},
@@ -57,6 +70,7 @@ CHANGES: dict[str, dict[str, object]] = {
     "a folder of two strings": {"disk": {"board_bytes": 4096, "folders": ["/no\0pe"]}},
     "a folder of a number": {"disk": {"board_bytes": 4096, "folders": [7]}},
 }
+GROUPS = {"many groups": 65, "a group twice": 2}
 TEXTS = {"deep": b"[" * 60_000, "no text": b"\xff\x00", "short": b"x"}
 
 
@@ -90,13 +104,20 @@ def follows(engine: MiniEngine) -> bool:
     return watch is not None and watch._thread.is_alive()
 
 
+def changes_of(told: dict[str, Any], name: str) -> dict[str, object]:
+    (group,) = told["groups"]
+    if name in GROUP_CHANGES:
+        return {"groups": [group | GROUP_CHANGES[name]]}
+    return {"groups": [group] * GROUPS[name]} if name in GROUPS else CHANGES[name]
+
+
 def meet(make_engine: Make, folder: Path, name: str) -> MiniEngine:
     """An engine that has been sent such a card."""
     engine = make_engine(**settings_of(folder))
     share = share_of(engine)
     (_, facts), *_ = read_cards(folder)
     told = json.loads(share._card.encode()) | {"unit": UNIT}
-    text = TEXTS[name] if name in TEXTS else json.dumps(told | CHANGES[name]).encode()
+    text = TEXTS[name] if name in TEXTS else json.dumps(told | changes_of(told, name)).encode()
     files = share._files + share._files[:1] * ("disk" in CHANGES.get(name, {}))
     with impostor(folder, facts, text, files) as sent:
         assert sent.wait(DEADLINE_S)
@@ -106,7 +127,7 @@ def meet(make_engine: Make, folder: Path, name: str) -> MiniEngine:
     return engine
 
 
-@pytest.mark.parametrize("name", [*CHANGES, *TEXTS])
+@pytest.mark.parametrize("name", [*GROUP_CHANGES, *CHANGES, *GROUPS, *TEXTS])
 def test_a_card_that_is_none_is_named_and_left(
     make_engine: Make, tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -17,7 +17,7 @@ from flexkv import c_ext
 from flexkv.errors import ContractError, DiskError
 from flexkv.peers import live_file
 from flexkv.peers.board_rows import PLACED, BoardRows, PlacedRows
-from flexkv.peers.card import SharedDisk, UnitCard
+from flexkv.peers.card import GroupCard, SharedDisk, UnitCard
 from flexkv.peers.live_file import (
     HEADER,
     LIVE_NAME,
@@ -38,11 +38,7 @@ CARD = UnitCard(
     model="mini",
     fingerprint="ab" * 32,
     weights="",
-    format_id="x",
-    dtype="float32",
-    block_tokens=4,
-    stripe_bytes=(64,),
-    runs=(((0, 64, 0),),),
+    groups=(GroupCard("x", "float32", 4, "full", 0, "", (64,), (((0, 64, 0),),)),),
     disk=SharedDisk(0, ("a/model/unit0",)),
 )
 HEAD = LiveHead(CARD, "machine", "host", 2.0, PLACES)
@@ -642,7 +638,8 @@ def test_a_head_survives_its_way() -> None:
         ({"card": replace(CARD, disk=SharedDisk(0, ("a/../b",)))}, "a folder is 'a/../b'"),
         ({"card": replace(CARD, disk=SharedDisk(0, ("a",)))}, "a folder is 'a'"),
         ({"card": replace(CARD, disk=SharedDisk(0, ("a/\ud800/b",)))}, "a folder is 'a/"),
-        ({"card": replace(CARD, block_tokens=-1)}, "block_tokens is -1"),
+        ({"card": replace(CARD, groups=(replace(CARD.groups[0], block_tokens=-1),))}, "block_tokens is -1"),
+        ({"card": replace(CARD, groups=CARD.groups * 2)}, "2 KV groups, expected 1"),
     ],
 )
 def test_a_head_that_no_unit_writes_is_refused(change: dict[str, Any], reason: str) -> None:

@@ -13,7 +13,7 @@ import pytest
 from flexkv import c_ext
 from flexkv.peers import live_file, machines
 from flexkv.peers.board_rows import BoardRows
-from flexkv.peers.card import SharedDisk, UnitCard
+from flexkv.peers.card import GroupCard, SharedDisk, UnitCard
 from flexkv.peers.live_file import LIVE_NAME, LiveHead, LiveReader, LiveWriter
 from flexkv.peers.machines import MachineWatch
 from flexkv.storage.frame_log import FRAME
@@ -25,11 +25,7 @@ CARD = UnitCard(
     model="mini",
     fingerprint="ab" * 32,
     weights="11" * 32,
-    format_id="x",
-    dtype="float32",
-    block_tokens=4,
-    stripe_bytes=(64,),
-    runs=(((0, 64, 0),),),
+    groups=(GroupCard("x", "float32", 4, "full", 0, "", (64,), (((0, 64, 0),),)),),
     disk=SharedDisk(0, ("a/model/unit0",)),
 )
 HEAD = LiveHead(CARD, "near", "host", 2.0, PLACES)

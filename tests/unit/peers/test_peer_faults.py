@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import socket
@@ -173,6 +174,7 @@ def card_of(engine: MiniEngine) -> UnitCard:
     [
         ({"weights": "ab" * 32}, "its weights are others"),
         ({"protocol": PROTOCOL + 1}, "it speaks version"),
+        ({"protocol": 1}, "it speaks version 1, this one 2"),
     ],
 )
 def test_units_that_may_not_share_are_named(
@@ -200,28 +202,37 @@ def test_refused_units_do_not_add_up(make_engine: Make, folder: Path) -> None:
 def test_another_format_is_refused_under_an_engines_own_keys(make_engine: Make, folder: Path) -> None:
     engine = make_engine(**settings_of(folder))
     share, card = share_of(engine), card_of(engine)
+    (group,) = card.groups
     for other in (
-        replace(card, unit="x", pid=7, block_tokens=card.block_tokens * 2),
-        replace(card, unit="x", pid=7, format_id=card.format_id.replace("HND", "NHD") + "x"),
+        replace(group, block_tokens=group.block_tokens * 2),
+        replace(group, format_id=group.format_id.replace("HND", "NHD") + "x"),
+        replace(group, rule="window", reach=3),
+        replace(group, signature="ab"),
     ):
         share.refused.clear()
         with pytest.raises((DiskError, GeometryError)):
-            share._join(other, [0, 0])
+            share._join(replace(card, unit="x", pid=7, groups=(other,)), [0, 0])
         assert list(share.refused) == ["7"]
         assert share.joined == 0
 
 
 def test_a_card_that_is_none_is_an_error() -> None:
-    for text in (b"", b"{}", b"[]", b'{"protocol":2}', b"\xff", b'{"protocol":1,"host":null,"disk":null}'):
+    for text in (b"", b"{}", b"[]", b'{"protocol":2}', b"\xff", b'{"protocol":2,"host":null,"disk":null}'):
         with pytest.raises(ContractError):
             decode_card(text)
+
+
+def test_a_card_of_an_earlier_version_is_named(make_engine: Make, folder: Path) -> None:
+    told = json.loads(card_of(make_engine(**settings_of(folder))).encode())
+    with pytest.raises(ContractError, match="of another version than 2"):
+        decode_card(json.dumps(told | {"protocol": 1}).encode())
 
 
 def test_cards_survive_their_way(make_engine: Make, folder: Path) -> None:
     card = card_of(make_engine(**settings_of(folder)))
     there = decode_card(card.encode())
     assert there == card
-    assert np.array_equal(there.group.runs[0], card.group.runs[0])
+    assert np.array_equal(there.disk_groups[0].runs[0], card.disk_groups[0].runs[0])
 
 
 def test_an_unusable_descriptor_leaves_the_unit_serving(make_engine: Make, folder: Path) -> None:

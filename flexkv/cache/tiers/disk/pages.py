@@ -59,7 +59,7 @@ class DiskPages(StoredTier, Sink):
     # --- what other units see ---
 
     def show(self) -> SlotBoard:
-        """Makes a board of the pages of group 0, and keeps it up to date."""
+        """Makes a board of the pages, which lie in places that all groups share, and keeps it up to date."""
         places = np.arange(len(self._tags[0]), dtype=np.int32)
         self._board = SlotBoard(len(places))
         self._note(0, places)

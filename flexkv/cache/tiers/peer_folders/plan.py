@@ -37,7 +37,7 @@ class PeersPlan(TierPlan):
         peers = open_peer_folders(disk_folders(unit), disk_identity(unit), group, heads)
         if not peers:
             return None
-        reader = PeerReader(peers, group, pool, config.transfer.queue_ops, config.disk.stuck_s)
+        reader = PeerReader(peers, [group], pool, config.transfer.queue_ops, config.disk.stuck_s)
         on_error.callback(reader.close, config.transfer.close_s)
         facts = replace(disk_facts(unit), name="peers", write=WriteMode.OFF, stream_layers=False)
         return partial(PeerTier, pages=PeerPages(peers), facts=facts, plane=reader)

@@ -16,10 +16,12 @@ from flexkv.cache.tiers.tables import TierContext, TierFactory
 from flexkv.config import FlexKVConfig
 from flexkv.errors import ConfigError
 from flexkv.observe import get_logger
+from flexkv.peers.page_formats import UnitPages
 from flexkv.peers.pool_reader import PoolReader
 from flexkv.peers.share import PeerShare
 from flexkv.peers.slab_reader import SlabReader
 from flexkv.storage.folder import unit_folder
+from flexkv.storage.sharing import is_plain
 from flexkv.transfer.host_pool import HostPool
 
 logger = get_logger(__name__)
@@ -29,7 +31,7 @@ HOST, FOLDERS = "peer-host", "peers"
 
 
 def plan_share(unit: UnitFacts) -> PeerShare | None:
-    """What the unit shares with others, by its settings; None for nothing.
+    """What the unit shares with others, by its settings; None for nothing. Warns of what cannot be shared here.
 
     Raises:
         ConfigError: pages are to be kept once, and host memory is not to be shared; or folders are to be shared with
@@ -49,22 +51,28 @@ def plan_share(unit: UnitFacts) -> PeerShare | None:
         )
     if not host and not disk:
         return None
-    if len(unit.groups) != 1:
-        peers = unit.config.peers
-        if peers.share != "auto" or peers.store == "once" or peers.across_machines:
-            logger.warning("peers.share is off here: the model has %d KV groups", len(unit.groups))
-        return None
-    (group,), heads = disk_groups(unit), unit.ranks[0].groups[0].heads
+    groups, peers = disk_groups(unit), unit.config.peers
+    across_machines = peers.across_machines
+    if across_machines and not is_plain(groups):
+        logger.warning(
+            "peers.across_machines is off here: the file that machines read names pages of one KV group of full "
+            "attention, and the model has %s",
+            ", ".join(group.rule_text for group in groups),
+        )
+        across_machines = False
+    once = peers.store == "once"
+    if once and len(groups) > 1:
+        logger.warning("peers.store: once is off here: the model has %d KV groups", len(groups))
+        once = False
+    heads = [group.heads for group in unit.ranks[0].groups]
     return PeerShare(
-        unit.config.peers.folder,
+        peers.folder,
         disk_identity(unit),
-        group,
-        heads,
-        unit.config.keys.scheme == "common",
+        UnitPages(groups, heads, unit.config.keys.scheme == "common"),
         host,
         disk,
-        unit.config.peers.store == "once",
-        unit.config.peers.beat_s if unit.config.peers.across_machines else None,
+        once,
+        peers.beat_s if across_machines else None,
     )
 
 
@@ -101,8 +109,8 @@ class PeerHostPlan(TierPlan):
 
     def __init__(self, unit: UnitFacts, share: PeerShare, directory: PeerDirectory) -> None:
         self._unit, self._share, self._directory = unit, share, directory
-        (self._group,) = disk_groups(unit)
-        self.images = (image_needs(self._group),) if unit.config.host.verify else ()
+        self._groups = disk_groups(unit)
+        self.images = tuple(map(image_needs, self._groups)) if unit.config.host.verify else ()
 
     def open(self, pool: HostPool, on_error: ExitStack) -> TierFactory:
         config = self._unit.config
@@ -111,7 +119,7 @@ class PeerHostPlan(TierPlan):
         reader = PoolReader(
             self._directory,
             share.other_format,
-            self._group,
+            self._groups,
             pool,
             config.transfer.queue_ops,
             config.disk.stuck_s,
@@ -134,7 +142,7 @@ class PeerFoldersPlan(TierPlan):
 
     def __init__(self, unit: UnitFacts, share: PeerShare, directory: PeerDirectory) -> None:
         self._unit, self._share, self._directory = unit, share, directory
-        (self._group,) = disk_groups(unit)
+        self._groups = disk_groups(unit)
 
     def open(self, pool: HostPool, on_error: ExitStack) -> TierFactory:
         unit, config, share = self._unit, self._unit.config, self._share
@@ -142,7 +150,7 @@ class PeerFoldersPlan(TierPlan):
         reader = SlabReader(
             self._directory,
             share.folders,
-            self._group,
+            self._groups,
             pool,
             config.transfer.queue_ops,
             config.disk.stuck_s,
@@ -150,7 +158,7 @@ class PeerFoldersPlan(TierPlan):
         on_error.callback(reader.close, config.transfer.close_s)
         facts = replace(disk_facts(unit), name=FOLDERS, write=WriteMode.OFF, stream_layers=False)
         identity = disk_identity(unit)
-        folders = [unit_folder(root, identity, [self._group]) for root in disk_folders(unit)]
+        folders = [unit_folder(root, identity, self._groups) for root in disk_folders(unit)]
 
         def make(context: TierContext) -> Tier:
             disk = next(tier for tier in context.tables.tiers if isinstance(tier, DiskPages))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Protocol
 
@@ -24,7 +24,8 @@ from flexkv.storage.tags import make_tags
 from flexkv.transfer.graph import NEVER, NO_BLOCKS, OpId, OpKind, Priority, SlotIds, TransferOp
 
 KNOWN_PAGES = 262_144
-"""Most pages of peers that are known, about 25 MB. Beyond it the ones that the policy evicts are misses."""
+"""Most pages of all groups of peers that are known, about 25 MB. Beyond it the ones that the policy evicts are misses.
+"""
 
 NEWS_PER_LOOKUP = 512
 """Most changes that one lookup takes over, some 100 us of work; the rest waits for the next one, or for `poll`."""
@@ -79,10 +80,12 @@ class LivePeerTier(Tier, Source, Follower):
         self.source = self.follower = self
         self.plane = self._reader = plane
         self._directory, self._share = directory, share
-        self.presence = BlockIndex([KNOWN_PAGES], context.policy)
+        specs = context.tables.specs
+        # All groups share one table, also where they share no host slots.
+        self.presence = BlockIndex([KNOWN_PAGES] * len(specs), context.policy, [0] * len(specs))
         self.presence.grow(0, KNOWN_PAGES)
         self._unix_s = context.tables.unix_s
-        self._block_tokens = context.tables.specs[0].block_tokens
+        self._block_tokens = [spec.block_tokens for spec in specs]
         self._tokens = np.zeros(KNOWN_PAGES, np.int32)
         """Valid tokens of the page in each place."""
         self._expiries: Expiries = np.zeros(KNOWN_PAGES, np.uint64)
@@ -107,19 +110,31 @@ class LivePeerTier(Tier, Source, Follower):
     def take_news(self, most: int = NEWS_PER_LOOKUP) -> None:
         if not self._directory.has_news or self.down:
             return
-        keys, _, tokens, expiries, there = self._directory.take(most)
+        keys, groups, tokens, expiries, there = self._directory.take(most)
         ends = np.append(np.flatnonzero(there[1:] != there[:-1]) + 1, len(keys))
         first = 0
         for end in ends.tolist():
-            if there[first]:
-                self._enter(keys[first:end], tokens[first:end].astype(np.int32), expiries[first:end])
-            else:
-                found = self.presence.find(0, keys[first:end])
-                self._remove(found[found != NO_ENTRY])
+            # A page is in such a run once, so the order of its groups is free.
+            for group, those in self._by_group(groups[first:end], first):
+                if there[first]:
+                    self._enter(group, keys[those], tokens[those].astype(np.int32), expiries[those])
+                else:
+                    found = self.presence.find(group, keys[those])
+                    self._remove(found[found != NO_ENTRY])
             first = end
 
-    def _enter(self, keys: Keys, tokens: NDArray[np.int32], expiries: Expiries) -> None:
-        positions, new, places, *_ = self.presence.insert(0, keys, len(keys))
+    def _by_group(
+        self, groups: NDArray[np.uint32], first: int
+    ) -> Iterator[tuple[int, slice | NDArray[np.intp]]]:
+        """The groups among these, each with where it is, counted from `first`."""
+        if len(self._block_tokens) == 1:
+            yield 0, slice(first, first + len(groups))
+            return
+        for group in np.unique(groups).tolist():
+            yield group, np.flatnonzero(groups == group) + first
+
+    def _enter(self, group: int, keys: Keys, tokens: NDArray[np.int32], expiries: Expiries) -> None:
+        positions, new, places, *_ = self.presence.insert(group, keys, len(keys))
         self._tokens[places] = tokens[positions]
         if self._keeper is not None:
             self._keeper.entered(places)
@@ -127,7 +142,7 @@ class LivePeerTier(Tier, Source, Follower):
             self._any_expires = True
             self._expiries[places] = expiries[positions]
             self.presence.set_expiry(new, self._expiries[places])
-        self._any_partial |= bool((tokens != self._block_tokens).any())
+        self._any_partial |= bool((tokens != self._block_tokens[group]).any())
         self.presence.finish(new, np.ones(len(new), np.uint8))
 
     def _remove(self, entries: EntryIds) -> int:

@@ -1,0 +1,82 @@
+"""Engines with several KV groups, driven by vLLM's own scheduler, that run at once and share what they have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from vllm.v1.kv_cache_interface import KVCacheSpec
+
+from flexkv.cache.manager import LocalCacheManager
+from flexkv.cache.tiers.running_peers.tier import LivePeerTier
+from flexkv.facts.keys import Keys
+from flexkv.peers.share import PeerShare
+from flexkv.unit.live_unit import LiveUnit
+from tests.unit.adapters.scheduled_engine import ScheduledEngine
+from tests.unit.adapters.scheduled_pools import full, state, window
+
+PROMPT = list(range(10, 60))
+"""50 tokens. A hit ends at 48, a multiple of all block sizes below."""
+
+HIT = 48
+
+KINDS: dict[str, tuple[KVCacheSpec, ...]] = {
+    "window": (full(4), window(4, 9)),
+    "windows of other blocks": (full(4), window(8, 13), window(16, 5)),
+    "two full": (full(4), full(4), window(8, 9)),
+    "two full, of other blocks": (full(4), full(8), window(4, 9)),
+    "state": (full(4), state(4)),
+    "window alone": (window(4, 9),),
+}
+
+Start = Callable[..., ScheduledEngine]
+
+
+def sharing(folder: Path, share: str = "host+disk") -> dict[str, Any]:
+    return {"peers.share": share, "peers.folder": str(folder)}
+
+
+def unit_of(engine: ScheduledEngine) -> LiveUnit:
+    unit = engine.connector.scheduler.unit
+    assert isinstance(unit, LiveUnit)
+    return unit
+
+
+def manager_of(engine: ScheduledEngine) -> LocalCacheManager:
+    manager = unit_of(engine).manager
+    assert isinstance(manager, LocalCacheManager)
+    return manager
+
+
+def peer_tiers(engine: ScheduledEngine) -> list[LivePeerTier]:
+    return [tier for tier in manager_of(engine).tiers if isinstance(tier, LivePeerTier)]
+
+
+def peer_share(engine: ScheduledEngine) -> PeerShare:
+    share = peer_tiers(engine)[0]._share
+    assert isinstance(share, PeerShare)
+    return share
+
+
+def keys_of(engine: ScheduledEngine, tokens: list[int]) -> list[Keys]:
+    """Per group, the keys of these tokens."""
+    keys = engine.connector.scheduler.requests.of(engine.add("probe", tokens)).keys()
+    engine.end("probe")
+    return [of_group.copy() for of_group in keys]
+
+
+def knows_pages(engine: ScheduledEngine, pages: int) -> bool:
+    """Whether the engine knows so many pages of its peers, in each of its tiers."""
+    for tier in peer_tiers(engine):
+        tier.take_news()
+    return all(len(tier.presence) == pages for tier in peer_tiers(engine))
+
+
+def remove_page(engine: ScheduledEngine, group: int, end: int) -> None:
+    """Removes from host memory the prompt's page of a group that ends at this token."""
+    hub = manager_of(engine).hub
+    keys = keys_of(engine, PROMPT)[group]
+    block = manager_of(engine).tables.specs[group].block_tokens
+    entries = hub.index.find(group, keys[end // block - 1 : end // block])
+    assert hub.remove(group, entries) == 1
