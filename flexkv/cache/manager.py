@@ -389,7 +389,7 @@ class LocalCacheManager(CacheManager):
             copied = self.tables.tiers[op.tier].presence.keys_of(op.entries)
         self.tables.loads_of(op.tier).end_load(op, current)
         if once is not None and copied is not None:
-            once.end_load(copied)
+            once.end_load(op.group, copied)
         self._mark_used(op)
         if not current:
             op.failed[:] = True

@@ -30,9 +30,6 @@ from flexkv.cache.tiers.routes import StoreOffer, StoreRoute
 from flexkv.cache.tiers.tables import CacheTables
 from flexkv.facts.keys import Keys, first_words
 
-GROUP = 0
-"""Only models with one KV group share."""
-
 SWEEP_S = 0.25
 """How often copies are looked for that no load has used: their request ended before, or went on without them."""
 
@@ -59,11 +56,12 @@ class StoreOnce:
     ) -> None:
         self._tables, self._promotions, self._number, self._keeper = tables, promotions, number, keeper
         self._offer = offer
-        self._names = np.zeros(tables.specs[GROUP].slots, np.uint64)
+        # All groups share the slots of the first.
+        self._names = np.zeros(tables.specs[0].slots, np.uint64)
         """The first word of the key of the copy in each host slot. A slot of a page of the unit's own has another
         word, or 0."""
-        self._copies: deque[Keys] = deque()
-        """The pages of each fetch of copies, some of which may have left."""
+        self._copies: deque[tuple[int, Keys]] = deque()
+        """The group and the pages of each fetch of copies, some of which may have left."""
         self._sweep_at_s = 0.0
         self._closing = False
 
@@ -116,49 +114,49 @@ class StoreOnce:
             self._tables.hub.hide(slots)
             self._names[slots] = first_words(keys)
             self._keeper.take_back(op.group, keys)
-            self._copies.append(keys)
+            self._copies.append((op.group, keys))
             if self._keeper.has_orphans:
                 # Other units that left these pages out are to see soon that they need not copy them.
-                self._settle(keys)
+                self._settle(op.group, keys)
 
     @property
     def has_copies(self) -> bool:
         return bool(self._copies)
 
-    def end_load(self, keys: Keys) -> None:
+    def end_load(self, group: int, keys: Keys) -> None:
         """Drops those of these pages that are copies which peers keep, once nothing pins them, and promotes copies that
         nobody keeps. Called when a load has ended and has unpinned its pages."""
-        self._settle(keys)
+        self._settle(group, keys)
 
-    def _settle(self, keys: Keys) -> None:
+    def _settle(self, group: int, keys: Keys) -> None:
         hub, index = self._tables.hub, self._tables.hub.index
-        keys, entries = self._copies_among(keys)
+        keys, entries = self._copies_among(group, keys)
         if not len(keys):
             return
-        kept = self._keeper.kept(GROUP, keys)
+        kept = self._keeper.kept(group, keys)
         if not kept.all():
-            self._promote(keys[~kept], entries[~kept])
+            self._promote(group, keys[~kept], entries[~kept])
         dropped = kept & (index.pins_of(entries) == 0)
         if dropped.any():
             self._names[index.slots_of(entries[dropped])] = 0
-            self._keeper.leave_out(GROUP, keys[dropped])
-            hub.remove(GROUP, entries[dropped])
+            self._keeper.leave_out(group, keys[dropped])
+            hub.remove(group, entries[dropped])
 
-    def _copies_among(self, keys: Keys) -> tuple[Keys, EntryIds]:
+    def _copies_among(self, group: int, keys: Keys) -> tuple[Keys, EntryIds]:
         """Those of the keys whose page in host memory is a copy, and their entries."""
         index = self._tables.hub.index
-        entries = index.find(GROUP, keys)
+        entries = index.find(group, keys)
         there = entries != NO_ENTRY
         keys, entries = keys[there], entries[there]
         copies = self._names[index.slots_of(entries)] == first_words(keys)
         return keys[copies], entries[copies]
 
-    def _promote(self, keys: Keys, entries: EntryIds) -> None:
+    def _promote(self, group: int, keys: Keys, entries: EntryIds) -> None:
         hub = self._tables.hub
         self._names[hub.index.slots_of(entries)] = 0
-        hub.show(GROUP, entries)
+        hub.show(group, entries)
         self._keeper.promoted(len(keys))
-        self._offer(GROUP, keys)
+        self._offer(group, keys)
 
     # --- now and then ---
 
@@ -184,27 +182,28 @@ class StoreOnce:
 
     def _sweep(self) -> None:
         index = self._tables.hub.index
-        entries = index.find(GROUP, np.concatenate(self._copies))
-        keys = index.keys_of(np.unique(entries[entries != NO_ENTRY]))
-        self._copies.clear()
-        self._settle(keys)
-        keys, _ = self._copies_among(keys)
-        if len(keys):
-            self._copies.append(keys)
+        fetched, self._copies = self._copies, deque()
+        for group in sorted({group for group, _ in fetched}):
+            entries = index.find(group, np.concatenate([keys for its, keys in fetched if its == group]))
+            keys = index.keys_of(np.unique(entries[entries != NO_ENTRY]))
+            self._settle(group, keys)
+            keys, _ = self._copies_among(group, keys)
+            if len(keys):
+                self._copies.append((group, keys))
 
     def _take_over(self) -> None:
         """Plans a fetch of pages that only ended peers have. Once they are here, they are copies that nobody keeps."""
-        keys = self._keeper.orphans(ORPHANS_PER_POLL)
+        group, keys = self._keeper.orphans(ORPHANS_PER_POLL)
         index, tier = self._tables.hub.index, self._tables.tiers[self._number]
-        keys = keys[index.find(GROUP, keys, ready_only=False) == NO_ENTRY]
-        entries = tier.presence.find(GROUP, keys)
+        keys = keys[index.find(group, keys, ready_only=False) == NO_ENTRY]
+        entries = tier.presence.find(group, keys)
         keys, entries = keys[entries != NO_ENTRY], entries[entries != NO_ENTRY]
         if len(keys):
             run = PageRun(self._number, entries, tier.presence.pin(entries))
-            fetched = self._promotions.fetch([WantedPages(GROUP, keys, [run])], layerwise=False)
+            fetched = self._promotions.fetch([WantedPages(group, keys, [run])], layerwise=False)
             for pages in fetched.pages:
                 index.unpin(pages.entries)
-            self._keeper.put_back(keys[index.find(GROUP, keys, ready_only=False) == NO_ENTRY])
+            self._keeper.put_back(group, keys[index.find(group, keys, ready_only=False) == NO_ENTRY])
         if not self._tables.ops.count(OpRole.FETCH, self._number):
             self._keeper.end_orphans()
 

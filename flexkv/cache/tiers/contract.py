@@ -338,16 +338,16 @@ class Keeper(ABC):
         """Whether a keeper has ended whose pages can still be copied. Costs next to nothing."""
 
     @abstractmethod
-    def orphans(self, most: int) -> Keys:
-        """Takes up to `most` keys, of group 0, of pages that the unit left out, that nobody who runs keeps, and that it
-        is this unit's turn to copy. Looks at no more than `most` notes.
+    def orphans(self, most: int) -> tuple[int, Keys]:
+        """Takes up to `most` keys, all of one group, of pages that the unit left out, that nobody who runs keeps, and
+        that it is this unit's turn to copy. Looks at no more than `most` notes. Returns the group and the keys.
 
         Call order:
             `put_back` for those whose copy could not begin; `end_orphans` once no copy is under way.
         """
 
     @abstractmethod
-    def put_back(self, keys: Keys) -> None:
+    def put_back(self, group: int, keys: Keys) -> None:
         """`orphans` will name these again."""
 
     @abstractmethod

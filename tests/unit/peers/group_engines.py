@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from flexkv.peers.share import PeerShare
 from flexkv.unit.live_unit import LiveUnit
 from tests.unit.adapters.scheduled_engine import ScheduledEngine
 from tests.unit.adapters.scheduled_pools import full, state, window
+from tests.unit.peers.live_engines import DEADLINE_S, wait_for
 
 PROMPT = list(range(10, 60))
 """50 tokens. A hit ends at 48, a multiple of all block sizes below."""
@@ -80,3 +82,19 @@ def remove_page(engine: ScheduledEngine, group: int, end: int) -> None:
     block = manager_of(engine).tables.specs[group].block_tokens
     entries = hub.index.find(group, keys[end // block - 1 : end // block])
     assert hub.remove(group, entries) == 1
+
+
+def pair(start: Start, kind: str, **settings: Any) -> tuple[ScheduledEngine, ScheduledEngine]:
+    """An engine that has computed the prompt, and one that knows its pages."""
+    one, other = start(kind, **settings), start(kind, **settings)
+    assert one.run("one", PROMPT) == 0
+    wait_for(lambda: knows_pages(other, manager_of(one).cached_blocks()))
+    return one, other
+
+
+def until(engine: ScheduledEngine, done: Callable[[], bool]) -> None:
+    """Runs steps until the condition holds."""
+    ends_s = time.monotonic() + DEADLINE_S
+    while not done():
+        assert time.monotonic() < ends_s, "it never came to that"
+        engine.step()

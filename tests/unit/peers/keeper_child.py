@@ -1,6 +1,7 @@
 """A process that forks keepers: processes with a unit that keeps the prompt, and serves until it is killed.
 
-Each line of input, a folder and a value of `peers.store`, makes one, and its number is written once it has the prompt.
+Each line of input makes one: a folder, a value of `peers.store`, and for several KV groups their kind. Its number is
+written in a line once it has the prompt; other lines are logs.
 So what a unit imports, which takes longer than all tests with it, is imported once.
 """
 
@@ -12,13 +13,28 @@ import sys
 from pathlib import Path
 
 from tests.unit.adapters.mini_engine import MiniEngine
+from tests.unit.adapters.scheduled_engine import ScheduledEngine
 from tests.unit.adapters.vllm_objects import make_request
+from tests.unit.peers import group_engines
 from tests.unit.peers.live_engines import PROMPT, settings_of
 
 
-def keep(folder: str, store: str) -> None:
-    engine = MiniEngine(**settings_of(Path(folder)) | {"peers.store": store})
-    engine.run(make_request(PROMPT, "one"))
+def compute(folder: Path, store: str, kind: str) -> object:
+    """An engine that has the prompt."""
+    told = {"peers.store": store}
+    if not kind:
+        engine = MiniEngine(**settings_of(folder) | told)
+        engine.run(make_request(PROMPT, "one"))
+        return engine
+    specs = group_engines.KINDS[kind]
+    grouped = ScheduledEngine(folder.parent, specs, blocks=128, **group_engines.sharing(folder) | told)
+    grouped.run("one", group_engines.PROMPT)
+    return grouped
+
+
+def keep(folder: str, store: str, kind: str = "") -> None:
+    kept = compute(Path(folder), store, kind)
+    assert kept
     print(os.getpid(), flush=True)
     while True:
         signal.pause()

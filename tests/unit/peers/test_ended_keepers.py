@@ -9,15 +9,25 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from flexkv.peers import share as share_module
 from tests.unit.adapters.mini_engine import MiniEngine
+from tests.unit.adapters.scheduled_engine import ScheduledEngine
 from tests.unit.adapters.vllm_objects import make_request
+from tests.unit.peers import group_engines
+from tests.unit.peers.group_engines import HIT, Start, knows_pages, manager_of, peer_share, until
 from tests.unit.peers.live_engines import PROMPT, Make, knows, settings_of, share_of, wait_for
 
 PAGES = 5
+ALONE: dict[str, Any] = {"flexkv.tiers": ["host"]}
+"""Settings of a request that computes its prompt, whatever peers have."""
+
+GROUP_PAGES = 16
+"""Pages of full attention and of windows that two KV groups have of `group_engines.PROMPT` and its answer."""
+
 ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -40,13 +50,18 @@ def nursery() -> Iterator[subprocess.Popen[str]]:
         child.wait(30)
 
 
+def born(nursery: subprocess.Popen[str], folder: Path, store: str, kind: str = "") -> int:
+    """The number of a new keeper that has the prompt."""
+    assert nursery.stdin is not None
+    assert nursery.stdout is not None
+    print(folder, store, kind, file=nursery.stdin, flush=True)
+    return int(next(line for line in nursery.stdout if line.strip().isdigit()))
+
+
 @pytest.fixture
 def keeper(nursery: subprocess.Popen[str], tmp_path: Path, store: str) -> Iterator[int]:
     """A process whose unit keeps the prompt."""
-    assert nursery.stdin is not None
-    assert nursery.stdout is not None
-    print(tmp_path / "run", store, file=nursery.stdin, flush=True)
-    pid = int(nursery.stdout.readline())
+    pid = born(nursery, tmp_path / "run", store)
     yield pid
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
@@ -121,3 +136,50 @@ def test_pages_of_a_stopped_process_stay_readable(
     assert late.run(make_request(PROMPT, "three")) == (0 if store == "once" else 20)
     os.kill(keeper, signal.SIGCONT)
     wait_for(lambda: share_of(late).joined == 2)
+
+
+@pytest.fixture
+def group_keeper(nursery: subprocess.Popen[str], tmp_path: Path, store: str) -> Iterator[int]:
+    """A process whose unit has two KV groups and keeps the prompt."""
+    pid = born(nursery, tmp_path / "run", store, "window")
+    yield pid
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def grouped(group_keeper: int, start: Start, store: str) -> ScheduledEngine:
+    """A unit that knows the pages of all groups of the keeper."""
+    engine = start("window", **{"peers.store": store})
+    wait_for(lambda: knows_pages(engine, GROUP_PAGES))
+    return engine
+
+
+def test_pages_of_all_groups_of_a_killed_process_are_promoted(
+    group_keeper: int, grouped: ScheduledEngine
+) -> None:
+    assert grouped.run("one", group_engines.PROMPT, **ALONE) == 0
+    assert manager_of(grouped).cached_blocks() == 0
+    os.kill(group_keeper, signal.SIGKILL)
+    wait_for(lambda: peer_share(grouped).joined == 0)
+    until(grouped, lambda: not peer_share(grouped).departed)
+    assert manager_of(grouped).cached_blocks() == GROUP_PAGES
+    grouped.forget()
+    assert grouped.run("two", group_engines.PROMPT) == HIT
+    grouped.check()
+
+
+@pytest.mark.parametrize("store", ["own", "once"], indirect=True)
+def test_a_process_with_groups_killed_while_a_load_waits_costs_no_wrong_number(
+    group_keeper: int, grouped: ScheduledEngine, store: str
+) -> None:
+    grouped.add("one", group_engines.PROMPT)
+    grouped.step()
+    os.kill(group_keeper, signal.SIGKILL)
+    wait_for(lambda: peer_share(grouped).joined == 0)
+    grouped.settle()
+    grouped.check()
+    until(grouped, lambda: not peer_share(grouped).departed)
+    grouped.forget()
+    assert grouped.run("two", group_engines.PROMPT) == HIT
+    grouped.check()

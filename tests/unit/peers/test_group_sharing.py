@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,10 +23,10 @@ from tests.unit.peers.group_engines import (
     keys_of,
     knows_pages,
     manager_of,
+    pair,
     peer_share,
     peer_tiers,
     remove_page,
-    sharing,
     unit_of,
 )
 from tests.unit.peers.live_engines import wait_for
@@ -36,29 +35,6 @@ BOUNDARIES = {"store.checkpoint_tokens": 16}
 """A hit may end at 16, 32 and 48 tokens."""
 
 SHORTER = 32
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    """Engines of one model that run at the same time."""
-    engines: list[ScheduledEngine] = []
-
-    def make(kind: str, share: str = "host+disk", **settings: Any) -> ScheduledEngine:
-        settings = {"blocks": 128} | sharing(tmp_path / "run", share) | settings
-        engines.append(ScheduledEngine(tmp_path, KINDS[kind], **settings))
-        return engines[-1]
-
-    yield make
-    for engine in engines:
-        engine.close()
-
-
-def pair(start: Start, kind: str, **settings: Any) -> tuple[ScheduledEngine, ScheduledEngine]:
-    """An engine that has computed the prompt, and one that knows its pages."""
-    one, other = start(kind, **settings), start(kind, **settings)
-    assert one.run("one", PROMPT) == 0
-    wait_for(lambda: knows_pages(other, manager_of(one).cached_blocks()))
-    return one, other
 
 
 def deafen(engine: ScheduledEngine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Protocol
 
 import numpy as np
@@ -15,9 +15,6 @@ from flexkv.cache.tiers.contract import Keeper
 from flexkv.facts.keys import KEY_BYTES, Keys, first_words
 from flexkv.peers.share import DEPARTED_S, OnceCounts
 from flexkv.transfer.graph import NEVER, SlotIds
-
-GROUP = 0
-"""Only models with one KV group share."""
 
 NO_KEYS: Keys = np.zeros((0, KEY_BYTES), np.uint8)
 
@@ -66,13 +63,16 @@ class PeerKeeper(Keeper):
         self._left_out = np.zeros(places, np.bool_)
         self._keys = np.zeros((places, KEY_BYTES), np.uint8)
         """The key of the page in each place with a note."""
+        self._groups = np.zeros(places, np.int32)
+        """The page's KV group."""
         self._departed: tuple[int, ...] = ()
         """Those for which `_orphans` was collected."""
         self._since_s = 0.0
         """When the last of these was found to have ended."""
         self._let_go: tuple[int, ...] = ()
         """The departed of which no page is wanted any more. They are known until another thread has unmapped them."""
-        self._orphans: deque[Keys] = deque()
+        self._orphans: deque[tuple[int, Keys]] = deque()
+        """Groups, each with keys of its pages."""
 
     # --- what the tier tells ---
 
@@ -99,7 +99,7 @@ class PeerKeeper(Keeper):
         there = self._present(group, keys)
         if there.any():
             # The index may not have the last news yet, and has the expiry of a holder that may have given the page up.
-            running, expiries = self._running(keys[there], self._share.departed)
+            running, expiries = self._running(group, keys[there], self._share.departed)
             if expiry is not None:
                 lasts = expiries == NEVER
                 if expiry != NEVER:
@@ -108,10 +108,12 @@ class PeerKeeper(Keeper):
             there[there] = running
         return there
 
-    def _running(self, keys: Keys, departed: tuple[int, ...]) -> tuple[NDArray[np.bool_], NDArray[np.uint64]]:
+    def _running(
+        self, group: int, keys: Keys, departed: tuple[int, ...]
+    ) -> tuple[NDArray[np.bool_], NDArray[np.uint64]]:
         """Which of the keys a peer has that has not ended, bool [keys], and when its page expires."""
         peers, _, _, expiries, _ = self._directory.find(
-            GROUP, np.ascontiguousarray(keys), np.array(departed, np.int32)
+            group, np.ascontiguousarray(keys), np.array(departed, np.int32)
         )
         return peers >= 0, expiries
 
@@ -121,7 +123,7 @@ class PeerKeeper(Keeper):
         places = self._presence.slots_of(entries[there])
         self.counts.left_out += int(np.count_nonzero(~self._left_out[places]))
         self._left_out[places] = True
-        self._keys[places] = keys[there]
+        self._keys[places], self._groups[places] = keys[there], group
 
     def take_back(self, group: int, keys: Keys) -> None:
         entries = self._presence.find(group, keys)
@@ -136,27 +138,34 @@ class PeerKeeper(Keeper):
     def has_orphans(self) -> bool:
         return self._share.departed not in ((), self._let_go)
 
-    def orphans(self, most: int) -> Keys:
+    def orphans(self, most: int) -> tuple[int, Keys]:
         departed = self._share.departed
         if departed != self._departed:
             if set(departed) - set(self._departed):
                 self._since_s = self._clock()
-                noted = self._keys[np.flatnonzero(self._left_out)]
-                self._orphans = deque(noted[at : at + most] for at in range(0, len(noted), most))
+                self._orphans = deque(self._noted(most))
             self._departed = departed
         if not departed or not self._orphans or not self._usable():
-            return NO_KEYS
-        keys = self._orphans.popleft()
-        entries = self._presence.find(GROUP, keys)
+            return 0, NO_KEYS
+        group, keys = self._orphans.popleft()
+        entries = self._presence.find(group, keys)
         wanted = entries != NO_ENTRY
         wanted[wanted] = self._left_out[self._presence.slots_of(entries[wanted])]
-        running, _ = self._running(keys[wanted], departed)
+        running, _ = self._running(group, keys[wanted], departed)
         wanted[wanted] = ~running
         keys = keys[wanted]
         mine = self._are_mine(keys)
-        self.put_back(keys[~mine])
-        taken: Keys = keys[mine]
-        return taken
+        self.put_back(group, keys[~mine])
+        return group, keys[mine]
+
+    def _noted(self, most: int) -> Iterator[tuple[int, Keys]]:
+        """The pages with a note, up to `most` of one group at a time."""
+        places = np.flatnonzero(self._left_out)
+        groups = self._groups[places]
+        for group in np.unique(groups).tolist():
+            noted = self._keys[places[groups == group]]
+            for at in range(0, len(noted), most):
+                yield group, noted[at : at + most]
 
     def _are_mine(self, keys: Keys) -> NDArray[np.bool_]:
         """Which of the keys it is this unit's turn to copy, bool [keys]."""
@@ -167,9 +176,9 @@ class PeerKeeper(Keeper):
         mine: NDArray[np.bool_] = shares == (number + turn) % units
         return mine
 
-    def put_back(self, keys: Keys) -> None:
+    def put_back(self, group: int, keys: Keys) -> None:
         if len(keys):
-            self._orphans.append(keys)
+            self._orphans.append((group, keys))
 
     def end_orphans(self) -> None:
         departed = self._departed

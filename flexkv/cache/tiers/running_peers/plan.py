@@ -60,10 +60,6 @@ def plan_share(unit: UnitFacts) -> PeerShare | None:
             ", ".join(group.rule_text for group in groups),
         )
         across_machines = False
-    once = peers.store == "once"
-    if once and len(groups) > 1:
-        logger.warning("peers.store: once is off here: the model has %d KV groups", len(groups))
-        once = False
     heads = [group.heads for group in unit.ranks[0].groups]
     return PeerShare(
         peers.folder,
@@ -71,7 +67,7 @@ def plan_share(unit: UnitFacts) -> PeerShare | None:
         UnitPages(groups, heads, unit.config.keys.scheme == "common"),
         host,
         disk,
-        once,
+        peers.store == "once",
         peers.beat_s if across_machines else None,
     )
 
