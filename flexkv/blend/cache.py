@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from flexkv.blend.base import PLANES, KvShape, Tokens
+from flexkv.blend.base import PLANES, Hit, KvShape, Tokens
 from flexkv.blend.keys import GROUP, SegmentKeys, SegmentKeyScheme
 from flexkv.blend.rotation import KeyRotation, RowPlaces, TurnTable
 from flexkv.blend.segment_fetch import SegmentFetch
@@ -103,6 +103,18 @@ class SegmentCache:
         self._moves.free_late()
         hits = self._lookup.begin(segments, self.deadline_s, caller)
         return SegmentLoad(self._moves, hits, self.deadline_s)
+
+    def load_staged(self, tokens: int) -> SegmentLoad:
+        """A load of so many tokens' rows that the caller writes to the staging pool itself, to the blocks of its only
+        hit.
+
+        Raises:
+            CapacityError: the staging pool has no room.
+        """
+        blocks = self.staging.take(-(-tokens // self.block_tokens))
+        if blocks is None:
+            raise CapacityError(f"{tokens} tokens: the staging pool has {len(self.staging.free)} free blocks")
+        return SegmentLoad(self._moves, [Hit(0, tokens, blocks, (), ())], self.deadline_s)
 
     def begin_fetch(self, segments: Sequence[Tokens], caller: str = "") -> SegmentFetch:
         """Begins to bring the cached leading part of each segment to host memory, from which it is then loaded. Never

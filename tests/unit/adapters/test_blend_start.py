@@ -15,6 +15,7 @@ from flexkv.adapters.vllm.blend import worker as module
 from flexkv.adapters.vllm.blend.orders import BlendOrders, ChunkOrder, Reuse, SegmentOrder
 from flexkv.adapters.vllm.blend.pages import BlendPages
 from flexkv.adapters.vllm.blend.worker import ANOTHER, BlendWorker
+from flexkv.blend.registry import NotBlendable
 from flexkv.config import FlexKVConfig
 from flexkv.errors import CapacityError
 from flexkv.observe import BlendResult, Counters
@@ -59,12 +60,14 @@ class Ranks:
 
     Attributes:
         fails: called with each rank's number where it makes its rotation.
+        turns: the same where it turns rows on the pool's device.
         started: each rank's worker, or what its start raised.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch, ranks: int = 1, wait_s: float = DEADLINE_S) -> None:
         self.group = Group(ranks, wait_s)
         self.fails: Callable[[int], None] = lambda rank: None
+        self.turns: Callable[[int], None] = lambda rank: None
         self.caches: list[Cache] = []
         self.started: dict[int, Any] = {}
         self.counters = Counters()
@@ -78,6 +81,7 @@ class Ranks:
             "model_of": lambda config: self.model,
             "model_refusal": lambda *given: "",
             "rotation_of": lambda *given: self.fails(self._rank.number),
+            "check_turning": lambda pages: self.turns(self._rank.number),
             "shape_of": lambda model: SimpleNamespace(layers=1, row_bytes=64),
             "SegmentCache": self._cache,
             "BlendForward": lambda *given: None,
@@ -138,6 +142,20 @@ def test_a_rank_that_cannot_blend_turns_it_off_on_all(monkeypatch: pytest.Monkey
     assert ranks.start() == [ANOTHER, NO_ROOM]
     (cache,) = ranks.caches
     assert cache.is_closed
+
+
+def test_a_rank_that_cannot_turn_rows_turns_blending_off_on_all(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def turns(rank: int) -> None:
+        if rank == 1:
+            raise NotBlendable("cached rows cannot be turned on cuda:1: built without CUDA")
+
+    ranks = Ranks(monkeypatch, 2)
+    ranks.turns = turns
+    assert ranks.start() == [ANOTHER, "cached rows cannot be turned on cuda:1: built without CUDA"]
+    assert all(cache.is_closed for cache in ranks.caches)
+    assert caplog.text.count("blending is off") == 2, "one warning per rank"
 
 
 def test_control_without_agreement_the_other_rank_waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from flexkv.adapters.torch_tensors.device import PinnedRows, TorchDevice
 from flexkv.adapters.vllm.blend.orders import Arrival, NewSegment, RequestId, SegmentOrder
 from flexkv.adapters.vllm.blend.rows import Numbers
 from flexkv.blend.cache import SegmentCache
+from flexkv.blend.registry import NotBlendable
 from flexkv.blend.rotation import KeyRotation
 from flexkv.blend.segment_fetch import SegmentFetch
 from flexkv.blend.segment_load import SegmentLoad
@@ -43,10 +44,17 @@ def device_of(pool: torch.device, dtype: torch.dtype) -> RowDevice:
     Args:
         pool: its device.
         dtype: the cache's.
+
+    Raises:
+        NotBlendable: torch has no streams there.
     """
     if pool.type == "cpu":
         return RowDevice(HostDevice(), np.dtype(f"u{dtype.itemsize}"), lambda source: source)
-    return RowDevice(TorchDevice(pool), dtype, PinnedRows)
+    try:
+        device = TorchDevice(pool)
+    except RuntimeError as error:
+        raise NotBlendable(f"cached rows cannot be turned on {pool}: {error}") from error
+    return RowDevice(device, dtype, PinnedRows)
 
 
 class LoadedRows:
@@ -110,13 +118,19 @@ class BlendPages:
     Args:
         dtype: torch's name of the cache's dtype.
         device: the device of the engine's pool.
+
+    Attributes:
+        cache, rotation, dtype, device: as given.
+
+    Raises:
+        NotBlendable: torch has no streams on the device.
     """
 
     def __init__(
         self, cache: SegmentCache, rotation: KeyRotation, dtype: Any, device: Any, counters: Counters
     ) -> None:
         self.cache, self.rotation = cache, rotation
-        self._dtype, self._device = dtype, device
+        self.dtype, self.device = dtype, device
         self._rows_on = device_of(torch.device(device), dtype)
         self._counters = counters
         self._fetches: dict[RequestId, SegmentFetch] = {}
@@ -231,8 +245,12 @@ class BlendPages:
             low, high = max(start, first), min(start + tokens, end)
             if low < high:
                 stretches.append(Stretch(hits[segment], low - start, high - low, low))
+        return self.loaded_rows(load, stretches)
+
+    def loaded_rows(self, load: SegmentLoad, stretches: Sequence[Stretch]) -> LoadedRows:
+        """Rows of a load whose pages have all arrived, turned to where the stretches say."""
         rows = TurnedRows(self.cache, self.rotation, load, stretches)
-        return LoadedRows(rows, self._rows_on, self._dtype, self._device)
+        return LoadedRows(rows, self._rows_on, self.dtype, self.device)
 
     def holds(self, request: RequestId) -> bool:
         """Whether segments are loaded for the request."""
@@ -245,7 +263,7 @@ class BlendPages:
         if first == 0:
             shape = self.cache.shape
             room = (shape.layers, 2, shape.heads, len(asks.tokens), shape.head_dim)
-            self._captures[request] = Capture(torch.empty(room, dtype=self._dtype))
+            self._captures[request] = Capture(torch.empty(room, dtype=self.dtype))
         capture = self._captures.get(request)
         return capture is not None and capture.done == first
 

@@ -24,6 +24,7 @@ from flexkv.adapters.vllm.blend.pages import BlendPages, segment_rows
 from flexkv.adapters.vllm.blend.rows import BatchRows
 from flexkv.adapters.vllm.blend.selftest import SelfTest
 from flexkv.adapters.vllm.blend.spec import PAGE_TOKENS, most_pages
+from flexkv.adapters.vllm.blend.turn_check import check_turning
 from flexkv.adapters.vllm.pool_geometry import PoolGeometry
 from flexkv.blend.cache import SegmentCache
 from flexkv.blend.registry import NotBlendable
@@ -101,7 +102,12 @@ class BlendWorker:
             folders=segment_folders(vllm_config, settings, rank),
         )
         pool = model.model.layers[0].self_attn.attn.kv_cache
-        self._pages = BlendPages(cache, rotation, pool.dtype, pool.device, self._counters)
+        try:
+            self._pages = BlendPages(cache, rotation, pool.dtype, pool.device, self._counters)
+        except BaseException:
+            cache.close()
+            raise
+        check_turning(self._pages)
         self.forward = BlendForward(model, vllm_config, settings.blend.check_layer)
         return SelfTest(model, self.forward, vllm_config, geometry.num_blocks)
 

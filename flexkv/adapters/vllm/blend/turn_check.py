@@ -1,0 +1,88 @@
+"""Turns rows where the engine's pool lies, as requests do, before there is a request."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from flexkv.adapters.vllm.blend.pages import BlendPages
+from flexkv.blend.base import PLANES
+from flexkv.blend.registry import NotBlendable
+from flexkv.blend.rotation import RowPlaces, TurnTable
+from flexkv.blend.segment_load import SegmentLoad
+from flexkv.blend.turned_rows import Stretch
+from flexkv.errors import FlexKVError
+
+LAYERS = 3
+"""More than a load has buffers by default, so that one is used again."""
+ROWS, FIRST = 40, 3
+"""Rows of the segment; the first one that is turned."""
+POSITIONS = 50, 1000
+"""Where the two halves of its rows stand in the prompt."""
+
+
+def check_turning(pages: BlendPages) -> None:
+    """Loads rows of random numbers and turns them through the load pipeline on the pool's device. Precondition: nothing
+    is loaded or stored.
+
+    Raises:
+        NotBlendable: they do not come, or differ from those that the CPU turns; says where and why.
+    """
+    cache = pages.cache
+    rows = min(ROWS, len(cache.staging.free) * cache.block_tokens)
+    load = cache.load_staged(rows)
+    try:
+        (hit,) = load.hits
+        cache.staging.rows[:, hit.blocks] = _random_rows(pages, len(hit.blocks))
+        half = FIRST + (rows - FIRST) // 2
+        stretches = [
+            Stretch(hit, FIRST, half - FIRST, POSITIONS[0]),
+            Stretch(hit, half, rows - half, POSITIONS[1]),
+        ]
+        if wrong := _wrong_layers(pages, load, stretches):
+            raise NotBlendable(f"rows turned on {pages.device} differ from the CPU's in layers {wrong}")
+    except NotBlendable:
+        raise
+    except Exception as error:  # torch's and the device's own, too
+        reason = str(error) if isinstance(error, FlexKVError) else f"{type(error).__name__}: {error}"
+        raise NotBlendable(f"cached rows cannot be turned on {pages.device}: {reason}") from error
+    finally:
+        load.close()
+
+
+def _random_rows(pages: BlendPages, blocks: int) -> np.ndarray:
+    room = pages.cache.staging.rows[:, :blocks]
+    plain = torch.randn(room.shape, generator=torch.Generator().manual_seed(0)).to(pages.dtype)
+    return plain.view(torch.uint8).numpy().view(room.dtype)
+
+
+def _wrong_layers(pages: BlendPages, load: SegmentLoad, stretches: list[Stretch]) -> list[int]:
+    layers, wrong = pages.loaded_rows(load, stretches).open(0), []
+    try:
+        for layer in range(min(LAYERS, pages.cache.shape.layers)):
+            found = torch.stack(layers.take(layer)).cpu().view(torch.uint8).numpy()
+            wanted = [_turned(pages, stretch, layer) for stretch in stretches]
+            if not np.array_equal(found, np.concatenate(wanted, axis=1)):
+                wrong.append(layer)
+    finally:
+        layers.close()
+    return wrong
+
+
+def _turned(pages: BlendPages, stretch: Stretch, layer: int) -> np.ndarray:
+    """The rows as the CPU turns them, in one call, [2, rows, heads, bytes of a head]."""
+    cache, shape = pages.cache, pages.cache.shape
+    old = np.arange(stretch.first, stretch.first + stretch.rows)
+    tables = [
+        pages.rotation.table(old, np.arange(stretch.rows) + stretch.position),
+        TurnTable.copies(stretch.rows),
+    ]
+    head_bytes = shape.row_bytes // shape.heads
+    out = np.empty((PLANES, stretch.rows, shape.heads, shape.head_dim), shape.carrier)
+    target = RowPlaces(np.arange(stretch.rows, dtype=np.int64) * shape.row_bytes, head_bytes)
+    at = stretch.hit.blocks.astype(np.int64)[old // cache.block_tokens], old % cache.block_tokens
+    for plane, table in enumerate(tables):
+        # In an order of its own, not that of the loads.
+        rows = np.ascontiguousarray(cache.staging.rows[layer][at[0], plane, at[1]])
+        pages.rotation.apply(rows, target, out[plane], target, table)
+    return out.view(np.uint8)
