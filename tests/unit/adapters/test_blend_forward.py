@@ -50,6 +50,7 @@ def made() -> list[Any]:
 @pytest.fixture
 def blending(made: list[Any], monkeypatch: pytest.MonkeyPatch) -> BlendForward:
     monkeypatch.setattr(forward, "get_forward_context", lambda: SimpleNamespace())
+    monkeypatch.setattr(forward, "get_tp_group", lambda: SimpleNamespace(world_size=1))
     monkeypatch.setattr(forward, "override_forward_context", lambda context: contextlib.nullcontext())
     decoder = SimpleNamespace(
         embed_input_ids=lambda ids: ids[:, None].expand(-1, 8).float(),

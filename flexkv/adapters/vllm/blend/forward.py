@@ -16,7 +16,12 @@ from vllm.forward_context import get_forward_context, override_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from flexkv.adapters.vllm.blend.rows import BatchRows, Numbers, Runs, kept_rows
-from flexkv.errors import FlexKVError
+from flexkv.errors import FlexKVError, TransferError
+from flexkv.observe import get_logger
+
+logger = get_logger(__name__)
+
+ANOTHER_RANK = "another rank's log says what"
 
 Planes = tuple[Any, Any]
 
@@ -74,6 +79,101 @@ class TakenRows:
 
     rows: Numbers
     take: Callable[[int, Planes], None]
+
+
+class CachedRowsError(TransferError):
+    """Cached rows of a forward failed on some rank, where its step cannot go on without them. Every rank raises it."""
+
+
+class OwnWork:
+    """Work of flexkv on this rank between a forward's collectives. After a failure no more of it is done.
+
+    Args:
+        stops: raise a failure at once, because no other rank waits.
+
+    Attributes:
+        failure: what has failed first.
+    """
+
+    def __init__(self, stops: bool = False) -> None:
+        self.failure: Exception | None = None
+        self._stops = stops
+
+    def do(self, work: Callable[..., None], *given: Any) -> None:
+        if self.failure is not None:
+            return
+        try:
+            work(*given)
+        except Exception as error:  # torch's and the device's own, too
+            self.failure = error
+            if self._stops:
+                raise
+
+
+class CachedRows:
+    """The cached rows of one forward on this rank.
+
+    Call order:
+        `open`, `compare`, `skipped`, `close`.
+
+    Attributes:
+        failure: why they cannot be used; known after `compare`.
+    """
+
+    def __init__(self, reused: Sequence[ReusedRows]) -> None:
+        self._reused = reused
+        self._opened: list[RowLayers] = []
+        self._work = OwnWork()
+
+    @property
+    def failure(self) -> Exception | None:
+        return self._work.failure
+
+    def open(self, first: int) -> None:
+        """Begins with layer `first`."""
+        for each in self._reused:
+            self._work.do(lambda source=each.source: self._opened.append(source.open(first)))
+
+    def compare(self, layer: int, fresh: Any, difference: Any) -> None:
+        """Adds up how far the cached keys of each reused row are from the fresh ones, squared.
+
+        Args:
+            fresh: keys of all rows.
+            difference: float32, by row.
+        """
+        for number, each in enumerate(self._reused):
+            self._work.do(self._compare_one, number, each.rows, layer, fresh, difference)
+
+    def _compare_one(self, number: int, numbers: Numbers, layer: int, fresh: Any, difference: Any) -> None:
+        keys, _ = self._opened[number].take(layer)
+        rows = torch.from_numpy(numbers).to(fresh.device)
+        apart = fresh[rows].reshape(len(rows), -1).float() - keys.reshape(len(rows), -1).float()
+        difference[rows] = apart.square().sum(1)
+
+    def skipped(self, keep: NDArray[np.bool_], slots: Any) -> list[tuple[RowLayers, Any]]:
+        """The reused rows that no later layer computes, and their slots.
+
+        Args:
+            slots: slot of each row of the batch; None if nothing is reused.
+        """
+        found = []
+        for each, layers in zip(self._reused, self._opened, strict=False):  # none is open after a failure
+            chosen = np.flatnonzero(~keep[each.rows])
+            if len(chosen):
+                layers.choose(chosen)
+                found.append((layers, slots[torch.from_numpy(each.rows[chosen]).to(slots.device)]))
+        return found
+
+    def close(self) -> FlexKVError | None:
+        """Closes all, whatever happens to one of them. Returns what happened. Idempotent."""
+        opened, self._opened = self._opened, []
+        failure: FlexKVError | None = None
+        for each in opened:
+            try:
+                each.close(wait=failure is None)
+            except FlexKVError as error:
+                failure = failure or error
+        return failure
 
 
 Choose = Callable[[BatchRows, Sequence[tuple[Numbers, float]], NDArray[np.float64]], NDArray[np.bool_]]
@@ -135,28 +235,39 @@ class BlendForward:
         hidden: Any = self._decoder.embed_input_ids(input_ids[: batch.rows])
         residual: Any = None
         watched = range(len(self.layers)) if taken else [self.check_layer] if reused else []
-        with self._fresh(watched) as fresh, self._opened(reused) as cached:
-            for layer in range(self.check_layer + 1):
-                fresh.clear()
-                hidden, residual = self.layers[layer](positions, hidden, residual)
-                self._pass_on(layer, fresh, taken, None)
-            keep = np.ones(batch.rows, np.bool_)
-            if reused:
-                keep = self._keep(batch, reused, cached, fresh[self.check_layer][0])
-            kept = np.flatnonzero(keep)
-            context = get_forward_context()
-            if len(kept) < batch.rows:
-                context = self._context(context, batch, kept)
-                at = torch.from_numpy(kept).to(hidden.device)
-                hidden, residual, positions = hidden[at], residual[at], positions[at]
-            skipped = self._skipped(reused, cached, keep)
-            with override_forward_context(context):
-                for layer in range(self.check_layer + 1, len(self.layers)):
+        cached, takers = CachedRows(reused), OwnWork()
+        try:
+            cached.open(self.check_layer)  # earlier layers compute all rows
+            with self._fresh(watched) as fresh:
+                for layer in range(self.check_layer + 1):
                     fresh.clear()
-                    for rows, slots in skipped:
-                        self._put(layer, rows, slots)
                     hidden, residual = self.layers[layer](positions, hidden, residual)
-                    self._pass_on(layer, fresh, taken, kept)
+                    takers.do(self._pass_on, layer, fresh, taken, None)
+                keep = np.ones(batch.rows, np.bool_)
+                if reused:
+                    keep = self._keep(batch, reused, cached, fresh[self.check_layer][0])
+                kept = np.flatnonzero(keep)
+                context = get_forward_context()
+                slots = context.slot_mapping[self._names[0]] if reused else None
+                skipped = cached.skipped(keep, slots)
+                if len(kept) < batch.rows:
+                    context = self._context(context, batch, kept)
+                    at = torch.from_numpy(kept).to(hidden.device)
+                    hidden, residual, positions = hidden[at], residual[at], positions[at]
+                puts = OwnWork(stops=get_tp_group().world_size == 1)
+                with override_forward_context(context):
+                    for layer in range(self.check_layer + 1, len(self.layers)):
+                        fresh.clear()
+                        for rows, at_slots in skipped:
+                            puts.do(self._put, layer, rows, at_slots)
+                        hidden, residual = self.layers[layer](positions, hidden, residual)
+                        takers.do(self._pass_on, layer, fresh, taken, kept)
+        except BaseException as error:
+            if (still_moves := cached.close()) is not None:
+                raise still_moves from error
+            raise
+        still_moves = cached.close()
+        _raise_alike(puts.failure or takers.failure or still_moves, hidden.device)
         hidden, _ = self._decoder.norm(hidden, residual)
         if len(kept) == len(input_ids):
             return hidden, keep
@@ -166,50 +277,41 @@ class BlendForward:
 
     # --- which rows ---
 
-    @contextlib.contextmanager
-    def _opened(self, reused: Sequence[ReusedRows]) -> Iterator[list[RowLayers]]:
-        """The cached rows from the check layer on: earlier layers compute all rows. None is left open."""
-        opened: list[RowLayers] = []
-        try:
-            for each in reused:
-                opened.append(each.source.open(self.check_layer))
-            yield opened
-        finally:
-            _close(opened)
-
     def _keep(
-        self, batch: BatchRows, reused: Sequence[ReusedRows], cached: Sequence[RowLayers], fresh: Any
+        self, batch: BatchRows, reused: Sequence[ReusedRows], cached: CachedRows, fresh: Any
     ) -> NDArray[np.bool_]:
-        """The rows that later layers compute, the same on every rank."""
-        difference = torch.zeros(batch.rows, dtype=torch.float32, device=fresh.device)
-        for each, layers in zip(reused, cached, strict=True):
-            keys, _ = layers.take(self.check_layer)
-            rows = torch.from_numpy(each.rows).to(fresh.device)
-            apart = fresh[rows].reshape(len(rows), -1).float() - keys.reshape(len(rows), -1).float()
-            difference[rows] = apart.square().sum(1)
+        """The rows that later layers compute, the same on every rank. All of them if some rank's cached rows failed:
+        until here every layer has computed all rows.
+
+        Raises:
+            CachedRowsError: some rank's failed and still move at the deadline.
+        """
+        # Two flags behind the rows: a rank that fails takes part, because the others wait for it here.
+        difference = torch.zeros(batch.rows + 2, dtype=torch.float32, device=fresh.device)
+        cached.compare(self.check_layer, fresh, difference)
+        failure = cached.failure
+        if failure is not None:
+            moves = cached.close() is not None
+            difference.zero_()
+            difference[-2], difference[-1] = 1.0, float(moves)
         group = get_tp_group()
         if group.world_size > 1:
             difference = group.all_reduce(difference)  # each rank has some of the heads
         measured = difference.cpu().numpy().astype(np.float64)
-        keep = self.choose(batch, [(each.rows, each.ratio) for each in reused], measured)
+        if measured[-1] > 0:
+            raise CachedRowsError(
+                f"cached rows failed and still move: {ANOTHER_RANK if failure is None else failure}"
+            ) from failure
+        if measured[-2] > 0:
+            logger.warning("all rows of a step are computed: %s", failure or ANOTHER_RANK)
+            cached.close()
+            return np.ones(batch.rows, np.bool_)
+        keep = self.choose(batch, [(each.rows, each.ratio) for each in reused], measured[: batch.rows])
         if group.world_size > 1:
             # The sums' last bits may differ between ranks, the rows must not.
             ours = torch.from_numpy(keep.astype(np.float32)).to(fresh.device)
             keep = group.broadcast(ours, src=0).cpu().numpy().astype(np.bool_)
         return keep
-
-    def _skipped(
-        self, reused: Sequence[ReusedRows], cached: Sequence[RowLayers], keep: NDArray[np.bool_]
-    ) -> list[tuple[RowLayers, Any]]:
-        """The reused rows that no later layer computes, and their slots."""
-        found = []
-        for each, layers in zip(reused, cached, strict=True):
-            chosen = np.flatnonzero(~keep[each.rows])
-            if len(chosen):
-                layers.choose(chosen)
-                slots = get_forward_context().slot_mapping[self._names[0]]
-                found.append((layers, slots[torch.from_numpy(each.rows[chosen]).to(slots.device)]))
-        return found
 
     def _put(self, layer: int, cached: RowLayers, slots: Any) -> None:
         """Writes a layer's cached rows to the pool, in whatever layout its backend has."""
@@ -304,13 +406,20 @@ class BlendForward:
         return self._builder
 
 
-def _close(opened: Sequence[RowLayers]) -> None:
-    """Closes all, whatever happens to one of them."""
-    failure: FlexKVError | None = None
-    for each in opened:
-        try:
-            each.close(wait=failure is None)
-        except FlexKVError as error:
-            failure = failure or error
-    if failure is not None:
-        raise failure
+def _raise_alike(failure: Exception | None, device: Any) -> None:
+    """Raises on every rank if flexkv's own work has failed on some. Waits for all ranks.
+
+    Raises:
+        CachedRowsError: it has, and there are several ranks.
+        Exception: the failure itself, if there is one rank.
+    """
+    group = get_tp_group()
+    if group.world_size == 1:
+        if failure is not None:
+            raise failure
+        return
+    failed = torch.tensor([failure is not None], dtype=torch.float32, device=device)
+    if float(group.all_reduce(failed)) > 0:
+        raise CachedRowsError(
+            f"flexkv's part of a step failed: {ANOTHER_RANK if failure is None else failure}"
+        ) from failure

@@ -183,14 +183,15 @@ class BlendStep:
         reused: list[ReusedRows] = []
         taken: list[TakenRows] = []
         captured: list[tuple[ChunkOrder, NewSegment, int]] = []
-        found = [self._find(batch, chunk) for chunk in self._chunks]
-        there = _on_all_ranks([row is not None for row in found])
-        for chunk, row, everywhere in zip(self._chunks, found, there, strict=True):
-            if row is None or not everywhere:
+        found = [self._find_or_warn(batch, chunk) for chunk in self._chunks]
+        there = _on_all_ranks([place is not None for place in found])
+        for chunk, place, everywhere in zip(self._chunks, found, there, strict=True):
+            if place is None or not everywhere:
                 self._count_unplaced(chunk)
-            elif isinstance(chunk.asks, Reuse):
-                reused.append(self._reused(chunk, chunk.asks, row))
-            else:
+            elif isinstance(place, ReusedRows):
+                reused.append(place)
+            elif isinstance(chunk.asks, NewSegment):
+                row = place
                 end = min(chunk.first + len(chunk.slots), len(chunk.asks.tokens))
                 rows = row + np.arange(end - chunk.first, dtype=np.int64)
                 taken.append(TakenRows(rows, self._taker(chunk)))
@@ -217,14 +218,24 @@ class BlendStep:
         if isinstance(asks, NewSegment) and chunk.first + len(chunk.slots) >= len(asks.tokens):
             self._pages.lose_capture(asks)
 
-    def _find(self, batch: BatchRows, chunk: ChunkOrder) -> int | None:
-        """The chunk's first row in the batch; None if it is not there, or this rank lacks what it is for."""
+    def _find_or_warn(self, batch: BatchRows, chunk: ChunkOrder) -> int | ReusedRows | None:
+        """See `_find`; also None if that fails, because the other ranks wait for this one."""
+        try:
+            return self._find(batch, chunk)
+        except Exception:  # torch's own, too
+            logger.warning("rows of a step cannot be blended", exc_info=True)
+            return None
+
+    def _find(self, batch: BatchRows, chunk: ChunkOrder) -> int | ReusedRows | None:
+        """The rows that the chunk reuses, or the first row in the batch of one to be captured; None if it is not there,
+        or this rank lacks what it is for."""
         asks, end = chunk.asks, chunk.first + len(chunk.slots)
         if isinstance(asks, Reuse):
             ready = self._pages.holds(chunk.request) and asks.covers(chunk.first, end)
         else:
             ready = self._pages.begin_capture(chunk.request, asks, chunk.first)
-        return batch.place(chunk.first, chunk.slots) if ready else None
+        row = batch.place(chunk.first, chunk.slots) if ready else None
+        return self._reused(chunk, asks, row) if row is not None and isinstance(asks, Reuse) else row
 
     def _reused(self, chunk: ChunkOrder, asks: Reuse, row: int) -> ReusedRows:
         end = chunk.first + len(chunk.slots)
