@@ -36,18 +36,29 @@ class Stretch:
     position: int
 
 
+Passage = Callable[[int, Sequence[RowSource]], Sequence[RowSource]]
+"""Makes a layer's row sources for a device of sources that fill host memory, one per chunk. Called with the layer's
+number."""
+
+
+def straight(layer: int, sources: Sequence[RowSource]) -> Sequence[RowSource]:
+    """The `Passage` of a device whose buffers are host memory."""
+    return sources
+
+
 @dataclass(frozen=True, slots=True)
 class RowDevice:
     """Where a pipeline's buffers lie.
 
     Attributes:
         dtype: the device's, of the cache's elements.
-        source: makes a row source for the device of one that fills host memory.
+        rooms: makes what lies between host memory and the buffers of one load, for so many layers at a time and with so
+            many seconds to wait for them; see `Passage`.
     """
 
     device: LayerDevice
     dtype: Any
-    source: Callable[[RowSource], RowSource]
+    rooms: Callable[[int, float], Passage] = lambda layers, deadline_s: straight
 
 
 class StretchRows:
@@ -128,7 +139,8 @@ class TurnedRows:
             self._cache.deadline_s,
             self._cache.prefetch_layers,
         )
-        return TurnedLayers(pipeline, lambda layer: [on.source(each) for each in self.sources(layer)], first)
+        passage = on.rooms(self._cache.prefetch_layers, self._cache.deadline_s)
+        return TurnedLayers(pipeline, lambda layer: passage(layer, self.sources(layer)), first)
 
     def sources(self, layer: int) -> list[RowSource]:
         """One row source per stretch."""

@@ -34,7 +34,7 @@ def test_the_cpus_bits_while_the_engines_stream_is_busy(torch: Any) -> None:
     host = HostDevice()
     with closing(cache), closing(load_all(cache)) as load:
         rows = TurnedRows(cache, ROTATION, load, stretches_of(load))
-        layers, wanted = rows.open(RowDevice(host, SHAPE.carrier, lambda source: source), 0), []
+        layers, wanted = rows.open(RowDevice(host, SHAPE.carrier), 0), []
         for layer in range(SHAPE.layers):
             wanted.append(layers.layer(layer)[:, rows.in_buffer].copy())
             layers.leave()

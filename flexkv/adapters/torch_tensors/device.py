@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
-from flexkv.transfer.layerwise.base import Event, LayerDevice, RowSource, Stream
+from flexkv.transfer.layerwise.base import Event, LayerDevice, Stream
 from flexkv.transfer.nvtx import span
 
 LOOK_EVERY_S = 0.0005
@@ -117,19 +117,3 @@ class TensorRows:
 
     def copy_from(self, rows: torch.Tensor) -> None:
         self._tensor.copy_(rows, non_blocking=True)
-
-
-class PinnedRows:
-    """Rows of a source that fills host memory, copied to the device without waiting for it. Between the two they lie in
-    pinned memory, which torch uses again once the copy has ended.
-    """
-
-    def __init__(self, source: RowSource) -> None:
-        self._source = source
-
-    def copy_to(self, rows: torch.Tensor) -> None:
-        # In one piece on both sides: torch would copy others through memory that is not pinned.
-        room = torch.empty(rows.shape, dtype=rows.dtype, device="cpu", pin_memory=rows.is_cuda)
-        self._source.copy_to(room)
-        for to, plane in zip(rows, room, strict=True):
-            to.copy_(plane, non_blocking=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from flexkv.adapters.torch_tensors.device import PinnedRows, TorchDevice
+from flexkv.adapters.torch_tensors.device import TorchDevice
+from flexkv.adapters.torch_tensors.pinned_rooms import PinnedRooms
 from flexkv.adapters.vllm.blend import forward
 from flexkv.adapters.vllm.blend.forward import BlendForward, ReusedRows
 from flexkv.adapters.vllm.blend.pages import LoadedLayers, LoadedRows, device_of
@@ -186,7 +188,7 @@ def test_the_pool_gets_each_layers_skipped_rows(
     blending: Any, copies: Copies, host: RowDevice, ratio: float, on: str
 ) -> None:
     blended = blending(nothing)
-    device = host if on == "host" else RowDevice(TorchDevice("cpu"), torch.float32, PinnedRows)
+    device = host if on == "host" else RowDevice(TorchDevice("cpu"), torch.float32, partial(PinnedRooms, CPU))
     keep = run(blended, copies, device, ratio)
     skipped = np.flatnonzero(~keep[copies.in_buffer + 40])
     assert len(skipped) == round((1 - ratio) * len(copies.in_buffer))
@@ -219,7 +221,7 @@ def test_control_a_layer_that_is_left_before_its_rows_are_taken_is_seen(
     monkeypatch.setattr(LoadedLayers, "take", too_early)
     blended = blending(nothing)
     device = HostDevice()
-    run(blended, copies, RowDevice(device, SHAPE.carrier, lambda source: source))
+    run(blended, copies, RowDevice(device, SHAPE.carrier))
     assert device.close(GENEROUS_S)
     assert off_by(blended, copies, np.arange(len(copies.in_buffer))) > 0.1
 
@@ -261,7 +263,7 @@ def test_control_a_device_that_works_only_when_awaited_copies_nothing_ahead(
         lambda layer: ahead.append(layer + 2 < SHAPE.layers and copies.begun[layer + 2].is_set())
     )
     device = ReorderingDevice(0)
-    run(blended, copies, RowDevice(device, SHAPE.carrier, lambda source: source))
+    run(blended, copies, RowDevice(device, SHAPE.carrier))
     assert off_by(blended, copies, np.arange(len(copies.in_buffer))) < 1e-5
     assert not all(ahead[CHECK:-2])
 

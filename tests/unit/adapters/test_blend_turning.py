@@ -4,13 +4,15 @@ wrong, turns blending off."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from flexkv.adapters.torch_tensors.device import PinnedRows, TorchDevice
+from flexkv.adapters.torch_tensors.device import TorchDevice
+from flexkv.adapters.torch_tensors.pinned_rooms import PinnedRooms
 from flexkv.adapters.vllm.blend.pages import BlendPages
 from flexkv.adapters.vllm.blend.turn_check import check_turning
 from flexkv.blend.base import KvShape
@@ -43,7 +45,9 @@ class Pages:
             cache.close()
             raise
         if device == "stand-in":
-            pages._rows_on = RowDevice(TorchDevice("cpu"), DTYPES[dtype], PinnedRows)
+            pages._rows_on = RowDevice(
+                TorchDevice("cpu"), DTYPES[dtype], partial(PinnedRooms, torch.device("cpu"))
+            )
         self.made.append(pages)
         return pages
 

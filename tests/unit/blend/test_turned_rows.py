@@ -40,7 +40,7 @@ def cache() -> Iterator[SegmentCache]:
 @pytest.fixture(params=[True, False], ids=["one thread", "a thread for each stream"])
 def host(request: pytest.FixtureRequest) -> Iterator[RowDevice]:
     device = HostDevice(one_thread=request.param)
-    yield RowDevice(device, SHAPE.carrier, lambda source: source)
+    yield RowDevice(device, SHAPE.carrier)
     assert device.close(GENEROUS_S)
 
 
@@ -91,7 +91,7 @@ def test_control_a_layer_that_is_left_before_it_was_read_is_another_one(cache: S
     store_all(cache)
     with closing(load_all(cache)) as load:
         rows = TurnedRows(cache, ROTATION, load, stretches_of(load))
-        layers = rows.open(RowDevice(device, SHAPE.carrier, lambda source: source), 0)
+        layers = rows.open(RowDevice(device, SHAPE.carrier), 0)
         buffer = layers.layer(0)
         layers.leave()
         layers.layer(1)
@@ -194,7 +194,7 @@ def test_memory_is_that_of_two_layers(cache: SegmentCache) -> None:
     device = ReorderingDevice(0)
     with closing(load_all(cache)) as load:
         rows = TurnedRows(cache, ROTATION, load, stretches_of(load))
-        layers = rows.open(RowDevice(device, SHAPE.carrier, lambda source: source), 0)
+        layers = rows.open(RowDevice(device, SHAPE.carrier), 0)
         layers.close()
     row, count = (
         (SHAPE.heads, SHAPE.head_dim),

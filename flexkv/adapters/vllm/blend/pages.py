@@ -6,12 +6,14 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from flexkv.adapters.torch_tensors.device import PinnedRows, TorchDevice
+from flexkv.adapters.torch_tensors.device import TorchDevice
+from flexkv.adapters.torch_tensors.pinned_rooms import PinnedRooms
 from flexkv.adapters.vllm.blend.orders import Arrival, NewSegment, RequestId, SegmentOrder
 from flexkv.adapters.vllm.blend.rows import Numbers
 from flexkv.blend.cache import SegmentCache
@@ -49,12 +51,12 @@ def device_of(pool: torch.device, dtype: torch.dtype) -> RowDevice:
         NotBlendable: torch has no streams there.
     """
     if pool.type == "cpu":
-        return RowDevice(HostDevice(), np.dtype(f"u{dtype.itemsize}"), lambda source: source)
+        return RowDevice(HostDevice(), np.dtype(f"u{dtype.itemsize}"))
     try:
         device = TorchDevice(pool)
     except RuntimeError as error:
         raise NotBlendable(f"cached rows cannot be turned on {pool}: {error}") from error
-    return RowDevice(device, dtype, PinnedRows)
+    return RowDevice(device, dtype, partial(PinnedRooms, pool))
 
 
 class LoadedRows:

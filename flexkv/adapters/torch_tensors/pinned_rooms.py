@@ -1,0 +1,108 @@
+"""Pinned memory between rows that lie in host memory and a device's buffers, of a few layers at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from flexkv.adapters.torch_tensors.device import TorchEvent
+from flexkv.observe import get_logger
+from flexkv.transfer.layerwise.base import RowSource
+
+logger = get_logger(__name__)
+
+PAGEABLE = "pageable memory"
+"""What rows pass through instead. A copy out of it is as right, but the host waits in it until the device takes it."""
+
+
+@dataclass(slots=True)
+class Room:
+    """
+    Attributes:
+        memory: [planes, tokens, heads, head_width].
+        copied: the end of the last copy out of it.
+    """
+
+    memory: torch.Tensor
+    copied: TorchEvent | None = None
+
+
+class PinnedRooms:
+    """One load's rooms: each chunk has one for each of `layers` layers, which later layers use again.
+
+    Where memory cannot be pinned, or a room's last copy has not ended after `deadline_s`, rows pass through PAGEABLE.
+
+    Args:
+        device: the device's buffers are on it.
+        layers: how many layers have rooms of their own.
+        deadline_s: how long a layer waits for its rooms, in seconds. That also contains the caller's own work on the
+            device, for which the copy out of the room may wait; so it ends in a fallback and never in an error.
+        pins: whether the device copies from pinned memory without the host; None: whether it is no CPU.
+    """
+
+    def __init__(
+        self, device: torch.device, layers: int, deadline_s: float, pins: bool | None = None
+    ) -> None:
+        self._module: Any = torch.get_device_module(device)
+        self._layers, self._deadline_s = layers, deadline_s
+        self._pins = device.type != "cpu" if pins is None else pins
+        self._rooms: dict[tuple[int, int], Room] = {}
+
+    def __call__(self, layer: int, sources: Sequence[RowSource]) -> list[RowSource]:
+        """Sources of a layer's chunks for the device, from sources that fill host memory."""
+        slot = layer % self._layers
+        return [PinnedRows(self, (slot, number), source) for number, source in enumerate(sources)]
+
+    def copy(self, key: tuple[int, int], source: RowSource, rows: torch.Tensor) -> None:
+        """Copies a source's rows to `rows`, in the current stream, without waiting for the copy."""
+        room = self._free_room(key, rows)
+        memory = self._pageable(rows) if room is None else room.memory
+        source.copy_to(memory)
+        # In one piece on both sides: torch would copy others through memory that is not pinned.
+        for to, plane in zip(rows, memory, strict=True):
+            to.copy_(plane, non_blocking=True)
+        if room is not None:
+            native = self._module.Event()
+            native.record(self._module.current_stream())
+            room.copied = TorchEvent(native, "")
+
+    def _free_room(self, key: tuple[int, int], rows: torch.Tensor) -> Room | None:
+        """The chunk's room once nothing is copied out of it; None if there is none in time."""
+        room = self._rooms.get(key)
+        if room is None:
+            if not self._pins:
+                memory = self._pageable(rows)
+            else:
+                try:
+                    memory = torch.empty(rows.shape, dtype=rows.dtype, device="cpu", pin_memory=True)
+                except RuntimeError as error:
+                    self._pins = False
+                    logger.warning("cached rows pass through %s, none is pinned: %s", PAGEABLE, error)
+                    memory = self._pageable(rows)
+            room = self._rooms[key] = Room(memory)
+        if room.copied is not None and not room.copied.wait(self._deadline_s):
+            logger.warning(
+                "cached rows pass through %s: the copy before is not over after %g s",
+                PAGEABLE,
+                self._deadline_s,
+            )
+            return None
+        return room
+
+    def _pageable(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.empty(rows.shape, dtype=rows.dtype, device="cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedRows:
+    """One chunk's rows of one layer: a `RowSource`."""
+
+    rooms: PinnedRooms
+    key: tuple[int, int]
+    source: RowSource
+
+    def copy_to(self, rows: torch.Tensor) -> None:
+        self.rooms.copy(self.key, self.source, rows)
