@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator, Sequence
 
 import numpy as np
@@ -39,7 +40,8 @@ class LoadPipeline(Pipeline):
 
     All rows from the first chunk to the last are written; rows in gaps are zeros unless the caller edits them. The rows
     of a failed chunk are gaps from that layer on; other chunks continue. Any other failure ends the pipeline: later
-    stages are skipped, and every chunk fails. Closing the generator early waits for work that has begun.
+    stages are skipped, and every chunk fails. Closing the generator early waits for work that has begun; with
+    `CallerLayers` on a GPU, the caller's stream does.
 
     A pipeline with its own `scatter` changes keys in the one pass that writes them to paged memory. `get_kv` then has
     nothing to return: callers read and edit a layer in paged memory, after `wait_scattered`.
@@ -165,6 +167,24 @@ class LoadPipeline(Pipeline):
 
     def _events(self) -> list[Event]:
         return [*self._loaded.values(), *self._transformed.values(), *self._scattered.values()]
+
+    def _end_early(self) -> None:
+        """With `CallerLayers`, a device whose streams wait for each other makes the caller's stream wait, too, and the
+        host goes on: the caller's own work on the device, behind which the last stages may wait, takes as long as it
+        takes. What the caller does next on its stream comes after all that was begun, so it may reuse the buffers.
+        """
+        if not isinstance(self._paged, CallerLayers):
+            super()._end_early()
+        elif not self.precede_caller(self.deadline_s):
+            raise PipelineError(f"a pipeline that was closed still moves bytes after {self.deadline_s:g} s")
+
+    def precede_caller(self, deadline_s: float) -> bool:
+        """Makes the caller's next work run after all work that has begun, as `LayerDevice.caller_waits` does. Returns
+        False if the deadline passed first."""
+        ends_s = time.monotonic() + deadline_s
+        return all(
+            self._device.caller_waits(event, max(0.0, ends_s - time.monotonic())) for event in self._events()
+        )
 
     # --- the stages ---
 

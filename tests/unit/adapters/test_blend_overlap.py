@@ -22,9 +22,9 @@ from flexkv.adapters.vllm.blend.rows import BatchRows
 from flexkv.blend.cache import SegmentCache
 from flexkv.blend.segment_load import SegmentLoad
 from flexkv.blend.turned_rows import RowDevice, TurnedRows
-from flexkv.transfer.layerwise.base import PipelineError, RowSource
-from flexkv.transfer.layerwise.host_device import HostDevice
-from flexkv.transfer.layerwise.pipeline import Pipeline
+from flexkv.transfer.layerwise.base import Event, PipelineError, RowSource
+from flexkv.transfer.layerwise.host_device import HostDevice, HostEvent
+from flexkv.transfer.layerwise.load import LoadPipeline
 from tests.unit.blend.loaded_world import (
     ROTATION,
     SHAPE,
@@ -312,13 +312,13 @@ def test_a_source_that_fails_ends_the_forward_and_leaves_nothing_open(
 
 def note_quiet(patch: pytest.MonkeyPatch, waits: list[float]) -> None:
     """Notes how long each close waits at most."""
-    of_pipeline = Pipeline.quiet
+    of_pipeline = LoadPipeline.precede_caller
 
-    def quiet(self: Pipeline, deadline_s: float) -> bool:
+    def precede_caller(self: LoadPipeline, deadline_s: float) -> bool:
         waits.append(deadline_s)
         return of_pipeline(self, deadline_s)
 
-    patch.setattr(Pipeline, "quiet", quiet)
+    patch.setattr(LoadPipeline, "precede_caller", precede_caller)
 
 
 def test_a_source_that_hangs_holds_a_forward_up_for_two_deadlines_at_most(
@@ -339,3 +339,46 @@ def test_a_source_that_hangs_holds_a_forward_up_for_two_deadlines_at_most(
             run(blending(nothing), copies, host, requests=2)
     assert waits == [0.05, 0.0]
     go_on.set()
+
+
+class BusyGpu(HostDevice):
+    """A device with streams: nobody on the host waits for it, and the caller's own work on it does not end.
+
+    Attributes:
+        before_caller: what the caller's next work waits for.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(one_thread=False)
+        self.before_caller: list[Event] = []
+        self.ends = HostEvent()
+
+    def caller_event(self) -> Event:
+        return self.ends
+
+    def caller_waits(self, event: Event, deadline_s: float) -> bool:
+        self.before_caller.append(event)
+        return True
+
+
+@pytest.mark.parametrize("on_the_host", [False, True], ids=["on its stream", "control"])
+def test_the_engines_own_work_on_a_gpu_does_not_count_as_a_late_copy(
+    blending: Any, copies: Copies, cache: SegmentCache, monkeypatch: pytest.MonkeyPatch, on_the_host: bool
+) -> None:
+    """The last copies wait for buffers that the engine's layers, which it has only enqueued, still read."""
+    device = BusyGpu()
+    monkeypatch.setattr(cache, "deadline_s", 0.05)
+    if on_the_host:
+        monkeypatch.setattr(LoadPipeline, "precede_caller", LoadPipeline.quiet)
+    try:
+        with pytest.raises(PipelineError, match="still moves") if on_the_host else contextlib.nullcontext():
+            run(blending(nothing), copies, RowDevice(device, SHAPE.carrier))
+        if not on_the_host:
+            ended = [event for event in device.before_caller if event.wait(0.0)]
+            assert len(ended) < len(device.before_caller), "the engine's next work comes after all of it"
+            last = [event for event in device.before_caller[-SHAPE.layers :] if not event.wait(0.0)]
+            assert last, "the stages of the last layers among it"
+    finally:
+        device.ends.reach("")
+        assert device.close(GENEROUS_S)
+    assert all(event.wait(0.0) for event in device.before_caller)
