@@ -531,8 +531,7 @@ class PeersConfig(Section):
         False,
         description="Units of several machines read each other's folders while they run. Each machine has its own in "
         "`disk.folders`, and all of them lie in one folder that every machine mounts. Needs `disk.folders` and "
-        "`peers.share` other than `off`; for models with one KV group of full attention: "
-        "[one-cache.md](one-cache.md#several-machines).",
+        "`peers.share` other than `off`: [one-cache.md](one-cache.md#several-machines).",
     )
     beat_s: BeatSeconds = Field(
         2.0,

@@ -30,7 +30,14 @@ BOARD_ROW = np.dtype(
 """`BoardRow` in csrc/share/slot_board.h. The version is even while the row names a page."""
 
 PLACED = np.dtype(
-    [("key", "u1", 16), ("generation", "<u8"), ("expiry", "<u8"), ("tokens", "<u4"), ("place", "<u4")]
+    [
+        ("key", "u1", 16),
+        ("generation", "<u8"),
+        ("expiry", "<u8"),
+        ("tokens", "<u4"),
+        ("place", "<u4"),
+        ("group", "<u4"),
+    ]
 )
 """The page in a place; tokens 0: the place has none."""
 
@@ -41,6 +48,8 @@ NO_PAGE = 1
 """The version of a row that never named a page."""
 
 TOKENS = np.uint64(0xFFFFFFFF)
+GROUP_SHIFT = np.uint64(32)
+"""`about` of a row: group << 32 | tokens."""
 
 
 class BoardRows:
@@ -75,6 +84,7 @@ class BoardRows:
         for name in ("key", "generation", "expiry"):
             rows[name][whole] = found[name][whole]
         rows["tokens"][whole] = (found["about"] & TOKENS)[whole]
+        rows["group"][whole] = (found["about"] >> GROUP_SHIFT)[whole]
         return epoch, rows
 
     def everything(self) -> tuple[int, PlacedRows]:

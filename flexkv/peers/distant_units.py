@@ -119,7 +119,7 @@ class DistantUnits:
         with self._lock:
             if self._ended:
                 raise ClosedError("this unit shares no more")
-            peer = self._directory.add((board.fd, board.bytes))
+            peer = self._directory.add((board.fd, board.bytes), None, [((), ())] * len(card.groups))
             self._slabs[peer] = slabs
             self._joined[path] = (head, peer)
         self._terms.accept(whom)

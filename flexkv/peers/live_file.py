@@ -30,7 +30,7 @@ from flexkv.storage.private_files import open_private
 
 LIVE_NAME = "live.rows"
 
-MAGIC = b"FKVLIVE1"
+MAGIC = b"FKVLIVE2"
 SESSION_BYTES = 16
 HEADER = struct.Struct("<8s16sQQ")
 """Magic, session, edition, digest of these."""
@@ -38,7 +38,7 @@ BEAT = struct.Struct("<QII")
 """Number of the heartbeat, epoch, rows that follow."""
 
 MOST_PLACES = 262_144
-"""Places of a unit that are shown to other machines, 10 MiB of rows; no reader knows more pages of all peers together.
+"""Places of a unit that are shown to other machines, 11 MiB of rows; no reader knows more pages of all peers together.
 """
 MOST_HEAD_BYTES = MOST_CARD_BYTES + (4 << 10)
 ROWS_PER_FRAME = 4096
@@ -46,7 +46,7 @@ MOST_FRAME_BYTES = max(MOST_HEAD_BYTES, BEAT.size + ROWS_PER_FRAME * PLACED.item
 APPENDED_BYTES = 4 << 20
 """What an edition may grow by before another takes its place."""
 MOST_FILE_BYTES = 64 << 20
-"""A longer file is no unit's: an edition begins with 10 MiB of rows at most, and one heartbeat adds as many."""
+"""A longer file is no unit's: an edition begins with 11 MiB of rows at most, and one heartbeat adds as many."""
 MOST_READ_BYTES = 16 << 20
 """What is read of one file at a time; the rest waits for the next look."""
 MOST_FRAMES = 1024
@@ -108,8 +108,6 @@ def decode_head(text: bytes) -> LiveHead:
         raise ContractError(f"its file: beat_s is {head.beat_s!r}, expected {LEAST_BEAT_S} to {MOST_BEAT_S}")
     if type(head.places) is not int or not 0 < head.places <= MOST_PLACES:
         raise ContractError(f"its file: places is {head.places!r}, expected 1 to {MOST_PLACES}")
-    if len(card.groups) != 1:
-        raise ContractError(f"its file: {len(card.groups)} KV groups, expected 1: rows name no group")
     if card.host is not None or card.disk is None or not 0 < len(card.disk.folders) <= MOST_FOLDERS:
         raise ContractError(f"its file: expected 1 to {MOST_FOLDERS} folders, and no host memory")
     for folder in card.disk.folders:
@@ -390,6 +388,10 @@ def _rows_of(frame: bytes, head: LiveHead) -> tuple[int, int, PlacedRows | None]
     if count > ROWS_PER_FRAME or len(frame) != BEAT.size + count * PLACED.itemsize:
         return 0, 0, None
     rows = np.frombuffer(frame, PLACED, offset=BEAT.size)
-    if (rows["place"] >= head.places).any() or (rows["tokens"] > head.card.groups[0].block_tokens).any():
+    groups = head.card.groups
+    if (rows["place"] >= head.places).any() or (rows["group"] >= len(groups)).any():
+        return 0, 0, None
+    most = np.array([group.block_tokens for group in groups], np.uint32)
+    if (rows["tokens"] > most[rows["group"]]).any():
         return 0, 0, None
     return beat, epoch, rows

@@ -121,7 +121,9 @@ class Mirror:
             np.ascontiguousarray(rows[name]) for name in ("tokens", "generation", "expiry", "key")
         )
         self.board.note(there, tokens, generations, expiries, self._epoch)
-        self.board.show(there, 0, keys)
+        for group in np.unique(rows["group"]).tolist():
+            those = rows["group"] == group
+            self.board.show(there[those], group, np.ascontiguousarray(keys[those]))
 
 
 def _bytes(rows: PlacedRows) -> NDArray[np.uint8]:

@@ -12,10 +12,11 @@ import pytest
 
 from demo.model import write_model
 
-from .conftest import Engines, connector, engine_arguments
+from .conftest import BLOCKS_OF_ALL_GROUPS, GROUPS, Engines, connector, engine_arguments
 from .session import BLOCK_TOKENS, EngineSession, Prompt, Reference
 from .test_data_parallel import SMALL, run
 from .test_disk import SLAB_BYTES
+from .test_hybrid import WINDOW_PAGES
 
 HOST_HITS = "vllm:flexkv_hit_blocks_total{tier=peer-host}"
 FOLDER_HITS = "vllm:flexkv_hit_blocks_total{tier=peers}"
@@ -65,6 +66,24 @@ def test_a_prompt_computed_in_one_engine_is_a_hit_in_the_other(
     for session in (one, other):
         session.settle()
         assert session.metric(HOST_HITS) == session.metric(COPIED) == PAGES
+
+
+def test_engines_of_six_kv_groups_serve_each_other(
+    engines: Engines, gemma_3: Path, gemma_3_alone: Reference, stream: int, tmp_path: Path
+) -> None:
+    """Each group's pages come from the other engine's memory: all of the full group, the last window of the others."""
+    more: dict[str, Any] = {"model": str(gemma_3), "num_gpu_blocks_override": BLOCKS_OF_ALL_GROUPS}
+    one, other = (
+        EngineSession(engines.another(shared(tmp_path), **more).process, gemma_3_alone) for _ in range(2)
+    )
+    prompt = Prompt.of(405, stream)
+    assert one.check_one(prompt).cached == 0
+    one.settle()
+    until(knows(other, "peer-host", one.call("host_pages")["pages"]))
+    assert other.check_one(prompt).cached == prompt.whole_blocks
+    other.settle()
+    needed = prompt.whole_blocks // BLOCK_TOKENS + (GROUPS - 1) * WINDOW_PAGES
+    assert other.metric(COPIED) == needed
 
 
 def test_a_peer_killed_in_the_copy_costs_no_token(engines: Engines, stream: int, tmp_path: Path) -> None:

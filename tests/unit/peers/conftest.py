@@ -22,6 +22,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
     def make(kind: str, share: str = "host+disk", **settings: Any) -> ScheduledEngine:
         settings = {"blocks": 128} | sharing(tmp_path / "run", share) | settings
+        settings.pop("role", None)  # vLLM's configuration says what the mini engine is told by it
         engines.append(ScheduledEngine(tmp_path, KINDS[kind], **settings))
         return engines[-1]
 

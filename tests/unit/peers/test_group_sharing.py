@@ -3,17 +3,19 @@ all of them."""
 
 from __future__ import annotations
 
-import logging
+import itertools
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from flexkv.cache.base import NO_ENTRY
 from flexkv.errors import GeometryError
 from flexkv.facts.keys import Rule
+from flexkv.peers import board_rows, distant_units
 from tests.unit.adapters.scheduled_engine import ScheduledEngine
 from tests.unit.peers.group_engines import (
     HIT,
@@ -29,7 +31,7 @@ from tests.unit.peers.group_engines import (
     remove_page,
     unit_of,
 )
-from tests.unit.peers.live_engines import wait_for
+from tests.unit.peers.live_engines import distant_settings, wait_for
 
 BOUNDARIES = {"store.checkpoint_tokens": 16}
 """A hit may end at 16, 32 and 48 tokens."""
@@ -228,14 +230,23 @@ def test_a_reset_peer_and_one_that_ends_are_forgotten(start: Start) -> None:
     other.check()
 
 
-def test_what_is_not_shared_across_machines_is_said_at_the_start(
-    start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("kind", "ignores_groups"), [*((kind, False) for kind in KINDS), ("window", True), ("state", True)]
+)
+def test_pages_in_folders_of_another_machine_are_found(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, ignores_groups: bool
 ) -> None:
-    folders = {"disk.folders": str(tmp_path / "a"), "disk.bytes_per_folder": 4 << 20}
-    with caplog.at_level(logging.WARNING):
-        engine = start("window", "disk", **folders, **{"peers.across_machines": True})
-    said = [line for line in caplog.messages if line.startswith("peers.across_machines is off here")]
-    assert len(said) == 1
-    assert "the model has full, window of 2 pages" in said[0]
-    assert not list(tmp_path.glob("a/*/*/live.rows"))
-    assert peer_share(engine)._distant is None
+    """The control is a file whose rows name the first group: pages of others are misses."""
+    numbers = itertools.count()
+    monkeypatch.setattr(distant_units, "machine_id", lambda: f"machine {next(numbers)}")
+    if ignores_groups:
+        monkeypatch.setattr(board_rows, "GROUP_SHIFT", np.uint64(63))
+    one, other = (start(kind, **distant_settings(tmp_path, name)) for name in ("a", "b"))
+    one.run("one", PROMPT)
+    while unit_of(one).busy:
+        one.step()
+    wait_for(lambda: knows_pages(other, manager_of(one).cached_blocks()))
+    assert other.run("two", PROMPT) == (0 if ignores_groups else HIT)
+    other.check()
+    (row,) = peer_share(other).peers()
+    assert row["machine"] != ""

@@ -21,7 +21,6 @@ from flexkv.peers.pool_reader import PoolReader
 from flexkv.peers.share import PeerShare
 from flexkv.peers.slab_reader import SlabReader
 from flexkv.storage.folder import unit_folder
-from flexkv.storage.sharing import is_plain
 from flexkv.transfer.host_pool import HostPool
 
 logger = get_logger(__name__)
@@ -31,7 +30,7 @@ HOST, FOLDERS = "peer-host", "peers"
 
 
 def plan_share(unit: UnitFacts) -> PeerShare | None:
-    """What the unit shares with others, by its settings; None for nothing. Warns of what cannot be shared here.
+    """What the unit shares with others, by its settings; None for nothing.
 
     Raises:
         ConfigError: pages are to be kept once, and host memory is not to be shared; or folders are to be shared with
@@ -52,14 +51,6 @@ def plan_share(unit: UnitFacts) -> PeerShare | None:
     if not host and not disk:
         return None
     groups, peers = disk_groups(unit), unit.config.peers
-    across_machines = peers.across_machines
-    if across_machines and not is_plain(groups):
-        logger.warning(
-            "peers.across_machines is off here: the file that machines read names pages of one KV group of full "
-            "attention, and the model has %s",
-            ", ".join(group.rule_text for group in groups),
-        )
-        across_machines = False
     heads = [group.heads for group in unit.ranks[0].groups]
     return PeerShare(
         peers.folder,
@@ -68,7 +59,7 @@ def plan_share(unit: UnitFacts) -> PeerShare | None:
         host,
         disk,
         peers.store == "once",
-        peers.beat_s if across_machines else None,
+        peers.beat_s if peers.across_machines else None,
     )
 
 
