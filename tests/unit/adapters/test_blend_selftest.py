@@ -5,10 +5,15 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from flexkv.adapters.vllm.blend.selftest import LIMITS, ROWS, row_error
+from flexkv.adapters.vllm.blend import selftest
+from flexkv.adapters.vllm.blend.forward import BlendForward
+from flexkv.adapters.vllm.blend.rows import Runs
+from flexkv.adapters.vllm.blend.selftest import LARGEST_LIMIT, LIMITS, ROUNDINGS, ROWS, Limits, row_error
+from tests.unit.adapters.deep_model import DeepModel, make_test
 
 WIDTH = 256
 
@@ -50,3 +55,63 @@ def test_what_is_no_number_is_no_number() -> None:
     found, wanted = rounded(torch.float32)
     found[3, 3] = math.nan
     assert math.isnan(row_error(found, wanted))
+
+
+# --- deep models, whose roundings add up ---
+
+DEEP, GAIN = 48, 2.5
+"""Layers of a bfloat16 model whose right rows are off by more than the limit of any model, and their weights."""
+
+
+def refusal_of(
+    patch: pytest.MonkeyPatch, layers: int, break_it: Any = None, roundings: float = ROUNDINGS
+) -> str:
+    patch.setattr(selftest, "ROUNDINGS", roundings)
+    test = make_test(patch, DeepModel(layers, torch.bfloat16, GAIN), torch.bfloat16)
+    if break_it is not None:
+        break_it(test._forward)
+    return test.refusal()
+
+
+def test_depth_does_not_refuse_a_right_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert refusal_of(monkeypatch, DEEP) == ""
+
+
+def test_control_a_limit_that_does_not_know_the_model_refuses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "the oracle is off by" in refusal_of(monkeypatch, DEEP, roundings=0.0)
+    assert refusal_of(monkeypatch, 4, roundings=0.0) == "", "a flat model has no need of it"
+
+
+def one_causal_sequence(blended: BlendForward) -> None:
+    blended.runs = lambda batch, kept: Runs(
+        np.array([0, len(kept)], np.int32), np.array([batch.rows], np.int32), np.zeros(1, np.int64)
+    )
+
+
+def no_rows(blended: BlendForward) -> None:
+    blended._put = lambda *given: None  # type: ignore[method-assign]
+
+
+def one_row_of_one_layer(blended: BlendForward) -> None:
+    put = blended._put
+
+    def all_but_one(layer: int, cached: Any, slots: Any) -> None:
+        if layer != blended.check_layer + 1:
+            return put(layer, cached, slots)
+        attention, (keys, values) = blended.attentions[layer], cached.take(layer)
+        attention.impl.do_kv_cache_update(attention, keys[:-1], values[:-1], attention.kv_cache, slots[:-1])
+        return None
+
+    blended._put = all_but_one  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("wrong", [one_causal_sequence, no_rows, one_row_of_one_layer])
+def test_a_wrong_row_of_a_deep_model_is_refused(monkeypatch: pytest.MonkeyPatch, wrong: Any) -> None:
+    found = refusal_of(monkeypatch, DEEP, wrong)
+    assert found.startswith("its test at the start fails: the oracle is off by"), found
+
+
+def test_no_depth_explains_a_row_that_is_off_by_half() -> None:
+    limits = Limits.of(torch.bfloat16, [0.001, 0.03, 5.0], 0.3)
+    assert limits == Limits([LIMITS[torch.bfloat16], 0.03 * ROUNDINGS, LARGEST_LIMIT], LARGEST_LIMIT)
+    assert Limits.of(torch.bfloat16, [math.nan], math.nan) == Limits([0.05], 0.05)
