@@ -7,6 +7,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from vllm.config import VllmConfig
@@ -111,6 +112,29 @@ class RunnerV2(ModelRunner):
         self._active.finish_forward()
         sample()
         return self._active.post_forward(output.finished_req_ids)
+
+
+class DeferringRunnerV2(RunnerV2):
+    """Model Runner V2 of vLLM 0.33 with a draft model: `post_forward` makes the report, the draft's forward follows,
+    and `finalize_step` ends the step. Here it has the `post_forward` of every version."""
+
+    def _step(
+        self, output: SchedulerOutput, prepare: Work, forward: Work, sample: Work
+    ) -> KVConnectorOutput | None:
+        prepare()
+        if not output.total_num_scheduled_tokens:
+            return self._active.no_forward(output).kv_connector_output
+        with set_forward_context(None, self._config):
+            self._active.pre_forward(output)
+            forward()
+        self._active.finish_forward()
+        connector = self._active.kv_connector
+        with patch.multiple(connector, wait_for_save=nothing, clear_connector_metadata=nothing):
+            report = self._active.post_forward(output.finished_req_ids)
+        sample()
+        connector.wait_for_save()
+        connector.clear_connector_metadata()
+        return report
 
 
 RUNNERS: dict[str, type[ModelRunner]] = {"V1": RunnerV1, "V2": RunnerV2}

@@ -75,6 +75,45 @@ def arrival(pages: BlendPages, request: str) -> Any:
     return arrived[request]
 
 
+def kept_planes(pages: BlendPages) -> np.ndarray:
+    """What is cached of the segment, as a request at position 0 gets it: [layers, 2, heads, tokens, head_dim]."""
+    pages.begin_load(SegmentOrder("r", 1, (SEGMENT,), ""))
+    assert arrival(pages, "r").tokens == (len(SEGMENT),)
+    layers = pages.rows("r", [(0, len(SEGMENT))], 0, len(SEGMENT)).open(0)
+    found = [torch.stack(layers.take(layer)).clone() for layer in range(SHAPE.layers)]
+    layers.close()
+    return torch.stack(found).transpose(2, 3).numpy()
+
+
+@pytest.mark.parametrize("ends", [(20,), (7, 20), (1, 4, 9, 19, 20)], ids=["one chunk", "two", "five"])
+@pytest.mark.parametrize("wrong", ["", "first chunk's place", "another layer"])
+def test_what_is_captured_in_chunks_comes_back_in_each_layer(
+    pages: BlendPages, ends: tuple[int, ...], wrong: str
+) -> None:
+    """The last chunk has a row more than the segment: the engine computes its first answered token with it. The others
+    are the controls: rows of each chunk at the first one's place, and layers that are exchanged."""
+    asks = NewSegment(SEGMENT, "", 1)
+    wanted = planes_of(SEGMENT)
+    rows = torch.from_numpy(wanted).transpose(2, 3)
+    rows = torch.cat([rows, torch.full_like(rows[:, :, :1], torch.nan)], dim=2)
+    first = 0
+    for end in ends:
+        assert pages.begin_capture("s", asks, first)
+        assert not pages.begin_capture("s", asks, first + 1), "earlier rows are missing"
+        for layer in range(SHAPE.layers):
+            some = rows[layer, :, first : end + (end == len(SEGMENT))]
+            to = (layer + (wrong == "another layer")) % SHAPE.layers
+            pages.capture("s", to, 0 if wrong == "first chunk's place" else first, (some[0], some[1]))
+        pages.end_capture("s", asks, end)
+        first = end
+    end_stores(pages)
+    found = kept_planes(pages)
+    if wrong == "another layer" or (wrong and len(ends) > 1):
+        assert not np.allclose(found, wanted, rtol=0, atol=1e-6)
+    else:
+        np.testing.assert_array_equal(found, wanted)
+
+
 @pytest.mark.parametrize("waits", [True, False], ids=["behind the store", "control"])
 def test_a_load_behind_a_store_finds_its_segment(
     pages: BlendPages, monkeypatch: pytest.MonkeyPatch, waits: bool

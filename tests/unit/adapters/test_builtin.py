@@ -162,9 +162,12 @@ def test_the_load_mode_that_an_engine_can_have(
         ("load.mode", "async", False),
         ("store.mode", "layerwise", True),
         ("store.mode", "eager", False),
+        ("blend.enabled", True, True),
+        ("blend.enabled", False, False),
+        ("enable_blending", True, True),
     ],
 )
-def test_hooks_of_layers_stay_out_of_whole_graphs(setting: str, mode: str, piecewise: bool) -> None:
+def test_hooks_of_layers_stay_out_of_whole_graphs(setting: str, mode: str | bool, piecewise: bool) -> None:
     assert FlexKVConnector.requires_piecewise_for_cudagraph({setting: mode}) is piecewise
 
 

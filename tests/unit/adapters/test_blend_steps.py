@@ -1,0 +1,305 @@
+"""One step's plan: one forward of the model takes it, however late vLLM ends the step, and chunks that not every rank
+finds in its batch are computed fully on all of them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from flexkv.adapters.vllm.blend import worker as module
+from flexkv.adapters.vllm.blend.model import BlendingModel
+from flexkv.adapters.vllm.blend.orders import BlendOrders, ChunkOrder, NewSegment, Reuse
+from flexkv.adapters.vllm.blend.rows import BatchRows
+from flexkv.adapters.vllm.blend.worker import BlendStep
+from flexkv.observe import Counters
+from tests.unit.adapters import model_runners
+from tests.unit.adapters.model_runners import DeferringRunnerV2
+from tests.unit.adapters.scheduled_engine import ScheduledEngine
+from tests.unit.adapters.scheduled_pools import full
+from tests.unit.adapters.test_blend_start import Group, Ranks
+
+WAIT_S = 20.0
+REUSED = Reuse(((2, 4),), 0.15)
+
+
+def chunk(request: str, slot: int, asks: Reuse | NewSegment = REUSED) -> ChunkOrder:
+    return ChunkOrder(request, 0, np.arange(slot, slot + 8, dtype=np.int64), asks)
+
+
+# --- steps that end late ---
+
+
+class Plain:
+    """vLLM's model class."""
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        """Has no weights."""
+
+    def forward(self, input_ids: Any, positions: Any, intermediate_tensors: Any, inputs_embeds: Any) -> str:
+        return "plain"
+
+
+class Blending(BlendingModel, Plain):
+    """As the class of each architecture is made."""
+
+
+class Keeping(Blending):
+    """The control: leaves the plan where it is."""
+
+    def forward(self, *given: Any, **more: Any) -> Any:
+        step = self.blend_step
+        answer = super().forward(*given, **more)
+        self.blend_step = step
+        return answer
+
+
+@pytest.fixture
+def make_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[str], ScheduledEngine]]:
+    engines: list[ScheduledEngine] = []
+
+    def make(runner: str) -> ScheduledEngine:
+        monkeypatch.setitem(model_runners.RUNNERS, "V2 deferring", DeferringRunnerV2)
+        engines.append(ScheduledEngine(tmp_path, [full(4)], runner=runner))
+        return engines[0]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+class PlannedStep:
+    """A plan that names its requests."""
+
+    def __init__(self, forward: Any, pages: Any, chunks: list[ChunkOrder], counters: Any) -> None:
+        self._names = "+".join(each.request for each in chunks)
+
+    def forward(self, input_ids: Any, positions: Any) -> str:
+        return self._names
+
+    def count_unplaced(self) -> None:
+        """Nothing is counted."""
+
+
+def forwards_of(
+    engine: ScheduledEngine, patch: pytest.MonkeyPatch, model: BlendingModel, plans: list[str]
+) -> list[list[str]]:
+    """Runs one step per plan ("" for none); returns what computed the target's, the draft's and another forward, which
+    comes after the step, as that of an idle rank does."""
+    pages = SimpleNamespace(take_arrived=dict, take_stored=dict, busy=False, close=lambda: None)
+    patch.setattr(module, "BlendPages", lambda *given: pages)
+    patch.setattr(module, "BlendStep", PlannedStep)
+    ranks = Ranks(patch)
+    ranks.model = model  # type: ignore[assignment]
+    model.model = SimpleNamespace(  # type: ignore[attr-defined]
+        layers=[SimpleNamespace(self_attn=SimpleNamespace(attn=SimpleNamespace(kv_cache=torch.empty(0))))]
+    )
+    assert ranks.start() == [""]
+    engine.worker.worker.blend = ranks.started[0]
+    schedule, of_layer = engine.scheduler.schedule, engine.worker.save_kv_layer
+    seen: list[list[str]] = []
+
+    def planned() -> Any:
+        output = schedule()
+        name = plans[len(seen)]
+        orders: Any = output.kv_connector_metadata
+        orders.blend = BlendOrders(chunks=[chunk(name, 0)]) if name else None
+        seen.append([])
+        return output
+
+    def compute(*given: Any) -> None:
+        seen[-1].append(model.forward(torch.arange(8), torch.arange(8)))
+
+    def last_layer(*given: Any) -> None:
+        of_layer(*given)
+        compute()
+
+    patch.setattr(engine.scheduler, "schedule", planned)
+    patch.setattr(engine.worker, "save_kv_layer", last_layer)
+    engine.sample = compute
+    engine.add("r", range(3, 11), output=len(plans))
+    for _ in plans:
+        engine.step()
+        compute()
+    return seen
+
+
+@pytest.mark.parametrize("runner", ["V1", "V2", "V2 deferring"])
+def test_a_plan_serves_one_forward_however_late_its_step_ends(
+    make_engine: Callable[[str], ScheduledEngine], monkeypatch: pytest.MonkeyPatch, runner: str
+) -> None:
+    plans = ["one", "", "two", "three"]
+    seen = forwards_of(make_engine(runner), monkeypatch, Blending(vllm_config=None), plans)
+    assert seen == [[name or "plain", "plain", "plain"] for name in plans]
+
+
+def test_control_a_model_that_leaves_the_plan_blends_the_drafts_forward(
+    make_engine: Callable[[str], ScheduledEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = forwards_of(
+        make_engine("V2 deferring"), monkeypatch, Keeping(vllm_config=None), ["one", "", "two"]
+    )
+    assert seen == [["one"] * 3, ["plain"] * 3, ["two"] * 3]
+
+
+class Step:
+    """A plan whose rows are not in the batch."""
+
+    def forward(self, input_ids: Any, positions: Any) -> None:
+        return None
+
+
+@pytest.mark.parametrize("more", [{}, {"inputs_embeds": 1}, {"intermediate_tensors": 1}, {"extra": 1}])
+def test_what_a_plan_cannot_compute_the_model_computes(
+    monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
+) -> None:
+    given: list[Any] = []
+
+    def forward(self: Any, *arguments: Any, **named: Any) -> str:
+        given.append((arguments, named))
+        return "plain"
+
+    monkeypatch.setattr(Plain, "forward", forward)
+    model = Blending(vllm_config=None)
+    model.blend_step = Step() if not more else PlannedStep(None, None, [chunk("one", 0)], None)
+    assert model.forward(1, 2, **more) == "plain"
+    assert model.blend_step is None
+    wanted = (1, 2, more.get("intermediate_tensors"), more.get("inputs_embeds"))
+    assert given == [(wanted, {"extra": 1} if "extra" in more else {})]
+
+
+# --- chunks that a rank does not find ---
+
+
+class Pages:
+    """One rank's segments.
+
+    Attributes:
+        lost: numbers of the segments whose rows were not found.
+    """
+
+    def __init__(self, *held: str) -> None:
+        self._held = held
+        self.lost: list[int] = []
+
+    def holds(self, request: str) -> bool:
+        return request in self._held
+
+    def begin_capture(self, request: str, asks: NewSegment, first: int) -> bool:
+        return request in self._held
+
+    def lose_capture(self, asks: NewSegment) -> None:
+        self.lost.append(asks.number)
+
+    def end_capture(self, request: str, asks: NewSegment, end: int) -> None:
+        """Keeps nothing."""
+
+    def rows(self, *given: Any) -> Any:
+        return given
+
+
+class Forward:
+    """The model's layers; notes the requests that each call reuses rows of, and the first row that it takes."""
+
+    def __init__(self, slots: Any) -> None:
+        at = np.arange(len(slots), dtype=np.int64)
+        starts = np.arange(0, len(slots) + 1, 8, dtype=np.int64)
+        self._batch = BatchRows(starts, np.asarray(slots, np.int64), at % 8)
+        self.ran: list[Any] = []
+
+    def batch(self, positions: Any) -> BatchRows:
+        return self._batch
+
+    def run(self, input_ids: Any, positions: Any, batch: BatchRows, reused: Any, taken: Any) -> Any:
+        self.ran.append(([each.source[0] for each in reused], [int(each.rows[0]) for each in taken]))
+        return "blended", np.zeros(batch.rows, np.bool_)
+
+
+class Rank:
+    def __init__(self, slots: Any, *held: str) -> None:
+        self.forward, self.pages, self.counters = Forward(slots), Pages(*held), Counters()
+        self.hidden: Any = "not called"
+
+    def compute(self, chunks: list[ChunkOrder]) -> None:
+        forward, pages = self.forward, self.pages
+        self.hidden = BlendStep(forward, pages, chunks, self.counters).forward(None, None)  # type: ignore[arg-type]
+
+    @property
+    def rows(self) -> dict[str, float]:
+        return dict(self.counters.data.get("flexkv_blend_rows_total", {}))
+
+
+def compute(patch: pytest.MonkeyPatch, chunks: list[ChunkOrder], *ranks: Rank) -> None:
+    """The step's forward on all ranks at once."""
+    group = Group(len(ranks), WAIT_S)
+    patch.setattr(module, "get_tp_group", lambda: group)
+    threads = [threading.Thread(target=rank.compute, args=(chunks,)) for rank in ranks]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(2 * WAIT_S)
+
+
+FIRST, SECOND = np.arange(8), np.arange(40, 48)
+BOTH = np.concatenate([SECOND, FIRST])
+CHUNKS = [chunk("a", 0), chunk("b", 40)]
+
+
+def test_chunks_are_found_wherever_they_stand(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = Rank(BOTH, "a", "b")
+    compute(monkeypatch, CHUNKS, rank)
+    assert rank.hidden == "blended"
+    assert rank.forward.ran == [(["a", "b"], [])]
+    assert rank.rows == {"reused": 8}
+
+
+def test_a_chunk_that_is_not_in_the_batch_is_computed_fully(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = Rank(np.concatenate([SECOND, FIRST + 1]), "a", "b")
+    compute(monkeypatch, CHUNKS, rank)
+    assert rank.forward.ran == [(["b"], [])], "the other one is blended"
+    assert rank.rows == {"reused": 4, "unplaced": 4}
+
+
+def test_the_model_computes_a_step_without_any_of_its_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = Rank(FIRST + 100, "a", "b", "s")
+    segment = NewSegment(np.arange(8), "", 5)
+    compute(monkeypatch, [*CHUNKS, chunk("s", 80, segment)], rank)
+    assert rank.hidden is None
+    assert not rank.forward.ran
+    assert rank.rows == {"unplaced": 8}
+    assert rank.pages.lost == [5]
+
+
+@pytest.mark.parametrize(
+    "other", [Rank(np.concatenate([SECOND, FIRST + 1]), "a", "b"), Rank(BOTH, "b")], ids=["rows", "segments"]
+)
+@pytest.mark.parametrize("agrees", [True, False], ids=["", "control"])
+def test_a_chunk_that_one_rank_alone_lacks_is_computed_fully_on_both(
+    monkeypatch: pytest.MonkeyPatch, other: Rank, agrees: bool
+) -> None:
+    """Without the agreement, one rank computes fewer rows than the other one."""
+    rank = Rank(BOTH, "a", "b")
+    other.forward.ran.clear()
+    if not agrees:
+        monkeypatch.setattr(module, "_on_all_ranks", lambda here: here)
+    compute(monkeypatch, CHUNKS, rank, other)
+    assert other.forward.ran == [(["b"], [])]
+    assert (rank.forward.ran == other.forward.ran) == agrees
+    assert (rank.rows.get("unplaced", 0) == 4) == agrees
+
+
+def test_a_step_that_one_rank_alone_cannot_blend_at_all_is_computed_by_the_model_on_both(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ranks = Rank(FIRST, "a"), Rank(FIRST)
+    compute(monkeypatch, [chunk("a", 0)], *ranks)
+    assert [rank.hidden for rank in ranks] == [None, None]
+    assert [rank.rows for rank in ranks] == [{"unplaced": 4}] * 2
