@@ -17,7 +17,8 @@ from .disk_ops import LateReads
 POISON = 7.0
 
 
-def _know(llm: Any, full: dict[str, Any]) -> None:
+def know(llm: Any, full: dict[str, Any]) -> None:
+    """Has every rank's oracle know what a full computation of a prompt gives."""
     llm.collective_rpc(rank_oracle, args=("begin",))
     ask_engine(llm, full | {"max_tokens": 1})
     llm.collective_rpc(rank_oracle, args=("end_full",))
@@ -25,7 +26,7 @@ def _know(llm: Any, full: dict[str, Any]) -> None:
 
 def blend_store_true(llm: Any, full: dict[str, Any], spans: list[list[int]]) -> dict[str, Any]:
     """Keeps as segments, on every rank, the rows that a full computation of a prompt gives."""
-    _know(llm, full)
+    know(llm, full)
     llm.collective_rpc(rank_oracle, args=("store", full["ids"], spans))
     return {}
 
@@ -38,17 +39,21 @@ def blend_oracle(
     one_sequence: bool = False,
     loaded: bool = False,
     another_layer: bool = False,
+    check_layer: int | None = None,
 ) -> dict[str, Any]:
     """Blends a prompt with the rows that a full computation of it gives, and keeps rows at random.
 
     Args:
         loaded: the rows are those that the engine loads, for segments of `blend_store_true`.
         one_sequence, another_layer: controls; see `Oracle.begin_blend`.
+        check_layer: another one than the engine's.
 
     Returns how far the keys of any kept row in any later layer are off, and the log probabilities of the answer.
     """
-    _know(llm, full)
-    llm.collective_rpc(rank_oracle, args=("begin_blend", share, one_sequence, loaded, another_layer))
+    know(llm, full)
+    llm.collective_rpc(
+        rank_oracle, args=("begin_blend", share, one_sequence, loaded, another_layer, check_layer)
+    )
     answer = ask_engine(llm, blended)
     ranks = llm.collective_rpc(rank_oracle, args=("end_blend",))
     return {

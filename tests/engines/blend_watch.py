@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -118,13 +119,16 @@ class Oracle:
             stored = cache.store(np.asarray(ids[first:end], np.int64), rows, rotation, first)
             assert stored == end - first
 
-    def begin_blend(self, share: float, one_sequence: bool, loaded: bool, another_layer: bool) -> None:
+    def begin_blend(
+        self, share: float, one_sequence: bool, loaded: bool, another_layer: bool, check_layer: int | None
+    ) -> None:
         """Keeps rows at random, the same on every rank.
 
         Args:
             one_sequence: a control; see `one_sequence_of`.
             loaded: the cached rows are those that the rank loads, and else those of the full computation.
             another_layer: a control: of those that the rank loads, later layers get the ones of the layer before.
+            check_layer: the layer up to which all rows are computed; None for the engine's own.
         """
         from flexkv.adapters.vllm.blend.pages import segment_rows
         from flexkv.adapters.vllm.blend.selftest import KnownRows
@@ -146,6 +150,9 @@ class Oracle:
         runs = one_sequence_of(forward.runs) if one_sequence else forward.runs
         self._broken.enter_context(replaced(pages, rows=pages.rows if loaded else rows))
         self._broken.enter_context(replaced(forward, choose=choose, runs=runs))
+        if check_layer is not None:
+            self._broken.enter_context(replaced(forward, check_layer=check_layer))
+        self._check_layer = forward.check_layer
         if another_layer:
             of_layer = TurnedRows.sources
 
@@ -163,7 +170,7 @@ class Oracle:
         some, forward = self._watch, self._forward
         kept = np.concatenate(some.kept)
         worst = 0.0
-        for layer in range(forward.check_layer + 1, len(forward.layers)):
+        for layer in range(self._check_layer + 1, len(forward.layers)):
             fresh = np.concatenate([keys.numpy() for keys in some.keys[layer][: len(some.kept)]])
             wanted = self._planes[layer][0].numpy()[kept]
             worst = max(worst, float(np.abs(fresh - wanted).max()))
@@ -174,6 +181,74 @@ class Oracle:
             "heads": int(self._planes[0][0].shape[1]),
             "sum": float(self._planes[-1][0].sum()),
         }
+
+    # --- captures ---
+
+    def break_captures(self, wrong: str) -> None:
+        """See `blend_captured`."""
+        pages, layers = self._blend._pages, len(self._forward.layers)
+        of_capture = pages.capture
+
+        def capture(request: str, layer: int, first: int, planes: Any) -> None:
+            if wrong == "row before" and first:
+                first -= 1
+            elif wrong == "values":
+                planes = planes[1], planes[1]
+            elif wrong == "another layer":
+                layer = (layer + 1) % layers
+            of_capture(request, layer, first, planes)
+
+        self._broken.enter_context(replaced(pages, capture=capture))
+
+    def mend(self) -> None:
+        self._broken.close()
+
+    def kept_apart(self, ids: list[int]) -> dict[str, float]:
+        """How far a cached segment's keys and values are from those of the full computation."""
+        from flexkv.adapters.vllm.blend.orders import SegmentOrder
+
+        pages, name = self._blend._pages, "the oracle's own"
+        pages.begin_load(SegmentOrder(name, 0, (np.asarray(ids, np.int64),), ""))
+        ends_s = time.monotonic() + 30.0
+        while name not in (arrived := pages.take_arrived()):
+            if time.monotonic() > ends_s:
+                raise TimeoutError("the segment's pages are still on their way")
+            time.sleep(0.001)
+        assert arrived[name].tokens == (len(ids),)
+        layers = pages.rows(name, [(0, len(ids))], 0, len(ids)).open(0)
+        worst = [0.0, 0.0]
+        try:
+            for layer, wanted in enumerate(self._planes):
+                for plane, found in enumerate(layers.take(layer)):
+                    apart = float((found - wanted[plane]).abs().max())
+                    worst[plane] = apart if not apart <= worst[plane] else worst[plane]
+        finally:
+            layers.close()
+            pages.release(name)
+        return {"keys": worst[0], "values": worst[1]}
+
+    # --- the rows that ranks keep ---
+
+    def begin_kept(self, alone: bool) -> None:
+        """See `blend_kept`."""
+        from flexkv.adapters.vllm.blend import forward as module
+
+        forward = self._forward
+        of_keep = forward._keep
+
+        def keep(*given: Any) -> Any:
+            with replaced(module, get_tp_group=lambda: SimpleNamespace(world_size=1)):
+                return of_keep(*given)
+
+        if alone:
+            self._broken.enter_context(replaced(forward, _keep=keep))
+        self._watch = Watch(forward)
+        self.begin()
+
+    def end_kept(self) -> list[int]:
+        self._watch.__exit__()
+        self._broken.close()
+        return np.concatenate(self._watch.kept).tolist()
 
 
 _oracles: list[Oracle] = []
@@ -186,6 +261,6 @@ def rank_oracle(worker: Any, step: str, *given: Any) -> Any:
     Args:
         worker: vLLM's worker.
     """
-    if step == "begin":
+    if step in ("begin", "begin_kept"):
         _oracles[:] = [Oracle()]
     return getattr(_oracles[0], step)(*given)

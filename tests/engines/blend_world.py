@@ -83,11 +83,14 @@ def blending(ask: Any) -> dict[str, Any]:
     return {"kv_transfer_params": {"flexkv.blend": ask}}
 
 
-def blending_connector(settings: dict[str, Any] | None = None) -> dict[str, Any]:
+def blending_connector(
+    settings: dict[str, Any] | None = None, names: dict[str, str] | None = None
+) -> dict[str, Any]:
     """The `kv_transfer_config` of an engine that blends.
 
     Args:
         settings: more settings of flexkv, dotted.
+        names: other names for settings of flexkv.
     """
     given: dict[str, Any] = {
         "blend.enabled": True,
@@ -95,22 +98,24 @@ def blending_connector(settings: dict[str, Any] | None = None) -> dict[str, Any]
         "blend.min_tokens": 32,
         "blend.separators": [[SEPARATOR]],
     } | (settings or {})
-    return connector(None, **{key.replace(".", "__"): value for key, value in given.items()})
+    named = {(names or {}).get(key, key): value for key, value in given.items()}
+    return connector(None, **{key.replace(".", "__"): value for key, value in named.items()})
 
 
 def start_blending(
     engines: Engines,
     settings: dict[str, Any] | None = None,
     environment: dict[str, str] | None = None,
+    names: dict[str, str] | None = None,
     **engine: Any,
 ) -> EngineSession:
     """The engine that blends; the same configuration gives the same engine.
 
     Args:
-        settings: more settings of flexkv, dotted.
+        settings, names: see `blending_connector`.
         engine: more engine arguments.
     """
-    config = blending_connector(settings)
+    config = blending_connector(settings, names)
     overrides = {"architectures": [engine.pop("architecture", "FlexKVLlamaForCausalLM")]}
     return engines.get(config, environment, hf_overrides=overrides, **engine)
 

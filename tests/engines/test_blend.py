@@ -9,9 +9,10 @@ import pytest
 
 from .blend_world import Documents, blending, results, salt, start_blending, steps_of
 from .conftest import Engines
-from .session import EngineSession, Prompt
+from .session import BLOCK_TOKENS, Answer, EngineSession, Prompt
 
 ROUNDING = 1e-4
+LOST = "vllm:flexkv_blend_lost_segments_total"
 STORED = "vllm:flexkv_moved_pages_total{direction=store}"
 
 
@@ -44,6 +45,15 @@ def test_a_ratio_of_one_is_the_full_computation_bit_for_bit(
     assert new_results(session, before) == {"blended": 1}
 
 
+def test_without_a_plan_the_engine_computes_as_one_without_blending_bit_for_bit(
+    session: EngineSession, documents: Documents
+) -> None:
+    """The control is `test_some_rows_are_reused_and_the_others_computed`: a plan changes the log probabilities."""
+    [plain] = session.ask(documents.plain())
+    assert plain.tokens == session.reference.tokens(documents.prompt)
+    assert plain.log_probabilities == session.reference.log_probabilities(documents.prompt)
+
+
 def test_some_rows_are_reused_and_the_others_computed(session: EngineSession, documents: Documents) -> None:
     rows = [f"vllm:flexkv_blend_rows_total{{kind={kind}}}" for kind in ("reused", "computed")]
     [full] = session.ask(documents.plain())
@@ -53,6 +63,27 @@ def test_some_rows_are_reused_and_the_others_computed(session: EngineSession, do
     covered = sum(end - first for first, end in documents.spans)
     assert (reused, computed) == (covered - computed, round(0.15 * covered))
     assert some.log_probabilities != full.log_probabilities, "nothing was reused"
+
+
+@pytest.mark.parametrize(("size", "chunk"), [(75, 512), (75, 33), (128, 50)])
+def test_a_segment_has_the_keys_and_values_that_were_computed(
+    session: EngineSession, stream: int, size: int, chunk: int
+) -> None:
+    """In each layer and row, whatever the chunks in which the engine computed the segment."""
+
+    def apart(number: int, wrong: str = "") -> dict[str, float]:
+        ids = Prompt.of(size, stream % 10_000_000 + number).ids
+        full = Prompt(ids, max_tokens=1, salt=f"full-{number}-{stream}-{chunk}")
+        store = Prompt(ids, max_tokens=1, salt=salt(), extra=blending({"store": True}))
+        return session.call("blend_captured", full=full.wire(), store=store.wire(), chunk=chunk, wrong=wrong)
+
+    found = apart(0)
+    assert max(found.values()) < ROUNDING
+    wrong = {name: apart(number, name) for number, name in enumerate(("values", "another layer"), 1)}
+    assert wrong["values"]["keys"] > 0.1
+    assert min(wrong["another layer"].values()) > 0.1
+    if chunk < size:
+        assert min(apart(3, "row before").values()) > 0.1
 
 
 def test_cached_keys_are_turned_to_where_they_stand(session: EngineSession, documents: Documents) -> None:
@@ -83,6 +114,31 @@ def test_kept_rows_get_the_keys_of_the_full_computation(
     for ours, theirs in zip(found["answer"]["logprobs"], full.log_probabilities, strict=True):
         assert abs(ours - theirs) < ROUNDING
     assert control["worst"] > 0.1, "the kept rows as one causal sequence: they see rows behind them"
+
+
+@pytest.mark.parametrize("check_layer", [0, 2])
+def test_any_layer_but_the_last_may_be_the_check_layer(
+    session: EngineSession, stream: int, check_layer: int
+) -> None:
+    documents = Documents.of(stream % 10_000_000)
+    spans = [list(span) for span in documents.spans]
+    session.call("blend_store_true", full=documents.plain().wire(), spans=spans)
+    found, control = (
+        session.call(
+            "blend_oracle",
+            full=documents.plain().wire(),
+            blended=documents.blended(0.15).wire(),
+            share=0.2,
+            loaded=True,
+            one_sequence=broken,
+            check_layer=check_layer,
+        )
+        for broken in (False, True)
+    )
+    assert found["runs"] > 30
+    assert found["worst"] < ROUNDING
+    # The last layer's keys come before its attention, so the layer after the check layer sees no mask.
+    assert control["worst"] > 0.1 or check_layer == 2
 
 
 @pytest.mark.parametrize("chunk", [0, 100])
@@ -132,25 +188,45 @@ def test_earlier_rows_do_not_see_later_ones(session: EngineSession, documents: D
 
 
 def test_requests_of_one_batch_do_not_change_each_other(session: EngineSession, stream: int) -> None:
+    """Two blended prompts in chunks share their steps with each other, with a request that decodes, and with chunks of
+    ordinary prompts. The control puts cached rows one row too early in shared steps alone."""
     several = [Documents.of(stream % 10_000_000 + 100 * number) for number in range(2)]
     for each in several:
         each.store(session)
-    with steps_of(session, 600):
 
-        def batch() -> list[Prompt]:
-            first, second = (each.blended(0.15, max_tokens=8) for each in several)
-            ordinary = Prompt.of(77, stream, max_tokens=8, log_probabilities=True, salt=salt())
-            # The first one decodes when the chunks of the others come.
-            decoding = Prompt.of(40, stream + 1, max_tokens=24, log_probabilities=True, salt=salt())
-            return [decoding, first, ordinary, second]
+    def ordinary(tokens: int, number: int, answer: int) -> Prompt:
+        ids = Prompt.of(tokens, stream + number).ids
+        return Prompt(ids, answer, f"plain-{salt()}", log_probabilities=True)
 
+    def batch() -> list[Prompt]:
+        """The ordinary prompts outlast the loads for the blended ones, which then come first."""
+        blended = [each.blended(0.15, max_tokens=8) for each in several]
+        return [*blended, ordinary(40, 1, 60), *(ordinary(200, number, 1) for number in range(2, 12))]
+
+    def apart(answers: list[Answer]) -> list[float]:
+        return [
+            max(abs(a - b) for a, b in zip(one.log_probabilities, two.log_probabilities, strict=True))
+            for one, two in zip(answers, alone, strict=True)
+        ]
+
+    with steps_of(session, 120):
+        session.call("blend_watch_steps")
         alone = [session.ask(prompt)[0] for prompt in batch()]
-        # The same chunks: a chunk selects its own share of rows.
+        assert all(len(step["rows"]) == 1 for step in session.call("blend_watched_steps")["steps"])
+        session.call("blend_watch_steps")
         together = session.ask(*batch())
-    unchunked = [0, 1, 2]
-    for number in unchunked:
-        assert together[number].tokens == alone[number].tokens
-        assert together[number].log_probabilities == alone[number].log_probabilities
+        steps = session.call("blend_watched_steps")["steps"]
+        session.call("blend_watch_steps", misplaced=True)
+        control = session.ask(*batch())
+        session.call("blend_watched_steps")
+    others = [[rows for at, rows in enumerate(step["rows"]) if at not in step["blended"]] for step in steps]
+    assert any(1 in rows for rows in others), f"one decodes: {steps}"
+    assert any(max(rows, default=0) > 1 for rows in others), f"an ordinary prompt's chunk: {steps}"
+    assert any(len(step["blended"]) == 2 for step in steps), f"two blended chunks: {steps}"
+    assert [answer.tokens for answer in together] == [answer.tokens for answer in alone]
+    assert max(apart(together)) < ROUNDING
+    assert min(apart(control)[:2]) > 10 * ROUNDING
+    assert max(apart(control)[2:]) < ROUNDING
 
 
 def test_no_other_request_gets_anything_of_a_blended_one(
@@ -180,9 +256,12 @@ def test_a_blended_request_stores_no_page(session: EngineSession, documents: Doc
     session.ask(documents.blended(0.15, max_tokens=70))
     session.settle()
     assert session.metric(STORED) == stored
-    session.ask(documents.plain(max_tokens=70))
+    plain = documents.plain(max_tokens=70)
+    session.ask(plain)
     session.settle()
-    assert session.metric(STORED) > stored, "the control: an ordinary one stores its pages"
+    assert session.metric(STORED) - stored > plain.whole_blocks // BLOCK_TOKENS, (
+        "the control: an ordinary one stores its pages, also those of its answer"
+    )
 
 
 @pytest.mark.parametrize("forgotten", [False, True])
@@ -206,16 +285,36 @@ def test_control_without_a_salt_others_get_blended_rows(session: EngineSession, 
 
 
 def test_a_damaged_segment_is_computed(session: EngineSession, documents: Documents) -> None:
-    lost = "vllm:flexkv_blend_lost_segments_total"
-    before = session.metric(lost)
+    before = session.metric(LOST)
     count = results(session)
     session.call("blend_flip", pages=10_000)
     try:
         session.check_one(documents.blended(0.0))
     finally:
         session.call("blend_flip", pages=10_000)
-    assert session.metric(lost) - before == len(documents.spans)
+    assert session.metric(LOST) - before == len(documents.spans)
     assert new_results(session, count) == {"lost": 1}
+
+
+@pytest.mark.parametrize("damaged", [0, 1, 2])
+def test_one_damaged_page_costs_its_own_segment(
+    session: EngineSession, documents: Documents, damaged: int
+) -> None:
+    """The others are reused, as if the request had named them alone. The control: with the damaged one it would get
+    another answer."""
+    rows = "vllm:flexkv_blend_rows_total{kind=reused}"
+    good = [span for at, span in enumerate(documents.spans) if at != damaged]
+    [wanted] = session.ask(documents.blended(0.0, good))
+    [whole] = session.ask(documents.blended(0.0))
+    before, count, had = session.metric(LOST), results(session), session.metric(rows)
+    first, end = documents.spans[damaged]
+    session.call("blend_flip_page", segment=list(documents.prompt.ids[first:end]), page=2)
+    [answer] = session.ask(documents.blended(0.0))
+    assert session.metric(LOST) - before == 1
+    assert new_results(session, count) == {"blended": 1}
+    assert session.metric(rows) - had == sum(end - first for first, end in good)
+    assert (answer.tokens, answer.log_probabilities) == (wanted.tokens, wanted.log_probabilities)
+    assert answer.log_probabilities != whole.log_probabilities
 
 
 def test_segments_between_separators_are_found(session: EngineSession, documents: Documents) -> None:
@@ -254,17 +353,22 @@ def test_what_cannot_be_blended_is_computed_and_counted(
 
 
 def test_a_request_that_ends_in_the_middle_leaves_nothing(
-    session: EngineSession, documents: Documents
+    session: EngineSession, documents: Documents, stream: int
 ) -> None:
+    """Others get the blocks that it gives back in the middle of their prompts."""
+    other, later = Prompt.of(300, stream, salt=salt()), Prompt.of(350, stream + 1, salt=salt())
     with steps_of(session, 64):
         reply = session.call(
             "abort",
-            requests=[documents.blended(0.15).wire(), documents.plain().wire()],
+            requests=[documents.blended(0.15).wire(), other.wire()],
             victim=0,
             status="RUNNING",
-            later=[documents.plain().wire()],
+            later=[later.wire()],
         )
     assert reply["aborted"], reply
+    assert not reply["requests"][0]["tokens"], "it ended in its prompt"
+    for prompt, result in zip((other, later), reply["requests"][1:], strict=True):
+        session.judge(prompt, Answer.of(result))
     session.settle()
     assert session.call("blend_held") == {"live": 0, "pages": 0, "loads": 0, "staged": 0}
     [again] = session.ask(documents.blended(1.0))
@@ -282,6 +386,44 @@ def test_a_preempted_request_is_blended_again(session: EngineSession, stream: in
     preemptions = session.metric("vllm:num_preemptions_total")
     session.check(*(each.blended(1.0) for each in several))
     assert session.metric("vllm:num_preemptions_total") > preemptions
+    session.settle()
+    assert session.call("blend_held") == {"live": 0, "pages": 0, "loads": 0, "staged": 0}
+
+
+def test_a_request_whose_blocks_were_taken_is_blended_with_the_same_rows_again(
+    session: EngineSession, stream: int
+) -> None:
+    """The engine takes all blocks and its prefix cache while two blended requests answer; both go on as if it had not.
+    The control gives each cached row as the next one afterwards."""
+    names = [f"vllm:flexkv_blend_rows_total{{kind={kind}}}" for kind in ("reused", "computed", "unplaced")]
+    several = [
+        Documents.of(stream % 10_000_000 + 100 * number, max_tokens=40, log_probabilities=True)
+        for number in range(2)
+    ]
+    for each in several:
+        each.store(session)
+    alone = [session.ask(each.blended(0.15))[0] for each in several]
+
+    def preempted(rolled: bool) -> list[Answer]:
+        asks = [each.blended(0.15).wire() for each in several]
+        reply = session.call("blend_preempted", requests=asks, tokens=9, rolled=rolled)
+        assert reply["done"]
+        return [Answer.of(result) for result in reply["requests"]]
+
+    count, had = session.metric("vllm:num_preemptions_total"), [session.metric(name) for name in names]
+    before = results(session)
+    found = preempted(rolled=False)
+    assert session.metric("vllm:num_preemptions_total") - count == 2
+    covered = sum(end - first for each in several for first, end in each.spans)
+    reused, computed, unplaced = (session.metric(name) - had for name, had in zip(names, had, strict=True))
+    assert (reused + computed, unplaced) == (2 * covered, 0), "each prompt is blended twice"
+    assert computed == 2 * 2 * round(0.15 * covered / 2)
+    assert new_results(session, before) == {"blended": 2}
+    control = preempted(rolled=True)
+    for one, wanted, wrong in zip(found, alone, control, strict=True):
+        assert one.tokens == wanted.tokens
+        assert one.log_probabilities == pytest.approx(wanted.log_probabilities, abs=ROUNDING)
+        assert wrong.log_probabilities != pytest.approx(wanted.log_probabilities, abs=10 * ROUNDING)
     session.settle()
     assert session.call("blend_held") == {"live": 0, "pages": 0, "loads": 0, "staged": 0}
 

@@ -108,6 +108,48 @@ def test_kept_rows_beside_rows_from_disk_get_the_keys_of_the_full_computation(
     assert found[2]["worst"] > 0.1
 
 
+STORED = "vllm:flexkv_moved_pages_total{direction=store}"
+
+
+def only_disk(session: EngineSession) -> None:
+    """Drops the engine's own prefix cache, and every page that host memory holds of flexkv's."""
+    session.forget()
+    assert session.call("drop_host")["left"] == 0
+
+
+@pytest.mark.parametrize("stored", [False, True], ids=["", "control"])
+def test_the_tiers_give_no_other_request_anything_of_a_blended_one(
+    session: EngineSession, documents: Documents, stored: bool
+) -> None:
+    """Neither host memory nor disk. The control stores a blended request as an ordinary one: its pages then come from
+    disk, with other rows than those of the full computation."""
+    [full] = session.ask(documents.plain())
+    only_disk(session)
+    had = session.metric(STORED)
+    if stored:
+        session.call("blend_stored", request=documents.blended(0.0, salt="").wire())
+    else:
+        blended = documents.blended(0.0)
+        session.ask(blended)
+        session.settle()
+        assert session.metric(STORED) == had
+    only_disk(session)
+    if stored:
+        assert session.metric(STORED) > had
+        [answer] = session.ask(documents.plain(salt=""))
+        assert answer.cached > 0
+        assert answer.log_probabilities != pytest.approx(full.log_probabilities, abs=10 * ROUNDING)
+        assert session.call("reset", connector=True)["done"]
+        return
+    assert session.check_one(documents.plain(salt=blended.salt)).cached == 0
+    only_disk(session)
+    assert session.check_one(documents.plain(salt="")).cached == 0
+    only_disk(session)
+    answer = session.check_one(documents.plain(salt=""))
+    assert answer.cached > 0, "an ordinary one's pages come from disk"
+    assert answer.log_probabilities == pytest.approx(full.log_probabilities, abs=ROUNDING)
+
+
 def test_damaged_segments_on_disk_are_computed(
     session: EngineSession, documents: Documents, folder: Path
 ) -> None:

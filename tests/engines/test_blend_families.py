@@ -13,9 +13,10 @@ from demo.model import PRESETS, WEIGHT_STD, model_config, model_weights, write_t
 from flexkv.adapters.vllm.blend import ARCHITECTURES
 from flexkv.storage.folder import LOCK_NAME, FolderLock
 
-from .blend_world import Documents, blending, results, salt, start_blending
+from .blend_world import Documents, blending, results, start_blending
 from .conftest import Engines
-from .session import EngineSession, Prompt
+from .session import BLOCK_TOKENS, EngineSession, Prompt
+from .test_blend import STORED
 from .test_parallel import TWO_RANKS
 
 pytestmark = pytest.mark.long
@@ -117,6 +118,14 @@ def test_two_ranks_blend_the_same_rows(engines: Engines, stream: int) -> None:
     rows = session.process.metrics("vllm:flexkv_blend_rows_total")
     assert rows
     assert not any(value for key, value in rows.items() if "unplaced" in key)
+    documents = Documents.of(stream % 10_000_000)
+    kept = [
+        session.call("blend_kept", request=documents.blended(0.15).wire(), alone=alone)["ranks"]
+        for alone in (False, True)
+    ]
+    assert kept[0][0] == kept[0][1]
+    assert kept[1][0] != kept[1][1], "the control: each rank has chosen by its own heads"
+    assert kept[0][0] not in kept[1], "the heads of both decide"
 
 
 def check_ranks(found: dict[str, Any]) -> None:
@@ -197,21 +206,36 @@ def test_without_its_model_class_the_engine_computes_fully(engines: Engines, str
     documents.store(session)
     session.check_one(documents.blended(0.0))
     assert results(session) == {"off": 4}
+    said = session.process.log.read_text()
+    assert (
+        said.count("blending is off, and requests that ask for it are computed fully: start vLLM with") == 1
+    )
 
 
 def test_lazy_stores_take_nothing_of_a_blended_request(engines: Engines, stream: int) -> None:
+    """Others take its blocks, from which lazy stores would be planned. The control is an ordinary request, whose pages
+    are stored then."""
     session = start_blending(engines, {"store.mode": "lazy"})
     documents = Documents.of(stream % 10_000_000)
     documents.store(session)
-    once = salt()
-    session.ask(documents.blended(0.0, salt=once))
-    for number in range(6):
-        # Others take its blocks.
-        session.ask(Prompt.of(1500, stream + number, max_tokens=1))
-    session.settle()
+    others = iter(range(100))
+
+    def stored_of(prompt: Prompt) -> float:
+        """Pages that are stored while the blocks of a prompt, and of nothing else that may be stored, are taken."""
+        session.forget()
+        before = session.metric(STORED)
+        session.ask(prompt)
+        for _ in range(3):
+            private = {"kv_transfer_params": {"skip_save": True}}
+            session.ask(Prompt.of(1500, stream + next(others), max_tokens=1, extra=private))
+        session.settle()
+        return session.metric(STORED) - before
+
+    assert stored_of(documents.blended(0.0)) == 0
+    plain = documents.plain(salt="")
+    assert stored_of(plain) >= plain.whole_blocks // BLOCK_TOKENS
     session.forget()
-    assert session.check_one(documents.plain(salt="")).cached == 0
-    assert session.check_one(documents.plain(salt=once)).cached == 0
+    assert session.check_one(documents.plain(salt="")).cached > 0
 
 
 def test_preemption_without_a_prefix_cache(engines: Engines, stream: int) -> None:
@@ -230,7 +254,10 @@ def test_preemption_without_a_prefix_cache(engines: Engines, stream: int) -> Non
 
 
 def test_a_text_separates(engines: Engines, stream: int) -> None:
-    session = start_blending(engines, {"blend.separators": "w5"})  # the tokenizer's word for token 5
+    """Also of an engine that was started with the names that another system has for the settings."""
+    names = {"blend.enabled": "enable_blending", "blend.separators": "blend_special_str"}
+    # The tokenizer's word for token 5.
+    session = start_blending(engines, {"blend.separators": "w5"}, names=names)
     documents = Documents.of(stream % 10_000_000)
     documents.store(session)
     [named] = session.ask(documents.blended(0.15))
