@@ -130,16 +130,22 @@ def no_room(rank: int) -> None:
         raise CapacityError(NO_ROOM)
 
 
-def test_ranks_that_all_can_blend(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_all_can_blend(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     ranks = Ranks(monkeypatch, 2)
     assert ranks.start() == ["", ""]
+    assert not caplog.records
     assert not any(cache.is_closed for cache in ranks.caches)
 
 
-def test_a_rank_that_cannot_blend_turns_it_off_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_cannot_blend_turns_it_off_on_all(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     ranks = Ranks(monkeypatch, 2)
     ranks.fails = no_room
     assert ranks.start() == [ANOTHER, NO_ROOM]
+    warned = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    off = "blending is off, and requests that ask for it are computed fully: "
+    assert sorted(warned) == sorted([off + ANOTHER, off + NO_ROOM]), "one warning on each rank"
     (cache,) = ranks.caches
     assert cache.is_closed
 
@@ -175,7 +181,8 @@ def test_what_a_part_of_vllm_raises_turns_blending_off(
 
     ranks.fails = other_rotary
     assert ranks.start() == [ANOTHER, "ValueError: too many values to unpack (expected 2)"]
-    assert "blending cannot be prepared" in caplog.text
+    assert caplog.text.count("blending cannot be prepared") == 1
+    assert caplog.text.count("blending is off") == 2
 
 
 def test_one_rank_asks_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
