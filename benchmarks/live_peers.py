@@ -28,6 +28,9 @@ ROUNDS = 7
 LOOKUP_BLOCKS = 1024
 LOOKUPS = 2000
 TOKENS = 16
+PEER_SLOTS = 4096
+REPLACED = (16, 64, 256)
+"""Pages: of 256 tokens, 1,024 and 4,096."""
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -89,6 +92,23 @@ class NobodyElse:
     def end_departed(self, peers: Collection[int]) -> None: ...
 
 
+class FullPeer:
+    """A unit whose slots are all in use: each page that it stores takes the place of another."""
+
+    def __init__(self) -> None:
+        self.board = c_ext.SlotBoard(PEER_SLOTS)
+        self._random = np.random.default_rng(2)
+        self._next = 0
+
+    def replace(self, pages: int) -> None:
+        slots = np.arange(self._next, self._next + pages, dtype=np.int32) % PEER_SLOTS
+        self._next += pages
+        self.board.hide(slots)
+        nothing = np.zeros(0, np.uint64)
+        self.board.note(slots, np.full(pages, TOKENS, np.uint32), nothing, nothing, 0)
+        self.board.show(slots, 0, self._random.integers(0, 256, (pages, 16), dtype=np.uint8))
+
+
 def lookups() -> None:
     rng = np.random.default_rng(1)
     asked = [rng.integers(0, 256, (LOOKUP_BLOCKS, 16), dtype=np.uint8)]
@@ -97,8 +117,10 @@ def lookups() -> None:
     medians = {}
     for name, shares in (("alone", False), ("with peers", True)):
 
-        def live(context: TierContext) -> LivePeerTier:
-            directory = c_ext.PeerDirectory()
+        peer, directory = FullPeer(), c_ext.PeerDirectory()
+        directory.add((peer.board.fd, peer.board.bytes))
+
+        def live(context: TierContext, directory: c_ext.PeerDirectory = directory) -> LivePeerTier:
             reader = PoolReader.__new__(PoolReader)
             tier = LivePeerTier(context, directory, TierFacts("peer-host"), NobodyElse(), reader)
             known = rng.integers(0, 256, (100_000, 16), dtype=np.uint8)
@@ -117,6 +139,17 @@ def lookups() -> None:
         medians[name] = statistics.median(seconds(look) for _ in range(LOOKUPS)) * 1e6
         print(f"lookup of {LOOKUP_BLOCKS} blocks that nobody has, {name}: {medians[name]:.1f} us")
     print(f"more with peers: {medians['with peers'] - medians['alone']:.1f} us")
+    for replaced in REPLACED:
+        peer.replace(replaced)
+        took = []
+        for _ in range(LOOKUPS // 10):
+            peer.replace(replaced)
+            directory.follow()
+            took.append(seconds(look))
+        took_us = statistics.median(took) * 1e6
+        print(
+            f"more with a peer that replaced {replaced} pages since the lookup before: {took_us - medians['alone']:.1f} us"
+        )
 
 
 if __name__ == "__main__":

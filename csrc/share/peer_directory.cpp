@@ -179,7 +179,41 @@ void PeerDirectory::tell(const RowFacts& facts, bool there) {
   news_count_.store(news_.size() - taken_, std::memory_order_release);
 }
 
+// A peer whose slots are all in use tells of a page that goes and of one that comes in turns, and whoever
+// follows is quick only if many of one kind come together.
+void PeerDirectory::settle(std::vector<PeerNews>& news) {
+  const auto is_there = [](const PeerNews& each) { return each.there; };
+  if (std::ranges::all_of(news, is_there) || std::ranges::none_of(news, is_there)) return;
+  struct Ends {
+    const PeerNews* last;
+    bool went;
+  };
+  std::unordered_map<PageName, Ends, NameHash> pages(2 * news.size());
+  for (const PeerNews& each : news) {
+    Ends& ends = pages.try_emplace({each.key, each.group}, Ends{}).first->second;
+    ends.last = &each;
+    ends.went |= !each.there;
+  }
+  std::vector<PeerNews> settled;
+  settled.reserve(2 * pages.size());
+  for (const auto& [page, ends] : pages) {
+    if (!ends.went) continue;
+    settled.push_back(*ends.last);
+    settled.back().there = false;
+  }
+  for (const auto& [page, ends] : pages) {
+    if (ends.last->there) settled.push_back(*ends.last);
+  }
+  news.swap(settled);
+}
+
 size_t PeerDirectory::take(size_t most, std::vector<PeerNews>& out) {
+  const size_t taken = move_news(most, out);
+  settle(out);
+  return taken;
+}
+
+size_t PeerDirectory::move_news(size_t most, std::vector<PeerNews>& out) {
   const std::lock_guard lock(mutex_);
   const size_t count = std::min(most, news_.size() - taken_);
   const auto first = news_.begin() + static_cast<ptrdiff_t>(taken_);

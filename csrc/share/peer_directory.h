@@ -94,7 +94,9 @@ class PeerDirectory {
 
   // Reads what has changed. Returns how many rows it looked at.
   size_t follow();
-  // Moves up to `most` news to `out`, in the order in which they happened.
+  // Moves up to `most` news to `out`, and leaves of them what they come to: first the pages that went, each
+  // once, then those that are there now. A page that went and came back, perhaps of other tokens, is among
+  // both. Returns how many news were moved.
   size_t take(size_t most, std::vector<PeerNews>& out);
   bool has_news() const { return news_count_.load(std::memory_order_acquire) > 0; }
 
@@ -157,6 +159,8 @@ class PeerDirectory {
   void enter(int32_t number, Peer& peer, uint32_t slot, const RowFacts& facts);
   void leave(int32_t number, Peer& peer, uint32_t slot);
   void tell(const RowFacts& facts, bool there);
+  size_t move_news(size_t most, std::vector<PeerNews>& out);
+  static void settle(std::vector<PeerNews>& news);
   PeerEnd copy(const Peer& peer, uint32_t slot, const RowFacts& asked, std::byte* to) const;
   std::shared_ptr<Peer> at(int32_t peer) const;
 

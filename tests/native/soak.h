@@ -14,6 +14,12 @@ inline constexpr bool kThreadSanitizer = true;
 inline constexpr bool kThreadSanitizer = false;
 #endif
 
+#ifdef __SANITIZE_ADDRESS__
+inline constexpr bool kSanitizer = true;
+#else
+inline constexpr bool kSanitizer = kThreadSanitizer;
+#endif
+
 inline int soak_factor() {
   const char* text = std::getenv("FLEXKV_SOAK");
   if (text == nullptr) return 1;

@@ -3,10 +3,13 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <chrono>
 #include <cstring>
 #include <memory>
+#include <random>
+#include <set>
 #include <thread>
 #include <utility>
 
@@ -98,6 +101,45 @@ TEST_CASE("share: a slot's new content is told though its key stays") {
   CHECK(found());
   ++wanted.tokens;
   CHECK(found());
+}
+
+TEST_CASE("share: of pages that went and came one learns what they come to, those that went first") {
+  SharingUnit unit(4);
+  PeerDirectory directory;
+  unit.join(directory);
+  const auto write = [&](uint32_t slot, uint64_t key) {
+    unit.write(slot, share_key(key));
+    directory.follow();
+  };
+  for (uint32_t slot = 0; slot < 4; ++slot) write(slot, slot + 1);
+  CHECK(take_all(directory).size() == 4);
+  write(0, 5);
+  write(1, 6);
+  write(0, 1);
+  const auto news = take_all(directory);
+  const auto names = [&](bool there) {
+    std::set<uint64_t> found;
+    for (const PeerNews& each : news) {
+      if (each.there == there) found.insert(each.key.high);
+    }
+    return found;
+  };
+  CHECK(names(false) == std::set<uint64_t>{1, 2, 5});
+  CHECK(names(true) == std::set<uint64_t>{1, 6});
+  CHECK(std::ranges::is_sorted(news, {}, &PeerNews::there));
+
+  std::mt19937 random(1);
+  std::set<uint64_t> known{1, 3, 4, 6};
+  for (int round = 0; round < 300; ++round) {
+    for (uint32_t writes = random() % 8; writes > 0; --writes) write(random() % 4, random() % 8);
+    for (const PeerNews& each : take_all(directory)) {
+      CHECK((each.there ? known.insert(each.key.high).second : true));
+      if (!each.there) known.erase(each.key.high);
+    }
+    for (uint64_t key = 0; key < 8; ++key) {
+      CHECK(known.contains(key) == (directory.find(share_key(key), 0).peer >= 0));
+    }
+  }
 }
 
 TEST_CASE("share: of a page in several places only the one that is withdrawn is forgotten") {
