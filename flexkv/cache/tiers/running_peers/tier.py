@@ -111,22 +111,20 @@ class LivePeerTier(Tier, Source, Follower):
         if not self._directory.has_news or self.down:
             return
         keys, groups, tokens, expiries, there = self._directory.take(most)
-        ends = np.append(np.flatnonzero(there[1:] != there[:-1]) + 1, len(keys))
-        first = 0
-        for end in ends.tolist():
-            # A page is in such a run once, so the order of its groups is free.
-            for group, those in self._by_group(groups[first:end], first):
-                if there[first]:
-                    self._enter(group, keys[those], tokens[those].astype(np.int32), expiries[those])
-                else:
-                    found = self.presence.find(group, keys[those])
-                    self._remove(found[found != NO_ENTRY])
-            first = end
+        # Those that went come first, each page once.
+        went = len(there) - int(np.count_nonzero(there))
+        for group, those in self._by_group(groups[:went], 0):
+            found = self.presence.find(group, keys[those])
+            self._remove(found[found != NO_ENTRY])
+        for group, those in self._by_group(groups[went:], went):
+            self._enter(group, keys[those], tokens[those].astype(np.int32), expiries[those])
 
     def _by_group(
         self, groups: NDArray[np.uint32], first: int
     ) -> Iterator[tuple[int, slice | NDArray[np.intp]]]:
         """The groups among these, each with where it is, counted from `first`."""
+        if not len(groups):
+            return
         if len(self._block_tokens) == 1:
             yield 0, slice(first, first + len(groups))
             return
