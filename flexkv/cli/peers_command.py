@@ -13,7 +13,7 @@ from rich.table import Table
 
 from flexkv.cli.tables import print_table
 from flexkv.config import load_config
-from flexkv.peers.card import MOST_CARD_BYTES
+from flexkv.peers.card import MOST_CARD_BYTES, name_of
 from flexkv.peers.pool_reader import OUTCOMES
 from flexkv.peers.runtime_folder import is_same_user, read_cards, runtime_folder, socket_path
 from flexkv.peers.watch import ASK_STATUS, MOST_FILES
@@ -24,9 +24,6 @@ ANSWER_S = 5.0
 SILENT_EXIT_CODE = 1
 
 MOST_STATUS_BYTES = 128 << 10
-
-UNIT_DIGITS = 8
-"""Digits of a unit's name that are shown."""
 
 
 @click.command()
@@ -55,19 +52,19 @@ def _print(units: list[dict[str, Any]]) -> None:
         "unit of process", "model", "shares", "has of", "in host memory", "on disk", "copied", "missed"
     )
     for unit in units:
-        who = (_name(unit), str(unit.get("model")), "+".join(unit.get("shares", [])))
+        who = (name_of(unit), str(unit.get("model")), "+".join(unit.get("shares", [])))
         for row in unit["peers"]:
             missed = sum(row[outcome] for outcome in OUTCOMES[1:])
             table.add_row(
                 *who,
-                f"{_name(row)} of {row['machine']}" if row.get("machine") else _name(row),
+                f"{name_of(row)} of {row['machine']}" if row.get("machine") else name_of(row),
                 *map(str, (row["host_pages"], row["disk_pages"], row["copied"], missed)),
             )
         if not unit["peers"]:
             table.add_row(*who, "nobody", "", "", "", "")
     print_table(table)
     for unit in units:
-        name = f"process {_name(unit)}"
+        name = f"process {name_of(unit)}"
         if once := unit.get("once"):
             click.echo(
                 f"{name} stores once: {once['left_out']} pages left out, which others keep, "
@@ -77,12 +74,6 @@ def _print(units: list[dict[str, Any]]) -> None:
             click.echo(f"{name} does not share with process {other}: {why}")
         if "error" in unit:
             click.echo(f"{name}: {unit['error']}", err=True)
-
-
-def _name(unit: dict[str, Any]) -> str:
-    """The process, as its own container numbers it, and the unit, because processes of two containers may have one
-    number."""
-    return f"{unit.get('pid')} ({str(unit.get('unit'))[:UNIT_DIGITS]})"
 
 
 def ask_units(folder: Path, deadline_s: float) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -25,6 +26,9 @@ MOST_GROUPS = 64
 
 MOST_TOKENS = (1 << 31) - 1
 """No block and no reach is longer; native code takes each as uint32."""
+
+UNIT_DIGITS = 8
+"""Digits of a unit's name that people see."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +132,7 @@ class UnitCard:
         """What the unit's file says: enough to see whether it is worth asking for the rest."""
         return {
             "protocol": PROTOCOL,
+            "unit": self.unit,
             "pid": self.pid,
             "model": self.model,
             "fingerprint": self.fingerprint,
@@ -144,6 +149,16 @@ class UnitCard:
         if len(text) > MOST_CARD_BYTES:
             raise ContractError(f"a unit's card of {len(text)} bytes; allowed are {MOST_CARD_BYTES}")
         return text
+
+
+def name_of(facts: Mapping[str, Any]) -> str:
+    """A unit for people: its process, as its own container numbers it, and itself, because processes of two containers
+    may have one number.
+
+    Args:
+        facts: as `UnitCard.short` makes them; what is missing has no name.
+    """
+    return f"{facts.get('pid')} ({str(facts.get('unit'))[:UNIT_DIGITS]})"
 
 
 def decode_card(text: bytes) -> UnitCard:

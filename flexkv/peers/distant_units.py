@@ -27,7 +27,7 @@ class SharingTerms(Protocol):
 
     refused: dict[str, str]
 
-    def wants(self, facts: dict[str, Any]) -> bool: ...
+    def wants(self, facts: dict[str, Any], whom: str) -> bool: ...
     def accept(self, whom: str) -> None: ...
     def check_pages(self, card: UnitCard, whom: str) -> PeerFormats: ...
     def open_slabs(self, unit: str, folders: Sequence[str]) -> tuple[tuple[PeerFolder, ...], ...]: ...
@@ -101,7 +101,7 @@ class DistantUnits:
 
     def _join(self, path: str, head: LiveHead, board: SlotBoard) -> None:
         card, whom = head.card, head.whom
-        if not self._terms.wants(card.short() | {"pid": whom}):
+        if not self._terms.wants(card.short(), whom):
             raise DiskError(self._terms.refused.get(whom, "it is another model's"))
         self._terms.check_pages(card, whom)
         assert card.disk is not None

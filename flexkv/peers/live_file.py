@@ -24,7 +24,7 @@ import numpy as np
 from flexkv import c_ext
 from flexkv.errors import ContractError, DiskError
 from flexkv.peers.board_rows import PLACED, BoardRows, PlacedRows
-from flexkv.peers.card import MOST_CARD_BYTES, UnitCard, decode_card
+from flexkv.peers.card import MOST_CARD_BYTES, UnitCard, decode_card, name_of
 from flexkv.storage.frame_log import FRAME, framed, write_all
 from flexkv.storage.private_files import open_private
 
@@ -82,7 +82,7 @@ class LiveHead:
     @property
     def whom(self) -> str:
         """The unit's process, for people."""
-        return f"{self.card.pid} of {self.host}"
+        return f"{name_of(self.card.short())} of {self.host}"
 
     def encode(self) -> bytes:
         told = {"machine": self.machine, "host": self.host, "beat_s": self.beat_s, "places": self.places}

@@ -16,7 +16,7 @@ from typing import Any
 from flexkv import c_ext
 from flexkv.errors import ClosedError, DiskError, FlexKVError
 from flexkv.observe import get_logger
-from flexkv.peers.card import PROTOCOL, GroupCard, SharedDisk, SharedHost, UnitCard
+from flexkv.peers.card import PROTOCOL, GroupCard, SharedDisk, SharedHost, UnitCard, name_of
 from flexkv.peers.distant_units import DistantUnits
 from flexkv.peers.page_formats import OtherFormat, PeerFormats, UnitPages
 from flexkv.peers.pool_reader import OUTCOMES
@@ -275,17 +275,16 @@ class PeerShare:
 
     # --- what the watch's thread calls ---
 
-    def wants(self, facts: dict[str, Any]) -> bool:
-        mine = self._card
+    def wants(self, facts: dict[str, Any], whom: str = "") -> bool:
+        """Whether a unit may be shared with, by its short facts; notes why not. `whom` names it for people."""
+        mine, whom = self._card, whom or name_of(facts)
         if facts.get("fingerprint") != mine.fingerprint:
             return False
         if facts.get("protocol") != PROTOCOL:
-            self._refuse(
-                str(facts.get("pid")), f"it speaks version {facts.get('protocol')}, this one {PROTOCOL}"
-            )
+            self._refuse(whom, f"it speaks version {facts.get('protocol')}, this one {PROTOCOL}")
             return False
         if facts.get("weights") != mine.weights:
-            self._refuse(str(facts.get("pid")), "its weights are others")
+            self._refuse(whom, "its weights are others")
             return False
         return True
 
@@ -307,7 +306,8 @@ class PeerShare:
             raise DiskError("its card is not that of its file")
         if len(files) != (2 if card.host else 0) + (1 if card.disk else 0):
             raise DiskError(f"its card came with {len(files)} descriptors")
-        formats = self.check_pages(card, str(card.pid))
+        whom = name_of(card.short())
+        formats = self.check_pages(card, whom)
         # Before the lock is taken: a disk may hang, and neither readers nor `close` wait for a peer's.
         slabs = (
             () if self.disk is None or card.disk is None else self.open_slabs(card.unit, card.disk.folders)
@@ -325,7 +325,7 @@ class PeerShare:
                 self._drop(host, None)
                 raise
             self._joined[card.unit] = (card, host, disk)
-        self.accept(str(card.pid))
+        self.accept(whom)
         logger.info(
             "unit %s (process %d): its %s read here",
             card.unit,

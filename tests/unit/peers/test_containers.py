@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from flexkv.cli.peers_command import UNIT_DIGITS, command
+from flexkv.cli.peers_command import command
+from flexkv.peers.card import UNIT_DIGITS
 from tests.unit.adapters.vllm_objects import make_request
 from tests.unit.peers.live_engines import PROMPT, Make, knows, settings_of, share_of, wait_for
 

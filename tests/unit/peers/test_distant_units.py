@@ -21,9 +21,10 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from flexkv.cli.peers_command import UNIT_DIGITS, command
+from flexkv.cli.peers_command import command
 from flexkv.peers import distant_units, live_file
 from flexkv.peers import machines as machines_module
+from flexkv.peers.card import UNIT_DIGITS
 from flexkv.peers.live_file import LIVE_NAME, LiveReader
 from flexkv.peers.machines import MachineWatch
 from flexkv.peers.share import PeerShare
@@ -323,7 +324,7 @@ def test_a_unit_that_comes_back_as_another_is_refused_with_the_reason(
 def test_control_other_weights_are_taken_where_nobody_compares_them(
     serve: Serve, machine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(PeerShare, "wants", lambda share, facts: True)
+    monkeypatch.setattr(PeerShare, "wants", lambda share, facts, whom="": True)
     serve("weights")
     other = machine("b")
     wait_for(lambda: knows(other, PAGES))

@@ -213,7 +213,7 @@ def test_a_peer_with_other_groups_is_refused(start: Start) -> None:
         share.refused.clear()
         with pytest.raises(GeometryError, match=why):
             share._join(replace(card, unit="x", pid=7, groups=groups), [0, 0])
-        assert why in share.refused["7"]
+        assert why in share.refused["7 (x)"]
     assert share.joined == 0
 
 

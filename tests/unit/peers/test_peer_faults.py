@@ -14,7 +14,7 @@ import pytest
 
 from flexkv.errors import ContractError, DiskError, GeometryError
 from flexkv.peers import watch as watch_module
-from flexkv.peers.card import PROTOCOL, UnitCard, decode_card
+from flexkv.peers.card import PROTOCOL, UnitCard, decode_card, name_of
 from flexkv.peers.pool_reader import OUTCOMES
 from flexkv.peers.runtime_folder import read_cards, runtime_folder, socket_path, write_card
 from flexkv.peers.share import MOST_REFUSED, PeerShare
@@ -185,7 +185,8 @@ def test_units_that_may_not_share_are_named(
     assert share.wants(card_of(engine).short())
     with caplog.at_level(logging.WARNING):
         assert not share.wants(card_of(engine).short() | {"pid": 7} | change)
-    assert reason in share.refused["7"]
+    (why,) = share.refused.values()
+    assert reason in why
     assert reason in caplog.text
     assert not share.wants(card_of(engine).short() | {"fingerprint": "00" * 32}), "another model"
     assert len(share.refused) == 1, "another model is nothing to warn of"
@@ -196,7 +197,18 @@ def test_refused_units_do_not_add_up(make_engine: Make, folder: Path) -> None:
     share, facts = share_of(engine), card_of(engine).short()
     for pid in range(MOST_REFUSED + 3):
         assert not share.wants(facts | {"pid": pid, "weights": "others"})
-    assert list(share.refused) == [str(pid) for pid in range(3, MOST_REFUSED + 3)]
+    assert list(share.refused) == [name_of(facts | {"pid": pid}) for pid in range(3, MOST_REFUSED + 3)]
+
+
+def test_units_of_two_containers_with_one_process_number_are_told_apart(
+    make_engine: Make, folder: Path
+) -> None:
+    share = share_of(make_engine(**settings_of(folder)))
+    facts = share._card.short() | {"pid": 1}
+    assert not share.wants(facts | {"unit": "a" * 16, "weights": "others"})
+    assert not share.wants(facts | {"unit": "b" * 16, "protocol": 0})
+    share.accept(name_of(facts | {"unit": "b" * 16}))
+    assert share.refused == {"1 (aaaaaaaa)": "its weights are others"}
 
 
 def test_another_format_is_refused_under_an_engines_own_keys(make_engine: Make, folder: Path) -> None:
@@ -212,7 +224,7 @@ def test_another_format_is_refused_under_an_engines_own_keys(make_engine: Make, 
         share.refused.clear()
         with pytest.raises((DiskError, GeometryError)):
             share._join(replace(card, unit="x", pid=7, groups=(other,)), [0, 0])
-        assert list(share.refused) == ["7"]
+        assert list(share.refused) == ["7 (x)"]
         assert share.joined == 0
 
 

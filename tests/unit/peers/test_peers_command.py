@@ -12,7 +12,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from flexkv.cli import peers_command
-from flexkv.cli.peers_command import SILENT_EXIT_CODE, UNIT_DIGITS, command
+from flexkv.cli.peers_command import SILENT_EXIT_CODE, command
+from flexkv.peers.card import UNIT_DIGITS
 from flexkv.peers.runtime_folder import socket_path, write_card
 from tests.unit.adapters.mini_engine import MiniEngine
 from tests.unit.adapters.vllm_objects import make_request
