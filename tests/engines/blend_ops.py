@@ -122,13 +122,19 @@ def blend_poison(
     }
 
 
-def blend_reference(llm: Any, request: dict[str, Any], seen_ahead: int = 0) -> dict[str, Any]:
+def blend_reference(
+    llm: Any, request: dict[str, Any], seen_ahead: int = 0, check_layer: int | None = None
+) -> dict[str, Any]:
     """Blends a prompt in one chunk; compares what the kept rows' attention gives in each later layer with plain torch
     on the same queries, over the keys and values that the plan has at each position: cached ones, or fresh ones.
 
     Args:
         seen_ahead: for a control, how many positions too far the reference's rows see.
+        check_layer: another one than the engine's.
     """
+    if check_layer is not None:
+        with replaced(blend_worker().forward, check_layer=check_layer):
+            return blend_reference(llm, request, seen_ahead)
     import torch
 
     from flexkv.adapters.vllm.blend.pages import segment_rows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ from demo.model import PRESETS, WEIGHT_STD, model_config, model_weights, write_t
 from flexkv.adapters.vllm.blend import ARCHITECTURES
 from flexkv.storage.folder import LOCK_NAME, FolderLock
 
-from .blend_world import Documents, blending, results, start_blending
+from .blend_world import Documents, blending, results, salt, start_blending
 from .conftest import Engines
 from .session import BLOCK_TOKENS, EngineSession, Prompt
-from .test_blend import STORED
+from .test_blend import COMPUTED, STORED
 from .test_parallel import TWO_RANKS
 
 pytestmark = pytest.mark.long
@@ -126,6 +127,15 @@ def test_two_ranks_blend_the_same_rows(engines: Engines, stream: int) -> None:
     assert kept[0][0] == kept[0][1]
     assert kept[1][0] != kept[1][1], "the control: each rank has chosen by its own heads"
     assert kept[0][0] not in kept[1], "the heads of both decide"
+    captured = []
+    for number, wrong in enumerate(("", "row before")):
+        segment = Prompt.of(75, stream % 10_000_000 + 70 + number, max_tokens=1)
+        full = replace(segment, salt=f"full-{number}")
+        store = replace(segment, salt=salt(), extra=blending({"store": True}))
+        asks = {"full": full.wire(), "store": store.wire()}
+        captured.append(session.call("blend_captured", chunk=33, wrong=wrong, **asks))
+    assert max(captured[0].values()) < ROUNDING
+    assert min(captured[1].values()) > 0.1
 
 
 def check_ranks(found: dict[str, Any]) -> None:
@@ -248,9 +258,12 @@ def test_preemption_without_a_prefix_cache(engines: Engines, stream: int) -> Non
     ]
     for each in several:
         each.store(session)
-    before = session.metric("vllm:num_preemptions_total")
+    before, rows = session.metric("vllm:num_preemptions_total"), session.metric(COMPUTED)
     session.check(*(each.blended(1.0) for each in several))
-    assert session.metric("vllm:num_preemptions_total") > before
+    preempted = session.metric("vllm:num_preemptions_total") - before
+    assert preempted > 0
+    covered = sum(end - first for first, end in several[0].spans)
+    assert session.metric(COMPUTED) - rows == (2 + preempted) * covered, "each of them is blended again"
 
 
 def test_a_text_separates(engines: Engines, stream: int) -> None:
