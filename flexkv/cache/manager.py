@@ -490,9 +490,11 @@ class LocalCacheManager(CacheManager):
             self.tables.access_orders.clear()
             self.work.reset()
             self.tables.epoch += 1
+            # A tier that has not confirmed the last reset gets no more time by this one.
+            if not any(tier.resets for tier in self._resetting):
+                self._reset_ends_s = time.monotonic() + RESET_S
             for tier in self.tables.tiers:
                 tier.begin_reset()
-            self._reset_ends_s = time.monotonic() + RESET_S
             self._resetting = list(self.tables.tiers)
         self.promises.resetting = False
         self.tables.counts.resets += 1
@@ -514,7 +516,8 @@ class LocalCacheManager(CacheManager):
 
     def _finish_reset(self, ends_s: float) -> None:
         while self._resetting:
-            self._resetting.pop(0).finish_reset(ends_s)
+            self._resetting[0].finish_reset(ends_s)
+            self._resetting.pop(0)  # a tier that raises is asked again
 
     def disable(self) -> None:
         self.promises.disabled = True

@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -117,6 +118,47 @@ def test_a_tier_that_does_not_confirm_a_reset_in_time_is_told_to_end_it(
     watched.manager.poll_reset()
     assert not watched.manager.resets
     assert watched.calls[2:] == [("finish", "a", 0.0), ("finish", "b", 0.0)]
+
+
+@pytest.mark.parametrize("confirmed", [False, True], ids=["", "control"])
+def test_a_further_reset_gives_a_tier_that_has_not_confirmed_the_last_one_no_more_time(
+    monkeypatch: pytest.MonkeyPatch, confirmed: bool
+) -> None:
+    """The control's tiers have confirmed it, so that this one has all of its time."""
+    watched, now_s = WatchedReset(), 0.0
+    manager = watched.manager
+    monkeypatch.setattr(manager_module, "time", SimpleNamespace(monotonic=lambda: now_s))
+    for begun_s in (0.0, 0.6 * RESET_S):
+        now_s = begun_s
+        monkeypatch.setattr(ToyTier, "resets", not confirmed, raising=False)
+        manager.begin_reset()
+        monkeypatch.setattr(ToyTier, "resets", True, raising=False)
+        manager.poll_reset()
+        assert manager.resets
+    now_s = 1.1 * RESET_S
+    manager.poll_reset()
+    assert manager.resets == confirmed
+    now_s = 1.7 * RESET_S
+    manager.poll_reset()
+    assert not manager.resets
+
+
+def test_a_tier_that_cannot_end_a_reset_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = WatchedReset()
+    watched.manager.begin_reset()
+
+    def broken(name: str) -> None:
+        raise MemoryError(name)
+
+    watched.within = broken
+    for _ in range(2):
+        with pytest.raises(MemoryError, match="a"):
+            watched.manager.poll_reset()
+        assert watched.manager.resets
+    watched.within = lambda name: None
+    watched.manager.poll_reset()
+    assert not watched.manager.resets
+    assert [name for phase, name, _ in watched.calls if phase == "finish"] == ["a", "a", "a", "b"]
 
 
 def test_all_tiers_forget_before_the_first_is_waited_for() -> None:
