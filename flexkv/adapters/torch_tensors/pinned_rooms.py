@@ -30,26 +30,50 @@ class Room:
     copied: TorchEvent | None = None
 
 
+class PinnedMemory:
+    """Host memory for the rooms of all loads of a device: PAGEABLE from the first time on that none can be pinned.
+
+    Args:
+        pins: whether the device copies from pinned memory without the host; None: whether it is no CPU.
+
+    Attributes:
+        device: as given.
+    """
+
+    def __init__(self, device: torch.device, pins: bool | None = None) -> None:
+        self.device = device
+        self._pins = device.type != "cpu" if pins is None else pins
+
+    def take(self, rows: torch.Tensor) -> torch.Tensor:
+        """Memory of the size of `rows`."""
+        if self._pins:
+            try:
+                return torch.empty(rows.shape, dtype=rows.dtype, device="cpu", pin_memory=True)
+            except RuntimeError as error:
+                self._pins = False
+                logger.warning("cached rows pass through %s, none is pinned: %s", PAGEABLE, error)
+        return pageable(rows)
+
+
 class PinnedRooms:
     """One load's rooms: each chunk has one for each of `layers` layers, which later layers use again.
 
     Where memory cannot be pinned, or a room's last copy has not ended after `deadline_s`, rows pass through PAGEABLE.
+    After such a wait the load waits for no other room.
 
     Args:
-        device: the device's buffers are on it.
+        memory: of the device that the buffers are on.
         layers: how many layers have rooms of their own.
         deadline_s: how long a layer waits for its rooms, in seconds. That also contains the caller's own work on the
             device, for which the copy out of the room may wait; so it ends in a fallback and never in an error.
-        pins: whether the device copies from pinned memory without the host; None: whether it is no CPU.
     """
 
-    def __init__(
-        self, device: torch.device, layers: int, deadline_s: float, pins: bool | None = None
-    ) -> None:
-        self._module: Any = torch.get_device_module(device)
-        self._layers, self._deadline_s = layers, deadline_s
-        self._pins = device.type != "cpu" if pins is None else pins
+    def __init__(self, memory: PinnedMemory, layers: int, deadline_s: float) -> None:
+        self._module: Any = torch.get_device_module(memory.device)
+        self._memory, self._layers, self._wait_s = memory, layers, deadline_s
         self._rooms: dict[tuple[int, int], Room] = {}
+        self._is_late = False
+        """Whether a room's last copy has not ended in time."""
 
     def __call__(self, layer: int, sources: Sequence[RowSource]) -> list[RowSource]:
         """Sources of a layer's chunks for the device, from sources that fill host memory."""
@@ -59,7 +83,7 @@ class PinnedRooms:
     def copy(self, key: tuple[int, int], source: RowSource, rows: torch.Tensor) -> None:
         """Copies a source's rows to `rows`, in the current stream, without waiting for the copy."""
         room = self._free_room(key, rows)
-        memory = self._pageable(rows) if room is None else room.memory
+        memory = pageable(rows) if room is None else room.memory
         source.copy_to(memory)
         # In one piece on both sides: torch would copy others through memory that is not pinned.
         for to, plane in zip(rows, memory, strict=True):
@@ -73,27 +97,21 @@ class PinnedRooms:
         """The chunk's room once nothing is copied out of it; None if there is none in time."""
         room = self._rooms.get(key)
         if room is None:
-            if not self._pins:
-                memory = self._pageable(rows)
-            else:
-                try:
-                    memory = torch.empty(rows.shape, dtype=rows.dtype, device="cpu", pin_memory=True)
-                except RuntimeError as error:
-                    self._pins = False
-                    logger.warning("cached rows pass through %s, none is pinned: %s", PAGEABLE, error)
-                    memory = self._pageable(rows)
-            room = self._rooms[key] = Room(memory)
-        if room.copied is not None and not room.copied.wait(self._deadline_s):
+            room = self._rooms[key] = Room(self._memory.take(rows))
+        if room.copied is None or room.copied.wait(self._wait_s):
+            return room
+        if not self._is_late:
+            self._is_late = True
             logger.warning(
-                "cached rows pass through %s: the copy before is not over after %g s",
-                PAGEABLE,
-                self._deadline_s,
+                "cached rows pass through %s: the copy before is not over after %g s", PAGEABLE, self._wait_s
             )
-            return None
-        return room
+            self._wait_s = 0.0  # the device is behind: each room would take the time again
+        return None
 
-    def _pageable(self, rows: torch.Tensor) -> torch.Tensor:
-        return torch.empty(rows.shape, dtype=rows.dtype, device="cpu")
+
+def pageable(rows: torch.Tensor) -> torch.Tensor:
+    """Memory of the size of `rows` that is not pinned."""
+    return torch.empty(rows.shape, dtype=rows.dtype, device="cpu")
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from flexkv.adapters.torch_tensors.device import TorchDevice
-from flexkv.adapters.torch_tensors.pinned_rooms import PinnedRooms
+from flexkv.adapters.torch_tensors.pinned_rooms import PinnedMemory, PinnedRooms
 from flexkv.adapters.vllm.blend import forward
 from flexkv.adapters.vllm.blend.forward import BlendForward, ReusedRows
 from flexkv.adapters.vllm.blend.pages import LoadedLayers, LoadedRows, device_of
@@ -188,7 +188,11 @@ def test_the_pool_gets_each_layers_skipped_rows(
     blending: Any, copies: Copies, host: RowDevice, ratio: float, on: str
 ) -> None:
     blended = blending(nothing)
-    device = host if on == "host" else RowDevice(TorchDevice("cpu"), torch.float32, partial(PinnedRooms, CPU))
+    device = (
+        host
+        if on == "host"
+        else RowDevice(TorchDevice("cpu"), torch.float32, partial(PinnedRooms, PinnedMemory(CPU)))
+    )
     keep = run(blended, copies, device, ratio)
     skipped = np.flatnonzero(~keep[copies.in_buffer + 40])
     assert len(skipped) == round((1 - ratio) * len(copies.in_buffer))

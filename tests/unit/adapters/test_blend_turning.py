@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from flexkv.adapters.torch_tensors.device import TorchDevice
-from flexkv.adapters.torch_tensors.pinned_rooms import PinnedRooms
+from flexkv.adapters.torch_tensors.pinned_rooms import PinnedMemory, PinnedRooms
 from flexkv.adapters.vllm.blend.pages import BlendPages
 from flexkv.adapters.vllm.blend.turn_check import check_turning
 from flexkv.blend.base import KvShape
@@ -46,7 +46,7 @@ class Pages:
             raise
         if device == "stand-in":
             pages._rows_on = RowDevice(
-                TorchDevice("cpu"), DTYPES[dtype], partial(PinnedRooms, torch.device("cpu"))
+                TorchDevice("cpu"), DTYPES[dtype], partial(PinnedRooms, PinnedMemory(torch.device("cpu")))
             )
         self.made.append(pages)
         return pages

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from flexkv.adapters.torch_tensors.device import TorchDevice, TorchEvent
-from flexkv.adapters.torch_tensors.pinned_rooms import PAGEABLE, PinnedRooms
+from flexkv.adapters.torch_tensors.pinned_rooms import PAGEABLE, PinnedMemory, PinnedRooms
 from flexkv.blend.turned_rows import RowDevice, TurnedRows
 from tests.unit.blend.loaded_world import ROTATION, SHAPE, load_all, make_cache, store_all, stretches_of
 
 CPU = torch.device("cpu")
 LAYERS, CHUNKS = 8, 3
-NO_TIME_S, SHORT_S, GENEROUS_S = 0.0, 0.05, 60.0
+SHORT_S, GENEROUS_S = 0.05, 60.0
 
 
 class Source:
@@ -84,7 +84,7 @@ def pass_layers(
 )
 def test_memory_is_that_of_so_many_layers(layers: int, rooms_used: int) -> None:
     seen: list[torch.Tensor] = []
-    found = pass_layers(PinnedRooms(CPU, layers, SHORT_S), seen)
+    found = pass_layers(PinnedRooms(PinnedMemory(CPU), layers, SHORT_S), seen)
     assert len({rows.data_ptr() for rows in seen}) == rooms_used
     for number, rows in enumerate(found):
         assert (rows == 10 * (number // CHUNKS) + number % CHUNKS).all()
@@ -105,34 +105,50 @@ def early_fills(rooms: PinnedRooms) -> int:
 
 
 def test_a_room_is_filled_again_once_its_copy_has_ended() -> None:
-    assert early_fills(PinnedRooms(CPU, 2, GENEROUS_S)) == 0
+    assert early_fills(PinnedRooms(PinnedMemory(CPU), 2, GENEROUS_S)) == 0
 
 
 def test_control_without_the_wait_it_is_filled_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TorchEvent, "wait", lambda event, deadline_s: True)
-    assert early_fills(PinnedRooms(CPU, 2, GENEROUS_S)) == (LAYERS - 2) * CHUNKS
+    assert early_fills(PinnedRooms(PinnedMemory(CPU), 2, GENEROUS_S)) == (LAYERS - 2) * CHUNKS
 
 
 def test_rows_pass_through_pageable_memory_where_a_copy_does_not_end(
-    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rooms, seen = PinnedRooms(CPU, 2, NO_TIME_S), list[torch.Tensor]()
+    """One wait and one warning for all chunks of all layers."""
+    wait, waits = TorchEvent.wait, list[float]()
+
+    def note(event: TorchEvent, deadline_s: float) -> bool:
+        waits.append(deadline_s)
+        return wait(event, deadline_s)
+
+    monkeypatch.setattr(TorchEvent, "wait", note)
+    rooms, seen = PinnedRooms(PinnedMemory(CPU), 2, SHORT_S), list[torch.Tensor]()
     rooms._module = Events(never=True)
     found = pass_layers(rooms, seen)
     first = {rows.data_ptr() for rows in seen[: 2 * CHUNKS]}
     assert not first & {rows.data_ptr() for rows in seen[2 * CHUNKS :]}, "a copy out of it is under way"
     for number, rows in enumerate(found):
         assert (rows == 10 * (number // CHUNKS) + number % CHUNKS).all()
-    assert f"cached rows pass through {PAGEABLE}: the copy before is not over after 0 s" in caplog.text
+    warning = f"cached rows pass through {PAGEABLE}: the copy before is not over after {SHORT_S:g} s"
+    assert caplog.text.count(warning) == len(caplog.records) == 1
+    assert waits == [SHORT_S] + [0.0] * ((LAYERS - 2) * CHUNKS - 1)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="memory can be pinned here")
-def test_rows_pass_through_pageable_memory_where_none_can_be_pinned(caplog: pytest.LogCaptureFixture) -> None:
-    seen: list[torch.Tensor] = []
-    found = pass_layers(PinnedRooms(CPU, 2, SHORT_S, pins=True), seen)
-    assert len({rows.data_ptr() for rows in seen}) == 2 * CHUNKS, "as bounded"
-    assert (found[-1] == 10 * (LAYERS - 1) + CHUNKS - 1).all()
-    assert caplog.text.count(f"cached rows pass through {PAGEABLE}, none is pinned: ") == 1
+@pytest.mark.parametrize("memories", [1, 2], ids=["of one device", "control"])
+def test_rows_pass_through_pageable_memory_where_none_can_be_pinned(
+    caplog: pytest.LogCaptureFixture, memories: int
+) -> None:
+    """Two loads; the control's do not share what was found out."""
+    made = [PinnedMemory(CPU, pins=True) for _ in range(memories)]
+    for memory in (made[0], made[-1]):
+        seen: list[torch.Tensor] = []
+        found = pass_layers(PinnedRooms(memory, 2, SHORT_S), seen)
+        assert len({rows.data_ptr() for rows in seen}) == 2 * CHUNKS, "as bounded"
+        assert (found[-1] == 10 * (LAYERS - 1) + CHUNKS - 1).all()
+    assert caplog.text.count(f"cached rows pass through {PAGEABLE}, none is pinned: ") == memories
 
 
 def test_a_load_has_rooms_for_as_many_layers_as_it_prefetches() -> None:
@@ -143,7 +159,7 @@ def test_a_load_has_rooms_for_as_many_layers_as_it_prefetches() -> None:
 
     def rooms(layers: int, deadline_s: float) -> PinnedRooms:
         assert (layers, deadline_s) == (cache.prefetch_layers, cache.deadline_s)
-        made.append(PinnedRooms(CPU, layers, deadline_s))
+        made.append(PinnedRooms(PinnedMemory(CPU), layers, deadline_s))
         return made[-1]
 
     load = load_all(cache)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from flexkv.adapters.torch_tensors.device import TorchDevice
-from flexkv.adapters.torch_tensors.pinned_rooms import PinnedRooms
+from flexkv.adapters.torch_tensors.pinned_rooms import PinnedMemory, PinnedRooms
 from flexkv.adapters.vllm.blend.orders import Arrival, NewSegment, RequestId, SegmentOrder
 from flexkv.adapters.vllm.blend.rows import Numbers
 from flexkv.blend.cache import SegmentCache
@@ -56,7 +56,7 @@ def device_of(pool: torch.device, dtype: torch.dtype) -> RowDevice:
         device = TorchDevice(pool)
     except RuntimeError as error:
         raise NotBlendable(f"cached rows cannot be turned on {pool}: {error}") from error
-    return RowDevice(device, dtype, partial(PinnedRooms, pool))
+    return RowDevice(device, dtype, partial(PinnedRooms, PinnedMemory(pool)))
 
 
 class LoadedRows:
