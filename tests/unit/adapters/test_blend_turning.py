@@ -34,10 +34,17 @@ class Pages:
     def __init__(self) -> None:
         self.made: list[BlendPages] = []
 
-    def __call__(self, device: str = "cpu", dtype: str = "float32") -> BlendPages:
+    def __call__(self, device: str = "cpu", dtype: str = "float32", prefetch_layers: int = 2) -> BlendPages:
         shape = KvShape(layers=6, heads=2, head_dim=8, dtype=dtype)
         rotation = KeyRotation(RopeSpec(8, 8, 100.0), shape.heads, dtype)
-        cache = SegmentCache(shape, {"model": "m"}, slots=16, staging_tokens=64, block_tokens=4)
+        cache = SegmentCache(
+            shape,
+            {"model": "m"},
+            slots=16,
+            staging_tokens=64,
+            block_tokens=4,
+            prefetch_layers=prefetch_layers,
+        )
         where = "cpu" if device == "stand-in" else device
         try:
             pages = BlendPages(cache, rotation, DTYPES[dtype], torch.device(where), Counters())
@@ -109,3 +116,18 @@ def test_rows_that_come_out_wrong_are_refused(
     with pytest.raises(NotBlendable) as refused:
         check_turning(make(device))
     assert str(refused.value) == f"rows turned on cpu differ from the CPU's in layers {layers}"
+
+
+@pytest.mark.parametrize("prefetch_layers", [2, 3, 5])
+@pytest.mark.parametrize("device", ["cpu", "stand-in"])
+def test_the_first_layer_whose_buffer_is_used_again_is_looked_at(
+    make: Pages, monkeypatch: pytest.MonkeyPatch, device: str, prefetch_layers: int
+) -> None:
+    copy = LayerRows.copy_to
+
+    def stale(self: LayerRows, rows: Any) -> None:
+        copy(LayerRows(self.stretch, self.layer % prefetch_layers), rows)
+
+    monkeypatch.setattr(LayerRows, "copy_to", stale)
+    with pytest.raises(NotBlendable, match=rf"in layers \[{prefetch_layers}\]"):
+        check_turning(make(device, prefetch_layers=prefetch_layers))

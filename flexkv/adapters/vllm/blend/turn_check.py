@@ -13,8 +13,6 @@ from flexkv.blend.segment_load import SegmentLoad
 from flexkv.blend.turned_rows import Stretch
 from flexkv.errors import FlexKVError
 
-LAYERS = 3
-"""More than a load has buffers by default, so that one is used again."""
 ROWS, FIRST = 40, 3
 """Rows of the segment; the first one that is turned."""
 POSITIONS = 50, 1000
@@ -59,7 +57,8 @@ def _random_rows(pages: BlendPages, blocks: int) -> np.ndarray:
 def _wrong_layers(pages: BlendPages, load: SegmentLoad, stretches: list[Stretch]) -> list[int]:
     layers, wrong = pages.loaded_rows(load, stretches).open(0), []
     try:
-        for layer in range(min(LAYERS, pages.cache.shape.layers)):
+        # One more than a load has buffers, so that one is used again.
+        for layer in range(min(pages.cache.prefetch_layers + 1, pages.cache.shape.layers)):
             found = torch.stack(layers.take(layer)).cpu().view(torch.uint8).numpy()
             wanted = [_turned(pages, stretch, layer) for stretch in stretches]
             if not np.array_equal(found, np.concatenate(wanted, axis=1)):
