@@ -23,7 +23,7 @@ class SegmentFetch:
     room in host memory and once for reads.
 
     Call order:
-        `begin_load` until it returns a load, or `give_up`.
+        `advance` or `begin_load` again and again until the latter returns a load, or `give_up`.
 
     Args:
         deadline_s: how long each wait of the load lasts at most.
@@ -59,15 +59,18 @@ class SegmentFetch:
 
     def begin_load(self) -> SegmentLoad | None:
         """Begins to load what has come, once nothing more will; None until then."""
+        return self._load() if self.advance() else None
+
+    def advance(self) -> bool:
+        """Asks again for what comes. Returns whether nothing more will, for a caller that begins the load later: what
+        has come stays in host memory."""
         self._moves.free_late()
         # Each is asked, because it keeps its place in the line for room by being asked.
         self._coming = [
             one for one in self._coming if self._lookup.waits(one, self._awaits_room) or self._fetch(one)
         ]
         self._moves.begin_reads()
-        if self._coming:
-            return None
-        return self._load()
+        return not self._coming
 
     def _fetch(self, asked: Asked) -> bool:
         """Whether to ask again for a segment."""

@@ -14,6 +14,7 @@ import torch
 
 from flexkv.adapters.vllm.blend.orders import NewSegment, SegmentOrder
 from flexkv.adapters.vllm.blend.pages import BlendPages
+from flexkv.blend.segment_fetch import SegmentFetch
 from flexkv.blend.segment_store import SegmentStore
 from flexkv.errors import TransferError
 from flexkv.observe import BlendResult, Counters
@@ -330,60 +331,53 @@ def test_a_load_waits_for_the_room_of_a_store(
     assert arrival(pages, "r").tokens == (60,)
 
 
-# --- what became of a segment ---
+LATER = np.arange(300, 360)
 
 
-def outcome(pages: BlendPages) -> dict[int, BlendResult]:
+@pytest.mark.parametrize("bounded", [True, False], ids=["", "control"])
+def test_stores_that_begin_later_keep_no_load_waiting(
+    pages: BlendPages, monkeypatch: pytest.MonkeyPatch, bounded: bool
+) -> None:
+    """One takes the room of another, so that there is a store under way at any time."""
+    capture(pages, "second", SECOND)
     end_stores(pages)
-    return pages.take_stored()
+    advance, going = SegmentStore.advance, list[SegmentStore]()
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            SegmentStore, "advance", lambda store, *given: store in going and advance(store, *given)
+        )
+        capture(pages, "first", FIRST)
+        (first,) = pages._stores
+        pages.begin_load(SegmentOrder("r", 1, (SECOND,), ""))
+        assert pages.take_arrived() == {}
+        going.append(first)
+        capture(pages, "later", LATER)
+        assert first not in pages._stores
+        assert pages._stores
+        if bounded:
+            assert arrival(pages, "r").tokens == (0,), "without room it is computed"
+        else:
+            patch.setattr(pages, "_wait_for_room", lambda order: not pages._has_room(order))
+            assert [pages.take_arrived() for _ in range(3)] == [{}] * 3
 
 
-def test_a_segment_of_which_all_is_cached_is_stored(pages: BlendPages) -> None:
-    capture(pages, number=7)
-    assert outcome(pages) == {7: BlendResult.STORED}
-    assert pages.take_stored() == {}
-
-
-def test_a_segment_without_room_beside_others_is_not_stored(
+def test_a_load_that_waits_for_staging_room_asks_again_for_what_comes(
     pages: BlendPages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """By asking, it keeps its place in the line for room in host memory."""
+    capture(pages, "second", SECOND)
+    end_stores(pages)
+    advance, asked = SegmentFetch.advance, []
+
+    def note(fetch: SegmentFetch) -> bool:
+        asked.append(fetch)
+        return advance(fetch)
+
     with HeldStores(pages, monkeypatch):
-        capture(pages, "first", FIRST, number=1)
-        capture(pages, "second", SECOND, number=2)
-    assert outcome(pages) == {1: BlendResult.STORED, 2: BlendResult.NO_ROOM}
-
-
-def test_a_segment_without_room_in_host_memory_is_not_stored(pages: BlendPages) -> None:
-    """Another request holds the pages of the segment before it."""
-    capture(pages, "first", FIRST, number=1)
-    first = outcome(pages)
-    pages.begin_load(SegmentOrder("r", 1, (FIRST,), ""))
-    keys = pages.cache.scheme.keys(FIRST).whole
-    assert pages.cache.manager.keep("r", [keys], len(keys)) == len(keys)
-    long = np.arange(500, 500 + 4 * 18)
-    capture(pages, "second", long, number=2)
-    second = outcome(pages)
-    assert pages.cache.cached_tokens(long) < len(long)
-    pages.cache.manager.end_keep("r")
-    pages.release("r")
-    assert (first, second) == ({1: BlendResult.STORED}, {2: BlendResult.NO_ROOM})
-
-
-def test_a_segment_that_does_not_move_is_late(pages: BlendPages, monkeypatch: pytest.MonkeyPatch) -> None:
-    with Held(pages, monkeypatch):
-        capture(pages, number=3)
-        monkeypatch.setattr(SegmentStore, "is_late", True)
-        pages.take_arrived()
-    assert outcome(pages) == {3: BlendResult.LATE}
-
-
-def test_a_segment_of_former_weights_is_reset(pages: BlendPages, monkeypatch: pytest.MonkeyPatch) -> None:
-    with Held(pages, monkeypatch):
-        capture(pages, number=4)
-        pages.forget()
-    assert outcome(pages) == {4: BlendResult.RESET}
-
-
-def test_a_segment_whose_rows_were_not_found_is_lost(pages: BlendPages) -> None:
-    pages.lose_capture(NewSegment(SEGMENT, "", 5))
-    assert outcome(pages) == {5: BlendResult.LOST}
+        monkeypatch.setattr(SegmentFetch, "advance", note)
+        capture(pages, "first", FIRST)
+        pages.begin_load(SegmentOrder("r", 1, (SECOND,), ""))
+        for number in range(1, 4):
+            assert pages.take_arrived() == {}
+            assert len(asked) == number
+    assert arrival(pages, "r").tokens == (60,)

@@ -147,6 +147,8 @@ class BlendPages:
         """What became of segments since the last `take_stored`."""
         self._after: dict[RequestId, list[SegmentStore]] = {}
         """Loads that begin once these stores, of the same segments, have ended."""
+        self._room_after: dict[RequestId, list[SegmentStore]] = {}
+        """Loads that begin, with room or without, once these stores have ended."""
 
     # --- loads ---
 
@@ -193,14 +195,15 @@ class BlendPages:
     def _has_arrived(self, order: SegmentOrder) -> bool:
         """Begins a request's load once its segments are in host memory; returns whether the load has ended."""
         request = order.request
+            self._room_after.pop(request, None)
         if request not in self._loads:
-            if self._stores and not self._has_room(order):
-                return False  # the scheduler counts no room of a store once its prompt is computed
+            fetch = self._fetches[request]
             try:
-                load = self._fetches[request].begin_load()
-            except FlexKVError as error:
-                self._fetches[request].give_up()
-                logger.warning("segments of a request cannot be loaded: %s", error)
+                # First, because the request keeps its place in the line for room in host memory by asking.
+                load = fetch.begin_load() if fetch.advance() and not self._wait_for_room(order) else None
+            except Exception as error:  # NumPy's own, too
+                fetch.give_up()
+                _warn_of("segments of a request cannot be loaded: %s", error)
                 return True
             if load is None:
                 return False
@@ -212,6 +215,16 @@ class BlendPages:
         staging = self.cache.staging
         pages = sum(-(-len(tokens) // staging.block_tokens) for tokens in order.segments)
         return pages <= len(staging.free)
+
+    def _wait_for_room(self, order: SegmentOrder) -> bool:
+        """Returns whether a request waits for staging blocks of stores, which the scheduler does not count once their
+        prompts are computed. It waits for the stores that are under way when it first lacks room, not for later ones,
+        because these may come without end.
+        """
+        if self._has_room(order):
+            return False
+        ahead = self._room_after.setdefault(order.request, list(self._stores))
+        return any(store in self._stores for store in ahead)
 
     def _arrival(self, order: SegmentOrder) -> Arrival:
         fetch, load = self._fetches.pop(order.request, None), self._loads.get(order.request)
@@ -384,6 +397,7 @@ class BlendPages:
 
     def close(self) -> None:
         """Ends everything, in `transfer.close_s` at most.
+        self._room_after.pop(request, None)
 
         Raises:
             TransferError: see `SegmentCache.close`.
@@ -408,3 +422,11 @@ def segment_rows(spans: Sequence[tuple[int, int]], first: int, end: int) -> Numb
     """The positions from `first` to `end` that spans cover, less `first`, in the order of `BlendPages.rows`."""
     parts = [np.arange(max(start, first), min(start + tokens, end)) for start, tokens in spans]
     return np.concatenate([np.empty(0, np.int64), *parts]).astype(np.int64) - first
+def _warn_of(message: str, reason: str | Exception) -> None:
+    """Logs a failure, with a traceback of one that is not flexkv's own."""
+    if isinstance(reason, FlexKVError | str):
+        logger.warning(message, reason)
+    else:
+        logger.warning(message, f"{type(reason).__name__}: {reason}", exc_info=reason)
+
+
