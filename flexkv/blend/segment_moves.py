@@ -83,8 +83,12 @@ class SegmentMoves:
 
     def why_failed(self, hit: Hit) -> str:
         """Why pages of a finished hit did not arrive; empty if all did. Can be asked once per hit."""
-        reasons = [self._why_failed.pop(request, "") for request in hit.requests]
+        reasons = [self.take_reason(request) for request in hit.requests]
         return "; ".join(reason for reason in reasons if reason)
+
+    def take_reason(self, request: str) -> str:
+        """Takes the reason for which pages of a request that has ended did not move; empty if there is none."""
+        return self._why_failed.pop(request, "")
 
     def take_results(self) -> None:
         """Takes the results of ended ops, the disks' too, and reports them to the manager."""
@@ -92,7 +96,9 @@ class SegmentMoves:
         while results := self.engine.poll():
             for result in results:
                 done = self._manager.complete(0, result)
-                if done is not None and done.role is OpRole.LOAD and len(done.failed_blocks):
+                if done is None or not len(done.failed_blocks):
+                    continue
+                if done.role is OpRole.LOAD or done.reason:  # a store without one had no room, or was reset
                     self._why_failed[done.request_id] = done.reason or "pages failed"
 
     def leave(self, late: LateBlocks) -> None:

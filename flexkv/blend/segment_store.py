@@ -31,6 +31,7 @@ class SegmentStore:
 
     Attributes:
         keys: as given.
+        failure: why pages did not move; empty if all did for which host memory had room.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class SegmentStore:
         self.keys, self._blocks, self._block_tokens = keys, blocks, block_tokens
         self._ends_s = time.monotonic() + deadline_s
         self._parts = [self._begin_whole, self._begin_tail]
-        self._request = ""
+        self._request = self.failure = ""
         self._ticket: Ticket | None = None
         self._moving = blocks[:0]
 
@@ -79,7 +80,7 @@ class SegmentStore:
                     return False
                 self._end_part()
         except BaseException:
-            self._free()
+            self.leave()  # something may still move
             raise
         self._free()
         return True
@@ -119,6 +120,8 @@ class SegmentStore:
             except Exception:
                 self._manager.release(request)
                 raise
+            if self._ticket is None:
+                self.failure = "the transfer queue was full"
         self._request, self._moving = request, blocks
 
     def _end_part(self) -> None:
@@ -126,6 +129,7 @@ class SegmentStore:
             self._ticket = None
             self._moves.take_results()
         request, self._request = self._request, ""
+        self.failure = self.failure or self._moves.take_reason(request)
         moved, self._moving = self._moving, self._moving[:0]
         self._blocks = np.setdiff1d(self._blocks, moved)
         self._moves.staging.give(moved.tolist())

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from flexkv.adapters.vllm.blend import forward
-from flexkv.adapters.vllm.blend.forward import BlendForward, ReusedRows
+from flexkv.adapters.vllm.blend.forward import BlendForward
+from flexkv.adapters.vllm.blend.forward_rows import ReusedRows
 from flexkv.adapters.vllm.blend.rows import BatchRows
 
 RANKS, LAYERS, CHECK, ROWS = 2, 4, 1, 9

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from flexkv.adapters.vllm.blend import forward
-from flexkv.adapters.vllm.blend.forward import BlendForward, TakenRows
+from flexkv.adapters.vllm.blend.forward import BlendForward
+from flexkv.adapters.vllm.blend.forward_rows import TakenRows
 from flexkv.adapters.vllm.blend.rows import BatchRows
 
 LAYERS, ROWS = 6, 5

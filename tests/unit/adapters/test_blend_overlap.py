@@ -16,7 +16,8 @@ import torch
 from flexkv.adapters.torch_tensors.device import TorchDevice
 from flexkv.adapters.torch_tensors.pinned_rooms import PinnedMemory, PinnedRooms
 from flexkv.adapters.vllm.blend import forward
-from flexkv.adapters.vllm.blend.forward import BlendForward, ReusedRows
+from flexkv.adapters.vllm.blend.forward import BlendForward
+from flexkv.adapters.vllm.blend.forward_rows import ReusedRows
 from flexkv.adapters.vllm.blend.pages import LoadedLayers, LoadedRows, device_of
 from flexkv.adapters.vllm.blend.rows import BatchRows
 from flexkv.blend.cache import SegmentCache

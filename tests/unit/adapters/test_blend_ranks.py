@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,15 +14,9 @@ import pytest
 import torch
 
 from flexkv.adapters.vllm.blend import forward
-from flexkv.adapters.vllm.blend.forward import (
-    ANOTHER_RANK,
-    BlendForward,
-    CachedRowsError,
-    OwnWork,
-    ReusedRows,
-    TakenRows,
-)
-from flexkv.adapters.vllm.blend.rows import BatchRows
+from flexkv.adapters.vllm.blend.forward import ANOTHER_RANK, BlendForward
+from flexkv.adapters.vllm.blend.forward_rows import CachedRowsError, OwnWork, ReusedRows, TakenRows
+from flexkv.adapters.vllm.blend.rows import BatchRows, kept_rows
 from flexkv.transfer.layerwise.base import PipelineError
 
 RANKS, LAYERS, CHECK, ROWS = 2, 6, 1, 12
@@ -98,6 +93,7 @@ class Rows:
         return self
 
     def choose(self, chosen: Any) -> None:
+        self._fault("choose", -1)
         self._chosen = len(chosen)
 
     def take(self, layer: int) -> Any:
@@ -110,7 +106,12 @@ class Rows:
 
 
 class World:
-    """One forward on two ranks, of which the second one fails."""
+    """One forward on two ranks, of which one fails.
+
+    Attributes:
+        may_lose: whether the forward goes on without rows that are taken.
+        lost: what each rank's taken rows failed with.
+    """
 
     def __init__(self, patch: pytest.MonkeyPatch, wait_s: float = WAIT_S) -> None:
         self.group = Group(wait_s)
@@ -118,7 +119,8 @@ class World:
         patch.setattr(forward, "get_tp_group", lambda: self.group)
         patch.setattr(forward, "get_forward_context", lambda: context)
         patch.setattr(forward, "override_forward_context", lambda context: contextlib.nullcontext())
-        patch.setattr(BlendForward, "_context", lambda self, context, batch, kept: context)
+        self.may_lose = False
+        self.lost: dict[int, Exception] = {}
         self.ended: dict[int, Any] = {}
         self.rows: dict[int, Rows] = {}
 
@@ -132,17 +134,33 @@ class World:
         at = np.arange(ROWS, dtype=np.int64)
         batch = BatchRows(np.array([0, ROWS], np.int64), at, at)
         self.rows[rank] = rows = Rows(fault)
-        taken = TakenRows(TAKEN, lambda layer, planes: fault("taken", layer))
+        lose = partial(self.lost.__setitem__, rank) if self.may_lose else None
+        taken = TakenRows(TAKEN, lambda layer, planes: fault("taken", layer), lose)
+
+        def context_of(context: Any, batch: BatchRows, kept: Any) -> Any:
+            fault("context", -1)
+            return context
+
+        def choose(*given: Any) -> Any:
+            fault("rows", -1)
+            return kept_rows(*given)
+
         try:
             blended = BlendForward(SimpleNamespace(model=decoder), None, CHECK)
+            blended._context, blended.choose = context_of, choose  # type: ignore[method-assign]
             ids = torch.arange(ROWS)
             self.ended[rank] = blended.run(ids, ids, batch, [ReusedRows(REUSED, rows, 0.0)], [taken])
         except Exception as error:
             self.ended[rank] = error
 
-    def run(self, fault: Fault) -> list[Any]:
-        """What each rank's forward returned or raised."""
-        faults = [lambda place, layer: None, fault]
+    def run(self, fault: Fault, rank: int = 1) -> list[Any]:
+        """What each rank's forward returned or raised.
+
+        Args:
+            rank: the one that fails.
+        """
+        faults: list[Fault] = [lambda place, layer: None] * RANKS
+        faults[rank] = fault
         threads = [threading.Thread(target=self._run, args=each) for each in enumerate(faults)]
         for each in threads:
             each.start()
@@ -172,8 +190,8 @@ def test_ranks_that_do_not_fail_keep_the_same_rows(world: World) -> None:
 
 
 @pytest.mark.parametrize("error", [PipelineError, RuntimeError], ids=["ours", "torch's"])
-@pytest.mark.parametrize("at", [("open", CHECK), ("take", CHECK)])
-def test_all_rows_are_computed_on_all_ranks_where_one_has_none_up_to_the_check_layer(
+@pytest.mark.parametrize("at", [("open", CHECK), ("take", CHECK), ("choose", -1), ("context", -1)])
+def test_all_rows_are_computed_on_all_ranks_where_one_fails_before_the_first_later_layer(
     world: World, at: tuple[str, int], error: type[Exception], caplog: pytest.LogCaptureFixture
 ) -> None:
     ended = world.run(failing(at, error=error))
@@ -184,17 +202,48 @@ def test_all_rows_are_computed_on_all_ranks_where_one_has_none_up_to_the_check_l
     assert caplog.text.count(f"all rows of a step are computed: {ANOTHER_RANK}") == 1
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rows_are_those_of_the_first_rank_and_all_if_it_cannot_choose(
+    world: World, rank: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _, keep in world.run(failing(("rows", -1), error=MemoryError), rank):
+        assert np.flatnonzero(~keep).tolist() == (REUSED.tolist() if rank else [])
+    (record,) = caplog.records
+    assert record.getMessage() == "this rank cannot choose rows of a step"
+    assert record.exc_info is not None
+    assert isinstance(record.exc_info[1], MemoryError)
+
+
+@pytest.mark.parametrize("layer", [0, CHECK + 1, LAYERS - 1])
+def test_rows_that_may_be_lost_are_lost_on_the_rank_that_cannot_take_them(world: World, layer: int) -> None:
+    """The control are those that may not, below."""
+    world.may_lose = True
+    for _, keep in world.run(failing(("taken", layer), error=MemoryError)):
+        assert np.flatnonzero(~keep).tolist() == REUSED.tolist()
+    assert list(world.lost) == [1]
+    assert isinstance(world.lost[1], MemoryError)
+
+
 @pytest.mark.parametrize(
     "at",
     [
         [("take", CHECK), ("close", -1)],
+        [("context", -1), ("close", -1)],
         [("take", CHECK + 1)],
         [("take", LAYERS - 1)],
         [("taken", 0)],
         [("taken", LAYERS - 1)],
         [("close", -1)],
     ],
-    ids=["still moves at the check layer", "later", "last", "taken first", "taken last", "close"],
+    ids=[
+        "still moves at the check layer",
+        "and behind it",
+        "later",
+        "last",
+        "taken first",
+        "taken last",
+        "close",
+    ],
 )
 def test_every_rank_raises_where_one_cannot_go_on(world: World, at: list[tuple[str, int]]) -> None:
     other, failed = world.run(failing(*at))
@@ -205,7 +254,18 @@ def test_every_rank_raises_where_one_cannot_go_on(world: World, at: list[tuple[s
     assert ANOTHER_RANK in str(other)
 
 
-@pytest.mark.parametrize("at", [("open", CHECK), ("take", CHECK), ("take", CHECK + 1), ("taken", 0)])
+@pytest.mark.parametrize(
+    "at",
+    [
+        ("open", CHECK),
+        ("take", CHECK),
+        ("rows", -1),
+        ("choose", -1),
+        ("context", -1),
+        ("take", CHECK + 1),
+        ("taken", 0),
+    ],
+)
 def test_control_a_rank_that_raises_where_it_fails_leaves_the_other_one_waiting(
     monkeypatch: pytest.MonkeyPatch, at: tuple[str, int]
 ) -> None:

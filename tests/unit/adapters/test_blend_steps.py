@@ -4,6 +4,7 @@ finds in its batch are computed fully on all of them."""
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,14 +17,16 @@ import torch
 from flexkv.adapters.vllm.blend import worker as module
 from flexkv.adapters.vllm.blend.model import BlendingModel
 from flexkv.adapters.vllm.blend.orders import BlendOrders, ChunkOrder, NewSegment, Reuse
+from flexkv.adapters.vllm.blend.pages import BlendPages
 from flexkv.adapters.vllm.blend.rows import BatchRows
 from flexkv.adapters.vllm.blend.worker import BlendStep
-from flexkv.observe import Counters
+from flexkv.observe import BlendResult, Counters
 from tests.unit.adapters import model_runners
 from tests.unit.adapters.model_runners import DeferringRunnerV2
 from tests.unit.adapters.scheduled_engine import ScheduledEngine
 from tests.unit.adapters.scheduled_pools import full
-from tests.unit.adapters.test_blend_start import Group, Ranks
+from tests.unit.adapters.test_blend_start import SHORT_S, Group, Ranks
+from tests.unit.blend.loaded_world import ROTATION, SHAPE, make_cache
 
 WAIT_S = 20.0
 REUSED = Reuse(((2, 4),), 0.15)
@@ -225,7 +228,8 @@ class Forward:
 
 class Rank:
     def __init__(self, slots: Any, *held: str) -> None:
-        self.forward, self.pages, self.counters = Forward(slots), Pages(*held), Counters()
+        self.forward, self.counters = Forward(slots), Counters()
+        self.pages: Any = Pages(*held)
         self.hidden: Any = "not called"
 
     def compute(self, chunks: list[ChunkOrder]) -> None:
@@ -303,3 +307,94 @@ def test_a_step_that_one_rank_alone_cannot_blend_at_all_is_computed_by_the_model
     compute(monkeypatch, [chunk("a", 0)], *ranks)
     assert [rank.hidden for rank in ranks] == [None, None]
     assert [rank.rows for rank in ranks] == [{"unplaced": 4}] * 2
+
+
+# --- segments that a rank cannot keep ---
+
+
+class Computing(Forward):
+    """Rows of every layer are zeros."""
+
+    def run(self, input_ids: Any, positions: Any, batch: BatchRows, reused: Any, taken: Any) -> Any:
+        for each in taken:
+            planes = torch.zeros(2, len(each.rows), SHAPE.heads, SHAPE.head_dim)
+            try:
+                for layer in range(SHAPE.layers):
+                    each.take(layer, planes)
+            except MemoryError as error:
+                each.lose(error)
+        return super().run(input_ids, positions, batch, reused, taken)
+
+
+class Keeper(Rank):
+    """A rank that captures segments, in one step each."""
+
+    def __init__(self) -> None:
+        super().__init__(FIRST)
+        self.forward = Computing(FIRST)
+        self.pages = BlendPages(make_cache(), ROTATION, torch.float32, "cpu", Counters())
+        self.ended: list[Any] = []
+
+    def step(self, number: int) -> None:
+        segment = NewSegment(np.arange(8) + 100 * number, "", number)
+        self.compute([chunk(f"s{number}", 0, segment)])
+
+    def steps(self) -> None:
+        for number in (1, 2):
+            try:
+                self.step(number)
+            except Exception as error:
+                self.ended.append(type(error))
+                return
+            self.ended.append(self.hidden)
+
+    def stored(self) -> dict[int, BlendResult]:
+        ends_s = time.monotonic() + WAIT_S
+        while self.pages.busy:
+            assert time.monotonic() < ends_s
+            self.pages.take_arrived()
+        found: dict[int, BlendResult] = self.pages.take_stored()
+        return found
+
+
+@pytest.fixture
+def keepers() -> Iterator[list[Keeper]]:
+    made = [Keeper(), Keeper()]
+    yield made
+    for each in made:
+        each.pages.close()
+
+
+def no_memory(*given: Any, **more: Any) -> Any:
+    raise MemoryError("no memory")
+
+
+def run_steps(patch: pytest.MonkeyPatch, keepers: list[Keeper], wait_s: float) -> None:
+    group = Group(len(keepers), wait_s)
+    patch.setattr(module, "get_tp_group", lambda: group)
+    threads = [threading.Thread(target=each.steps) for each in keepers]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(2 * WAIT_S)
+
+
+@pytest.mark.parametrize("place", ["capture", "begin_store", "cached_of"])
+def test_a_segment_that_one_rank_cannot_keep_is_lost_there_and_steps_go_on(
+    monkeypatch: pytest.MonkeyPatch, keepers: list[Keeper], place: str
+) -> None:
+    pages = keepers[1].pages
+    with monkeypatch.context() as patch:
+        patch.setattr(pages if place == "capture" else pages.cache, place, no_memory)
+        run_steps(patch, keepers, WAIT_S)
+        found = [each.stored() for each in keepers]
+    assert [each.ended for each in keepers] == [["blended"] * 2] * 2
+    assert found == [dict.fromkeys((1, 2), result) for result in (BlendResult.STORED, BlendResult.LOST)]
+
+
+def test_control_a_rank_that_raises_leaves_the_other_one_waiting_in_the_next_step(
+    monkeypatch: pytest.MonkeyPatch, keepers: list[Keeper]
+) -> None:
+    monkeypatch.setattr(keepers[1].pages, "end_capture", no_memory)
+    run_steps(monkeypatch, keepers, SHORT_S)
+    assert [each.ended for each in keepers] == [["blended", threading.BrokenBarrierError], [MemoryError]]

@@ -133,6 +133,27 @@ def test_a_store_of_which_a_part_cannot_begin_leaves_nothing(
     assert sorted(cache.staging.free) == free
 
 
+def test_a_store_that_cannot_be_waited_for_keeps_the_blocks_that_move(
+    cache: SegmentCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = sorted(cache.staging.free)
+
+    def broken(ticket: Ticket, deadline_s: float) -> bool:
+        raise MemoryError("no memory")
+
+    store = begin(cache, TOKENS[1])
+    with monkeypatch.context() as patch:
+        patch.setattr(cache.engine, "wait", broken)
+        with pytest.raises(MemoryError):
+            store.advance()
+    assert len(cache.staging.free) == len(free) - 2, "its two whole blocks may still move"
+    ends_s = time.monotonic() + WITHIN_S
+    while sorted(cache.staging.free) != free:
+        assert time.monotonic() < ends_s
+        cache.begin_load([None]).close()
+        time.sleep(0.001)
+
+
 @pytest.mark.parametrize("waits", [True, False], ids=["waits", "control"])
 def test_a_tail_is_kept_whose_whole_blocks_move_in_another_store(
     cache: SegmentCache, monkeypatch: pytest.MonkeyPatch, waits: bool

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,165 +15,38 @@ from vllm.distributed import get_tp_group
 from vllm.forward_context import get_forward_context, override_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from flexkv.adapters.vllm.blend.forward_rows import (
+    CachedRows,
+    CachedRowsError,
+    OwnWork,
+    Planes,
+    ReusedRows,
+    RowLayers,
+    TakenRows,
+)
 from flexkv.adapters.vllm.blend.rows import BatchRows, Numbers, Runs, kept_rows
-from flexkv.errors import FlexKVError, TransferError
 from flexkv.observe import get_logger
 
 logger = get_logger(__name__)
 
 ANOTHER_RANK = "another rank's log says what"
 
-Planes = tuple[Any, Any]
-
-
-class RowLayers(Protocol):
-    """Cached keys and values of rows, layer by layer. The next layers come while the caller computes.
-
-    Call order:
-        `take` for each layer, ascending, as far as the caller wants; `close`.
-    """
-
-    def choose(self, chosen: Numbers) -> None:
-        """From now on takes only the chosen ones of the rows."""
-
-    def take(self, layer: int) -> Planes:
-        """The rows' keys and values, tensors [rows, heads, head_dim] of their own on the pool's device."""
-
-    def close(self, wait: bool = True) -> None:
-        """Ends what was begun.
-
-        Args:
-            wait: False if another one has not ended before its deadline: waits no longer.
-        """
-
-
-class RowSource(Protocol):
-    """Cached keys and values of rows."""
-
-    def open(self, first: int) -> RowLayers:
-        """Begins with layer `first`."""
-
 
 @dataclass(frozen=True, slots=True)
-class ReusedRows:
-    """Rows of one request that cached ones cover.
+class LaterLayers:
+    """What the layers after the check layer compute.
 
     Attributes:
-        rows: their numbers in the batch.
-        ratio: share of them that is computed again.
+        context: their forward's.
+        keep: which rows they compute, [rows of the batch].
+        at: numbers of the rows that they compute, on the model's device; None for all.
+        skipped: see `CachedRows.skipped`.
     """
 
-    rows: Numbers
-    source: RowSource
-    ratio: float
-
-
-@dataclass(frozen=True, slots=True)
-class TakenRows:
-    """Rows whose fresh keys and values somebody takes.
-
-    Attributes:
-        rows: their numbers in the batch; none of them is reused.
-        take: called once per layer with the layer's number and the rows' keys and values.
-    """
-
-    rows: Numbers
-    take: Callable[[int, Planes], None]
-
-
-class CachedRowsError(TransferError):
-    """Cached rows of a forward failed on some rank, where its step cannot go on without them. Every rank raises it."""
-
-
-class OwnWork:
-    """Work of flexkv on this rank between a forward's collectives. After a failure no more of it is done.
-
-    Args:
-        stops: raise a failure at once, because no other rank waits.
-
-    Attributes:
-        failure: what has failed first.
-    """
-
-    def __init__(self, stops: bool = False) -> None:
-        self.failure: Exception | None = None
-        self._stops = stops
-
-    def do(self, work: Callable[..., None], *given: Any) -> None:
-        if self.failure is not None:
-            return
-        try:
-            work(*given)
-        except Exception as error:  # torch's and the device's own, too
-            self.failure = error
-            if self._stops:
-                raise
-
-
-class CachedRows:
-    """The cached rows of one forward on this rank.
-
-    Call order:
-        `open`, `compare`, `skipped`, `close`.
-
-    Attributes:
-        failure: why they cannot be used; known after `compare`.
-    """
-
-    def __init__(self, reused: Sequence[ReusedRows]) -> None:
-        self._reused = reused
-        self._opened: list[RowLayers] = []
-        self._work = OwnWork()
-
-    @property
-    def failure(self) -> Exception | None:
-        return self._work.failure
-
-    def open(self, first: int) -> None:
-        """Begins with layer `first`."""
-        for each in self._reused:
-            self._work.do(lambda source=each.source: self._opened.append(source.open(first)))
-
-    def compare(self, layer: int, fresh: Any, difference: Any) -> None:
-        """Adds up how far the cached keys of each reused row are from the fresh ones, squared.
-
-        Args:
-            fresh: keys of all rows.
-            difference: float32, by row.
-        """
-        for number, each in enumerate(self._reused):
-            self._work.do(self._compare_one, number, each.rows, layer, fresh, difference)
-
-    def _compare_one(self, number: int, numbers: Numbers, layer: int, fresh: Any, difference: Any) -> None:
-        keys, _ = self._opened[number].take(layer)
-        rows = torch.from_numpy(numbers).to(fresh.device)
-        apart = fresh[rows].reshape(len(rows), -1).float() - keys.reshape(len(rows), -1).float()
-        difference[rows] = apart.square().sum(1)
-
-    def skipped(self, keep: NDArray[np.bool_], slots: Any) -> list[tuple[RowLayers, Any]]:
-        """The reused rows that no later layer computes, and their slots.
-
-        Args:
-            slots: slot of each row of the batch; None if nothing is reused.
-        """
-        found = []
-        for each, layers in zip(self._reused, self._opened, strict=False):  # none is open after a failure
-            chosen = np.flatnonzero(~keep[each.rows])
-            if len(chosen):
-                layers.choose(chosen)
-                found.append((layers, slots[torch.from_numpy(each.rows[chosen]).to(slots.device)]))
-        return found
-
-    def close(self) -> FlexKVError | None:
-        """Closes all, whatever happens to one of them. Returns what happened. Idempotent."""
-        opened, self._opened = self._opened, []
-        failure: FlexKVError | None = None
-        for each in opened:
-            try:
-                each.close(wait=failure is None)
-            except FlexKVError as error:
-                failure = failure or error
-        return failure
+    context: Any
+    keep: NDArray[np.bool_]
+    at: Any = None
+    skipped: Sequence[tuple[RowLayers, Any]] = ()
 
 
 Choose = Callable[[BatchRows, Sequence[tuple[Numbers, float]], NDArray[np.float64]], NDArray[np.bool_]]
@@ -235,39 +108,39 @@ class BlendForward:
         hidden: Any = self._decoder.embed_input_ids(input_ids[: batch.rows])
         residual: Any = None
         watched = range(len(self.layers)) if taken else [self.check_layer] if reused else []
-        cached, takers = CachedRows(reused), OwnWork()
+        cached, takers = CachedRows(reused), [(each, OwnWork()) for each in taken]
         try:
             cached.open(self.check_layer)  # earlier layers compute all rows
             with self._fresh(watched) as fresh:
                 for layer in range(self.check_layer + 1):
                     fresh.clear()
                     hidden, residual = self.layers[layer](positions, hidden, residual)
-                    takers.do(self._pass_on, layer, fresh, taken, None)
-                keep = np.ones(batch.rows, np.bool_)
+                    self._pass_on(layer, fresh, takers, None)
+                later = LaterLayers(get_forward_context(), np.ones(batch.rows, np.bool_))
                 if reused:
                     keep = self._keep(batch, reused, cached, fresh[self.check_layer][0])
-                kept = np.flatnonzero(keep)
-                context = get_forward_context()
-                slots = context.slot_mapping[self._names[0]] if reused else None
-                skipped = cached.skipped(keep, slots)
-                if len(kept) < batch.rows:
-                    context = self._context(context, batch, kept)
-                    at = torch.from_numpy(kept).to(hidden.device)
+                    later = later if keep.all() else self._later_layers(batch, cached, keep, later)
+                if (at := later.at) is not None:
                     hidden, residual, positions = hidden[at], residual[at], positions[at]
+                keep, kept = later.keep, np.flatnonzero(later.keep)
                 puts = OwnWork(stops=get_tp_group().world_size == 1)
-                with override_forward_context(context):
+                with override_forward_context(later.context):
                     for layer in range(self.check_layer + 1, len(self.layers)):
                         fresh.clear()
-                        for rows, at_slots in skipped:
+                        for rows, at_slots in later.skipped:
                             puts.do(self._put, layer, rows, at_slots)
                         hidden, residual = self.layers[layer](positions, hidden, residual)
-                        takers.do(self._pass_on, layer, fresh, taken, kept)
+                        self._pass_on(layer, fresh, takers, kept)
         except BaseException as error:
             if (still_moves := cached.close()) is not None:
                 raise still_moves from error
             raise
         still_moves = cached.close()
-        _raise_alike(puts.failure or takers.failure or still_moves, hidden.device)
+        needed = [work.failure for each, work in takers if each.lose is None]
+        _raise_alike(next(filter(None, [puts.failure, *needed, still_moves]), None), hidden.device)
+        for each, work in takers:
+            if work.failure is not None and each.lose is not None:
+                each.lose(work.failure)
         hidden, _ = self._decoder.norm(hidden, residual)
         if len(kept) == len(input_ids):
             return hidden, keep
@@ -304,14 +177,53 @@ class BlendForward:
             ) from failure
         if measured[-2] > 0:
             logger.warning("all rows of a step are computed: %s", failure or ANOTHER_RANK)
-            cached.close()
             return np.ones(batch.rows, np.bool_)
-        keep = self.choose(batch, [(each.rows, each.ratio) for each in reused], measured[: batch.rows])
+        keep, choice = np.ones(batch.rows, np.bool_), OwnWork()
+        choice.do(self._choose_to, keep, batch, reused, measured[: batch.rows])
+        if choice.failure is not None:
+            logger.warning("this rank cannot choose rows of a step", exc_info=choice.failure)
         if group.world_size > 1:
             # The sums' last bits may differ between ranks, the rows must not.
             ours = torch.from_numpy(keep.astype(np.float32)).to(fresh.device)
             keep = group.broadcast(ours, src=0).cpu().numpy().astype(np.bool_)
         return keep
+
+    def _choose_to(
+        self,
+        keep: NDArray[np.bool_],
+        batch: BatchRows,
+        reused: Sequence[ReusedRows],
+        difference: NDArray[np.float64],
+    ) -> None:
+        keep[:] = self.choose(batch, [(each.rows, each.ratio) for each in reused], difference)
+
+    def _later_layers(
+        self, batch: BatchRows, cached: CachedRows, keep: NDArray[np.bool_], whole: LaterLayers
+    ) -> LaterLayers:
+        """What later layers need in order to compute the kept rows alone. Waits for all ranks.
+
+        Returns:
+            `whole` if some rank cannot make it: until here every layer has computed all rows.
+        """
+        made: list[LaterLayers] = []
+        work = OwnWork()
+        work.do(lambda: made.append(self._make_later_layers(batch, cached, keep, whole.context)))
+        if not _fails_anywhere(work.failure, whole.context.slot_mapping[self._names[0]].device):
+            return made[0]
+        logger.warning("all rows of a step are computed: %s", work.failure or ANOTHER_RANK)
+        return whole
+
+    def _make_later_layers(
+        self, batch: BatchRows, cached: CachedRows, keep: NDArray[np.bool_], context: Any
+    ) -> LaterLayers:
+        slots = context.slot_mapping[self._names[0]]
+        kept = np.flatnonzero(keep)
+        return LaterLayers(
+            self._context(context, batch, kept),
+            keep,
+            torch.from_numpy(kept).to(slots.device),
+            cached.skipped(keep, slots),
+        )
 
     def _put(self, layer: int, cached: RowLayers, slots: Any) -> None:
         """Writes a layer's cached rows to the pool, in whatever layout its backend has."""
@@ -341,23 +253,31 @@ class BlendForward:
                 each.remove()
 
     def _pass_on(
-        self, layer: int, fresh: dict[int, Planes], taken: Sequence[TakenRows], kept: Numbers | None
+        self,
+        layer: int,
+        fresh: dict[int, Planes],
+        takers: Sequence[tuple[TakenRows, OwnWork]],
+        kept: Numbers | None,
     ) -> None:
         """Gives a layer's fresh keys and values to those who take them.
 
         Args:
             kept: the rows that the layer computed; None for all.
         """
-        if not taken:
-            return
+        for each, work in takers:
+            work.do(self._pass_on_to, each, layer, fresh, kept)
+
+    def _pass_on_to(
+        self, taken: TakenRows, layer: int, fresh: dict[int, Planes], kept: Numbers | None
+    ) -> None:
         attention = self.attentions[layer]
-        planes = [
-            plane.view(len(plane), attention.num_kv_heads, attention.head_size) for plane in fresh[layer]
-        ]
-        for each in taken:
-            at = each.rows if kept is None else np.searchsorted(kept, each.rows)
-            rows = torch.from_numpy(at).to(planes[0].device)
-            each.take(layer, (planes[0][rows], planes[1][rows]))
+        at = taken.rows if kept is None else np.searchsorted(kept, taken.rows)
+        rows = torch.from_numpy(at).to(fresh[layer][0].device)
+        keys, values = (
+            plane.view(len(plane), attention.num_kv_heads, attention.head_size)[rows]
+            for plane in fresh[layer]
+        )
+        taken.take(layer, (keys, values))
 
     # --- attention of fewer rows ---
 
@@ -406,6 +326,15 @@ class BlendForward:
         return self._builder
 
 
+def _fails_anywhere(failure: Exception | None, device: Any) -> bool:
+    """Whether flexkv's own work has failed on some rank. Waits for all ranks."""
+    group = get_tp_group()
+    if group.world_size == 1:
+        return failure is not None
+    failed = torch.tensor([failure is not None], dtype=torch.float32, device=device)
+    return float(group.all_reduce(failed)) > 0
+
+
 def _raise_alike(failure: Exception | None, device: Any) -> None:
     """Raises on every rank if flexkv's own work has failed on some. Waits for all ranks.
 
@@ -413,13 +342,11 @@ def _raise_alike(failure: Exception | None, device: Any) -> None:
         CachedRowsError: it has, and there are several ranks.
         Exception: the failure itself, if there is one rank.
     """
-    group = get_tp_group()
-    if group.world_size == 1:
+    if get_tp_group().world_size == 1:
         if failure is not None:
             raise failure
         return
-    failed = torch.tensor([failure is not None], dtype=torch.float32, device=device)
-    if float(group.all_reduce(failed)) > 0:
+    if _fails_anywhere(failure, device):
         raise CachedRowsError(
             f"flexkv's part of a step failed: {ANOTHER_RANK if failure is None else failure}"
         ) from failure

@@ -153,10 +153,16 @@ class BlendPages:
     # --- loads ---
 
     def begin_load(self, order: SegmentOrder) -> None:
-        """Begins to load what is cached of a request's segments."""
+        """Begins to load what is cached of a request's segments. Raises no error of any kind, because other ranks go on
+        to the step's collectives: the segments are lost."""
         self._coming[order.request] = order
         self._advance_stores()
-        if behind := self._stores_of(order):
+        try:
+            behind = self._stores_of(order)
+        except Exception as error:  # NumPy's own, too
+            _warn_of("segments of a request cannot be loaded: %s", error)
+            return
+        if behind:
             self._after[order.request] = behind
         else:
             self._begin_fetch(order)
@@ -171,8 +177,8 @@ class BlendPages:
     def _begin_fetch(self, order: SegmentOrder) -> None:
         try:
             self._fetches[order.request] = self.cache.begin_fetch(order.segments, order.caller)
-        except FlexKVError as error:
-            logger.warning("segments of a request cannot be loaded: %s", error)
+        except Exception as error:  # NumPy's own, too
+            _warn_of("segments of a request cannot be loaded: %s", error)
 
     def take_arrived(self) -> dict[RequestId, Arrival]:
         """Carries the disks' reads and writes on, and returns the loads that have ended since the last call."""
@@ -189,13 +195,13 @@ class BlendPages:
                 continue
             arrived[request] = self._arrival(order)
             del self._coming[request]
+            self._room_after.pop(request, None)
         self._count_disk()
         return arrived
 
     def _has_arrived(self, order: SegmentOrder) -> bool:
         """Begins a request's load once its segments are in host memory; returns whether the load has ended."""
         request = order.request
-            self._room_after.pop(request, None)
         if request not in self._loads:
             fetch = self._fetches[request]
             try:
@@ -210,12 +216,6 @@ class BlendPages:
             self._loads[request] = load
         return not self._loads[request].moves
 
-    def _has_room(self, order: SegmentOrder) -> bool:
-        """Whether the staging pool has room for all segments of a request."""
-        staging = self.cache.staging
-        pages = sum(-(-len(tokens) // staging.block_tokens) for tokens in order.segments)
-        return pages <= len(staging.free)
-
     def _wait_for_room(self, order: SegmentOrder) -> bool:
         """Returns whether a request waits for staging blocks of stores, which the scheduler does not count once their
         prompts are computed. It waits for the stores that are under way when it first lacks room, not for later ones,
@@ -225,6 +225,12 @@ class BlendPages:
             return False
         ahead = self._room_after.setdefault(order.request, list(self._stores))
         return any(store in self._stores for store in ahead)
+
+    def _has_room(self, order: SegmentOrder) -> bool:
+        """Whether the staging pool has room for all segments of a request."""
+        staging = self.cache.staging
+        pages = sum(-(-len(tokens) // staging.block_tokens) for tokens in order.segments)
+        return pages <= len(staging.free)
 
     def _arrival(self, order: SegmentOrder) -> Arrival:
         fetch, load = self._fetches.pop(order.request, None), self._loads.get(order.request)
@@ -290,7 +296,8 @@ class BlendPages:
             room[layer, plane, :, first:end] = rows[: end - first].transpose(0, 1)
 
     def end_capture(self, request: RequestId, asks: NewSegment, end: int) -> None:
-        """Called when all layers' rows before position `end` are captured: begins to store a segment that is whole."""
+        """Called when all layers' rows before position `end` are captured: begins to store a segment that is whole.
+        Raises no error of any kind, because other ranks go on to the next step's collectives: the segment is lost."""
         capture = self._captures[request]
         capture.done = end
         if end < len(asks.tokens):
@@ -298,18 +305,27 @@ class BlendPages:
         del self._captures[request]
         try:
             self._stores[self._begin_store(asks, capture.planes)] = asks
-        except FlexKVError as error:
-            has_room = not isinstance(error, CapacityError)
-            self._not_kept(asks, BlendResult.LOST if has_room else BlendResult.NO_ROOM, str(error))
+        except CapacityError as error:
+            self._not_kept(asks, BlendResult.NO_ROOM, error)
+        except Exception as error:  # NumPy's and torch's own, too
+            self._not_kept(asks, BlendResult.LOST, error)
         self._advance_stores()
+
+    def break_capture(self, request: RequestId, asks: NewSegment, end: int, error: Exception) -> None:
+        """Called instead of `end_capture` where `capture` failed. No later rows of the segment are captured."""
+        self._captures.pop(request, None)
+        if end < len(asks.tokens):
+            _warn_of("rows of a segment are not captured: %s", error)
+        else:
+            self._not_kept(asks, BlendResult.LOST, error)
 
     def lose_capture(self, asks: NewSegment) -> None:
         """Called instead of the last `end_capture` of a segment whose rows were not found."""
         self._not_kept(asks, BlendResult.LOST, "its rows were not found in a step")
 
-    def _not_kept(self, asks: NewSegment, result: BlendResult, reason: str) -> None:
+    def _not_kept(self, asks: NewSegment, result: BlendResult, reason: str | Exception) -> None:
         self._stored[asks.number] = result
-        logger.warning("a segment of %d tokens is not kept: %s", len(asks.tokens), reason)
+        _warn_of(f"a segment of {len(asks.tokens)} tokens is not kept: %s", reason)
 
     def take_stored(self) -> dict[int, BlendResult]:
         """What became of segments since the last call, by their numbers: STORED if all of their tokens are cached,
@@ -357,14 +373,16 @@ class BlendPages:
                     self._not_kept(asks, BlendResult.LATE, reason)
                 else:
                     continue
-            except FlexKVError as error:
-                self._not_kept(asks, BlendResult.LOST, str(error))
+            except Exception as error:  # NumPy's own, too
+                self._not_kept(asks, BlendResult.LOST, error)
             del self._stores[store]
 
     def _end_store(self, store: SegmentStore, asks: NewSegment) -> None:
         cached = self.cache.cached_of(store.keys)
         if cached == len(asks.tokens):
             self._stored[asks.number] = BlendResult.STORED
+        elif store.failure:
+            self._not_kept(asks, BlendResult.LOST, f"{cached} tokens of it are: {store.failure}")
         else:
             self._not_kept(asks, BlendResult.NO_ROOM, f"blend.bytes has room for {cached} tokens of it")
 
@@ -379,6 +397,7 @@ class BlendPages:
         """Forgets a request's loaded segments and captured rows. Does not wait for pages on their way."""
         self._coming.pop(request, None)
         self._after.pop(request, None)
+        self._room_after.pop(request, None)
         self._captures.pop(request, None)
         if (fetch := self._fetches.pop(request, None)) is not None:
             fetch.give_up()
@@ -397,7 +416,6 @@ class BlendPages:
 
     def close(self) -> None:
         """Ends everything, in `transfer.close_s` at most.
-        self._room_after.pop(request, None)
 
         Raises:
             TransferError: see `SegmentCache.close`.
@@ -418,10 +436,6 @@ class BlendPages:
         self.cache.close(max(0.0, ends_s - time.monotonic()))
 
 
-def segment_rows(spans: Sequence[tuple[int, int]], first: int, end: int) -> Numbers:
-    """The positions from `first` to `end` that spans cover, less `first`, in the order of `BlendPages.rows`."""
-    parts = [np.arange(max(start, first), min(start + tokens, end)) for start, tokens in spans]
-    return np.concatenate([np.empty(0, np.int64), *parts]).astype(np.int64) - first
 def _warn_of(message: str, reason: str | Exception) -> None:
     """Logs a failure, with a traceback of one that is not flexkv's own."""
     if isinstance(reason, FlexKVError | str):
@@ -430,3 +444,7 @@ def _warn_of(message: str, reason: str | Exception) -> None:
         logger.warning(message, f"{type(reason).__name__}: {reason}", exc_info=reason)
 
 
+def segment_rows(spans: Sequence[tuple[int, int]], first: int, end: int) -> Numbers:
+    """The positions from `first` to `end` that spans cover, less `first`, in the order of `BlendPages.rows`."""
+    parts = [np.arange(max(start, first), min(start + tokens, end)) for start, tokens in spans]
+    return np.concatenate([np.empty(0, np.int64), *parts]).astype(np.int64) - first

@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 from vllm.distributed import get_tp_group
 from vllm.forward_context import set_forward_context
 
-from flexkv.adapters.vllm.blend.forward import BlendForward, Planes, ReusedRows, TakenRows
+from flexkv.adapters.vllm.blend.forward import BlendForward
+from flexkv.adapters.vllm.blend.forward_rows import Planes, ReusedRows, TakenRows
 from flexkv.adapters.vllm.blend.rows import BatchRows, Numbers, Runs
 from flexkv.observe import get_logger
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,8 @@ from flexkv.adapters.vllm.blend.contract import (
     shape_of,
 )
 from flexkv.adapters.vllm.blend.folders import segment_folders, segment_namespace
-from flexkv.adapters.vllm.blend.forward import BlendForward, ReusedRows, TakenRows
+from flexkv.adapters.vllm.blend.forward import BlendForward
+from flexkv.adapters.vllm.blend.forward_rows import ReusedRows, TakenRows
 from flexkv.adapters.vllm.blend.model import model_of
 from flexkv.adapters.vllm.blend.orders import Arrival, BlendOrders, ChunkOrder, NewSegment, RequestId, Reuse
 from flexkv.adapters.vllm.blend.pages import BlendPages, segment_rows
@@ -183,6 +185,7 @@ class BlendStep:
         reused: list[ReusedRows] = []
         taken: list[TakenRows] = []
         captured: list[tuple[ChunkOrder, NewSegment, int]] = []
+        lost: dict[RequestId, Exception] = {}
         found = [self._find_or_warn(batch, chunk) for chunk in self._chunks]
         there = _on_all_ranks([place is not None for place in found])
         for chunk, place, everywhere in zip(self._chunks, found, there, strict=True):
@@ -194,7 +197,8 @@ class BlendStep:
                 row = place
                 end = min(chunk.first + len(chunk.slots), len(chunk.asks.tokens))
                 rows = row + np.arange(end - chunk.first, dtype=np.int64)
-                taken.append(TakenRows(rows, self._taker(chunk)))
+                lose = partial(lost.__setitem__, chunk.request)
+                taken.append(TakenRows(rows, self._taker(chunk), lose))
                 captured.append((chunk, chunk.asks, end))
         if not reused and not taken:
             return None
@@ -204,7 +208,10 @@ class BlendStep:
             self._counters.add("flexkv_blend_rows_total", computed, kind="computed")
             self._counters.add("flexkv_blend_rows_total", len(each.rows) - computed, kind="reused")
         for chunk, asks, end in captured:
-            self._pages.end_capture(chunk.request, asks, end)
+            if (error := lost.get(chunk.request)) is None:
+                self._pages.end_capture(chunk.request, asks, end)
+            else:
+                self._pages.break_capture(chunk.request, asks, end, error)
         return hidden
 
     def count_unplaced(self) -> None:

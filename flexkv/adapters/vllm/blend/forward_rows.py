@@ -1,0 +1,170 @@
+"""Rows that one forward reads from the cache, and rows that it gives to others, on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from flexkv.adapters.vllm.blend.rows import Numbers
+from flexkv.errors import TransferError
+
+Planes = tuple[Any, Any]
+
+
+class RowLayers(Protocol):
+    """Cached keys and values of rows, layer by layer. The next layers come while the caller computes.
+
+    Call order:
+        `take` for each layer, ascending, as far as the caller wants; `close`.
+    """
+
+    def choose(self, chosen: Numbers) -> None:
+        """From now on takes only the chosen ones of the rows."""
+
+    def take(self, layer: int) -> Planes:
+        """The rows' keys and values, tensors [rows, heads, head_dim] of their own on the pool's device."""
+
+    def close(self, wait: bool = True) -> None:
+        """Ends what was begun.
+
+        Args:
+            wait: False if another one has not ended before its deadline: waits no longer.
+        """
+
+
+class RowSource(Protocol):
+    """Cached keys and values of rows."""
+
+    def open(self, first: int) -> RowLayers:
+        """Begins with layer `first`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReusedRows:
+    """Rows of one request that cached ones cover.
+
+    Attributes:
+        rows: their numbers in the batch.
+        ratio: share of them that is computed again.
+    """
+
+    rows: Numbers
+    source: RowSource
+    ratio: float
+
+
+@dataclass(frozen=True, slots=True)
+class TakenRows:
+    """Rows whose fresh keys and values somebody takes.
+
+    Attributes:
+        rows: their numbers in the batch; none of them is reused.
+        take: called once per layer with the layer's number and the rows' keys and values; not after a failure.
+        lose: called with the failure of `take`, or of what comes before it, with which the forward goes on. None: it
+            fails on all ranks.
+    """
+
+    rows: Numbers
+    take: Callable[[int, Planes], None]
+    lose: Callable[[Exception], None] | None = None
+
+
+class CachedRowsError(TransferError):
+    """Rows that a forward reads from the cache, or gives to somebody who must have them, failed on some rank, where its
+    step cannot go on. Every rank raises it."""
+
+
+class OwnWork:
+    """Work of flexkv on this rank between a forward's collectives. After a failure no more of it is done.
+
+    Args:
+        stops: raise a failure at once, because no other rank waits.
+
+    Attributes:
+        failure: what has failed first.
+    """
+
+    def __init__(self, stops: bool = False) -> None:
+        self.failure: Exception | None = None
+        self._stops = stops
+
+    def do(self, work: Callable[..., None], *given: Any) -> None:
+        if self.failure is not None:
+            return
+        try:
+            work(*given)
+        except Exception as error:  # torch's and the device's own, too
+            self.failure = error
+            if self._stops:
+                raise
+
+
+class CachedRows:
+    """The cached rows of one forward on this rank.
+
+    Call order:
+        `open`, `compare`, `skipped`, `close`.
+
+    Attributes:
+        failure: why they cannot be used; known after `compare`.
+    """
+
+    def __init__(self, reused: Sequence[ReusedRows]) -> None:
+        self._reused = reused
+        self._opened: list[RowLayers] = []
+        self._work = OwnWork()
+
+    @property
+    def failure(self) -> Exception | None:
+        return self._work.failure
+
+    def open(self, first: int) -> None:
+        """Begins with layer `first`."""
+        for each in self._reused:
+            self._work.do(lambda source=each.source: self._opened.append(source.open(first)))
+
+    def compare(self, layer: int, fresh: Any, difference: Any) -> None:
+        """Adds up how far the cached keys of each reused row are from the fresh ones, squared.
+
+        Args:
+            fresh: keys of all rows.
+            difference: float32, by row.
+        """
+        for number, each in enumerate(self._reused):
+            self._work.do(self._compare_one, number, each.rows, layer, fresh, difference)
+
+    def _compare_one(self, number: int, numbers: Numbers, layer: int, fresh: Any, difference: Any) -> None:
+        keys, _ = self._opened[number].take(layer)
+        rows = torch.from_numpy(numbers).to(fresh.device)
+        apart = fresh[rows].reshape(len(rows), -1).float() - keys.reshape(len(rows), -1).float()
+        difference[rows] = apart.square().sum(1)
+
+    def skipped(self, keep: NDArray[np.bool_], slots: Any) -> list[tuple[RowLayers, Any]]:
+        """The reused rows that no later layer computes, and their slots.
+
+        Args:
+            slots: slot of each row of the batch.
+        """
+        found = []
+        for each, layers in zip(self._reused, self._opened, strict=False):  # none is open after a failure
+            chosen = np.flatnonzero(~keep[each.rows])
+            if len(chosen):
+                layers.choose(chosen)
+                found.append((layers, slots[torch.from_numpy(each.rows[chosen]).to(slots.device)]))
+        return found
+
+    def close(self) -> Exception | None:
+        """Closes all, whatever happens to one of them. Returns what happened. Idempotent."""
+        opened, self._opened = self._opened, []
+        failure: Exception | None = None
+        for each in opened:
+            try:
+                each.close(wait=failure is None)
+            except Exception as error:  # torch's and the device's own, too
+                failure = failure or error
+        return failure
