@@ -105,13 +105,99 @@ def one_row_of_one_layer(blended: BlendForward) -> None:
     blended._put = all_but_one  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("wrong", [one_causal_sequence, no_rows, one_row_of_one_layer])
+def lengths_one_too_long(blended: BlendForward) -> None:
+    """Rows of all runs but the one at position 0 see the row behind them."""
+
+    def runs(batch: Any, kept: Any) -> Runs:
+        right = Runs.of(batch, kept)
+        longer = np.minimum(right.lengths + (batch.positions[kept[right.starts[:-1]]] > 0), batch.rows)
+        return Runs(right.starts, longer.astype(np.int32), right.sequences)
+
+    blended.runs = runs
+
+
+def a_neighbours_cached_row(blended: BlendForward) -> None:
+    """One row has that of the next position, in all layers."""
+
+    def shifted(layer: int, cached: Any, slots: Any) -> None:
+        attention, (keys, values) = blended.attentions[layer], cached.take(layer)
+        for plane in (keys, values):
+            plane[3] = plane[4].clone()
+        attention.impl.do_kv_cache_update(attention, keys, values, attention.kv_cache, slots)
+
+    blended._put = shifted  # type: ignore[method-assign]
+
+
+def no_rows_of_a_late_layer(blended: BlendForward) -> None:
+    put = blended._put
+
+    def all_but_one(layer: int, cached: Any, slots: Any) -> None:
+        if layer != len(blended.layers) - 2:
+            put(layer, cached, slots)
+
+    blended._put = all_but_one  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        one_causal_sequence,
+        no_rows,
+        one_row_of_one_layer,
+        lengths_one_too_long,
+        a_neighbours_cached_row,
+        no_rows_of_a_late_layer,
+    ],
+)
 def test_a_wrong_row_of_a_deep_model_is_refused(monkeypatch: pytest.MonkeyPatch, wrong: Any) -> None:
     found = refusal_of(monkeypatch, DEEP, wrong)
     assert found.startswith("its test at the start fails: the oracle is off by"), found
 
 
-def test_no_depth_explains_a_row_that_is_off_by_half() -> None:
+def test_control_a_larger_limit_passes_over_a_late_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selftest, "LARGEST_LIMIT", 0.5)
+    assert refusal_of(monkeypatch, DEEP, no_rows_of_a_late_layer) == ""
+
+
+def test_layers_that_compute_all_rows_are_not_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have the same bits in the oracle's run: only what differs there is measured."""
+    moved: list[float] = []
+
+    def of(dtype: Any, keys: Any, output: float) -> Limits:
+        moved.extend(keys)
+        return Limits(keys, output)
+
+    blended = make_test(monkeypatch, DeepModel(DEEP, torch.bfloat16, GAIN), torch.bfloat16)
+    monkeypatch.setattr(Limits, "of", of)
+    blended.refusal()
+    check_layer = blended._forward.check_layer
+    assert moved[: check_layer + 1] == [0.0] * (check_layer + 1)
+    assert all(moved[check_layer + 1 :])
+
+
+def test_no_depth_explains_a_row_that_is_off_by_a_quarter() -> None:
     limits = Limits.of(torch.bfloat16, [0.001, 0.03, 5.0], 0.3)
     assert limits == Limits([LIMITS[torch.bfloat16], 0.03 * ROUNDINGS, LARGEST_LIMIT], LARGEST_LIMIT)
     assert Limits.of(torch.bfloat16, [math.nan], math.nan) == Limits([0.05], 0.05)
+
+
+@pytest.mark.parametrize("scaled", [False, True], ids=["own limit", "control"])
+@pytest.mark.parametrize("test", [0, 1], ids=selftest.TESTS[:2])
+def test_what_the_same_kernels_compute_has_no_part_in_the_depths_limit(
+    monkeypatch: pytest.MonkeyPatch, test: int, scaled: bool
+) -> None:
+    """Outputs that are off by more than the limit of any model, and by less than that of a deep one's oracle."""
+    off = 3 * LIMITS[torch.bfloat16]
+    blended = make_test(monkeypatch, DeepModel(DEEP, torch.bfloat16, GAIN), torch.bfloat16)
+    if scaled:
+        monkeypatch.setattr(selftest, "LIMITS", {torch.bfloat16: 2 * off})
+    run, calls = blended._run, []
+
+    def moved(reused: Any, taken: Any = ()) -> Any:
+        calls.append(reused)
+        # The first call is layer by layer, the second measures roundings, the third is the ratio of 1.
+        return run(reused, taken) * (1 + off * (len(calls) == 1 + 2 * test))
+
+    monkeypatch.setattr(blended, "_run", moved)
+    found = blended.refusal()
+    assert (f"{selftest.TESTS[test]} is off by" in found) != scaled
