@@ -178,7 +178,7 @@ class TurnedLayers:
             buffer = self._pipeline.get_kv(layer - self._first)
         except PipelineError as error:
             raise PipelineError(f"cached rows of the model's layer {layer}: {error}") from error
-        # The rows of a lost chunk are zeros.
+        # The rows of a lost chunk are undefined.
         if failed := self._pipeline.failed:
             raise PipelineError(f"cached rows of the model's layer {layer}: {'; '.join(failed.values())}")
         return buffer

@@ -55,7 +55,8 @@ class LayerTransform(Protocol):
 
         Called once per layer, in ascending order, in the device's compute stream: on a host device in a thread of that
         stream; on a GPU with that stream current, where it enqueues its work and returns. Rows that no chunk covers
-        contain old data, and are zeroed afterwards. An exception ends the pipeline with every row failed.
+        contain old data, and are zeroed afterwards if paged memory takes them (`takes_gaps`). An exception ends the
+        pipeline with every row failed.
         """
 
 
@@ -80,7 +81,7 @@ class RowSource(Protocol):
         """Fills `rows`, shape [planes, tokens, heads, head_width], plane 0 the keys. Called once, in the load stream.
 
         Raises:
-            LostRows: the rows will not come. The pipeline zeroes those written so far.
+            LostRows: the rows will not come. Those written so far are rows that no chunk covers.
         """
 
 
