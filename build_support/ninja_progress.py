@@ -34,6 +34,8 @@ def run_ninja(command: Sequence[str], name: str, variables: Mapping[str, str] | 
         subprocess.CalledProcessError: a compile or link step failed.
     """
     environ = {**os.environ, **(variables or {}), "NINJA_STATUS": "[%f/%t] "}
+    # `make -j` names descriptors of its job server there, which it gives to other makes alone.
+    environ.pop("MAKEFLAGS", None)
     if sys.stdout.isatty():
         subprocess.check_call(command, env=environ)
         return

@@ -57,3 +57,11 @@ def test_warnings_and_errors_are_passed_on(tmp_path: Path, capfd: pytest.Capture
     assert "a warning\n" in said
     assert "an error\n" in said
     assert "FAILED" in said
+
+
+def test_a_job_server_of_make_is_not_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MAKEFLAGS", " -j2 --jobserver-auth=98,99")
+    run_ninja(write(tmp_path, "touch out0"), "compiling x")
+    assert capfd.readouterr().out == "flexkv: compiling x: 1 of 1 files, 0 s\n"
