@@ -30,9 +30,9 @@ FAMILIES = [
     # Windows alone: no group holds all of a prompt.
     pytest.param(write_mistral, 0, 1, 0, 0, id="mistral"),
     # Sinks are weights of the model, and not in the cache.
-    pytest.param(write_gpt_oss, 1, 1, 0, 0, id="gpt-oss"),
+    pytest.param(write_gpt_oss, 1, 1, 0, 0, id="gpt-oss", marks=pytest.mark.long),
     pytest.param(write_llama_4, 1, 0, 3, 0, id="llama-4"),
-    pytest.param(write_lfm_2, 1, 0, 0, STATE_LAYERS, id="lfm-2"),
+    pytest.param(write_lfm_2, 1, 0, 0, STATE_LAYERS, id="lfm-2", marks=pytest.mark.long),
 ]
 
 

@@ -173,8 +173,8 @@ void with_every_rotation(const Check& check) {
 TEST_CASE(
     "emulated: the copy kernel moves every byte of its runs and no other, whatever size and alignment") {
   const std::vector<int64_t> all = {1, 15, 17, 144, 656, 1152, 4096, 8191, 8192, 8193, 73728};
-  for (const int64_t run : kThreadSanitizer ? std::vector<int64_t>{15, 656, 8193} : all) {
-    for (const int64_t skew : {0, 1, 4, 8}) {
+  for (const int64_t run : kThreadSanitizer ? std::vector<int64_t>{656} : all) {
+    for (const int64_t skew : kThreadSanitizer ? std::vector<int64_t>{1} : std::vector<int64_t>{0, 1, 4, 8}) {
       CAPTURE(run);
       CAPTURE(skew);
       CopyWorld world(run, skew);
@@ -243,7 +243,7 @@ bool in_some_round(const Check& check) {
 }  // namespace
 
 TEST_CASE("emulated: the copy kernel counts each layer when its bytes are there, and before the next one's") {
-  for (int round = 0; round < 20; ++round) {
+  for (int round = 0; round < (kThreadSanitizer ? 4 : 20); ++round) {
     const LayersSeen seen = load_layers(0, false);
     CHECK(!seen.early);
     CHECK(seen.counted);

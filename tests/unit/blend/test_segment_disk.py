@@ -77,7 +77,9 @@ def live(folder: Path, life: str, status: int = 0) -> str:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("life", "status"), [("close", 0), ("kill", -signal.SIGKILL)])
+@pytest.mark.parametrize(
+    ("life", "status"), [pytest.param("close", 0, marks=pytest.mark.long), ("kill", -signal.SIGKILL)]
+)
 def test_the_next_process_has_them(tmp_path: Path, model, cache, life: str, status: int) -> None:
     live(tmp_path, life, status)
     found = json.loads(live(tmp_path, "answer").splitlines()[-1])

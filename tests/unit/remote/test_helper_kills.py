@@ -32,7 +32,7 @@ from tests.unit.remote.helper_faults import (
 from tests.unit.remote.remote_unit import BLOCK_TOKENS, RemoteUnit, chain
 from tests.unit.remote.test_remote_unit import Spoiler
 
-KILLS = 100
+KILLS = 60
 PAGES = 48
 PROMPTS = 4
 VICTIMS = 3
