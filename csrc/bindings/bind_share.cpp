@@ -209,8 +209,10 @@ py::tuple find(const PeerDirectory& directory, uint32_t group, const py::array& 
   Words generations(count);
   Words expiries(count);
   Words epochs(count);
+  std::vector<PeerPlace> places;
+  directory.find(wanted, group, others, places);
   for (py::ssize_t i = 0; i < count; ++i) {
-    const PeerPlace place = directory.find(wanted[static_cast<size_t>(i)], group, others);
+    const PeerPlace& place = places[static_cast<size_t>(i)];
     peers.mutable_data()[i] = place.peer;
     slots.mutable_data()[i] = static_cast<int32_t>(place.slot);
     generations.mutable_data()[i] = place.facts.generation;

@@ -194,15 +194,14 @@ void PeerDirectory::settle(std::vector<PeerNews>& news) {
     ends.last = &each;
     ends.went |= !each.there;
   }
+  // In the order in which they were told, which is that of prompts' blocks.
   std::vector<PeerNews> settled;
-  settled.reserve(2 * pages.size());
-  for (const auto& [page, ends] : pages) {
-    if (!ends.went) continue;
-    settled.push_back(*ends.last);
-    settled.back().there = false;
+  settled.reserve(news.size());
+  for (const PeerNews& each : news) {
+    if (!each.there && std::exchange(pages.at({each.key, each.group}).went, false)) settled.push_back(each);
   }
-  for (const auto& [page, ends] : pages) {
-    if (ends.last->there) settled.push_back(*ends.last);
+  for (const PeerNews& each : news) {
+    if (each.there && pages.at({each.key, each.group}).last == &each) settled.push_back(each);
   }
   news.swap(settled);
 }
@@ -235,8 +234,23 @@ std::shared_ptr<PeerDirectory::Peer> PeerDirectory::at(int32_t number) const {
 
 PeerPlace PeerDirectory::find(const BlockKey& key, uint32_t group, std::span<const int32_t> without) const {
   const std::lock_guard lock(mutex_);
+  return place_of({key, group}, without);
+}
+
+void PeerDirectory::find(std::span<const BlockKey> keys, uint32_t group, std::span<const int32_t> without,
+                         std::vector<PeerPlace>& places) const {
+  places.clear();
+  places.reserve(keys.size());
+  while (places.size() < keys.size()) {
+    const std::lock_guard lock(mutex_);
+    const size_t end = std::min(keys.size(), places.size() + kRowsAtOnce);
+    while (places.size() < end) places.push_back(place_of({keys[places.size()], group}, without));
+  }
+}
+
+PeerPlace PeerDirectory::place_of(const PageName& page, std::span<const int32_t> without) const {
   PeerPlace place;
-  const auto [first, last] = holders_.equal_range(PageName{key, group});
+  const auto [first, last] = holders_.equal_range(page);
   for (auto at = first; at != last; ++at) {
     const Holder& holder = at->second;
     if (place.peer >= 0 && holder.peer >= place.peer) continue;

@@ -108,6 +108,9 @@ class PeerDirectory {
   // Where the page lies now, or was last seen; the peers that joined first come first, without those in
   // `without`.
   PeerPlace find(const BlockKey& key, uint32_t group, std::span<const int32_t> without = {}) const;
+  // The same for several keys: others take their turn once in many of them.
+  void find(std::span<const BlockKey> keys, uint32_t group, std::span<const int32_t> without,
+            std::vector<PeerPlace>& places) const;
 
   // Calls `visit` with every peer's format of every group.
   template <class Visit>
@@ -159,6 +162,7 @@ class PeerDirectory {
   void enter(int32_t number, Peer& peer, uint32_t slot, const RowFacts& facts);
   void leave(int32_t number, Peer& peer, uint32_t slot);
   void tell(const RowFacts& facts, bool there);
+  PeerPlace place_of(const PageName& page, std::span<const int32_t> without) const;
   size_t move_news(size_t most, std::vector<PeerNews>& out);
   static void settle(std::vector<PeerNews>& news);
   PeerEnd copy(const Peer& peer, uint32_t slot, const RowFacts& asked, std::byte* to) const;

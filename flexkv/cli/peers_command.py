@@ -82,7 +82,7 @@ def ask_units(folder: Path, deadline_s: float) -> list[dict[str, Any]]:
 
 
 def _ask(folder: Path, unit: str, facts: dict[str, Any], deadline_s: float) -> dict[str, Any]:
-    silent = {"unit": unit, "peers": [], "refused": {}} | facts
+    silent = {"peers": [], "refused": {}} | facts | {"unit": unit}
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
         line.settimeout(deadline_s)
         try:

@@ -86,7 +86,7 @@ class PageEncoding:
         if format_id.interior not in ROW_INTERIORS:
             return cls(format_id, dtype, stripe_bytes, layers, heads)
         rows = layers * 2 * tokens * heads
-        if heads < 1 or stripe_bytes % rows:
+        if rows < 1 or stripe_bytes % rows:
             raise GeometryError(
                 f"a stripe of {stripe_bytes} bytes is no whole number of rows of {layers} layers, K and V, {tokens} "
                 f"tokens and {heads} heads"

@@ -42,8 +42,8 @@ class PageOrder(Enum):
 
 
 _TEXT = re.compile(
-    rf"(?P<interior>{'|'.join(interior.value for interior in Interior)})(?:~(?P<owner>.+?))?(?P<tokens>\d+)"
-    rf"\.(?P<order>{'|'.join(order.value for order in PageOrder)})\.r(?P<ranks>\d+)\.(?P<geometry>[0-9a-f]+)"
+    rf"(?P<interior>{'|'.join(interior.value for interior in Interior)})(?:~(?P<owner>.+?))?(?P<tokens>\d{{1,9}})"
+    rf"\.(?P<order>{'|'.join(order.value for order in PageOrder)})\.r(?P<ranks>\d{{1,9}})\.(?P<geometry>[0-9a-f]+)"
 )
 
 

@@ -27,7 +27,7 @@ MOST_GROUPS = 64
 MOST_TOKENS = (1 << 31) - 1
 """No block and no reach is longer; native code takes each as uint32."""
 
-UNIT_DIGITS = 8
+SHOWN_DIGITS = 8
 """Digits of a unit's name that people see."""
 
 
@@ -158,7 +158,7 @@ def name_of(facts: Mapping[str, Any]) -> str:
     Args:
         facts: as `UnitCard.short` makes them; what is missing has no name.
     """
-    return f"{facts.get('pid')} ({str(facts.get('unit'))[:UNIT_DIGITS]})"
+    return f"{facts.get('pid')} ({str(facts.get('unit'))[:SHOWN_DIGITS]})"
 
 
 def decode_card(text: bytes) -> UnitCard:
@@ -211,6 +211,9 @@ def _check(card: UnitCard) -> None:
     for name, text in texts.items():
         if not isinstance(text, str) or "\0" in text:
             raise ContractError(f"a unit's card: {name} is {text!r}, expected a text")
+    for name in ("unit", "model"):
+        if not texts[name].isprintable():  # people see these in logs and tables
+            raise ContractError(f"a unit's card: {name} is {texts[name]!r}, expected a printable text")
     if card.host is not None:
         numbers |= {f"host.{name}": value for name, value in asdict(card.host).items() if name != "digests"}
         if not isinstance(card.host.digests, bool):

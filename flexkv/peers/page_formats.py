@@ -63,11 +63,12 @@ class UnitPages:
     def formats_of(self, theirs: Sequence[DiskGroup]) -> PeerFormats:
         """
         Raises:
-            GeometryError, ConfigError: see `rewrites_of`.
+            GeometryError, ConfigError: no unit has such pages, or see `rewrites_of`.
             DiskError: the pages have another format, and are not to be rewritten.
         """
-        rewrites = rewrites_of(theirs, self.groups, self.heads)
+        # First, because it refuses runs that no page has.
         codecs = [codec_of(group, number) for number, group in enumerate(theirs)]
+        rewrites = rewrites_of(theirs, self.groups, self.heads)
         if same_format(theirs, self.groups):
             plain = [
                 self._pieces(number, group, codec)

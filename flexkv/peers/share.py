@@ -35,6 +35,9 @@ DEPARTED_S = 10.0
 """How long the host pool of a unit that has ended stays mapped with `peers.store: once`, at most: its memory is not
 free before."""
 
+MOST_REASON = 300
+"""Characters of a reason, which may repeat what a peer wrote."""
+
 MOST_REFUSED = 64
 """Units that are named as ones that share nothing, so that processes that come and go do not add up."""
 
@@ -214,18 +217,23 @@ class PeerShare:
         for file in self._files:
             os.close(file)
         with self._lock:
-            for _, host, disk in self._joined.values():
-                self._drop(host, disk)
+            joined = list(self._joined.values())
             self._joined.clear()
+        for _, host, disk in joined:
+            self._drop(host, disk)
         self._drop_departed()
 
     def _drop(self, host: int | None, disk: int | None) -> None:
+        """Call without the lock: to forget many pages takes a while."""
         if self.host is not None and host is not None:
             self.host.drop(host)
-            self._others.pop(host, None)
         if self.disk is not None and disk is not None:
             self.disk.drop(disk)
-            self._slabs.pop(disk, None)
+        with self._lock:
+            if host is not None:
+                self._others.pop(host, None)
+            if disk is not None:
+                self._slabs.pop(disk, None)
 
     def _drop_departed(self, until_s: float = math.inf) -> None:
         """Drops the peers that have ended and whose time is over by `until_s`. To unmap a pool may take seconds, in
@@ -294,7 +302,7 @@ class PeerShare:
                 logger.warning("the unit of process %s is not shared with: %s", whom, why)
                 if len(self.refused) >= MOST_REFUSED:
                     del self.refused[next(iter(self.refused))]
-            self.refused[whom] = why
+            self.refused[whom] = why[:MOST_REASON]
 
     def accept(self, whom: str) -> None:
         """A unit is shared with, whatever it was refused for before."""
@@ -312,19 +320,21 @@ class PeerShare:
         slabs = (
             () if self.disk is None or card.disk is None else self.open_slabs(card.unit, card.disk.folders)
         )
-        host = disk = None
-        with self._lock:
-            if self._ended:
-                raise ClosedError("this unit shares no more")
-            try:
+        host = disk = kept = None
+        try:
+            with self._lock:
+                if self._ended:
+                    raise ClosedError("this unit shares no more")
                 if self.host is not None and card.host is not None:
                     host = self._join_host(card.host, formats, files)
                 if slabs and card.disk is not None:
                     disk = self._join_disk(card.disk, slabs, files[1 if card.host else 0])
-            except FlexKVError:
-                self._drop(host, None)
-                raise
-            self._joined[card.unit] = (card, host, disk)
+                    kept = self._kept.pop(card.disk.folders, None)
+                self._joined[card.unit] = (card, host, disk)
+        except FlexKVError:
+            self._drop(host, None)
+            raise
+        self._drop(None, kept)
         self.accept(whom)
         logger.info(
             "unit %s (process %d): its %s read here",
@@ -385,8 +395,6 @@ class PeerShare:
     def _join_disk(self, told: SharedDisk, slabs: tuple[tuple[PeerFolder, ...], ...], file: int) -> int:
         assert self.disk is not None
         peer = self.disk.add((file, told.board_bytes), None, [((), ())] * len(self._pages.groups))
-        if (kept := self._kept.pop(told.folders, None)) is not None:
-            self._drop(None, kept)
         self._slabs[peer] = slabs
         return peer
 
@@ -395,18 +403,16 @@ class PeerShare:
         trailer of each says whether it is still there."""
         with self._lock:
             card, host, disk = self._joined.pop(unit)
-            if self.once is None or self.host is None or host is None or self.host.retired(host):
-                self._drop(host, None)
-            else:
+            if self.once is not None and host is not None and not _retired(self.host, host):
                 self._drop_at_s[host] = time.monotonic() + DEPARTED_S
                 self.departed = tuple(self._drop_at_s)
-            if disk is None or self.disk is None or card.disk is None:
-                return
-            if self.disk.retired(disk):
-                self._drop(None, disk)
-                return
-            self.disk.drop(disk, keep=True)
-            self._kept[card.disk.folders] = disk
+                host = None
+            if card.disk is not None and disk is not None and not _retired(self.disk, disk):
+                assert self.disk is not None
+                self.disk.drop(disk, keep=True)
+                self._kept[card.disk.folders] = disk
+                disk = None
+        self._drop(host, disk)
 
     def _follow(self) -> None:
         if self._drop_at_s:
@@ -453,3 +459,7 @@ class PeerShare:
         for told in () if self._distant is None else self._distant.peers():
             rows.append(told | dict.fromkeys(OUTCOMES, 0))
         return rows
+
+
+def _retired(directory: c_ext.PeerDirectory | None, peer: int) -> bool:
+    return directory is None or directory.retired(peer)

@@ -191,7 +191,7 @@ class PeerWatch:
         for unit, facts in found.items():
             if unit == self._card.unit or unit in self._peers or now_s < self._again_s.get(unit, 0.0):
                 continue
-            self._ask(unit, now_s, bool(self._wants(facts)))
+            self._ask(unit, now_s, bool(self._wants(facts | {"unit": unit})))
         for unit, asked in list(self._peers.items()):
             if not asked.joined and now_s - asked.since_s > ANSWER_S:
                 self._end_asked(unit, "it does not answer")

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from flexkv import c_ext
-from flexkv.errors import DiskError, GeometryError
+from flexkv.errors import DiskError, FlexKVError, GeometryError
 from flexkv.layout.conversion import PageEncoding, conversion
 from flexkv.layout.format_id import FormatId
 from flexkv.storage.base import DiskGroup, DiskIdentity
@@ -89,7 +89,7 @@ def open_peer_folders(
                 continue
             try:
                 peer = _open(path, identity, group, heads)
-            except (DiskError, GeometryError, OSError) as error:
+            except (FlexKVError, OSError) as error:
                 logger.warning("%s: its pages are not used here: %s", path.parent, error)
                 continue
             held = int((peer.rows["generation"] != 0).sum())

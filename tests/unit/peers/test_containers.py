@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from flexkv.cli.peers_command import command
-from flexkv.peers.card import UNIT_DIGITS
+from flexkv.peers.card import SHOWN_DIGITS
 from tests.unit.adapters.vllm_objects import make_request
 from tests.unit.peers.live_engines import PROMPT, Make, knows, settings_of, share_of, wait_for
 
@@ -61,7 +61,7 @@ def test_a_unit_in_a_container_is_read_and_its_end_is_seen(
     shown = CliRunner().invoke(command, ["--folder", str(tmp_path / "run")], terminal_width=200)
     assert shown.exit_code == 0
     for unit in (share_of(other)._card.unit, peer["unit"]):
-        assert unit[:UNIT_DIGITS] in shown.output
+        assert unit[:SHOWN_DIGITS] in shown.output
     contained.kill()
     wait_for(lambda: share_of(other).joined == 0)
     assert other.run(make_request(PROMPT, "three")) == 20, "its own pages by now"

@@ -24,7 +24,7 @@ from click.testing import CliRunner
 from flexkv.cli.peers_command import command
 from flexkv.peers import distant_units, live_file
 from flexkv.peers import machines as machines_module
-from flexkv.peers.card import UNIT_DIGITS
+from flexkv.peers.card import SHOWN_DIGITS
 from flexkv.peers.live_file import LIVE_NAME, LiveReader
 from flexkv.peers.machines import MachineWatch
 from flexkv.peers.share import PeerShare
@@ -201,7 +201,7 @@ def test_the_command_shows_units_of_other_machines(machine: Any, tmp_path: Path)
     store(one)
     wait_for(lambda: knows(other, PAGES))
     shown = CliRunner().invoke(command, ["--folder", str(tmp_path / "b")], terminal_width=200)
-    unit = share_of(one)._card.unit[:UNIT_DIGITS]
+    unit = share_of(one)._card.unit[:SHOWN_DIGITS]
     assert f"{os.getpid()} ({unit}) of " in " ".join(shown.output.split())
 
 

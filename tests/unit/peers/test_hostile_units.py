@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import socket
 import threading
 import time
@@ -41,6 +42,8 @@ GROUP_CHANGES: dict[str, dict[str, object]] = {
     "runs of several lengths": {"runs": [[[1], [1, 2]]]},
     "runs of large numbers": {"runs": [[[2**70, 1, 2]]]},
     "runs of no rank": {"runs": []},
+    "no run": {"runs": [[]]},
+    "no run of a layer": {"runs": [[[0, 1, 0], [1, 1, 2]]], "stripe_bytes": [2]},
     "a stripe of a text": {"stripe_bytes": ["x"]},
     "a stripe below 0": {"stripe_bytes": [-5]},
     "blocks of a text": {"block_tokens": "x"},
@@ -56,12 +59,16 @@ GROUP_CHANGES: dict[str, dict[str, object]] = {
     "a signature of no hex digits": {"signature": "xy"},
     "a long signature": {"signature": "ab" * 5000},
 }
+FORMAT_TOKENS = {"a format of no tokens": "0", "a format of many digits": "9" * 5000}
+"""Tokens in the name of the pages' format."""
+
 CHANGES: dict[str, dict[str, object]] = {
     "no group": {"groups": []},
     "groups of numbers": {"groups": [1, 2]},
     "groups of a text": {"groups": "group"},
     "another unit": {"unit": "f" * 16},
     "no unit": {"unit": None},
+    "a model of control codes": {"model": "\x1b[2J"},
     "a pid of a text": {"pid": "abc"},
     "a board of a text": {"host": HOST | {"board_bytes": "x"}},
     "a pool of nothing": {"host": dict.fromkeys(HOST, 0) | {"digests": False}},
@@ -108,6 +115,9 @@ def changes_of(told: dict[str, Any], name: str) -> dict[str, object]:
     (group,) = told["groups"]
     if name in GROUP_CHANGES:
         return {"groups": [group | GROUP_CHANGES[name]]}
+    if name in FORMAT_TOKENS:
+        format_id = re.sub(r"\d+\.", f"{FORMAT_TOKENS[name]}.", group["format_id"], count=1)
+        return {"groups": [group | {"format_id": format_id}]}
     return {"groups": [group] * GROUPS[name]} if name in GROUPS else CHANGES[name]
 
 
@@ -127,7 +137,7 @@ def meet(make_engine: Make, folder: Path, name: str) -> MiniEngine:
     return engine
 
 
-@pytest.mark.parametrize("name", [*GROUP_CHANGES, *CHANGES, *GROUPS, *TEXTS])
+@pytest.mark.parametrize("name", [*GROUP_CHANGES, *FORMAT_TOKENS, *CHANGES, *GROUPS, *TEXTS])
 def test_a_card_that_is_none_is_named_and_left(
     make_engine: Make, tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:

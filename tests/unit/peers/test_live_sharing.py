@@ -74,9 +74,10 @@ def test_a_request_may_leave_peers_out(
     assert other.run(make_request(PROMPT, "two", extra_args={"flexkv.tiers": tiers})) == tokens
 
 
-def test_both_directions_and_verified_host_memory(make_engine: Make, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_both_directions_and_verified_host_memory(make_engine: Make, tmp_path: Path, ranks: int) -> None:
     settings = settings_of(tmp_path / "run") | {"host.verify": True}
-    one, other = make_engine(**settings), make_engine(**settings)
+    one, other = make_engine(ranks=ranks, **settings), make_engine(ranks=ranks, **settings)
     one.run(make_request(PROMPT, "one"))
     second = [token + 1000 for token in PROMPT]
     other.run(make_request(second, "two"))

@@ -211,6 +211,20 @@ def test_units_of_two_containers_with_one_process_number_are_told_apart(
     assert share.refused == {"1 (aaaaaaaa)": "its weights are others"}
 
 
+def test_a_unit_of_a_version_whose_file_names_no_unit_is_named_by_its_file(
+    make_engine: Make, folder: Path
+) -> None:
+    engine = make_engine(**settings_of(folder))
+    share = share_of(engine)
+    facts = {key: value for key, value in share._card.short().items() if key != "unit"}
+    write_card(folder, "c" * 16, facts | {"pid": 1, "protocol": 1})
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
+        door.bind(str(socket_path(folder, "c" * 16)))
+        door.listen(1)
+        wait_for(lambda: bool(share.refused))
+    assert list(share.refused) == ["1 (cccccccc)"]
+
+
 def test_another_format_is_refused_under_an_engines_own_keys(make_engine: Make, folder: Path) -> None:
     engine = make_engine(**settings_of(folder))
     share, card = share_of(engine), card_of(engine)

@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 
 from flexkv.cli import peers_command
 from flexkv.cli.peers_command import SILENT_EXIT_CODE, command
-from flexkv.peers.card import UNIT_DIGITS
+from flexkv.peers.card import SHOWN_DIGITS
 from flexkv.peers.runtime_folder import socket_path, write_card
 from tests.unit.adapters.mini_engine import MiniEngine
 from tests.unit.adapters.vllm_objects import make_request
@@ -66,7 +66,7 @@ def test_the_command_says_why_units_do_not_share(
     found = shown(folder)
     assert found.return_value == 0
     told = " ".join(found.output.split())
-    assert f"process {os.getpid()} ({share._card.unit[:UNIT_DIGITS]}) does not share with process 7" in told
+    assert f"process {os.getpid()} ({share._card.unit[:SHOWN_DIGITS]}) does not share with process 7" in told
     assert "its weights are others" in told
 
 

@@ -159,10 +159,12 @@ class PeerKeeper(Keeper):
         return group, keys[mine]
 
     def _noted(self, most: int) -> Iterator[tuple[int, Keys]]:
-        """The pages with a note, up to `most` of one group at a time."""
+        """The pages with a note, up to `most` of one group at a time. Groups with few come first: a hit needs pages of
+        each, and time or room may not do for all."""
         places = np.flatnonzero(self._left_out)
         groups = self._groups[places]
-        for group in np.unique(groups).tolist():
+        pages = np.bincount(groups)
+        for group in sorted(np.flatnonzero(pages).tolist(), key=lambda group: int(pages[group])):
             noted = self._keys[places[groups == group]]
             for at in range(0, len(noted), most):
                 yield group, noted[at : at + most]

@@ -1,0 +1,57 @@
+"""KV events of units that share: a router hears of a unit's own pages alone, so it predicts no more than is served."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.adapters.router_world import Router, World
+from tests.unit.peers.live_engines import live_tiers, settings_of
+
+REQUESTS = 80
+
+
+@pytest.fixture
+def worlds(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[World, World]]:
+    """Two units with their own routers, which are sent other requests about the same few prompts."""
+    settings: dict[str, Any] = settings_of(tmp_path / "run", request.param[0])
+    if request.param[1]:
+        settings["peers.store"] = request.param[1]
+    made: list[World] = []
+    try:
+        for seed, name in enumerate(("a", "b")):
+            made.append(World(tmp_path / name, Router(), seed, **settings))
+        yield made[0], made[1]
+    finally:
+        for world in made:
+            world.engine.close()
+
+
+def served(worlds: tuple[World, World]) -> tuple[int, int]:
+    """How often a router predicted more than was served, and how often less."""
+    over = under = 0
+    for _ in range(REQUESTS):
+        for world in worlds:
+            for tier in live_tiers(world.engine):
+                tier._share._follow()  # type: ignore[attr-defined]
+            predicted, got = world.serve_one()
+            over += predicted > got
+            under += predicted < got
+    return over, under
+
+
+@pytest.mark.parametrize(
+    "worlds", [("host+disk", ""), ("disk", ""), ("host+disk", "once")], indirect=True, ids=str
+)
+def test_a_router_predicts_no_more_than_is_served(worlds: tuple[World, World]) -> None:
+    over, under = served(worlds)
+    assert over == 0
+    assert under > 0, "peers serve what the router has not heard of"
+
+
+@pytest.mark.parametrize("worlds", [("off", "")], indirect=True, ids=str)
+def test_control_without_sharing_it_predicts_exactly(worlds: tuple[World, World]) -> None:
+    assert served(worlds) == (0, 0)
