@@ -66,7 +66,8 @@ def _serve(
         served.hits += got > 0
         served.over += predicted > got
         served.under += predicted < got
-        world.disturb()
+        if not killed:
+            world.disturb()
     served.removals = world.router.removals
     told.send(served)
     if killed:

@@ -29,6 +29,10 @@ Make = Callable[..., World]
 REQUESTS = 60
 WITHIN_S = 60.0
 
+MOST_STALE = 2
+"""Requests of which a router predicts too much after a kill. The last changes of the index may not be durable: it then
+names the former place of a page that left and was stored again, which is announced until a request reads it."""
+
 
 @pytest.fixture
 def make_world(tmp_path: Path) -> Iterator[Make]:
@@ -71,7 +75,8 @@ def found(world: World, drain: bool = True) -> list[BlockStored]:
 def test_a_router_predicts_what_is_served_over_restarts(tmp_path: Path, mode: str, killed: bool) -> None:
     for number in range(3):
         served = serve(tmp_path, number, REQUESTS * soak_factor(), killed, **{"disk.mode": mode})
-        assert (served.over, served.under) == (0, 0), f"process {number}: {served}"
+        assert served.under == 0, f"process {number}: {served}"
+        assert served.over <= (MOST_STALE if killed else 0) * soak_factor(), f"process {number}: {served}"
         assert served.hits
         assert served.removals
         assert bool(served.found) == bool(number), "an empty folder has nothing, another one has"
