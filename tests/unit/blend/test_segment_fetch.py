@@ -140,10 +140,7 @@ def test_segments_come_from_disk_and_no_call_waits(
     opened: Callable[..., SegmentCache], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store_all(opened())
-    faults = testing_ext.IoFaults([testing_ext.IoFaultRule(HANG, write=False)])
-    with monkeypatch.context() as patch:
-        patch.setattr(StripedSlabs, "open", partial(StripedSlabs.open, wrapper=faults))
-        cache = opened()
+    cache, faults = with_hanging_reads(opened, monkeypatch)
     begun_s = time.monotonic()
     fetch = cache.begin_fetch(SEGMENTS)
     assert faults.wait_stalled(1, WITHIN_S)
@@ -172,15 +169,22 @@ def test_what_host_memory_has_is_loaded_at_once(opened: Callable[..., SegmentCac
     load.abandon()
 
 
+def with_hanging_reads(
+    opened: Callable[..., SegmentCache], monkeypatch: pytest.MonkeyPatch, **more: float
+) -> tuple[SegmentCache, testing_ext.IoFaults]:
+    """A cache whose disk answers no read until the faults are released."""
+    faults = testing_ext.IoFaults([testing_ext.IoFaultRule(HANG, write=False)])
+    with monkeypatch.context() as patch:
+        patch.setattr(StripedSlabs, "open", partial(StripedSlabs.open, wrapper=faults))
+        return opened(**more), faults
+
+
 def test_pages_of_a_disk_that_hangs_are_late(
     opened: Callable[..., SegmentCache], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first segment lies in host memory as well, and is loaded."""
     store_all(opened())
-    faults = testing_ext.IoFaults([testing_ext.IoFaultRule(HANG, write=False)])
-    with monkeypatch.context() as patch:
-        patch.setattr(StripedSlabs, "open", partial(StripedSlabs.open, wrapper=faults))
-        cache = opened(wait_s=0.2)
+    cache, faults = with_hanging_reads(opened, monkeypatch, wait_s=0.2)
     store_all(cache, SEGMENTS[:1])
     fetch = cache.begin_fetch(SEGMENTS)
     load = fetched(fetch)
@@ -236,10 +240,7 @@ def test_a_fetch_that_is_given_up_holds_nothing(
     opened: Callable[..., SegmentCache], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store_all(opened())
-    faults = testing_ext.IoFaults([testing_ext.IoFaultRule(HANG, write=False)])
-    with monkeypatch.context() as patch:
-        patch.setattr(StripedSlabs, "open", partial(StripedSlabs.open, wrapper=faults))
-        cache = opened()
+    cache, faults = with_hanging_reads(opened, monkeypatch)
     fetch = cache.begin_fetch(SEGMENTS)
     assert fetch.begin_load() is None
     fetch.give_up()
