@@ -274,8 +274,8 @@ class CacheListener:
     def on_evict(self, group: int, keys: Keys) -> None:
         """These blocks are no longer visible: they were evicted, forgotten or found bad."""
 
-    def on_write(self, group: int, keys: Keys) -> None:
-        """These blocks became visible on the unit's own disks."""
+    def on_write(self, group: int, keys: Keys, generations: NDArray[np.uint64]) -> None:
+        """These blocks became visible on the unit's own disks; `generations` [keys] are those of their pages."""
 
     def on_unwrite(self, group: int, keys: Keys) -> None:
         """These blocks are no longer visible there."""

@@ -3,8 +3,9 @@ finds.
 
 A thread of its own reads and writes the file. A lost entry leaves a block unannounced: an entry says which hash a key
 has, which stays true, and the caller asks the index whether the page is there. After a crash the index may still list a
-page whose place was being overwritten, so the file also records which pages left. If such a record is lost as well, the
-block stays announced until a request reads its page.
+page whose place was being overwritten, so the file also records which pages left, and an entry has its page's
+generation: the caller believes no older page. If a record of what left is lost as well, the block stays announced until
+a request reads its page.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -80,10 +81,10 @@ class EventBook:
 
     Args:
         identity: see `hash_identity`.
-        on_disk: the keys that are on disk and announced; the thread asks it whether an entry is still of use.
+        on_disk: what is on disk and announced, packed, by its key; the thread asks it whether an entry is still of use.
     """
 
-    def __init__(self, path: Path, identity: bytes, on_disk: Collection[bytes]) -> None:
+    def __init__(self, path: Path, identity: bytes, on_disk: Mapping[bytes, bytes]) -> None:
         self._path, self._identity = path, identity
         self._on_disk = on_disk
         self._lock = threading.Condition()
@@ -158,8 +159,8 @@ class EventBook:
                 if log.was_other:
                     logger.warning(
                         "%s: what is on disk is not announced to routers: the process that stored it had other block "
-                        "hashes (vLLM's version, --prefix-caching-hash-algo or PYTHONHASHSEED), so its names mean "
-                        "nothing now",
+                        "hashes (vLLM's or flexkv's version, --prefix-caching-hash-algo or PYTHONHASHSEED), so its "
+                        "names mean nothing now",
                         self._path,
                     )
                 if log.was_damaged:
@@ -276,9 +277,10 @@ class EventBook:
                 if self._closing:
                     raise _Closing
                 for block in () if frame.startswith(GONE) else blocks_of(memoryview(frame)[1:]):
-                    if block.key in self._on_disk and block.key not in kept:
+                    # An entry of an earlier page of this block would be believed where the index names that page.
+                    if block.key not in kept and self._on_disk.get(block.key) == (entry := packed(block)):
                         kept.add(block.key)
-                        yield STORED, packed(block)
+                        yield STORED, entry
 
         try:
             log.replace(_frames(entries()))

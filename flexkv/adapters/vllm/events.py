@@ -39,15 +39,21 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 
-class Pages(Protocol):
-    """A tier, as far as announcing what it has needs it."""
+class HostPages(Protocol):
+    """Host memory, as far as announcing what it has needs it."""
+
+    def present(self, group: int, keys: Keys) -> NDArray[np.bool_]: ...
+
+
+class OwnDisks(Protocol):
+    """The unit's own disks, as far as announcing what they have needs them."""
 
     @property
     def in_use(self) -> bool:
-        """Whether its pages may be used now."""
+        """Whether their pages may be used now."""
         ...
 
-    def present(self, group: int, keys: Keys) -> NDArray[np.bool_]: ...
+    def generations(self, group: int, keys: Keys) -> NDArray[np.uint64]: ...
 
 
 class EventLog(CacheListener):
@@ -71,12 +77,12 @@ class EventLog(CacheListener):
         """The same of the blocks on disk, packed, because these are many; for when they come back to host memory."""
         self._make_book: Callable[[], EventBook] | None = None
         self._book: EventBook | None = None
-        self._host: Pages | None = None
-        self._disk: Pages | None = None
+        self._host: HostPages | None = None
+        self._disk: OwnDisks | None = None
 
     # --- what an earlier process left ---
 
-    def keep(self, path: Path, identity: Callable[[], bytes], host: Pages, disk: Pages) -> None:
+    def keep(self, path: Path, identity: Callable[[], bytes], host: HostPages, disk: OwnDisks) -> None:
         """Keeps what is announced of disk pages in a file, and announces those of its blocks that are there.
 
         Args:
@@ -123,12 +129,12 @@ class EventLog(CacheListener):
             )
             if not len(keys):
                 continue
-            on_disk, in_host = (
-                self._disk.present(group, keys).tolist(),
-                self._host.present(group, keys).tolist(),
-            )
-            for each, is_on_disk, is_in_host in zip(of_group, on_disk, in_host, strict=True):
+            generations = self._disk.generations(group, keys).tolist()
+            in_host = self._host.present(group, keys).tolist()
+            for each, generation, is_in_host in zip(of_group, generations, in_host, strict=True):
                 key = each.block.key
+                # After a crash the index may still name an older page, of a block that left and was stored again.
+                is_on_disk = generation and generation >= each.block.generation
                 if is_in_host and key not in self._in_host:
                     self._in_host[key] = each.block
                     self._events.append(each.block.event(MEDIUM_CPU))
@@ -202,15 +208,16 @@ class EventLog(CacheListener):
         gone = [block for row in keys if (block := self._in_host.pop(row.tobytes(), None)) is not None]
         self._removed(group, [block.name for block in gone], MEDIUM_CPU)
 
-    def on_write(self, group: int, keys: Keys) -> None:
+    def on_write(self, group: int, keys: Keys, generations: NDArray[np.uint64]) -> None:
         kept = []
-        for row in keys:
+        for row, generation in zip(keys, generations.tolist(), strict=True):
             key = row.tobytes()
             # A store that goes to disk without host memory has a planned event only.
             block = self._in_host.get(key) or self._planned.get(key)
             if block is None or key in self._on_disk:
                 continue
             self._events.append(block.event(MEDIUM_STORAGE))
+            block.generation = generation
             entry = self._on_disk[key] = packed(block)
             if not block.of_run:
                 kept.append(entry)

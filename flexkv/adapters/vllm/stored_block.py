@@ -23,7 +23,7 @@ from flexkv.storage.frame_log import IDENTITY_BYTES
 
 LOCAL = "LOCAL"
 
-_FORMAT = b"flexkv vllm stored blocks v1"
+_FORMAT = b"flexkv vllm stored blocks v2"
 
 
 class StoredBlock(msgspec.Struct, array_like=True, gc=False):
@@ -39,6 +39,7 @@ class StoredBlock(msgspec.Struct, array_like=True, gc=False):
         extra_keys: as in the engine's event, for this block alone.
         session_id: the session that stored it; None in a file.
         of_run: another process would not find the block by these hashes, or not know that they mean the same.
+        generation: that of the block's page on disk; 0 if it has none.
     """
 
     key: bytes
@@ -53,6 +54,7 @@ class StoredBlock(msgspec.Struct, array_like=True, gc=False):
     extra_keys: tuple[Any, ...] | None = None
     session_id: str | None = None
     of_run: bool = False
+    generation: int = 0
 
     @property
     def name(self) -> ExternalBlockHash:

@@ -66,8 +66,7 @@ def _serve(
         served.hits += got > 0
         served.over += predicted > got
         served.under += predicted < got
-        if not killed:
-            world.disturb()
+        world.disturb()
     served.removals = world.router.removals
     told.send(served)
     if killed:

@@ -144,6 +144,14 @@ class DiskPages(StoredTier, Sink):
             self.presence.set_expiry(entries, tag_fields(tags)["expiry"].copy())
         return positions, entries, places, tags
 
+    def generations(self, group: int, keys: Keys) -> NDArray[np.uint64]:
+        """The generations of visible pages, uint64 [keys]; 0 where there is none. Removes expired ones."""
+        there = self.present(group, keys)
+        generations = np.zeros(len(keys), np.uint64)
+        entries = self.presence.find(group, keys[there])
+        generations[there] = self._fields(group, self.presence.slots_of(entries))["generation"]
+        return generations
+
     def under_way(self, group: int, entries: EntryIds) -> NDArray[np.bool_]:
         """Which of these entries, pinned since `begin_write`, may still become visible, because nobody forgot them,
         bool [entries]."""
@@ -159,16 +167,17 @@ class DiskPages(StoredTier, Sink):
         there = places[published]
         if len(there):
             tags = self._fields(group, there)
+            generations = tags["generation"].copy()
             self.volumes.record_publish(
                 group,
                 keys[published],
                 there,
-                tags["generation"].copy(),
+                generations,
                 tags["tokens"].astype(np.int32),
                 tags["expiry"].copy(),
             )
             for listener in self._hub.listeners:
-                listener.on_write(group, keys[published])
+                listener.on_write(group, keys[published], generations)
         return published
 
     def used(self, group: int, keys: Keys) -> None:
