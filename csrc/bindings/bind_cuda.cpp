@@ -86,7 +86,7 @@ void bind_cuda(py::module_& m) {
       },
       py::arg("device"));
   py::dict thresholds;
-  thresholds["load_kernel_below_bytes"] = cuda::kKernelBelowBytes;
+  thresholds["load_kernel_below_bytes"] = cuda::kLoadKernelBelowBytes;
   thresholds["load_multiprocessors"] = cuda::kKernelMultiprocessors[0];
   thresholds["store_multiprocessors"] = cuda::kKernelMultiprocessors[1];
   thresholds["load_portion_bytes"] = cuda::kPortionBytes[0];

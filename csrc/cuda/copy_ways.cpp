@@ -16,7 +16,7 @@ int64_t kernel_below(const Capabilities& capabilities, Direction direction) {
   if (!capabilities.kernel) return 0;
   if (const auto& measured = capabilities.measured_below[static_cast<size_t>(direction)]) return *measured;
   if (direction == Direction::kToHost) return INT64_MAX;
-  return capabilities.batch ? kKernelBelowBytes : kKernelBelowBytesWithoutBatch;
+  return capabilities.batch ? kLoadKernelBelowBytes : kLoadKernelBelowBytesWithoutBatch;
 }
 
 std::string describe_ways(const Capabilities& capabilities, Direction direction) {

@@ -17,11 +17,11 @@ namespace flexkv::cuda {
 // kernels nothing, copies all runs for which a thread can make its batches fast enough. The kernel stores
 // runs of any length: beside batches of stores vLLM's steps took 1.36 times as long, beside the kernel 1.09.
 // The cause is probably that an engine's calls wait for a thread that gives the driver many copies.
-inline constexpr int64_t kKernelBelowBytes = 64 << 10;
+inline constexpr int64_t kLoadKernelBelowBytes = 64 << 10;
 // The same where calls come one by one: a call costs about 2 us whatever its length, in which PCIe 5 moves
 // 100 KiB. Source: published block-copy rates on an H100, where runs of 64 KiB reach 14.5 GB/s by single
 // calls and 42 by kernel, and runs of 512 KiB 39.5 and 47.
-inline constexpr int64_t kKernelBelowBytesWithoutBatch = 512 << 10;
+inline constexpr int64_t kLoadKernelBelowBytesWithoutBatch = 512 << 10;
 
 // Unit: multiprocessors. What fills the link, for loads and for stores. More of them gain nothing and slow
 // the engine's step: a store on two made it 2.8 times as long, on eight 4.6 times.

@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import get_args
+
+from flexkv.config.sections import IndexConfig
 
 LMCACHE = "LMCache"
 TACO = "taco-project's FlexKV"
@@ -24,6 +27,7 @@ A_STORE = "mooncake://HOST:PORT or redis://HOST:PORT of a store (docs/remote.md)
 NO_SERVER = "flexkv has no server: it lives in the engine's processes"
 EXACT_EVICTION = "flexkv evicts the blocks that it needs room for, when it needs it"
 OWN_LAYOUT = "flexkv's host pool and disks have one layout, a block in one piece"
+POLICIES = " or ".join(repr(policy) for policy in get_args(IndexConfig.model_fields["policy"].annotation))
 ENGINE_METRICS = "metrics are in the engine's own (docs/metrics.md)"
 
 
@@ -62,7 +66,7 @@ OTHER_NAMES: Mapping[str, OtherName] = {
     ),
     "enable_async_loading": OtherName(LMCACHE, "load.mode", "'async' is the default"),
     "blocking_timeout_secs": OtherName(LMCACHE, "load.deadline_s", "in seconds, as there"),
-    "cache_policy": OtherName(LMCACHE, "index.policy", "'lru' or 'bonus_lru'"),
+    "cache_policy": OtherName(LMCACHE, "index.policy", POLICIES),
     "numa_mode": OtherName(LMCACHE, "host.numa_node", "the node's number; unset: the kernel decides"),
     "pre_caching_hash_algorithm": OtherName(LMCACHE, how="flexkv's keys are always SHA-256"),
     "gds_path": OtherName(LMCACHE, "disk.folders", "absolute paths; with 'disk.gds' 'on' or 'auto'"),
@@ -83,7 +87,7 @@ OTHER_NAMES: Mapping[str, OtherName] = {
     "ssd_cache_dir": OtherName(TACO, "disk.folders", "absolute paths joined by ':', not ';'"),
     "enable_gds": OtherName(TACO, "disk.gds", "'on', 'auto' or 'off'"),
     "enable_layerwise_transfer": OtherName(TACO, "load.mode", "'layerwise'"),
-    "eviction_policy": OtherName(f"{TACO} and {VLLM}", "index.policy", "'lru' or 'bonus_lru'"),
+    "eviction_policy": OtherName(f"{TACO} and {VLLM}", "index.policy", POLICIES),
     "use_hugepage_cpu_buffer": OtherName(TACO, "host.huge_pages", "'auto' or 'off'"),
     "use_ce_transfer_h2d": OtherName(
         TACO, "transfer.copy_kernel", "the opposite: false takes the copy engine"

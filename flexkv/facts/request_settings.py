@@ -11,8 +11,17 @@ from flexkv.facts.blend_ask import FIELDS, BlendAsk
 PREFIX = "flexkv."
 """Prefix of a setting's own name in a request."""
 
-TIER_NAMES = ("host", "peer-host", "disk", "peers", "remote")
-"""What `RequestSettings.tiers` may name: the labels of tiers (`TierFacts.label`)."""
+TIER_PLACES = {
+    "host": ("CPU", "LOCAL"),
+    "peer-host": ("CPU", "LOCAL"),
+    "disk": ("STORAGE", "LOCAL"),
+    "peers": ("STORAGE", "LOCAL"),
+    "remote": ("STORAGE", "REMOTE"),
+}
+"""Each tier's label (`TierFacts.label`), and the medium and locality by which vLLM names its place."""
+
+TIER_NAMES = tuple(TIER_PLACES)
+"""What `RequestSettings.tiers` may name."""
 
 MOST_TOKENS = 2**62
 """More than any request has."""
@@ -24,9 +33,6 @@ MOST_TTL_S = 2**31
 """68 years."""
 
 WORDS = {"true": True, "false": False}
-MEDIA = {"CPU": frozenset({"host", "peer-host"}), "STORAGE": frozenset({"disk", "peers", "remote"})}
-LOCALITIES = {"LOCAL": frozenset({"host", "peer-host", "disk", "peers"}), "REMOTE": frozenset({"remote"})}
-"""What vLLM's words for the place of a tier stand for."""
 
 
 class UnreadableError(ValueError):
@@ -86,12 +92,13 @@ def _vllm_tiers(value: object) -> frozenset[str]:
         if not isinstance(entry, Mapping) or entry.keys() - {"medium", "locality"}:
             raise UnreadableError("a list of mappings with `medium` and `locality`")
         tiers = frozenset(TIER_NAMES)
-        for name, known in (("medium", MEDIA), ("locality", LOCALITIES)):
+        for at, name in enumerate(("medium", "locality")):
             if (word := entry.get(name)) is None:
                 continue
+            known = dict.fromkeys(place[at] for place in TIER_PLACES.values())
             if not isinstance(word, str) or word.upper() not in known:
                 raise UnreadableError(f"as `{name}` {' or '.join(known)}")
-            tiers &= known[word.upper()]
+            tiers &= {tier for tier, place in TIER_PLACES.items() if place[at] == word.upper()}
         named |= tiers
     return frozenset(named)
 
@@ -199,8 +206,8 @@ class RequestSettings:
         None,
         TIERS,
         "only these tiers are read for the request; host memory always is, because the others are read into it",
-        "a list of `host`, `peer-host`, `disk`, `peers`, `remote`; of the alias, entries `{medium, locality}` as vLLM "
-        "has them",
+        f"a list of {', '.join(f'`{name}`' for name in TIER_NAMES)}; of the alias, entries `{{medium, locality}}` as "
+        "vLLM has them",
         {"kv_load_tiers": _vllm_tiers},
     )
     ttl_s: int | None = _setting(

@@ -18,7 +18,7 @@ from flexkv.observe import Counters
 
 WARN_EVERY_S = 60.0
 
-KEPT_OUT: dict[str, tuple[dict[str, Any], str]] = {
+IF_UNREADABLE: dict[str, tuple[dict[str, Any], str]] = {
     "skip_save": ({"skip_save": True}, "; the request is not stored"),
     "max_store_tokens": ({"skip_save": True}, "; the request is not stored"),
     "ttl_s": ({"skip_save": True}, "; the request is not stored"),
@@ -62,7 +62,7 @@ class SettingsReader:
             read = setting.read(value)
             given[setting.field] = read if before == setting.default else setting.join(before, read)
         except UnreadableError as error:
-            instead, words = KEPT_OUT.get(setting.field, ({}, ""))
+            instead, words = IF_UNREADABLE.get(setting.field, ({}, ""))
             given.update(instead)
             self.warn(request_id, f"{place}.{name}", value, "value", f"{error}{words}")
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flexkv.adapters.common.settings_reader import KEPT_OUT, SettingsReader
+from flexkv.adapters.common.settings_reader import IF_UNREADABLE, SettingsReader
 from flexkv.adapters.vllm.request_fields import RequestFields
 from flexkv.facts.blend_ask import BlendAsk
 from flexkv.facts.request_settings import (
@@ -366,5 +366,5 @@ NARROW_LOADS = {"skip_load", "max_load_tokens", "tiers", "blend"}
 
 
 def test_whoever_adds_a_setting_decides_what_an_unreadable_value_does() -> None:
-    assert not set(KEPT_OUT) & NARROW_LOADS
-    assert {field.name for field in fields(RequestSettings)} == set(KEPT_OUT) | NARROW_LOADS
+    assert not set(IF_UNREADABLE) & NARROW_LOADS
+    assert {field.name for field in fields(RequestSettings)} == set(IF_UNREADABLE) | NARROW_LOADS

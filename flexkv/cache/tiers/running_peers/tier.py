@@ -189,6 +189,8 @@ class LivePeerTier(Tier, Source, Follower):
         slots: SlotIds,
         layerwise: bool,
     ) -> TransferOp:
+        # DISK_READ is the kind of every op that fills host slots from behind host memory; the tier's plane carries it
+        # out, here from another unit's memory.
         none = np.zeros(len(keys), np.uint64)
         tags = make_tags(keys, 0, none, self._tokens[places], self._expiries[places])
         return TransferOp(
