@@ -35,10 +35,10 @@ def plugin(folder: Path, name: str, text: str = SLEEPS, mode: int = 0o755) -> Pa
     return path
 
 
-def wait_for(condition: Callable[[], object], what: str) -> None:
-    ends_s = time.monotonic() + DEADLINE_S
+def wait_for(condition: Callable[[], object], what: str, within_s: float = DEADLINE_S) -> None:
+    ends_s = time.monotonic() + within_s
     while not condition():
-        assert time.monotonic() < ends_s, f"{what}: not within {DEADLINE_S:g} s"
+        assert time.monotonic() < ends_s, f"{what}: not within {within_s:g} s"
         time.sleep(0.01)
 
 

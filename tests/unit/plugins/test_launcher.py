@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -37,6 +38,9 @@ from tests.unit.plugins.plugin_folders import (
 
 ROOT = Path(__file__).resolve().parents[3]
 SCHEDULER = Place(Role.SCHEDULER, None, "a socket")
+
+SHARE_OF_FLOODS = 0.1
+"""A tenth of a core. Ten lines take a millisecond; a flood that is passed on takes all that the process gets."""
 
 Launch = Callable[..., PluginLauncher]
 
@@ -150,6 +154,26 @@ def test_a_flooding_plugin_loses_lines_with_their_count(launch: Launch, log: Lin
     log.wait_for("all_exits: here", times=3)
 
 
+def engines_share(seconds: int) -> float:
+    """The largest part of a core that this process, the engine's, took in one of so many seconds."""
+    shares = []
+    for _ in range(seconds):
+        began_s, spent_s = time.monotonic(), time.process_time()
+        time.sleep(1.0)
+        shares.append((time.process_time() - spent_s) / (time.monotonic() - began_s))
+        if shares[-1] > SHARE_OF_FLOODS:
+            break
+    return max(shares)
+
+
+def test_a_flooding_plugin_takes_none_of_the_engines_time(launch: Launch, log: Lines, tmp_path: Path) -> None:
+    """What reaches the engine is the first 100 lines and 10 per second."""
+    plugin(tmp_path, "all_floods", FLOODS)
+    launch()
+    log.wait_for("lines were lost: more than 10 per second)")
+    assert engines_share(1) < SHARE_OF_FLOODS
+
+
 def test_what_a_plugin_leaves_behind_ends_too(launch: Launch, log: Lines, tmp_path: Path) -> None:
     plugin(tmp_path, "all_leaves", LEAVES)
     one = launch()
@@ -214,14 +238,18 @@ time.sleep(1000)
 """
 
 
-def killed_engine(folder: Path) -> None:
-    """Starts plugins from a process of their own, and kills it once they run."""
+def killed_engine(folder: Path, within_s: float = DEADLINE_S) -> None:
+    """Starts plugins from a process of their own, and kills it once they run. Nothing may be left after `within_s`."""
     engine = subprocess.Popen([sys.executable, "-c", ENGINE, str(folder)], cwd=ROOT, start_new_session=True)
     try:
         wait_for(lambda: len(processes_of(folder)) >= 5, "engine, worker, keeper and plugins run")
         engine.kill()
         engine.wait(DEADLINE_S)
-        wait_for(lambda: not processes_of(folder) - in_session(engine.pid), "nothing of the plugins is left")
+        wait_for(
+            lambda: not processes_of(folder) - in_session(engine.pid),
+            "nothing of the plugins is left",
+            within_s,
+        )
     finally:
         for process in in_session(engine.pid):
             os.kill(process, signal.SIGKILL)
@@ -331,6 +359,19 @@ def test_control_a_keeper_may_gain_rights_without_its_promise(
     log.wait_for("all_rights: NoNewPrivs: 0")
 
 
+def test_control_a_keeper_that_passes_every_line_takes_the_engines_time(
+    tmp_path: Path, log: Lines, launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken_keeper(
+        monkeypatch,
+        "from flexkv.plugins.keeper import output\noutput.LINES_PER_S, output.BURST_LINES = 1e9, 10**9",
+    )
+    plugin(tmp_path, "all_floods", FLOODS)
+    launch()
+    log.wait_for("all_floods: flood")
+    assert engines_share(30) > SHARE_OF_FLOODS
+
+
 def test_control_a_launcher_that_does_not_close_is_seen(tmp_path: Path, log: Lines) -> None:
     before = Held()
     plugin(tmp_path, "all_sleeps", SLEEPS)
@@ -347,7 +388,6 @@ def test_control_an_engine_whose_keeper_does_not_watch_it_leaves_plugins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker that was forked later keeps the pipe open, so only the signal tells of the engine's end."""
-    monkeypatch.setattr("tests.unit.plugins.plugin_folders.DEADLINE_S", 5.0)
     blind = ENGINE.replace(
         "programs =",
         "from flexkv.plugins import launcher\n"
@@ -360,5 +400,5 @@ def test_control_an_engine_whose_keeper_does_not_watch_it_leaves_plugins(
     plugin(tmp_path, "all_sleeps")
     plugin(tmp_path, "all_hangs", HANGS)
     with pytest.raises(AssertionError, match="nothing of the plugins is left"):
-        killed_engine(tmp_path)
+        killed_engine(tmp_path, 5.0)
     kill_all(tmp_path)
