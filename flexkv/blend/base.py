@@ -85,6 +85,7 @@ class Hit:
         blocks: blocks of the staging pool, int32 [blocks], in the order of the tokens.
         tickets: one for its whole blocks, and one for the tokens after them.
         requests: the manager's requests, one per ticket.
+        streamed: whether pages were still being read from disk when the load began.
     """
 
     segment: int
@@ -92,3 +93,4 @@ class Hit:
     blocks: NDArray[np.int32]
     tickets: tuple[Ticket, ...]
     requests: tuple[str, ...]
+    streamed: bool = False

@@ -120,13 +120,14 @@ class SegmentCache:
         """Begins to bring the cached leading part of each segment to host memory, from which it is then loaded. Never
         waits: the caller asks the result again and again, and calls `poll` in between.
 
-        Precondition: the folders do not stream (`SegmentFolders.streams`).
+        Precondition: `SegmentFolders.asks_again`, if there are folders.
 
         Args:
             caller: see `begin_load`.
         """
         self._moves.free_late()
-        return SegmentFetch(self._lookup, self._moves, segments, self.deadline_s, caller)
+        reads_s = self.unit.wait_s if self.unit.streams else None
+        return SegmentFetch(self._lookup, self._moves, segments, self.deadline_s, caller, reads_s)
 
     def poll(self) -> None:
         """Carries reads and writes of the disks on. Never waits."""

@@ -1,8 +1,9 @@
 """Brings what is cached of one prompt's segments to host memory, and then loads it, without ever waiting.
 
-For a caller whose thread must not wait, such as an engine's step. A `SegmentLookup` that streams promises pages while
-they are being read; here a page is promised once it is in host memory, so a disk that is slow or hangs costs the
-caller's time to wait and no step.
+For a caller whose thread must not wait, such as an engine's step. A page is promised once it is in host memory, so a
+disk that is slow or hangs costs the caller's time to wait and no step. Where the unit streams, whole blocks are
+promised while they are being read: the load then brings them range by range of their layers, and whoever uses a layer
+waits for it.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ from flexkv.observe import PageLoss
 
 class SegmentFetch:
     """One prompt's segments on their way to host memory. The disks' time to wait (`disk.wait_s`) bounds it, once for
-    room in host memory and once for reads.
+    room in host memory and once for reads; where whole blocks are streamed, their load has it again.
 
     Call order:
         `advance` or `begin_load` again and again until the latter returns a load, or `give_up`.
 
     Args:
         deadline_s: how long each wait of the load lasts at most.
+        reads_s: see `SegmentLoad`.
 
     Attributes:
         missed: pages of the segments that the load does not bring, by reason; known with the load.
@@ -39,9 +41,10 @@ class SegmentFetch:
         segments: Sequence[Tokens],
         deadline_s: float,
         caller: str = "",
+        reads_s: float | None = None,
     ) -> None:
         self._lookup, self._moves = lookup, moves
-        self._deadline_s = deadline_s
+        self._deadline_s, self._reads_s = deadline_s, reads_s
         self.missed: Counter[PageLoss] = Counter()
         self._asked = lookup.ask(segments, caller)[:MOST_HITS]
         self._known = [lookup.pages(one.keys) for one in self._asked]
@@ -91,7 +94,7 @@ class SegmentFetch:
                 self.missed[PageLoss.SEGMENT_ABSENT] += pages - max(known, got)
             if known > got:
                 self.missed[self._why(one, got)] += known - got
-        return SegmentLoad(self._moves, hits, self._deadline_s)
+        return SegmentLoad(self._moves, hits, self._deadline_s, self._reads_s)
 
     def _why(self, asked: Asked, got: int) -> PageLoss:
         """Why a segment's page `got`, which a tier had, did not come."""

@@ -4,11 +4,29 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from flexkv.blend.base import Hit
 from flexkv.blend.segment_moves import SegmentMoves
 from flexkv.errors import TransferError
+from flexkv.observe import PageLoss
 from flexkv.transfer.layerwise.base import Array, LostRows
+
+UNVERIFIED, LATE = "pages did not verify", "pages did not come in time"
+
+
+@dataclass(frozen=True, slots=True)
+class LostHit:
+    """A hit that was dropped.
+
+    Attributes:
+        reason: why, for people.
+        why: the same for the counter of missed pages; None if all pages were in host memory.
+    """
+
+    hit: Hit
+    reason: str
+    why: PageLoss | None
 
 
 class StagedRows:
@@ -31,11 +49,17 @@ class SegmentLoad:
     Args:
         hits: the hits, whose staging blocks this object frees.
         deadline_s: seconds that each wait lasts at most.
+        reads_s: how long pages that are still being read from disk may take altogether; None: as long as each wait.
     """
 
-    def __init__(self, moves: SegmentMoves, hits: Sequence[Hit], deadline_s: float) -> None:
+    def __init__(
+        self, moves: SegmentMoves, hits: Sequence[Hit], deadline_s: float, reads_s: float | None = None
+    ) -> None:
         self._moves = moves
         self._deadline_s = deadline_s
+        self._ends_s = None if reads_s is None else time.monotonic() + reads_s
+        self._whole: set[Hit] = set()
+        """Hits whose pages have all arrived and verified."""
         self.hits = list(hits)
         self.lost: dict[int, str] = {}
         """Segment -> why some of its pages did not arrive; known once this object is closed."""
@@ -44,12 +68,26 @@ class SegmentLoad:
         """The rows of a layer, for each hit; the layers arrive in order."""
         return [StagedRows(self, hit, layer) for hit in self.hits]
 
-    def copy_layer(self, hit: Hit, layer: int, rows: Array) -> None:
-        ends_s = time.monotonic() + self._deadline_s
+    def wait_layer(self, hit: Hit, layer: int) -> None:
+        """Waits until a layer of a hit lies in the staging pool.
+
+        Raises:
+            LostRows: the pages did not arrive, arrived too late, or are damaged.
+        """
+        if hit in self._whole:
+            return
+        ends_s = self._end_of_waits()
         for ticket in hit.tickets:
             found = self._moves.engine.wait_layer(ticket, layer, max(0.0, ends_s - time.monotonic()))
             if not found.ok:
-                raise LostRows(f"pages {'did not verify' if found.in_time else 'did not come in time'}")
+                raise LostRows(UNVERIFIED if found.in_time else LATE)
+
+    def _end_of_waits(self) -> float:
+        """When a wait that begins now ends, on the monotonic clock."""
+        return time.monotonic() + self._deadline_s if self._ends_s is None else self._ends_s
+
+    def copy_layer(self, hit: Hit, layer: int, rows: Array) -> None:
+        self.wait_layer(hit, layer)
         staging = self._moves.staging
         block_tokens = staging.block_tokens
         for number, block in enumerate(hit.blocks.tolist()):
@@ -63,16 +101,54 @@ class SegmentLoad:
         engine = self._moves.engine
         return not all(engine.wait(ticket, 0.0) for hit in self.hits for ticket in hit.tickets)
 
-    def drop_lost(self) -> None:
-        """Drops hits some of whose pages did not arrive or verify; `lost` names them. The pages of the others stay as
-        they are until the load is closed. Precondition: nothing moves.
+    def has_layers(self, layers: int) -> bool:
+        """Whether the first `layers` layers of all hits lie in the staging pool. Does not wait."""
+        engine = self._moves.engine
+        return all(
+            hit in self._whole
+            or engine.wait(ticket, 0.0)
+            or engine.wait_layer(ticket, layers - 1, 0.0).in_time
+            for hit in self.hits
+            for ticket in hit.tickets
+        )
+
+    def drop_lost(self, wait: bool = False) -> list[LostHit]:
+        """Drops hits some of whose pages did not arrive or verify, or not in the time for reads; `lost` names them. The
+        pages of the others stay as they are until the load is closed.
+
+        Args:
+            wait: until each hit has arrived or is lost; otherwise those that move are left to another call.
+
+        Returns:
+            What this call has dropped.
         """
-        self._moves.take_results()
-        for hit in list(self.hits):
-            if reason := self._moves.why_failed(hit):
-                self.lost[hit.segment] = reason
+        dropped = []
+        for hit in [hit for hit in self.hits if hit not in self._whole]:
+            if (lost := self._look(hit, wait)) is not None:
+                self.lost[hit.segment] = lost.reason
                 self.hits.remove(hit)
                 self._moves.finish(hit, 0.0)
+                dropped.append(lost)
+        return dropped
+
+    def _look(self, hit: Hit, wait: bool) -> LostHit | None:
+        """Why a hit is lost; None if it is whole, or still moves."""
+        engine, ends_s = self._moves.engine, self._end_of_waits()
+        moving = [ticket for ticket in hit.tickets if not engine.wait(ticket, 0.0)]
+        if any(engine.wait_layer(ticket, 0, 0.0).failed for ticket in moving):
+            return self._lost(hit, UNVERIFIED, PageLoss.SEGMENT_UNREADABLE)
+        for ticket in moving:
+            if not engine.wait(ticket, max(0.0, ends_s - time.monotonic()) if wait else 0.0):
+                is_late = time.monotonic() >= ends_s
+                return self._lost(hit, LATE, PageLoss.SEGMENT_LATE) if is_late else None
+        self._moves.take_results()
+        if reason := self._moves.why_failed(hit):
+            return self._lost(hit, reason, PageLoss.SEGMENT_UNREADABLE)
+        self._whole.add(hit)
+        return None
+
+    def _lost(self, hit: Hit, reason: str, why: PageLoss) -> LostHit:
+        return LostHit(hit, reason, why if hit.streamed else None)
 
     def abandon(self) -> None:
         """Frees the staging blocks, those of pages that still move once they have ended. Does not wait."""

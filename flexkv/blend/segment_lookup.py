@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -159,12 +159,12 @@ class SegmentLookup:
             return Hit(asked.segment, 0, np.empty(0, np.int32), (), ())
         match = self._manager.match(asked.request, [whole], 0)
         blocks = self._staging.take(match.blocks) if match.blocks else None
-        ticket = None if blocks is None else self._begin(asked.request, blocks, tail=False)
-        if blocks is None or ticket is None:
+        begun = None if blocks is None else self._begin(asked.request, blocks, tail=False)
+        if blocks is None or begun is None:
             return None
-        return Hit(
-            asked.segment, len(blocks) * self._scheme.block_tokens, blocks, (ticket,), (asked.request,)
-        )
+        ticket, streamed = begun
+        tokens = len(blocks) * self._scheme.block_tokens
+        return Hit(asked.segment, tokens, blocks, (ticket,), (asked.request,), streamed)
 
     def _match_tail(self, asked: Asked) -> tuple[int, Outcome]:
         """Returns how many tokens after the whole blocks can be loaded, and whether these are coming; starts reading
@@ -185,20 +185,21 @@ class SegmentLookup:
         blocks = self._staging.take(1) if tokens else None
         if blocks is None:
             return hit
-        ticket = self._begin(asked.tail_request, blocks, tail=True)
-        if ticket is None:
+        begun = self._begin(asked.tail_request, blocks, tail=True)
+        if begun is None:
             return hit
-        return Hit(
-            hit.segment,
-            hit.tokens + tokens,
-            np.concatenate((hit.blocks, blocks)),
-            (*hit.tickets, ticket),
-            (*hit.requests, asked.tail_request),
+        return replace(
+            hit,
+            tokens=hit.tokens + tokens,
+            blocks=np.concatenate((hit.blocks, blocks)),
+            tickets=(*hit.tickets, begun[0]),
+            requests=(*hit.requests, asked.tail_request),
         )
 
-    def _begin(self, request: str, blocks: NDArray[np.int32], tail: bool) -> Ticket | None:
+    def _begin(self, request: str, blocks: NDArray[np.int32], tail: bool) -> tuple[Ticket, bool] | None:
         """Begins to load the matched pages layer by layer, so that the first layers can be used while the last ones
-        move. Returns None if there is no queue entry. In that case, and after an error, the blocks are free again.
+        move. Returns the load, and whether pages of it are still being read from disk; None if there is no queue entry.
+        In that case, and after an error, the blocks are free again.
         """
         try:
             graph = self._manager.begin_load(request, [blocks], tail=tail)
@@ -206,6 +207,7 @@ class SegmentLookup:
         except Exception:
             self._staging.give(blocks)
             raise
-        if ticket is None:
+        if graph is None or ticket is None:
             self._staging.give(blocks)
-        return ticket
+            return None
+        return ticket, any(op.reads.any() for op in graph.ops)

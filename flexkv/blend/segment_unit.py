@@ -54,6 +54,7 @@ class SegmentFolders:
             neither serve nor take pages.
         streams: promise pages while they are being read, and load them layer by layer. Otherwise a page is promised
             once it is in host memory.
+        asks_again: lookups are fetches (`SegmentFetch`), which ask again for what has to wait.
         close_s: how long a close may take; None for as long as any other wait.
         peers: which pages running caches with the same namespace show each other.
     """
@@ -63,6 +64,7 @@ class SegmentFolders:
     unit: str = UNIT
     weights: WeightsContent = NAMED
     streams: bool = True
+    asks_again: bool = False
     close_s: float | None = None
     peers: PeersConfig = field(default_factory=PeersConfig)
 
@@ -83,6 +85,8 @@ class SegmentUnit:
 
     Attributes:
         close_s: how long a close may take.
+        streams: whether pages are promised while they are being read.
+        wait_s: how long a lookup waits for them otherwise.
 
     Raises:
         CapacityError: the available memory does not hold the pool.
@@ -118,10 +122,10 @@ class SegmentUnit:
             ),
             peers=folders.peers,
         )
-        # Who promises pages before they are read cannot be asked to come back for them.
-        role = CacheRole(recomputes=True, compute_if_faster=False, asks_again=not folders.streams)
+        role = CacheRole(recomputes=True, compute_if_faster=False, asks_again=folders.asks_again)
         owner = UnitOwner(folders.model, namespace, folders.unit, folders.weights)
         self.live = build_unit(config, [KvGroup(block_tokens)], {0: facts}, owner, role, slots=slots)
+        self.streams, self.wait_s = folders.streams and self.live.has_tiers, folders.disk.wait_s
         if not self.live.pool.wait_ready(slots, deadline_s):
             reason = self.live.pool.stopped_reason
             self.live.close()

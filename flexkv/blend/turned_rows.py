@@ -61,8 +61,12 @@ class RowDevice:
     rooms: Callable[[int, float], Passage] = lambda layers, deadline_s: straight
 
 
+class LostStretches(PipelineError):
+    """Rows of some stretches will not come, because their segments' pages were lost. Nothing else has failed."""
+
+
 class StretchRows:
-    """Where one stretch's rows lie in the staging pool. Precondition: its pages have all arrived."""
+    """Where one stretch's rows lie, or will lie, in the staging pool."""
 
     def __init__(
         self, cache: SegmentCache, rotation: KeyRotation, load: SegmentLoad, stretch: Stretch
@@ -77,11 +81,13 @@ class StretchRows:
         self._copies = TurnTable.copies(stretch.rows)
 
     def copy_layer(self, layer: int, rows: Array) -> None:
-        """Fills `rows`, in host memory.
+        """Fills `rows`, in host memory, once the layer has come.
 
         Raises:
-            LostRows: the load was released, so that its blocks may hold other rows.
+            LostRows: it does not come, or not in time, or the load was released, so that its blocks may hold other
+                rows.
         """
+        self._load.wait_layer(self._hit, layer)
         staging = self._cache.staging.rows[layer]
         for plane, source in enumerate(self._sources):
             # One pass, without Python's lock.
@@ -102,7 +108,7 @@ class LayerRows:
 
 
 class TurnedRows:
-    """Rows of one request's hits whose pages have all arrived in the staging pool.
+    """Rows of one request's hits, whose pages have arrived in the staging pool or come to it layer by layer.
 
     Args:
         stretches: the rows, by ascending position, at least one.
@@ -172,7 +178,8 @@ class TurnedLayers:
 
         Raises:
             ContractError: another layer is next.
-            PipelineError: rows did not come, or not before the deadline.
+            LostStretches: pages of rows were lost.
+            PipelineError: rows did not come for another reason, or not before the deadline.
         """
         try:
             buffer = self._pipeline.get_kv(layer - self._first)
@@ -180,7 +187,7 @@ class TurnedLayers:
             raise PipelineError(f"cached rows of the model's layer {layer}: {error}") from error
         # The rows of a lost chunk are undefined.
         if failed := self._pipeline.failed:
-            raise PipelineError(f"cached rows of the model's layer {layer}: {'; '.join(failed.values())}")
+            raise LostStretches(f"cached rows of the model's layer {layer}: {'; '.join(failed.values())}")
         return buffer
 
     def leave(self) -> None:

@@ -308,7 +308,8 @@ class DiskConfig(Section):
         "when it has come and is verified (with `load.mode` layerwise, each of its layers), so that reading and "
         "loading overlap; a page that fails is computed. The request holds its engine blocks meanwhile, and with "
         "`load.mode` sync or layerwise the step stands still until what it needs next has come. Only with vLLM and "
-        "`kv_load_failure_policy` recompute.",
+        "`kv_load_failure_policy` recompute. Segments that are blended come by layers whatever `load.mode` and the "
+        "policy are.",
     )
     gds: Annotated[Literal["off", "auto", "on"], BeforeValidator(on_and_off_are_words)] = Field(
         "auto",

@@ -164,8 +164,8 @@ _TABLE = (
         "rows",
         "Rows of blended prompts that cached segments cover, per rank: `reused` after the check layer, `computed` in "
         "every layer, or computed in a step that did not have them where the scheduler said, or for which vLLM did not "
-        "call the model's forward (`unplaced`).",
-        (("kind", ("reused", "computed", "unplaced")),),
+        "call the model's forward (`unplaced`), or because their segment did not come whole from disk (`lost`).",
+        (("kind", ("reused", "computed", "unplaced", "lost")),),
     ),
     Metric(
         "flexkv_blend_lost_segments_total",

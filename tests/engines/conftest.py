@@ -32,6 +32,7 @@ FAULTY = FLEXKV | {
 OPERATIONS = (
     f"{PACKAGE}.blend_ops",
     f"{PACKAGE}.blend_row_ops",
+    f"{PACKAGE}.blend_stream_ops",
     f"{PACKAGE}.block_ops",
     f"{PACKAGE}.disk_ops",
     f"{PACKAGE}.request_ops",

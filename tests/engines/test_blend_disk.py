@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from demo.model import PRESETS
+from demo.model import PRESETS, write_model
 
 from .blend_world import Documents, results, start_blending
 from .conftest import Engines
-from .session import EngineSession, Prompt
+from .session import Answer, EngineSession, Prompt
 from .test_disk import flip, slabs_of
 
 ROUNDING = 1e-4
@@ -219,6 +219,58 @@ def test_a_disk_that_hangs_costs_its_requests_the_segments_and_nobody_a_step(
     assert session.call("blend_held") == NOTHING_HELD
     session.check_one(documents.blended(1.0))
     assert more(results, session, before) == {"late": 1, "blended": 1}
+
+
+LAST_RANGE = 3
+"""The first layer of the last of the ranges in which the pages of 8 layers are read."""
+
+
+def test_a_forward_begins_while_the_last_layers_of_its_segments_are_read(
+    engines: Engines, tmp_path: Path, stream: int
+) -> None:
+    """With `disk.stream`. Then with a bit flipped in the last range: the forward begins again without that segment, and
+    answers as if it had not been asked to reuse it."""
+    folder = tmp_path / "segments"
+    session = start_blending(
+        engines,
+        settings(folder, **{"disk.stream": True, "blend.bytes": 64 << 20}),
+        {"SEGMENT_FAULTS": "1"},
+        model=str(write_model(tmp_path, "medium")),
+    )
+    documents = Documents.of(stream % 10_000_000)
+    documents.store(session)
+
+    def blend(damaged: bool) -> tuple[Answer, list[int]]:
+        drop_host(session)
+        wire, segment = documents.blended(0.15).wire(), documents.segments[1]
+        found = session.call(
+            "blend_streamed",
+            request=wire,
+            segment=segment,
+            folder=str(folder),
+            layer=LAST_RANGE,
+            damaged=damaged,
+        )
+        assert found["moved"] == [True], "the last range was still being read"
+        return Answer.of(found["requests"][0]), found["ran"]
+
+    layers = list(range(8))
+    streamed, ran = blend(damaged=False)
+    assert ran[:16] == layers * 2, "the prompt once, and the second token"
+    [from_memory] = session.ask(documents.blended(0.15))
+    [without] = session.ask(documents.blended(0.15, [documents.spans[0], documents.spans[2]]))
+    assert (streamed.tokens, streamed.log_probabilities) == (
+        from_memory.tokens,
+        from_memory.log_probabilities,
+    )
+    assert without.log_probabilities != streamed.log_probabilities
+    damaged, ran = blend(damaged=True)
+    assert ran[: LAST_RANGE + 8] == layers[:LAST_RANGE] + layers
+    assert (damaged.tokens, damaged.log_probabilities) == (without.tokens, without.log_probabilities)
+    assert session.metric("vllm:flexkv_blend_lost_segments_total") == 1
+    assert missed(session) == {"unreadable": 5}
+    session.settle()
+    assert session.call("blend_held") == NOTHING_HELD
 
 
 @pytest.mark.long

@@ -220,6 +220,9 @@ class WorkerSide(RankWorker):
 
     def layer_written(self, name: str) -> None:
         """Called when the forward has written this attention layer's KV: lets the `layer_stores` copy it."""
+        # A forward that may begin again writes layers once more: all are copied once it is over.
+        if self.blend is not None and self.blend.may_begin_again:
+            return
         if (number := self._layer_numbers.get(name)) is not None:
             self.layer_stores.written(number)
 

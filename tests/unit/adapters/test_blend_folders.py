@@ -53,15 +53,21 @@ def test_each_rank_has_its_own_room_under_a_name_of_its_own() -> None:
             4096,
             "evict",
         )
-        assert (each.weights, each.streams) == (WEIGHTS, False)
+        assert (each.weights, each.streams, each.asks_again) == (WEIGHTS, False, True)
 
 
-@pytest.mark.parametrize(("wait_s", "waits_s"), [(2.0, 2.0), (30.0, 4.0)])
-def test_what_came_can_be_used_before_the_requests_deadline(wait_s: float, waits_s: float) -> None:
-    """A request may wait once for room and once for reads."""
-    settings = config({"folders": "/mnt/a", "wait_s": wait_s}, disk_bytes=4096)
-    assert segment_folders(engine(), settings, 0).disk.wait_s == waits_s
-    assert 2 * waits_s < settings.load.deadline_s
+@pytest.mark.parametrize(
+    ("wait_s", "stream", "waits_s"),
+    [(2.0, False, 2.0), (30.0, False, 4.0), (2.0, True, 2.0), (30.0, True, 3.0)],
+)
+def test_what_came_can_be_used_before_the_requests_deadline(
+    wait_s: float, stream: bool, waits_s: float
+) -> None:
+    """A request may wait once for room and once for reads, and once more for the first layers of streamed ones."""
+    settings = config({"folders": "/mnt/a", "wait_s": wait_s, "stream": stream}, disk_bytes=4096)
+    found = segment_folders(engine(), settings, 0)
+    assert (found.disk.wait_s, found.streams) == (waits_s, stream)
+    assert (2 + stream) * waits_s < settings.load.deadline_s
 
 
 def test_a_rank_finds_nothing_of_another_or_of_another_number_of_ranks() -> None:

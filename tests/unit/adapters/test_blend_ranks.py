@@ -15,8 +15,15 @@ import torch
 
 from flexkv.adapters.vllm.blend import forward
 from flexkv.adapters.vllm.blend.forward import ANOTHER_RANK, BlendForward
-from flexkv.adapters.vllm.blend.forward_rows import CachedRowsError, OwnWork, ReusedRows, TakenRows
+from flexkv.adapters.vllm.blend.forward_rows import (
+    CachedRowsError,
+    OwnWork,
+    ReusedRows,
+    RowsLost,
+    TakenRows,
+)
 from flexkv.adapters.vllm.blend.rows import BatchRows, kept_rows
+from flexkv.blend.turned_rows import LostStretches
 from flexkv.transfer.layerwise.base import PipelineError
 
 RANKS, LAYERS, CHECK, ROWS = 2, 6, 1, 12
@@ -252,6 +259,35 @@ def test_every_rank_raises_where_one_cannot_go_on(world: World, at: list[tuple[s
     assert "gone" in str(failed)
     assert isinstance(failed.__cause__, PipelineError)
     assert ANOTHER_RANK in str(other)
+
+
+@pytest.mark.parametrize("layer", [CHECK, CHECK + 1, LAYERS - 1])
+def test_every_rank_begins_again_where_one_has_lost_rows(world: World, layer: int) -> None:
+    for ended in world.run(failing(("take", layer), error=LostStretches)):
+        assert isinstance(ended, RowsLost)
+
+
+@pytest.mark.parametrize(
+    "at",
+    [[("take", CHECK), ("close", -1)], [("take", CHECK + 1), ("close", -1)]],
+    ids=["check layer", "later"],
+)
+def test_no_rank_begins_again_while_lost_rows_still_move(world: World, at: list[tuple[str, int]]) -> None:
+    for ended in world.run(failing(*at, error=LostStretches)):
+        assert isinstance(ended, CachedRowsError)
+
+
+def test_control_ranks_that_do_not_agree_on_lost_rows_go_apart(
+    monkeypatch: pytest.MonkeyPatch, world: World
+) -> None:
+    def alone(puts: Any, others: Any, device: Any) -> None:
+        if puts is not None:
+            raise puts
+
+    monkeypatch.setattr(forward, "_raise_alike", alone)
+    other, failed = world.run(failing(("take", LAYERS - 1), error=LostStretches))
+    assert isinstance(failed, LostStretches)
+    assert isinstance(other, tuple), "it goes on with its rows"
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ class Group:
 
 class Cache:
     deadline_s = DEADLINE_S
-    unit = SimpleNamespace(close_s=DEADLINE_S)
+    unit = SimpleNamespace(close_s=DEADLINE_S, streams=False)
 
     def __init__(self) -> None:
         self.is_closed = False

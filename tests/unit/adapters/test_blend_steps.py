@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from flexkv.adapters.vllm.blend import worker as module
+from flexkv.adapters.vllm.blend.forward_rows import RowsLost
 from flexkv.adapters.vllm.blend.model import BlendingModel
 from flexkv.adapters.vllm.blend.orders import BlendOrders, ChunkOrder, NewSegment, Reuse
 from flexkv.adapters.vllm.blend.pages import BlendPages
@@ -97,7 +98,9 @@ def forwards_of(
 ) -> list[list[str]]:
     """Runs one step per plan ("" for none); returns what computed the target's, the draft's and another forward, which
     comes after the step, as that of an idle rank does."""
-    pages = SimpleNamespace(take_arrived=dict, take_stored=dict, busy=False, close=lambda: None)
+    pages = SimpleNamespace(
+        take_arrived=dict, take_stored=dict, busy=False, streams=False, close=lambda: None
+    )
     patch.setattr(module, "BlendPages", lambda *given: pages)
     patch.setattr(module, "BlendStep", PlannedStep)
     ranks = Ranks(patch)
@@ -187,14 +190,19 @@ class Pages:
 
     Attributes:
         lost: numbers of the segments whose rows were not found.
+        gone: requests whose segments are lost once somebody waits for them.
     """
 
     def __init__(self, *held: str) -> None:
         self._held = held
         self.lost: list[int] = []
+        self.gone: set[str] = set()
 
     def holds(self, request: str) -> bool:
         return request in self._held
+
+    def drop_lost(self, request: str, wait: bool) -> set[int]:
+        return {0} if request in self._held and not (wait and request in self.gone) else set()
 
     def begin_capture(self, request: str, asks: NewSegment, first: int) -> bool:
         return request in self._held
@@ -205,24 +213,30 @@ class Pages:
     def end_capture(self, request: str, asks: NewSegment, end: int) -> None:
         """Keeps nothing."""
 
-    def rows(self, *given: Any) -> Any:
-        return given
-
 
 class Forward:
-    """The model's layers; notes the requests that each call reuses rows of, and the first row that it takes."""
+    """The model's layers; notes the requests that each call reuses rows of, and the first row that it takes.
+
+    Attributes:
+        loses: number of calls that lose rows.
+    """
 
     def __init__(self, slots: Any) -> None:
         at = np.arange(len(slots), dtype=np.int64)
         starts = np.arange(0, len(slots) + 1, 8, dtype=np.int64)
         self._batch = BatchRows(starts, np.asarray(slots, np.int64), at % 8)
         self.ran: list[Any] = []
+        self.loses = 0
 
     def batch(self, positions: Any) -> BatchRows:
         return self._batch
 
     def run(self, input_ids: Any, positions: Any, batch: BatchRows, reused: Any, taken: Any) -> Any:
-        self.ran.append(([each.source[0] for each in reused], [int(each.rows[0]) for each in taken]))
+        requests = [each.source.chunk.request for each in reused]
+        self.ran.append((requests, [int(each.rows[0]) for each in taken]))
+        if self.loses:
+            self.loses -= 1
+            raise RowsLost("gone")
         return "blended", np.zeros(batch.rows, np.bool_)
 
 
@@ -307,6 +321,76 @@ def test_a_step_that_one_rank_alone_cannot_blend_at_all_is_computed_by_the_model
     compute(monkeypatch, [chunk("a", 0)], *ranks)
     assert [rank.hidden for rank in ranks] == [None, None]
     assert [rank.rows for rank in ranks] == [{"unplaced": 4}] * 2
+
+
+# --- segments that are lost in a forward ---
+
+
+def test_a_forward_that_loses_rows_begins_again_without_their_segments(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rank = Rank(BOTH, "a", "b", "s")
+    rank.forward.loses, rank.pages.gone = 1, {"b"}
+    compute(monkeypatch, CHUNKS, rank)
+    assert rank.hidden == "blended"
+    assert rank.forward.ran == [(["a", "b"], []), (["a"], [])]
+    assert rank.rows == {"reused": 4, "lost": 4}
+    assert caplog.text.count("begins again without the segments that are lost: gone") == 1
+
+
+@pytest.mark.parametrize("agree", [True, False], ids=["", "control"])
+def test_a_segment_that_one_rank_alone_loses_is_lost_on_both(
+    monkeypatch: pytest.MonkeyPatch, agree: bool
+) -> None:
+    ranks = Rank(BOTH, "a", "b"), Rank(BOTH, "a", "b")
+    for rank in ranks:
+        rank.forward.loses = 1
+    ranks[1].pages.gone = {"b"}
+    if not agree:
+        monkeypatch.setattr(module, "_on_all_ranks", lambda here: here)
+    compute(monkeypatch, CHUNKS, *ranks)
+    assert ranks[1].forward.ran == [(["a", "b"], []), (["a"], [])]
+    assert (ranks[0].forward.ran == ranks[1].forward.ran) == agree
+
+
+def test_the_model_computes_a_step_that_loses_rows_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = Rank(BOTH, "a", "b")
+    rank.forward.loses = 5
+    compute(monkeypatch, CHUNKS, rank)
+    assert rank.hidden is None
+    assert rank.forward.ran == [(["a", "b"], [])] * 2
+    assert rank.rows == {"unplaced": 8}
+
+
+@pytest.mark.parametrize("guarded", [True, False], ids=["", "control"])
+def test_a_rank_that_cannot_read_its_batch_has_the_model_compute_the_step_on_both(
+    monkeypatch: pytest.MonkeyPatch, guarded: bool
+) -> None:
+    """Without the guard the other rank waits for it."""
+    ranks = Rank(BOTH, "a", "b"), Rank(BOTH, "a", "b")
+    monkeypatch.setattr(ranks[1].forward, "batch", no_memory)
+    if not guarded:
+        monkeypatch.setattr(
+            BlendStep, "_batch_or_warn", lambda step, positions: step._forward.batch(positions)
+        )
+    ended: dict[int, Any] = {}
+    group = Group(2, WAIT_S if guarded else SHORT_S)
+    monkeypatch.setattr(module, "get_tp_group", lambda: group)
+
+    def run(number: int) -> None:
+        try:
+            ranks[number].compute(CHUNKS)
+            ended[number] = ranks[number].hidden
+        except Exception as error:
+            ended[number] = type(error)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(2)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(2 * WAIT_S)
+    assert ended == ({0: None, 1: None} if guarded else {0: threading.BrokenBarrierError, 1: MemoryError})
+    assert not ranks[0].forward.ran
 
 
 # --- segments that a rank cannot keep ---

@@ -79,6 +79,34 @@ def test_a_layer_is_copied_while_the_forward_computes_the_next(make_engine: Make
     assert found(engine) == WHOLE
 
 
+@pytest.mark.parametrize("again", [True, False], ids=["", "control"])
+def test_no_layer_is_copied_of_a_forward_that_may_begin_again(make_engine: Make, again: bool) -> None:
+    """The first try's layers hold other rows than the second's. The control has no second one, as a forward without
+    blending."""
+    worker = faulty_worker()
+    engine = make_engine(worker_class=worker, **BY_LAYER)
+    blend: Any = SimpleNamespace(
+        may_begin_again=again, take_arrived=dict, take_stored=dict, disk_busy=False, close=lambda: None
+    )
+    blend.begin_step = lambda orders: None
+    engine.workers[0].blend = blend
+    engine.add(make_request(PROMPT, "one"))
+    seen: list[int] = []
+
+    def after(layer: int) -> None:
+        if not again:
+            wait_calls(worker, (layer + 1) * WHOLE // 4)
+        seen.append(worker.movers[0].calls)
+
+    engine.after_layer = after
+    engine.step()
+    assert any(seen) != again
+    engine.finish("one")
+    engine.drain()
+    engine.after_layer = lambda layer: None
+    assert found(engine) == WHOLE
+
+
 class HastyWorker(WorkerSide):
     """Copies all layers before the forward has written them: the control for tests of that fault."""
 

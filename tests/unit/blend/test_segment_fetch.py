@@ -55,7 +55,7 @@ def opened(tmp_path: Path) -> Iterator[Callable[..., SegmentCache]]:
             staging_tokens=96,
             block_tokens=4,
             deadline_s=20.0,
-            folders=SegmentFolders(disk, weights=weights, streams=False, close_s=5.0),
+            folders=SegmentFolders(disk, weights=weights, streams=False, asks_again=True, close_s=5.0),
         )
         caches.append(made)
         return made

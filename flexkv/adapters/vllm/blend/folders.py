@@ -10,9 +10,10 @@ from flexkv.blend.segment_unit import SegmentFolders
 from flexkv.config import FlexKVConfig
 from flexkv.errors import ConfigError
 
-WAIT_SHARE = 1 / 3
-"""Largest share of `load.deadline_s` that a request's segments wait for room in host memory, and again for reads: the
-rest is for loading what came. Beyond the deadline the request would be computed without any of them."""
+WAITS = 2
+"""How often a request's segments wait: for room in host memory and for reads. Where layers are streamed they wait
+again, for the first of them. Each wait gets the same share of `load.deadline_s`, and so does loading what came: beyond
+the deadline the request would be computed without any of them."""
 
 
 def segment_folders(vllm_config: Any, settings: FlexKVConfig, rank: int) -> SegmentFolders:
@@ -26,13 +27,14 @@ def segment_folders(vllm_config: Any, settings: FlexKVConfig, rank: int) -> Segm
         return SegmentFolders(close_s=settings.transfer.close_s)
     if not disk.folders:
         raise ConfigError(f"blend.disk_bytes={size}: it needs disk.folders, which is not set")
-    wait_s = min(disk.wait_s, WAIT_SHARE * settings.load.deadline_s)
+    wait_s = min(disk.wait_s, settings.load.deadline_s / (WAITS + disk.stream + 1))
     return SegmentFolders(
         disk.model_copy(update={"bytes_per_folder": size, "wait_s": wait_s}),
         str(vllm_config.model_config.model),
         f"segments-dp{vllm_config.parallel_config.data_parallel_index}-rank{rank}",
         engine_weights(vllm_config, settings),
-        streams=False,
+        streams=disk.stream,
+        asks_again=True,
         close_s=settings.transfer.close_s,
         peers=settings.peers,
     )

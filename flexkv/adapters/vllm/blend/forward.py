@@ -22,9 +22,11 @@ from flexkv.adapters.vllm.blend.forward_rows import (
     Planes,
     ReusedRows,
     RowLayers,
+    RowsLost,
     TakenRows,
 )
 from flexkv.adapters.vllm.blend.rows import BatchRows, Numbers, Runs, kept_rows
+from flexkv.blend.turned_rows import LostStretches
 from flexkv.observe import get_logger
 
 logger = get_logger(__name__)
@@ -103,6 +105,11 @@ class BlendForward:
         which rows were computed in every layer.
 
         Every rank must be called with the same rows.
+
+        Raises:
+            RowsLost: cached rows were lost on some rank. The slots of the batch's rows hold anything, and the same call
+                without these rows writes them all again.
+            CachedRowsError: see there.
         """
         positions = positions[: batch.rows]
         hidden: Any = self._decoder.embed_input_ids(input_ids[: batch.rows])
@@ -134,10 +141,12 @@ class BlendForward:
         except BaseException as error:
             if (still_moves := cached.close()) is not None:
                 raise still_moves from error
+            if isinstance(error, LostStretches):  # there is one rank, whose `puts` stop
+                raise RowsLost(str(error)) from error
             raise
         still_moves = cached.close()
         needed = [work.failure for each, work in takers if each.lose is None]
-        _raise_alike(next(filter(None, [puts.failure, *needed, still_moves]), None), hidden.device)
+        _raise_alike(puts.failure, [*needed, still_moves], hidden.device)
         for each, work in takers:
             if work.failure is not None and each.lose is not None:
                 each.lose(work.failure)
@@ -158,15 +167,17 @@ class BlendForward:
 
         Raises:
             CachedRowsError: some rank's failed and still move at the deadline.
+            RowsLost: some rank's are lost, and nothing else has failed.
         """
-        # Two flags behind the rows: a rank that fails takes part, because the others wait for it here.
-        difference = torch.zeros(batch.rows + 2, dtype=torch.float32, device=fresh.device)
+        # Three flags behind the rows: a rank that fails takes part, because the others wait for it here.
+        difference = torch.zeros(batch.rows + 3, dtype=torch.float32, device=fresh.device)
         cached.compare(self.check_layer, fresh, difference)
         failure = cached.failure
         if failure is not None:
             moves = cached.close() is not None
+            is_lost = isinstance(failure, LostStretches)
             difference.zero_()
-            difference[-2], difference[-1] = 1.0, float(moves)
+            difference[-3:] = torch.tensor([is_lost, not is_lost, moves], dtype=torch.float32)
         group = get_tp_group()
         if group.world_size > 1:
             difference = group.all_reduce(difference)  # each rank has some of the heads
@@ -178,6 +189,8 @@ class BlendForward:
         if measured[-2] > 0:
             logger.warning("all rows of a step are computed: %s", failure or ANOTHER_RANK)
             return np.ones(batch.rows, np.bool_)
+        if measured[-3] > 0:
+            raise RowsLost(str(failure or ANOTHER_RANK)) from failure
         keep, choice = np.ones(batch.rows, np.bool_), OwnWork()
         choice.do(self._choose_to, keep, batch, reused, measured[: batch.rows])
         if choice.failure is not None:
@@ -335,18 +348,30 @@ def _fails_anywhere(failure: Exception | None, device: Any) -> bool:
     return float(group.all_reduce(failed)) > 0
 
 
-def _raise_alike(failure: Exception | None, device: Any) -> None:
+def _raise_alike(puts: Exception | None, others: Sequence[Exception | None], device: Any) -> None:
     """Raises on every rank if flexkv's own work has failed on some. Waits for all ranks.
+
+    Args:
+        puts: what failed of the work on cached rows on this rank; None for nothing.
+        others: the same of other parts of its work.
 
     Raises:
         CachedRowsError: it has, and there are several ranks.
+        RowsLost: it has, on all such ranks because cached rows were lost.
         Exception: the failure itself, if there is one rank.
     """
-    if get_tp_group().world_size == 1:
-        if failure is not None:
-            raise failure
-        return
-    if _fails_anywhere(failure, device):
-        raise CachedRowsError(
-            f"flexkv's part of a step failed: {ANOTHER_RANK if failure is None else failure}"
-        ) from failure
+    lost = puts if isinstance(puts, LostStretches) else None
+    other = next(filter(None, [None if lost else puts, *others]), None)
+    group = get_tp_group()
+    if group.world_size == 1:
+        if other is not None:
+            raise other
+        some_lost, some_fail = lost is not None, False
+    else:
+        flags = torch.tensor([lost is not None, other is not None], dtype=torch.float32, device=device)
+        some_lost, some_fail = (count > 0 for count in group.all_reduce(flags).cpu().tolist())
+    if some_fail:
+        reason = other or lost or ANOTHER_RANK
+        raise CachedRowsError(f"flexkv's part of a step failed: {reason}") from (other or lost)
+    if some_lost:
+        raise RowsLost(str(lost or ANOTHER_RANK)) from lost

@@ -27,7 +27,11 @@ class RowLayers(Protocol):
         """From now on takes only the chosen ones of the rows."""
 
     def take(self, layer: int) -> Planes:
-        """The rows' keys and values, tensors [rows, heads, head_dim] of their own on the pool's device."""
+        """The rows' keys and values, tensors [rows, heads, head_dim] of their own on the pool's device.
+
+        Raises:
+            LostStretches: pages that rows lie on were lost; without them the forward can begin again.
+        """
 
     def close(self, wait: bool = True) -> None:
         """Ends what was begun.
@@ -77,6 +81,11 @@ class TakenRows:
 class CachedRowsError(TransferError):
     """Rows that a forward reads from the cache, or gives to somebody who must have them, failed on some rank, where its
     step cannot go on. Every rank raises it."""
+
+
+class RowsLost(TransferError):
+    """Pages that cached rows of a forward lie on were lost on some rank, and nothing else has failed: the forward can
+    begin again without them. Every rank raises it."""
 
 
 class OwnWork:

@@ -20,7 +20,7 @@ from flexkv.blend.cache import SegmentCache
 from flexkv.blend.registry import NotBlendable
 from flexkv.blend.rotation import KeyRotation
 from flexkv.blend.segment_fetch import SegmentFetch
-from flexkv.blend.segment_load import SegmentLoad
+from flexkv.blend.segment_load import LATE, SegmentLoad
 from flexkv.blend.segment_store import SegmentStore
 from flexkv.blend.turned_rows import RowDevice, Stretch, TurnedLayers, TurnedRows
 from flexkv.errors import CapacityError, FlexKVError
@@ -120,6 +120,8 @@ class BlendPages:
     Args:
         dtype: torch's name of the cache's dtype.
         device: the device of the engine's pool.
+        first_layers: a request's segments have arrived once so many layers of them have, where the disks stream; None:
+            all layers.
 
     Attributes:
         cache, rotation, dtype, device: as given.
@@ -129,12 +131,21 @@ class BlendPages:
     """
 
     def __init__(
-        self, cache: SegmentCache, rotation: KeyRotation, dtype: Any, device: Any, counters: Counters
+        self,
+        cache: SegmentCache,
+        rotation: KeyRotation,
+        dtype: Any,
+        device: Any,
+        counters: Counters,
+        first_layers: int | None = None,
     ) -> None:
         self.cache, self.rotation = cache, rotation
         self.dtype, self.device = dtype, device
         self._rows_on = device_of(torch.device(device), dtype)
         self._counters = counters
+        self._first_layers = None
+        if first_layers is not None and cache.unit.streams and first_layers < cache.shape.layers:
+            self._first_layers = first_layers
         self._fetches: dict[RequestId, SegmentFetch] = {}
         """Segments on their way to host memory; each has its load once they are there."""
         self._loads: dict[RequestId, SegmentLoad] = {}
@@ -200,7 +211,8 @@ class BlendPages:
         return arrived
 
     def _has_arrived(self, order: SegmentOrder) -> bool:
-        """Begins a request's load once its segments are in host memory; returns whether the load has ended."""
+        """Begins a request's load once its segments are in host memory, or promised; returns whether it has come as far
+        as a forward needs it to begin."""
         request = order.request
         if request not in self._loads:
             fetch = self._fetches[request]
@@ -214,7 +226,11 @@ class BlendPages:
             if load is None:
                 return False
             self._loads[request] = load
-        return not self._loads[request].moves
+        load = self._loads[request]
+        if self._first_layers is None:
+            return not load.moves
+        self._drop_lost(load)
+        return load.has_layers(self._first_layers)
 
     def _wait_for_room(self, order: SegmentOrder) -> bool:
         """Returns whether a request waits for staging blocks of stores, which the scheduler does not count once their
@@ -241,13 +257,24 @@ class BlendPages:
             if why is not PageLoss.SEGMENT_ABSENT and missing is not BlendResult.LATE:
                 missing = RESULTS_OF[why]
         if load is not None:
-            load.drop_lost()
+            self._drop_lost(load)
             if load.lost:
-                self._counters.add("flexkv_blend_lost_segments_total", len(load.lost))
-                missing = BlendResult.LOST
+                missing = BlendResult.LATE if LATE in load.lost.values() else BlendResult.LOST
             for hit in load.hits:
                 tokens[hit.segment] = hit.tokens
         return Arrival(order.load, tuple(tokens), missing)
+
+    def _drop_lost(self, load: SegmentLoad, wait: bool = False) -> None:
+        """Drops segments of a load that are lost, and counts them.
+
+        Args:
+            wait: see `SegmentLoad.drop_lost`.
+        """
+        dropped = load.drop_lost(wait)
+        self._counters.add("flexkv_blend_lost_segments_total", len(dropped))
+        for lost in dropped:
+            if lost.why is not None:
+                lost.why.count(self._counters, len(lost.hit.blocks))
 
     def _count_disk(self) -> None:
         for direction, pages in self.cache.unit.take_moved().items():
@@ -269,13 +296,30 @@ class BlendPages:
         return self.loaded_rows(load, stretches)
 
     def loaded_rows(self, load: SegmentLoad, stretches: Sequence[Stretch]) -> LoadedRows:
-        """Rows of a load whose pages have all arrived, turned to where the stretches say."""
+        """Rows of a load, turned to where the stretches say."""
         rows = TurnedRows(self.cache, self.rotation, load, stretches)
         return LoadedRows(rows, self._rows_on, self.dtype, self.device)
 
     def holds(self, request: RequestId) -> bool:
         """Whether segments are loaded for the request."""
         return request in self._loads and request not in self._coming
+
+    def drop_lost(self, request: RequestId, wait: bool = False) -> set[int]:
+        """Drops segments of a request that were lost since it was promised. Returns those that are left.
+
+        Args:
+            wait: until each has arrived whole, or is lost.
+        """
+        if not self.holds(request):
+            return set()
+        load = self._loads[request]
+        self._drop_lost(load, wait)
+        return {hit.segment for hit in load.hits}
+
+    @property
+    def streams(self) -> bool:
+        """Whether a forward may begin while layers of its segments are still being read from disk."""
+        return self._first_layers is not None
 
     # --- captures ---
 

@@ -19,7 +19,7 @@ from flexkv.adapters.vllm.blend.contract import (
 )
 from flexkv.adapters.vllm.blend.folders import segment_folders, segment_namespace
 from flexkv.adapters.vllm.blend.forward import BlendForward
-from flexkv.adapters.vllm.blend.forward_rows import ReusedRows, TakenRows
+from flexkv.adapters.vllm.blend.forward_rows import ReusedRows, RowLayers, RowsLost, TakenRows
 from flexkv.adapters.vllm.blend.model import model_of
 from flexkv.adapters.vllm.blend.orders import Arrival, BlendOrders, ChunkOrder, NewSegment, RequestId, Reuse
 from flexkv.adapters.vllm.blend.pages import BlendPages, segment_rows
@@ -43,6 +43,8 @@ class BlendWorker:
     """
     Attributes:
         refusal: why blending is off; empty if it is on.
+        may_begin_again: whether the step's forward may begin again after some of its layers, which then are no
+            layer's last word.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class BlendWorker:
         self._pages: BlendPages | None = None
         self._model: Any = None
         self._warned = False
+        self.may_begin_again = False
         self.refusal = self._start(vllm_config, settings, rank, geometry)
         if self.refusal:
             self.close()
@@ -105,7 +108,8 @@ class BlendWorker:
         )
         pool = model.model.layers[0].self_attn.attn.kv_cache
         try:
-            self._pages = BlendPages(cache, rotation, pool.dtype, pool.device, self._counters)
+            first_layers = settings.blend.check_layer + settings.load.prefetch_layers
+            self._pages = BlendPages(cache, rotation, pool.dtype, pool.device, self._counters, first_layers)
         except BaseException:
             cache.close()
             raise
@@ -120,6 +124,7 @@ class BlendWorker:
         missed, self._model.blend_step = self._model.blend_step, None
         if missed is not None:
             self._count_missed(missed)
+        self.may_begin_again = False
         if orders is None:
             return
         if orders.forget:
@@ -130,6 +135,7 @@ class BlendWorker:
             self._pages.begin_load(order)
         if orders.chunks:
             self._model.blend_step = BlendStep(self.forward, self._pages, orders.chunks, self._counters)
+            self.may_begin_again = self._pages.streams
 
     def _count_missed(self, step: BlendStep) -> None:
         """Counts the rows of a step that the model's forward was not called for, and warns once."""
@@ -178,41 +184,86 @@ class BlendStep:
 
     def forward(self, input_ids: Any, positions: Any) -> Any:
         """The model's hidden states; None if the model itself must compute the step."""
-        batch = self._forward.batch(positions)
-        if batch is None:
-            self.count_unplaced()
-            return None
+        batch = self._batch_or_warn(positions)
+        for waits in (False, True):
+            try:
+                return self._blend(input_ids, positions, batch, waits)
+            except RowsLost as lost:
+                logger.warning("a step's forward begins again without the segments that are lost: %s", lost)
+        self.count_unplaced()
+        return None
+
+    def _blend(self, input_ids: Any, positions: Any, batch: BatchRows | None, waits: bool) -> Any:
+        """The same.
+
+        Args:
+            waits: reuse only segments that have arrived whole, and wait until each has or is lost.
+
+        Raises:
+            RowsLost: on all ranks alike.
+        """
         reused: list[ReusedRows] = []
         taken: list[TakenRows] = []
         captured: list[tuple[ChunkOrder, NewSegment, int]] = []
         lost: dict[RequestId, Exception] = {}
-        found = [self._find_or_warn(batch, chunk) for chunk in self._chunks]
-        there = _on_all_ranks([place is not None for place in found])
-        for chunk, place, everywhere in zip(self._chunks, found, there, strict=True):
-            if place is None or not everywhere:
-                self._count_unplaced(chunk)
-            elif isinstance(place, ReusedRows):
-                reused.append(place)
-            elif isinstance(chunk.asks, NewSegment):
-                row = place
-                end = min(chunk.first + len(chunk.slots), len(chunk.asks.tokens))
-                rows = row + np.arange(end - chunk.first, dtype=np.int64)
+        unplaced, lost_rows = [], 0
+        for chunk, place, spans in self._agree(batch, waits):
+            asks, end = chunk.asks, chunk.first + len(chunk.slots)
+            if place is None:
+                unplaced.append(chunk)
+            elif isinstance(asks, Reuse):
+                lost_rows += _covered(chunk) - len(segment_rows(spans, chunk.first, end))
+                if Reuse(spans, asks.ratio).covers(chunk.first, end):
+                    reused.append(self._reused(chunk, spans, asks.ratio, place))
+            else:
+                end = min(end, len(asks.tokens))
+                rows = place + np.arange(end - chunk.first, dtype=np.int64)
                 lose = partial(lost.__setitem__, chunk.request)
                 taken.append(TakenRows(rows, self._taker(chunk), lose))
-                captured.append((chunk, chunk.asks, end))
-        if not reused and not taken:
-            return None
-        hidden, keep = self._forward.run(input_ids, positions, batch, reused, taken)
+                captured.append((chunk, asks, end))
+        hidden = None
+        if reused or taken:
+            assert batch is not None
+            hidden, keep = self._forward.run(input_ids, positions, batch, reused, taken)
+        for chunk in unplaced:
+            self._count_unplaced(chunk)
+        self._count_rows(lost_rows, "lost")
         for each in reused:
             computed = int(np.count_nonzero(keep[each.rows]))
-            self._counters.add("flexkv_blend_rows_total", computed, kind="computed")
-            self._counters.add("flexkv_blend_rows_total", len(each.rows) - computed, kind="reused")
+            self._count_rows(computed, "computed")
+            self._count_rows(len(each.rows) - computed, "reused")
         for chunk, asks, end in captured:
             if (error := lost.get(chunk.request)) is None:
                 self._pages.end_capture(chunk.request, asks, end)
             else:
                 self._pages.break_capture(chunk.request, asks, end, error)
         return hidden
+
+    def _agree(
+        self, batch: BatchRows | None, waits: bool
+    ) -> list[tuple[ChunkOrder, int | None, tuple[tuple[int, int], ...]]]:
+        """Each chunk with its first row in the batch, None if some rank does not find it or lacks what it is for; and
+        with the spans that it reuses, of which those are empty that some rank has lost. Waits for all ranks."""
+        found = [self._find_or_warn(batch, chunk, waits) for chunk in self._chunks]
+        flags = [place is not None for place, _ in found]
+        flags += [
+            span in left
+            for chunk, (_, left) in zip(self._chunks, found, strict=True)
+            for span in _spans(chunk)
+        ]
+        there = iter(_on_all_ranks(flags))
+        places = [place if next(there) else None for place, _ in found]
+        return [
+            (
+                chunk,
+                place,
+                tuple((first, tokens if next(there) else 0) for first, tokens in _spans(chunk).values()),
+            )
+            for chunk, place in zip(self._chunks, places, strict=True)
+        ]
+
+    def _count_rows(self, rows: int, kind: str) -> None:
+        self._counters.add("flexkv_blend_rows_total", rows, kind=kind)
 
     def count_unplaced(self) -> None:
         """Counts all its rows as not found."""
@@ -225,33 +276,66 @@ class BlendStep:
         if isinstance(asks, NewSegment) and chunk.first + len(chunk.slots) >= len(asks.tokens):
             self._pages.lose_capture(asks)
 
-    def _find_or_warn(self, batch: BatchRows, chunk: ChunkOrder) -> int | ReusedRows | None:
-        """See `_find`; also None if that fails, because the other ranks wait for this one."""
+    def _batch_or_warn(self, positions: Any) -> BatchRows | None:
+        """The forward's rows; None if the engine does not describe them as one batch, or that fails, because the other
+        ranks wait for this one."""
         try:
-            return self._find(batch, chunk)
-        except Exception:  # torch's own, too
-            logger.warning("rows of a step cannot be blended", exc_info=True)
+            return self._forward.batch(positions)
+        except Exception:  # torch's and vLLM's own, too
+            logger.warning("the rows of a step cannot be read", exc_info=True)
             return None
 
-    def _find(self, batch: BatchRows, chunk: ChunkOrder) -> int | ReusedRows | None:
-        """The rows that the chunk reuses, or the first row in the batch of one to be captured; None if it is not there,
-        or this rank lacks what it is for."""
-        asks, end = chunk.asks, chunk.first + len(chunk.slots)
+    def _find_or_warn(
+        self, batch: BatchRows | None, chunk: ChunkOrder, waits: bool
+    ) -> tuple[int | None, set[int]]:
+        """See `_find`; also None if that fails, because the other ranks wait for this one."""
+        try:
+            return (None, set()) if batch is None else self._find(batch, chunk, waits)
+        except Exception:  # torch's own, too
+            logger.warning("rows of a step cannot be blended", exc_info=True)
+            return None, set()
+
+    def _find(self, batch: BatchRows, chunk: ChunkOrder, waits: bool) -> tuple[int | None, set[int]]:
+        """The chunk's first row in the batch, None if it is not there or this rank lacks what it is for; and the
+        numbers of its segments that this rank has."""
+        asks, left = chunk.asks, set[int]()
         if isinstance(asks, Reuse):
-            ready = self._pages.holds(chunk.request) and asks.covers(chunk.first, end)
+            left = self._pages.drop_lost(chunk.request, waits)
+            ready = self._pages.holds(chunk.request) and asks.covers(
+                chunk.first, chunk.first + len(chunk.slots)
+            )
         else:
             ready = self._pages.begin_capture(chunk.request, asks, chunk.first)
-        row = batch.place(chunk.first, chunk.slots) if ready else None
-        return self._reused(chunk, asks, row) if row is not None and isinstance(asks, Reuse) else row
+        return batch.place(chunk.first, chunk.slots) if ready else None, left
 
-    def _reused(self, chunk: ChunkOrder, asks: Reuse, row: int) -> ReusedRows:
+    def _reused(
+        self, chunk: ChunkOrder, spans: Sequence[tuple[int, int]], ratio: float, row: int
+    ) -> ReusedRows:
         end = chunk.first + len(chunk.slots)
-        rows = row + segment_rows(asks.spans, chunk.first, end)
-        source = self._pages.rows(chunk.request, asks.spans, chunk.first, end)
-        return ReusedRows(rows, source, asks.ratio)
+        rows = row + segment_rows(spans, chunk.first, end)
+        return ReusedRows(rows, RowsWhenOpened(self._pages, chunk, spans), ratio)
 
     def _taker(self, chunk: ChunkOrder) -> Any:
         return lambda layer, planes: self._pages.capture(chunk.request, layer, chunk.first, planes)
+
+
+@dataclass(frozen=True, slots=True)
+class RowsWhenOpened:
+    """A `RowSource` of a chunk's spans that is made when it is opened: what fails there fails on all ranks alike."""
+
+    pages: BlendPages
+    chunk: ChunkOrder
+    spans: Sequence[tuple[int, int]]
+
+    def open(self, first: int) -> RowLayers:
+        chunk = self.chunk
+        end = chunk.first + len(chunk.slots)
+        return self.pages.rows(chunk.request, self.spans, chunk.first, end).open(first)
+
+
+def _spans(chunk: ChunkOrder) -> dict[int, tuple[int, int]]:
+    """The spans that a chunk's request reuses, by the numbers of their segments."""
+    return dict(enumerate(chunk.asks.spans)) if isinstance(chunk.asks, Reuse) else {}
 
 
 def _on_all_ranks(here: list[bool]) -> list[bool]:

@@ -1,0 +1,288 @@
+"""A blended forward whose segments come from disk range by range: it begins with their first layers, and begins again
+without a segment of which a later range is damaged or does not come."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from flexkv.adapters.vllm.blend import forward
+from flexkv.adapters.vllm.blend import worker as module
+from flexkv.adapters.vllm.blend.forward import BlendForward
+from flexkv.adapters.vllm.blend.orders import Arrival, ChunkOrder, Reuse, SegmentOrder
+from flexkv.adapters.vllm.blend.pages import BlendPages
+from flexkv.adapters.vllm.blend.rows import BatchRows
+from flexkv.adapters.vllm.blend.worker import BlendStep
+from flexkv.blend.segment_load import SegmentLoad
+from flexkv.observe import BlendResult, Counters
+from tests import testing_ext
+from tests.unit.blend.loaded_world import ROTATION, SHAPE
+from tests.unit.blend.streamed_world import (
+    FIRST,
+    RANGES,
+    SECOND,
+    WITHIN_S,
+    end,
+    flip,
+    open_cache,
+    store_both,
+    wait_for,
+    with_hanging,
+)
+
+CHECK, LAST = 1, RANGES[-1]
+FIRST_LAYERS = CHECK + 2
+ROWS = 340
+SPANS = (40, len(FIRST)), (200, len(SECOND))
+WAIT_S = 0.5
+LONG_WAIT_S = 10.0
+AT_ONCE_S = 0.3
+LOST = "flexkv_blend_lost_segments_total"
+MISSED = "flexkv_blend_missed_pages_total"
+
+
+class Attention(torch.nn.Module):
+    """Keeps what its slots hold: zeros from a row that the layer computes, or what was written to it."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.layer_name, self.kv_cache = f"layer{number}", None
+        self.pool = torch.full((2, ROWS, SHAPE.heads, SHAPE.head_dim), torch.nan)
+        self.impl = SimpleNamespace(do_kv_cache_update=self.write)
+
+    def write(self, attention: Any, keys: Any, values: Any, pool: Any, slots: Any) -> None:
+        self.pool[0, slots], self.pool[1, slots] = keys, values
+
+    def forward(self, query: Any, keys: Any, values: Any) -> Any:
+        return query
+
+
+class Layer:
+    def __init__(self, number: int, world: World) -> None:
+        self.self_attn = SimpleNamespace(attn=Attention(number))
+        self._number, self._world = number, world
+
+    def __call__(self, positions: Any, hidden: Any, residual: Any) -> tuple[Any, Any]:
+        fresh = torch.zeros(len(hidden), SHAPE.heads, SHAPE.head_dim)
+        self.self_attn.attn(hidden, fresh, fresh)
+        self.self_attn.attn.pool[:, positions] = 0
+        self._world.ran.append(self._number)
+        self._world.runs(self._number)
+        return hidden, hidden
+
+
+class World:
+    """One rank, whose model computes zeros; slot and position of a row are the same.
+
+    Attributes:
+        ran: the model's layers, in the order in which they ran.
+        runs: called at each layer's end.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        context = SimpleNamespace(slot_mapping={"layer0": torch.arange(ROWS)})
+        group = SimpleNamespace(world_size=1)
+        patch.setattr(forward, "get_forward_context", lambda: context)
+        patch.setattr(forward, "override_forward_context", lambda context: contextlib.nullcontext())
+        patch.setattr(forward, "get_tp_group", lambda: group)
+        patch.setattr(module, "get_tp_group", lambda: group)
+        patch.setattr(BlendForward, "_context", lambda self, context, batch, kept: context)
+        at = np.arange(ROWS, dtype=np.int64)
+        batch = BatchRows(np.array([0, ROWS], np.int64), at, at)
+        patch.setattr(BlendForward, "batch", lambda self, positions: batch)
+        self.ran: list[int] = []
+        self.runs: Callable[[int], None] = lambda layer: None
+        self.counters = Counters()
+
+    def open(self, cache: Any, first_layers: int | None = FIRST_LAYERS) -> BlendPages:
+        self.pages = BlendPages(cache, ROTATION, torch.float32, "cpu", self.counters, first_layers)
+        self.pages.begin_load(SegmentOrder("r", 1, (FIRST, SECOND), ""))
+        return self.pages
+
+    def arrived(self, within_s: float = WITHIN_S) -> Arrival:
+        found: dict[str, Arrival] = {}
+
+        def has_arrived() -> bool:
+            found.update(self.pages.take_arrived())
+            return "r" in found
+
+        wait_for(has_arrived, within_s)
+        return found["r"]
+
+    def blend(self, tokens: tuple[int, ...]) -> np.ndarray:
+        """Runs the step's forward. Returns what all layers' slots hold, [layers, 2, rows, heads, head_dim]."""
+        self.ran.clear()
+        decoder = SimpleNamespace(
+            embed_input_ids=lambda ids: ids[:, None].expand(-1, 8).float(),
+            layers=[Layer(number, self) for number in range(SHAPE.layers)],
+            norm=lambda hidden, residual: (hidden, residual),
+        )
+        blended = BlendForward(SimpleNamespace(model=decoder), None, CHECK)
+        reuse = Reuse(tuple((first, count) for (first, _), count in zip(SPANS, tokens, strict=True)), 0.0)
+        order = ChunkOrder("r", 0, np.arange(ROWS, dtype=np.int64), reuse)
+        step = BlendStep(blended, self.pages, [order], self.counters)
+        assert step.forward(torch.arange(ROWS), torch.arange(ROWS)) is not None
+        return np.stack([attention.pool.numpy() for attention in blended.attentions])
+
+    def count(self, name: str, label: str = "") -> float:
+        return self.counters.data.get(name, {}).get(label, 0)
+
+    def close(self) -> None:
+        self.pages.release("r")
+        cache = self.pages.cache
+
+        def is_idle() -> bool:
+            cache.poll()
+            return not cache.busy
+
+        wait_for(is_idle)
+        device: Any = self.pages._rows_on.device
+        assert device.close(WITHIN_S)
+        end(cache)
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    made = World(monkeypatch)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def at(tmp_path: Path) -> dict[tuple[int, int], int]:
+    return store_both(tmp_path)
+
+
+BOTH = len(FIRST), len(SECOND)
+
+
+@pytest.fixture
+def wanted(
+    tmp_path: Path, at: object, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[tuple[int, ...]], np.ndarray]:
+    """What a forward leaves whose segments, or what is named of them, have all come before it began."""
+
+    def compute(tokens: tuple[int, ...] = BOTH) -> np.ndarray:
+        alone = World(monkeypatch)
+        alone.open(open_cache(tmp_path), None)
+        assert alone.arrived().tokens == BOTH
+        found = alone.blend(tokens)
+        alone.close()
+        return found
+
+    return compute
+
+
+def stalled(
+    patch: pytest.MonkeyPatch, folder: Path, page: int, layer: int, wait_s: float = WITHIN_S
+) -> tuple[Any, testing_ext.IoFaults]:
+    return with_hanging(patch, page, layer, lambda: open_cache(folder, wait_s))
+
+
+@pytest.mark.parametrize("first_layers", [FIRST_LAYERS, SHAPE.layers], ids=["", "control"])
+def test_the_first_layers_are_used_while_the_last_range_is_being_read(
+    world: World, at: Any, wanted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first_layers: int
+) -> None:
+    """The control waits for everything."""
+    right = wanted()
+    cache, faults = stalled(monkeypatch, tmp_path, at[1, 2], LAST)
+    world.open(cache, first_layers)
+    if first_layers == SHAPE.layers:
+        with pytest.raises(AssertionError):
+            world.arrived(AT_ONCE_S)
+        faults.release()
+        assert world.arrived().tokens == BOTH
+        return
+    assert world.arrived() == Arrival(1, BOTH)
+    assert faults.wait_stalled(1, WITHIN_S)
+
+    def runs(layer: int) -> None:
+        if layer == LAST - 1:
+            assert world.pages._loads["r"].moves, "the last range is still being read"
+            faults.release()
+
+    world.runs = runs
+    assert np.array_equal(world.blend(BOTH), right)
+    assert world.ran == list(range(SHAPE.layers))
+    assert world.count(LOST) == 0
+
+
+@pytest.mark.parametrize("layer", [0, 2, 3, 5])
+def test_a_damaged_range_loses_its_segment_alone_and_leaves_no_wrong_row(
+    world: World, at: Any, wanted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layer: int
+) -> None:
+    """The last range is read once the first layers of the model have run."""
+    without = wanted((len(FIRST), 0))
+    assert not np.array_equal(without, wanted()), "the segment's rows are seen"
+    flip(tmp_path, at[1, 1], layer)
+    cache, faults = stalled(monkeypatch, tmp_path, at[1, 1], LAST)
+    if layer < LAST:
+        faults.release()
+    world.open(cache)
+    found = world.arrived()
+    assert found.tokens == (BOTH if layer >= LAST else (len(FIRST), 0))
+    assert layer >= LAST or found.missing is BlendResult.LOST
+    world.runs = lambda ended: faults.release() if ended == LAST - 1 else None
+    assert np.array_equal(world.blend(found.tokens), without)
+    twice = list(range(LAST)) if layer >= LAST else []
+    assert world.ran == [*twice, *range(SHAPE.layers)]
+    assert world.count(LOST) == 1
+    assert world.count(MISSED, "unreadable") == 3
+    assert world.count("flexkv_blend_rows_total", "lost") == (len(SECOND) if layer >= LAST else 0)
+    # The request's next chunk, or step, goes on without it.
+    assert np.array_equal(world.blend(found.tokens), without)
+    assert world.ran == list(range(SHAPE.layers))
+
+
+def test_control_a_forward_that_does_not_wait_for_its_layers_has_wrong_rows(
+    world: World, at: Any, wanted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both, without = wanted(), wanted((len(FIRST), 0))
+    flip(tmp_path, at[1, 1], LAST)
+    world.open(open_cache(tmp_path))
+    monkeypatch.setattr(SegmentLoad, "drop_lost", lambda *given: [])
+    monkeypatch.setattr(SegmentLoad, "wait_layer", lambda *given: None)
+    assert world.arrived().tokens == BOTH
+    wait_for(lambda: not world.pages._loads["r"].moves)
+    found = world.blend(BOTH)
+    assert not np.array_equal(found, both)
+    assert not np.array_equal(found, without)
+
+
+@pytest.mark.parametrize("layer", RANGES)
+def test_a_read_that_hangs_ends_at_a_deadline_as_a_miss(
+    world: World, at: Any, wanted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layer: int
+) -> None:
+    without = wanted((len(FIRST), 0))
+    cache, faults = stalled(monkeypatch, tmp_path, at[1, 0], layer, WAIT_S)
+    begun_s = time.monotonic()
+    world.open(cache)
+    found = world.arrived()
+    if layer < LAST:
+        assert (found.tokens, found.missing) == ((len(FIRST), 0), BlendResult.LATE)
+    assert np.array_equal(world.blend(found.tokens), without)
+    assert WAIT_S <= time.monotonic() - begun_s < WITHIN_S / 2
+    assert world.count(MISSED, "late") == 3
+    faults.release()
+
+
+def test_what_fails_while_the_request_waits_for_its_turn_is_lost_before_its_forward(
+    world: World, at: Any, wanted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without = wanted((len(FIRST), 0))
+    flip(tmp_path, at[1, 1], LAST)
+    cache, faults = stalled(monkeypatch, tmp_path, at[1, 1], LAST)
+    world.open(cache)
+    assert world.arrived().tokens == BOTH
+    faults.release()
+    wait_for(lambda: not world.pages._loads["r"].moves)
+    assert np.array_equal(world.blend(BOTH), without)
+    assert world.ran == list(range(SHAPE.layers)), "it need not begin again"
