@@ -150,8 +150,9 @@ def check_lookup(
                 f"match: start token {start_tokens} lies within a block of group {number}, which has "
                 f"{spec.block_tokens} tokens"
             )
-        alike = spec.rule is Rule.FULL and spec.block_tokens == specs[0].block_tokens
-        if tail is not None and not alike:
+        if tail is None:
+            continue
+        if spec.rule is not Rule.FULL or spec.block_tokens != specs[0].block_tokens:
             raise ContractError(
                 f"match: tails, and group {number} has rule {spec.rule.value} and blocks of {spec.block_tokens} "
                 "tokens; they are for groups of rule full with blocks of one size"

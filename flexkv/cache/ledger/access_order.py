@@ -55,14 +55,16 @@ class AccessOrder:
     def put_lookup(self, before: EntryIds, first_block: int, promised: EntryIds) -> None:
         """Replaces the entries of the last lookup: `before` for the blocks from 0 on, `promised` for those from
         `first_block` on. The caller must not change either array later."""
-        parts: tuple[Part, ...] = ()
-        self.found = len(before)
-        if len(before):
-            parts = ((0, None, before),)
+        parts: tuple[Part, ...] = ((0, None, before),) if len(before) else ()
+        found = len(before)
         if len(promised):
             parts += ((first_block, None, promised),)
-            self.found = max(self.found, first_block + len(promised))
-        self.blocks = max(self.blocks, self.found)
+            # Comparisons here and below, because `max` takes longer than the rest of this method.
+            if (end := first_block + len(promised)) > found:
+                found = end
+        if found > self.blocks:
+            self.blocks = found
+        self.found = found
         self._looked_up = parts
 
     @property
@@ -128,12 +130,13 @@ class AccessOrders:
         if not before and not promised and request_id not in self._access_orders:
             return
         for group, order in enumerate(self.orders_of(request_id)):
-            found = promised[group] if promised else None
-            order.put_lookup(
-                before[group] if before else NO_ENTRIES,
-                found.first_block if found is not None else 0,
-                found.entries[: found.blocks] if found is not None else NO_ENTRIES,
-            )
+            first_block, entries = 0, NO_ENTRIES
+            if promised:
+                share = promised[group]
+                first_block, entries = share.first_block, share.entries
+                if len(entries) != share.blocks:  # a tail follows
+                    entries = entries[: share.blocks]
+            order.put_lookup(before[group] if before else NO_ENTRIES, first_block, entries)
 
     def peek(self, request_id: str, group: int) -> AccessOrder | None:
         access_orders = self._access_orders.get(request_id)

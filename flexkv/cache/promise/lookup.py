@@ -53,7 +53,8 @@ class Lookup:
     def asked_tokens(self, keys: Sequence[Keys], start_tokens: int) -> int:
         """How many tokens after the start every group has keys for."""
         if self._one_group:
-            return max(0, len(keys[0]) * self._block_tokens - start_tokens)
+            asked = len(keys[0]) * self._block_tokens - start_tokens
+            return asked if asked > 0 else 0
         end = MAX_TOKENS
         for of_group, spec in zip(keys, self._tables.specs, strict=True):
             end = min(end, len(of_group) * spec.block_tokens)
