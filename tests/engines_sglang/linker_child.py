@@ -29,16 +29,28 @@ from tests.engines_sglang.pool_child import PAGE_TOKENS, hashes_of, make_pool, p
 
 DONE_S = 60.0
 NOISE_BYTE = 0x41
+ALONE = Place("dp0.pp0of1.tp0of1", 1, True)
 
 
-def make_linker(kind: type[FlexKVLinker], pool: Any, stream: Any = None, **settings: Any) -> FlexKVLinker:
-    place = Place("dp0.pp0of1.tp0of1", 1, True)
+def make_linker(
+    kind: type[FlexKVLinker],
+    pool: Any,
+    stream: Any = None,
+    params: Any = None,
+    place: Any = ALONE,
+    **settings: Any,
+) -> FlexKVLinker:
+    """
+    Args:
+        params: parameters of the engine's tree; None for those that a linker without a tree needs.
+        place: the `Place` of the rank.
+    """
     vars(linker_module).update(
         owner_of=lambda *_: UnitOwner("pool", b"l" * 32, "tp0"),
         prompt_limit=lambda _: None,
         Place=SimpleNamespace(of_this_process=lambda: place),
     )
-    params = SimpleNamespace(
+    params = params or SimpleNamespace(
         token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: pool),
         page_size=PAGE_TOKENS,
         mtp_draft_device_pools=(),

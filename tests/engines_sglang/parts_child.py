@@ -16,6 +16,7 @@ PARTS = (
     "host_pool_child",
     "hash_child",
     "linker_child",
+    "events_child",
     "own_flag_child",
     "identity_child",
 )

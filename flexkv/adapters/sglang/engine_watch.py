@@ -1,8 +1,8 @@
-"""Watches what SGLang's scheduler does without a call to its caches: it changes weights, releases KV memory and queues
-requests. Also gives a key of their own to requests whose tokens do not say all that they compute.
+"""Watches what SGLang's scheduler does without a call to its caches: it changes weights, releases KV memory, queues
+requests and publishes events. Also gives a key of their own to requests whose tokens do not say all that they compute.
 
 SGLang calls its caches for a flush, but a flush alone says nothing about the weights, and comes after the pool's memory
-was released. SGLang's own registry of hooks reaches both events.
+was released. SGLang's own registry of hooks reaches all of this.
 """
 
 from __future__ import annotations
@@ -30,6 +30,12 @@ ENTRY_METHOD = "_add_request_to_queue"
 
 INSERT_METHOD = "checkpoint_into_tree"
 """The tree takes a request's KV within this method, and offloads nodes there."""
+
+WALK_METHOD = "insert"
+"""Every insert of the tree, which offloads nodes of the key within it."""
+
+EVENTS_METHOD = "take_events"
+"""The scheduler publishes what this returns."""
 
 RUN_INPUTS = f"flexkv-inputs-{os.urandom(16).hex()}"
 """Is put into the extra key of this run's requests with images or other inputs."""
@@ -74,10 +80,28 @@ class ReadsRequests(Protocol):
         """Called when the engine's tree begins to take the request's KV, and with None when it has taken it."""
 
 
+class AddsEvents(Protocol):
+    """An object that announces pages of its own."""
+
+    def begin_walk(self, key: Any, of_pairs: bool) -> None:
+        """Called when the engine's tree begins to insert a key.
+
+        Args:
+            of_pairs: the tree's keys are pairs of tokens.
+        """
+
+    def end_walk(self) -> None:
+        """Called when the tree has inserted it."""
+
+    def add_to(self, events: list[Any]) -> list[Any]:
+        """The events that the engine publishes instead of its own."""
+
+
 _watching: WeakSet[Watching] = WeakSet()
 _holding: WeakSet[HoldsPool] = WeakSet()
 _prefetching: WeakSet[Prefetches] = WeakSet()
 _reading: WeakSet[ReadsRequests] = WeakSet()
+_adding: WeakSet[AddsEvents] = WeakSet()
 _hooked: set[tuple[str, Callable[..., Any]]] = set()
 
 
@@ -144,6 +168,21 @@ def watch_requests(reads: ReadsRequests) -> bool:
     return watch_inputs() and _hook(UnifiedRadixCache, INSERT_METHOD, _tell_of_insert, HookType.AROUND)
 
 
+def watch_events(adds: AddsEvents) -> bool:
+    """Calls `adds.begin_walk` and `adds.end_walk` around every insert of this process's tree, and has the engine
+    publish what `adds.add_to` returns.
+
+    Returns:
+        False where this SGLang has not both methods.
+    """
+    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+    _adding.add(adds)
+    return _hook(UnifiedRadixCache, WALK_METHOD, _tell_of_walk, HookType.AROUND) and _hook(
+        UnifiedRadixCache, EVENTS_METHOD, _add_events, HookType.AROUND
+    )
+
+
 def _hook(owner: type, method: str, hook: Callable[..., Any], when: HookType = HookType.BEFORE) -> bool:
     if (method, hook) not in _hooked:
         before = getattr(owner, method, None)
@@ -197,6 +236,23 @@ def _tell_of_insert(insert: Callable[..., Any], cache: Any, req: Any, *arguments
     finally:
         for reads in list(_reading):
             reads.begin_insert(None)
+
+
+def _tell_of_walk(insert: Callable[..., Any], cache: Any, params: Any, *arguments: Any, **named: Any) -> Any:
+    for adds in list(_adding):
+        adds.begin_walk(params.key, cache.tree_core.is_eagle)
+    try:
+        return insert(cache, params, *arguments, **named)
+    finally:
+        for adds in list(_adding):
+            adds.end_walk()
+
+
+def _add_events(take: Callable[..., list[Any]], cache: Any, *arguments: Any, **named: Any) -> list[Any]:
+    events = take(cache, *arguments, **named)
+    for adds in list(_adding):
+        events = adds.add_to(events)
+    return events
 
 
 def _tell_of_request(scheduler: Any, request: Any, *_arguments: object, **_named: object) -> None:

@@ -54,12 +54,15 @@ class Place:
         units_on_node: caches that share this node's memory and disks: one per rank of every data-parallel replica.
         is_whole: the rank's pages hold all heads and layers.
         rank: its tensor-parallel rank.
+        is_alone: no other rank keeps a part of the same pages. With data-parallel attention a rank may be alone among
+            several.
     """
 
     name: str
     units_on_node: int
     is_whole: bool
     rank: int = 0
+    is_alone: bool = True
 
     @classmethod
     def of_this_process(cls) -> Place:
@@ -67,8 +70,9 @@ class Place:
         stage = f"pp{parallel.pp_rank}of{parallel.pp_size}"
         rank = f"tp{parallel.tp_rank}of{parallel.tp_size}"
         is_whole = parallel.tp_size == parallel.pp_size == 1
+        is_alone = parallel.attn_tp_size == parallel.pp_size == parallel.attn_cp_size == 1
         name = f"dp{parallel.dp_rank or 0}.{stage}.{rank}"
-        return cls(name, units_on_node(parallel), is_whole, parallel.tp_rank)
+        return cls(name, units_on_node(parallel), is_whole, parallel.tp_rank, is_alone)
 
 
 def owner_of(

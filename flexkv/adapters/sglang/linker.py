@@ -12,10 +12,17 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCache
 
 from flexkv.adapters.common.refusals import log_refusal
 from flexkv.adapters.common.settings_reader import SettingsReader
-from flexkv.adapters.sglang.engine_watch import watch_memory, watch_queue, watch_requests, watch_weights
+from flexkv.adapters.sglang.engine_watch import (
+    watch_events,
+    watch_memory,
+    watch_queue,
+    watch_requests,
+    watch_weights,
+)
 from flexkv.adapters.sglang.identity import Place, owner_of, prompt_limit
 from flexkv.adapters.sglang.load_batches import NO_BATCH, LoadBatches, QueuedLoad
 from flexkv.adapters.sglang.offloads import Offloads
+from flexkv.adapters.sglang.page_events import PageEvents
 from flexkv.adapters.sglang.pages import pages_of
 from flexkv.adapters.sglang.pools import view_of
 from flexkv.adapters.sglang.rank_cache import RankCache
@@ -91,8 +98,11 @@ class FlexKVLinker(UnifiedCacheLinker):
         self._requests = RequestBook(SettingsReader(self._cache.counters, logger))
         self._queued: dict[str, QueuedLoad] = {}
         self._prefetching = False
+        self._events: PageEvents | None = None
         try:
             self._watch_engine(config)
+            if getattr(params, "enable_kv_cache_events", False):
+                self._announce_pages(params, place)
         except BaseException:
             self._cache.close()
             raise
@@ -118,6 +128,22 @@ class FlexKVLinker(UnifiedCacheLinker):
         if config.disk.folders and config.disk.prefetch_requests and not watch_queue(self):
             logger.warning(
                 "this SGLang does not say when a request enters its queue: reads from disk begin with its lookup"
+            )
+
+    def _announce_pages(self, params: Any, place: Place) -> None:
+        """The engine publishes events: adds those of flexkv's pages."""
+        if not place.is_alone:
+            logger.warning(
+                "KV events name the pages of SGLang's cache alone: each rank keeps its part of a page and evicts it "
+                "by itself, and SGLang publishes from the first rank"
+            )
+            return
+        events = PageEvents(params, self._cache.announce())
+        if watch_events(events):
+            self._events = events
+        else:
+            logger.warning(
+                "this SGLang publishes no events but its own: flexkv's pages are not announced to routers"
             )
 
     def make_mover(self) -> Any:
@@ -187,6 +213,8 @@ class FlexKVLinker(UnifiedCacheLinker):
         transfer = _only(transfers)
         blocks = pages_of(transfer.device_indices, self._page_size)
         keys = self._cache.keys(transfer.keys, settings.namespace)
+        if self._events is not None:
+            self._events.begin_store(keys, transfer.keys, session_id)
         self._offloads.add(keys, blocks, self._writer_stream(), settings.ttl_s)
         return True
 
@@ -197,6 +225,8 @@ class FlexKVLinker(UnifiedCacheLinker):
         return self._offloads.completed()
 
     def pop_completed_offload(self) -> bool:
+        if self._events is not None:
+            self._events.end_store()
         return self._offloads.pop()
 
     # --- life ---
@@ -237,6 +267,8 @@ class FlexKVLinker(UnifiedCacheLinker):
         self._loads.reset()
         self._wait_for_copies("a store has not ended: the pages that it reads must not be written")
         self._offloads.reset()
+        if self._events is not None:
+            self._events.end_stores()
 
     def _wait_for_copies(self, failure: str) -> None:
         """

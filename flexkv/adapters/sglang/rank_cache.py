@@ -8,12 +8,13 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+from flexkv.adapters.common.announcements import Announcements
 from flexkv.adapters.common.load_job import LoadJob
 from flexkv.adapters.common.metric_report import MetricReport
 from flexkv.adapters.common.prompt_keys import TokenPromptKeys
 from flexkv.adapters.common.rank_worker import RankWorker
 from flexkv.adapters.sglang.pages import GROUP, page_keys
-from flexkv.cache.base import Completion, StorePlan
+from flexkv.cache.base import HUB, Completion, StorePlan
 from flexkv.cache.keys import chain_seed, named_mark, namespace_digest
 from flexkv.config import FlexKVConfig
 from flexkv.facts.keys import Keys
@@ -272,6 +273,14 @@ class RankCache(RankWorker):
         if done.loss is not None:
             done.loss.count(self.counters, len(done.failed_blocks))
         watcher(done)
+
+    # --- what routers are told ---
+
+    def announce(self) -> Announcements:
+        """Begins to note where pages are, for events. Called once, before the first page is stored."""
+        announcements = Announcements(self.manager.tiers[HUB], self._unit.own_disks)
+        self.manager.hub.listeners.append(announcements)
+        return announcements
 
     # --- life ---
 

@@ -1,0 +1,164 @@
+"""KV events of flexkv's pages, in SGLang's format: pages that came to host memory (`CPU_PINNED`) and to the unit's own
+disks (`DISK`), and pages that left them.
+
+SGLang gives a linker the hashes of pages alone. Their tokens, and the hashes that events have, come from the key that
+SGLang's tree inserts while it offloads, made by SGLang's own recorder of events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from sglang.srt.disaggregation.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, StorageMedium
+from sglang.srt.mem_cache.events import KVCacheEventRecorder
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.utils import get_storage_hash_str
+
+from flexkv.adapters.common.announcements import Announcements, Medium, News
+from flexkv.facts.keys import Keys
+
+MEDIA = {Medium.HOST: StorageMedium.CPU, Medium.DISK: StorageMedium.DISK}
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder().decode
+
+
+@dataclass(slots=True)
+class _Node:
+    """A part of a key, with what SGLang's recorder reads of a tree's node."""
+
+    key: RadixKey
+    parent: _Node | None
+    hash_value: Sequence[str]
+    event_hash_value: list[str] | None = None
+
+
+class PageEvents:
+    """Names the pages of stores as events do, and adds their events to SGLang's. SGLang's scheduler thread calls it.
+
+    Args:
+        params: the parameters of the engine's tree.
+    """
+
+    def __init__(self, params: Any, announcements: Announcements) -> None:
+        self._announcements = announcements
+        self._page_tokens = params.page_size
+        self._dynamo = params.dynamo_kv_event_format
+        self._lora_names = params.kv_event_lora_names
+        self._recorder = KVCacheEventRecorder(
+            enabled=True,
+            page_size=params.page_size,
+            dynamo_format=self._dynamo,
+            lora_names=self._lora_names,
+        )
+        self._key: RadixKey | None = None
+        self._hashes: list[str] | None = None
+        """Hashes of all pages of the key, once a store needs them."""
+
+    # --- what the tree inserts ---
+
+    def begin_walk(self, key: RadixKey, of_pairs: bool) -> None:
+        """Called when the tree begins to insert a key.
+
+        Args:
+            of_pairs: the tree's keys are pairs of tokens, for EAGLE.
+        """
+        if of_pairs and not key.is_bigram:
+            key = RadixKey(key.token_ids, key.extra_key, True, key.limit, key.cache_salt)
+        self._key, self._hashes = key.page_aligned(self._page_tokens), None
+
+    def end_walk(self) -> None:
+        self._key = self._hashes = None
+
+    # --- stores ---
+
+    def begin_store(self, keys: Keys, hashes: Sequence[str], session_id: str | None) -> None:
+        """Called before the pages of a node are stored.
+
+        Args:
+            keys: flexkv's keys of the pages.
+            hashes: SGLang's names of them.
+        """
+        words = self._words(hashes, session_id)
+        self._announcements.begin_store(keys[: len(words)], words)
+
+    def end_store(self) -> None:
+        """Called when the oldest store has ended."""
+        self._announcements.end_store()
+
+    def end_stores(self) -> None:
+        self._announcements.end_stores()
+
+    def _words(self, hashes: Sequence[str], session_id: str | None) -> list[bytes]:
+        """What events say of pages that follow each other in the key; nothing of pages that are not in it, or that
+        events cannot name."""
+        key = self._key
+        if key is None or not hashes or not self._is_named(key):
+            return []
+        if self._hashes is None:
+            self._hashes = list(get_storage_hash_str(key, None, page_size=self._page_tokens))
+        first = self._hashes.index(hashes[0]) if hashes[0] in self._hashes else len(self._hashes)
+        if self._hashes[first : first + len(hashes)] != list(hashes):
+            return []
+        tokens = [(first + at) * self._page_tokens for at in (0, len(hashes))]
+        parent = _Node(key[:0], None, [])
+        if first:
+            parent = _Node(key[: tokens[0]], parent, self._hashes[:first])
+        self._recorder.record_store(_Node(key[slice(*tokens)], parent, hashes), session_id=session_id)
+        return [of_page for event in self._recorder.take() for of_page in _pages_of(event)]
+
+    def _is_named(self, key: RadixKey) -> bool:
+        """Whether the hashes of events tell pages with this extra key from pages without. In SGLang's own format they
+        do so for the name of an adapter alone, and a router would expect one caller's pages for another."""
+        return key.extra_key is None or self._dynamo or self._lora_names.get(key.extra_key) is not None
+
+    # --- what is published ---
+
+    def add_to(self, events: list[Any]) -> list[Any]:
+        """The engine's events, which it is about to publish, with those of flexkv's pages."""
+        if any(isinstance(event, AllBlocksCleared) for event in events):
+            self._announcements.forget_told()
+        return _with_news(events, self._announcements.take())
+
+
+def _pages_of(event: BlockStored) -> list[bytes]:
+    """The pages of an event, each as `_stored` takes it."""
+    size, parent, pages = event.block_size, event.parent_block_hash, []
+    for number, block_hash in enumerate(event.block_hashes):
+        tokens = event.token_ids[number * size : (number + 1) * size]
+        pages.append(
+            _encode([block_hash, parent, tokens, size, event.cache_salt, event.session_id, event.lora_name])
+        )
+        parent = block_hash
+    return pages
+
+
+def _stored(words: bytes, medium: Medium) -> BlockStored:
+    block_hash, parent, tokens, size, cache_salt, session_id, lora_name = _decode(words)
+    return BlockStored(
+        block_hashes=[block_hash],
+        parent_block_hash=parent,
+        token_ids=tokens,
+        block_size=size,
+        lora_id=None,
+        medium=MEDIA[medium],
+        cache_salt=cache_salt,
+        session_id=session_id,
+        lora_name=lora_name,
+    )
+
+
+def _with_news(events: list[Any], news: News) -> list[Any]:
+    removed = [
+        BlockRemoved(
+            block_hashes=[_decode(told.words)[0] for told in news.removed if told.medium is medium],
+            medium=name,
+        )
+        for medium, name in MEDIA.items()
+        if any(told.medium is medium for told in news.removed)
+    ]
+    stored = [_stored(told.words, told.medium) for told in news.stored]
+    return [*([AllBlocksCleared()] if news.cleared else []), *events, *removed, *stored]

@@ -1,0 +1,204 @@
+"""KV events of a real SGLang engine with flexkv as its linker: a router that knows nothing else predicts what is
+served."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from demo.sglang_process import PAGE_TOKENS
+from tests.engines_sglang.asked import FILLERS, whole
+from tests.engines_sglang.conftest import PROMPTS, Judge, Parts
+from tests.engines_sglang.spied import Spied
+
+HEARD_S = 60.0
+OURS = ("CPU_PINNED", "DISK")
+SMALL_HOST_BYTES = 8 << 20
+"""Room for some 120 pages of the tiny model."""
+
+Page = dict[str, Any]
+
+
+class Router:
+    """Subscribes as SGLang's gateway and Dynamo do, and keeps where each page is. Page hashes are names without a
+    meaning: a prompt's pages are found by their tokens and parents."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.SUB)
+        self._socket.connect(f"tcp://127.0.0.1:{port}")
+        self._socket.subscribe(b"")
+        self._last = -1
+        self.has: dict[str, dict[int, Page]] = {medium: {} for medium in ("GPU", *OURS)}
+        self.cleared = 0
+        self.removed = dict.fromkeys(self.has, 0)
+
+    def hear_until(self, condition: Callable[[], object], what: str) -> None:
+        ends_s = time.monotonic() + HEARD_S
+        while not condition():
+            assert time.monotonic() < ends_s, (
+                f"{what}: { ({name: len(pages) for name, pages in self.has.items()}) }"
+            )
+            self.hear(100)
+
+    def hear(self, wait_ms: int) -> None:
+        if not self._socket.poll(wait_ms):
+            return
+        _, number, payload = self._socket.recv_multipart()
+        # Those before the first one were published while the engine started, before this router was there.
+        assert self._last in (-1, int.from_bytes(number, "big") - 1), "a batch was lost"
+        self._last = int.from_bytes(number, "big")
+        for event in msgspec.msgpack.decode(payload)[1]:
+            if event["type"] == "AllBlocksCleared":
+                self.cleared += 1
+                for pages in self.has.values():
+                    pages.clear()
+            elif event["type"] == "BlockStored":
+                self._stored(event)
+            else:
+                for each in event["block_hashes"]:
+                    gone = self.has[event["medium"]].pop(each, None)
+                    assert gone is not None or event["medium"] == "GPU", "never announced"
+                self.removed[event["medium"]] += len(event["block_hashes"])
+
+    def _stored(self, event: dict[str, Any]) -> None:
+        parent, size = event["parent_block_hash"], event["block_size"]
+        for at, each in enumerate(event["block_hashes"]):
+            page = {"parent": parent, "tokens": event["token_ids"][at * size : (at + 1) * size], "size": size}
+            # SGLang announces pages of another extra key by the same hashes in its own format.
+            assert event["medium"] == "GPU" or each not in self.has[event["medium"]], "announced twice"
+            self.has[event["medium"]][each] = page
+            parent = each
+
+    def predicted(self, name: str, media: tuple[str, ...] = OURS) -> int:
+        """Tokens of a prompt that these media have, from its first page on without a gap."""
+        named = {
+            (page["parent"], tuple(page["tokens"])): each
+            for medium in media
+            for each, page in self.has[medium].items()
+        }
+        parent = None
+        for tokens in range(0, whole(name), PAGE_TOKENS):
+            parent = named.get((parent, tuple(PROMPTS[name][tokens : tokens + PAGE_TOKENS])))
+            if parent is None:
+                return tokens
+        return whole(name)
+
+    def has_all(self, name: str, medium: str) -> bool:
+        return self.predicted(name, (medium,)) == whole(name)
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+
+
+@pytest.fixture
+def router() -> Iterator[Router]:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    router = Router(port)
+    yield router
+    router.close()
+
+
+def test_a_router_predicts_what_is_served(model: Path, tmp_path: Path, router: Router, judge: Judge) -> None:
+    """One test, because engines start slowly."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    publisher = {"publisher": "zmq", "endpoint": f"tcp://127.0.0.1:{router.port}", "bind": True}
+    # An engine that sleeps publishes what happens on disk with the next request.
+    arguments = {"kv_events_config": json.dumps(publisher), "sleep_on_idle": False}
+    settings: dict[str, Any] = {"host__bytes": SMALL_HOST_BYTES, "disk__compute_if_faster": False}
+    spied = Spied(model, tmp_path / "engine", disk, arguments, **settings)
+    with spied.engine:
+        for name in ("a", "b"):
+            judge(name, spied.ask_one(name))
+            for medium in OURS:
+                router.hear_until(partial(router.has_all, name, medium), f"{name} on {medium}")
+        # Pages of the answers come a moment after those of the prompts.
+        on_device = router.has["GPU"]
+        router.hear_until(
+            lambda: all(router.has[medium].keys() == on_device.keys() for medium in OURS), "all pages"
+        )
+        for medium in OURS:
+            assert router.has[medium], "the words are those of the engine's own events"
+            assert {each: on_device.get(each) for each in router.has[medium]} == router.has[medium]
+
+        # Another caller's pages have the same hashes in SGLang's own format, and are not announced.
+        before = {medium: dict(router.has[medium]) for medium in OURS}
+        spied.ask_one("a", extra_key="a tenant")
+        spied.settle()
+        router.hear(1000)
+        assert {medium: router.has[medium] for medium in OURS} == before
+
+        # Other prompts displace it from host memory.
+        for name in FILLERS:
+            judge(name, spied.ask_one(name))
+        router.hear_until(lambda: router.predicted("a", ("CPU_PINNED",)) == 0, "its removal from host memory")
+        assert router.removed["CPU_PINNED"] >= whole("a") // PAGE_TOKENS
+        assert router.predicted("a", ("DISK",)) == whole("a")
+
+        # After a flush, with which the engine says that it has nothing, they are announced again.
+        cleared = router.cleared
+        spied.forget()
+        router.hear_until(lambda: router.cleared > cleared, "the flush")
+        router.hear_until(lambda: router.predicted("a") == whole("a"), "what flexkv kept")
+        assert router.predicted("a", ("GPU",)) == 0
+        answer = spied.ask_one("a")
+        judge("a", answer)
+        assert answer["host"] == whole("a"), "as predicted"
+
+        # With new weights there is nothing left.
+        cleared = router.cleared
+        assert spied.engine.call("update_weights", path=str(model))
+        router.hear_until(lambda: router.cleared > cleared, "the reset")
+        assert router.predicted("a") == 0
+        answer = spied.ask_one("a")
+        judge("a", answer)
+        assert answer["cached"] == 0
+
+
+# --- SGLang's own tree, without an engine ---
+
+CALLERS = ("nobody", "salt", "adapter", "extra key", "extra key and salt")
+UNNAMED = {"extra key", "extra key and salt"}
+"""Callers whom SGLang's own format does not tell from others."""
+
+
+@pytest.mark.parametrize("core", ["rust", "python"])
+@pytest.mark.parametrize("form", ["default", "dynamo"])
+def test_pages_are_announced_with_the_engines_own_words(parts: Parts, core: str, form: str) -> None:
+    """Per caller: pages on the device, in host memory, and whether both are announced alike."""
+    left_out = UNNAMED if form == "default" else set()
+    expected = {caller: [6, 0 if caller in left_out else 6, True] for caller in CALLERS}
+    assert parts["events_child"][f"{core}, {form}"] == expected
+
+
+def test_pages_of_pairs_of_tokens_are_announced(parts: Parts) -> None:
+    assert parts["events_child"]["pairs of tokens"] == {caller: [5, 5, True] for caller in CALLERS}
+
+
+def test_control_nodes_that_forget_their_parents_are_seen(parts: Parts) -> None:
+    assert parts["events_child"]["control"]["nobody"] == [6, 6, False]
+
+
+def test_pages_stay_announced_over_a_flush_and_leave_with_eviction_and_new_weights(parts: Parts) -> None:
+    assert parts["events_child"]["life"] == {
+        "stored": [["cleared"], ["stored", "GPU", 4], ["stored", "CPU_PINNED", 4]],
+        "flushed": [["cleared"], ["stored", "CPU_PINNED", 4]],
+        "evicted": [["removed", "CPU_PINNED", 1]],
+        "new weights": [["cleared"]],
+        "no news": [],
+    }
+
+
+def test_ranks_that_share_pages_announce_the_engines_alone(parts: Parts) -> None:
+    assert parts["events_child"]["several ranks"] == {"stored": [["cleared"], ["stored", "GPU", 4]]}

@@ -1,0 +1,260 @@
+"""A router that knows nothing but what is announced predicts what a rank serves, over evictions, forgotten pages,
+flushes of the engine, resets and restarts. SGLang is not needed."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flexkv.adapters.common import announcements
+from flexkv.adapters.common.announcements import Announcements, Medium, Told
+from tests.soak import soak_factor
+
+from .conftest import World, hashes_of
+
+REQUESTS = 120
+PREFIXES, LONGEST = 6, 5
+HOST_SLOTS, DISK_SLOTS = 12, 24
+PAGE_BYTES = 4096
+IMAGE_BYTES = 8192
+WAIT_S = 60.0
+
+
+class Router:
+    """What it was told of, by medium. A page that is announced twice, or removed without having been announced, is an
+    error here, because the routers of Dynamo and llm-d count announcements.
+
+    Args:
+        misses_one: does not hear that a prompt's first page leaves its last medium, and hears of all else.
+    """
+
+    def __init__(self, misses_one: bool = False) -> None:
+        self.has: dict[Medium, set[str]] = {Medium.HOST: set(), Medium.DISK: set()}
+        self.removals = 0
+        self._misses_one = misses_one
+        self._missed: Told | None = None
+
+    def clear(self) -> None:
+        for pages in self.has.values():
+            pages.clear()
+
+    def hear(self, told: Announcements) -> None:
+        news = told.take()
+        if news.cleared:
+            self.clear()
+        for each in news.removed:
+            self._removed(each)
+        for medium, words in news.stored:
+            page = words.decode()
+            if self._missed is not None and words == self._missed.words:
+                self.has[self._missed.medium].discard(page)
+                self._missed = None
+            assert page not in self.has[medium], f"announced twice: {medium!r}"
+            self.has[medium].add(page)
+
+    def _removed(self, each: Told) -> None:
+        self.removals += 1
+        page = each.words.decode()
+        assert page in self.has[each.medium], f"never announced: {each.medium!r}"
+        (other,) = self.has.keys() - {each.medium}
+        is_last = page not in self.has[other]
+        if self._misses_one and self._missed is None and is_last and page in FIRSTS:
+            self._missed = each
+        else:
+            self.has[each.medium].remove(page)
+
+    def predicted(self, hashes: list[str]) -> int:
+        known = self.has[Medium.HOST] | self.has[Medium.DISK]
+        return next((at for at, page in enumerate(hashes) if page not in known), len(hashes))
+
+
+def chain(prefix: int, parted: int, turn: int, pages: int) -> list[str]:
+    """Hashes of a prompt that leaves a common prefix after `parted` pages."""
+    common = hashes_of(*((prefix, at) for at in range(parted)))
+    return common + hashes_of(*((prefix, parted, turn, at) for at in range(pages - parted)))
+
+
+FIRSTS = {
+    page
+    for prefix in range(PREFIXES)
+    for page in [*chain(prefix, 1, 0, 1), *chain(prefix, 0, 1, 1), *chain(prefix, 0, 2, 1)]
+}
+"""The first page of every prompt."""
+
+
+class Announced:
+    """A rank with little host memory and a disk, its router, and drawn requests."""
+
+    def __init__(self, worlds: Callable[..., World], folder: Path, router: Router, **settings: Any) -> None:
+        disk: dict[str, Any] = {
+            "host__bytes": HOST_SLOTS * PAGE_BYTES,
+            "disk__folders": str(folder),
+            "disk__bytes_per_folder": DISK_SLOTS * IMAGE_BYTES + (64 << 10),
+            "disk__compute_if_faster": False,
+        }
+        self.world = worlds(**disk | settings)
+        self.router = router
+        self.told = self.world.cache.announce()
+        self.shortened = 0
+        """How many lookups lost pages that they were about to read."""
+        self._random = random.Random(0)
+
+    def prompt(self) -> list[str]:
+        pages = self._random.randint(1, LONGEST)
+        return chain(
+            self._random.randrange(PREFIXES),
+            self._random.randint(0, pages),
+            self._random.randint(1, 2),
+            pages,
+        )
+
+    def store(self, hashes: list[str]) -> bool:
+        """Offloads a node's pages, as the linker does, and waits for its end."""
+        self.told.begin_store(self.world.cache.keys(hashes), [page.encode() for page in hashes])
+        stored = self.world.store(hashes, list(range(1, len(hashes) + 1)))
+        self.told.end_store()
+        return stored
+
+    def settle(self) -> None:
+        """Lets the disk end what it has to write, and the router hear of it."""
+        ends_s = time.monotonic() + WAIT_S
+        while self.world.cache.disk_busy:
+            assert time.monotonic() < ends_s
+            self.world.cache.poll()
+        while self.told._waiting or self.told._news.removed or self.told._news.cleared:
+            self.router.hear(self.told)
+
+    def served(self, hashes: list[str]) -> int:
+        pages = self.world.cache.match("r", self.world.cache.keys(hashes), WAIT_S)
+        self.world.cache.manager.release("r")
+        return pages
+
+    def serve_one(self) -> tuple[int, int]:
+        """Serves a request and stores it; returns the pages that the router predicted, and those that were served.
+
+        A lookup that reads from disk makes room in host memory. If what leaves is written to a full disk, a page of the
+        prompt may leave that, which counts if the router hears of it.
+        """
+        hashes = self.prompt()
+        self.settle()
+        predicted, served = self.router.predicted(hashes), self.served(hashes)
+        if predicted > served:
+            self.settle()
+            predicted = self.router.predicted(hashes)
+            self.shortened += 1
+        self.store(hashes)
+        return predicted, served
+
+    def disturb(self) -> None:
+        drawn = self._random.random()
+        if drawn < 0.05:
+            self.world.cache.manager.forget(0, self.world.cache.keys(self.prompt()))
+        elif drawn < 0.06:
+            self.world.cache.manager.reset()
+        elif drawn < 0.08:
+            self.router.clear()
+            self.told.forget_told()
+
+
+Make = Callable[..., Announced]
+
+
+@pytest.fixture
+def make(worlds: Callable[..., World], tmp_path: Path) -> Make:
+    def made(misses_one: bool = False, **settings: Any) -> Announced:
+        return Announced(worlds, tmp_path, Router(misses_one), **settings)
+
+    return made
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("mode", ["through", "back", "evict"])
+def test_a_router_predicts_what_is_served(make: Make, mode: str) -> None:
+    announced = make(disk__mode=mode)
+    hits = 0
+    for _ in range(REQUESTS * soak_factor()):
+        predicted, served = announced.serve_one()
+        assert predicted == served
+        hits += served > 0
+        announced.disturb()
+    assert hits > REQUESTS / 4
+    assert announced.router.removals > REQUESTS / 4
+    assert announced.shortened <= (REQUESTS * soak_factor() / 20 if mode == "evict" else 0)
+
+
+def test_control_a_removal_that_is_not_heard_is_seen(make: Make) -> None:
+    announced = make(misses_one=True)
+    pairs = [announced.serve_one() for _ in range(REQUESTS)]
+    assert any(predicted > served for predicted, served in pairs)
+
+
+def test_pages_of_an_earlier_process_are_announced_once_a_request_has_used_them(make: Make) -> None:
+    first, prompt = make(), chain(0, 3, 1, 3)
+    first.store(prompt)
+    first.settle()
+    assert first.router.has == {Medium.HOST: set(prompt), Medium.DISK: set(prompt)}
+    first.world.cache.close()
+    second = make()
+    second.settle()
+    assert second.router.predicted(prompt) == 0
+    assert second.served(prompt) == 3, "less is predicted than is served"
+    second.store(prompt)  # the tree takes what was loaded, and offers it
+    second.settle()
+    assert second.router.has == {Medium.HOST: set(prompt), Medium.DISK: set(prompt)}
+
+
+def test_a_page_on_both_media_leaves_each(make: Make) -> None:
+    announced, prompt = make(), chain(0, 2, 1, 2)
+    announced.store(prompt)
+    announced.settle()
+    announced.world.cache.manager.hub.evict(0, HOST_SLOTS)
+    announced.settle()
+    assert announced.router.has == {Medium.HOST: set(), Medium.DISK: set(prompt)}
+    announced.world.cache.manager.forget(0, announced.world.cache.keys(prompt))
+    announced.settle()
+    assert announced.router.has == {Medium.HOST: set(), Medium.DISK: set()}
+    assert announced.told._pages == {}
+
+
+def test_a_page_that_left_before_anybody_was_told_is_not_mentioned(make: Make) -> None:
+    announced = make()
+    announced.store(hashes_of(1))
+    announced.world.cache.manager.reset()
+    announced.told.take()
+    announced.store(hashes_of(2))
+    announced.world.cache.manager.forget(0, announced.world.cache.keys(hashes_of(2)))
+    news = announced.told.take()
+    assert (news.removed, news.stored) == ([], [])
+
+
+def test_pages_that_events_cannot_name_are_left_out(make: Make) -> None:
+    announced = make()
+    announced.told.begin_store(announced.world.cache.keys([]), [])
+    assert announced.world.store(hashes_of(1), [1])
+    announced.told.end_store()
+    announced.settle()
+    assert announced.router.has == {Medium.HOST: set(), Medium.DISK: set()}
+    assert announced.told._pages == {}
+
+
+def test_many_pages_are_announced_in_several_steps_parents_first(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(announcements, "MOST_STORED", 3)
+    announced, prompt = make(), chain(0, 5, 1, 5)
+    announced.store(prompt)
+    taken = []
+    ends_s = time.monotonic() + WAIT_S
+    while announced.world.cache.disk_busy or announced.told._waiting:
+        assert time.monotonic() < ends_s
+        announced.world.cache.poll()
+        news = announced.told.take()
+        assert len(news.stored) < 3 + len(announcements.MEDIA)
+        taken += news.stored
+    for medium in announcements.MEDIA:
+        assert [told.words.decode() for told in taken if told.medium is medium] == prompt
