@@ -178,6 +178,16 @@ def die_with_parent(by: signal.Signals = signal.SIGKILL) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
 
 
+def _compile_nothing() -> None:
+    """Has functions that vLLM compiles even for an engine without compilation run as they are written, on a CPU. With
+    several ranks, and for log probabilities, each process would run the compiler: two seconds of CPU."""
+    import torch
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        torch.compiler.set_stance("force_eager")
+
+
 def _redirect_output(log: str) -> None:
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(descriptor, 1)
@@ -217,6 +227,8 @@ def serve(
         operations.update(_operations(modules))
         from vllm import LLM
 
+        if engine.get("enforce_eager"):
+            _compile_nothing()
         started = time.perf_counter()
         engines.append(LLM(**engine))
         return {"start_s": time.perf_counter() - started}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
+import importlib.metadata
 import multiprocessing
 import os
-from functools import partial
+from functools import cache, partial
 
 QUIET_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -41,19 +42,37 @@ if current_platform.is_cpu():
     # Modules that an engine imports as it starts; models other than Llama come after the fork. A GPU's worker must not
     # be imported before the fork.
     import vllm.distributed.elastic_ep.elastic_execute
+    import vllm.entrypoints.launchers.cli_args
     import vllm.lora.resolver
     import vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors
     import vllm.model_executor.layers.quantization.online.base
     import vllm.model_executor.models.llama
+    import vllm.plugins.lora_resolvers.filesystem_resolver
+    import vllm.plugins.lora_resolvers.hf_hub_resolver
     import vllm.v1.attention.backends.cpu_attn
     import vllm.v1.core.sched.scheduler
+    import vllm.v1.pool.flash_maxsim
     import vllm.v1.worker.cpu_worker
+    from vllm.config.logging import LoggingConfig
+    from vllm.logger import configure_logging_if_needed
 
     # Not the connector: it gives vLLM its name as it is imported, which is the plugin's task.
     import flexkv.adapters.vllm.scheduler
     import flexkv.adapters.vllm.worker  # noqa: F401
 
+    # Each looks at all modules or loggers, which takes an engine as long as all else that it starts with. The kernels
+    # stay replaced; an engine with other settings for its log configures it again.
+    current_platform.register_triton_kernel_overrides()
+    type(current_platform).register_triton_kernel_overrides = staticmethod(lambda: None)
+    configure_logging_if_needed(LoggingConfig())
+
+# flexkv asks once per process: it warns of another package of its name.
+importlib.metadata.packages_distributions = cache(importlib.metadata.packages_distributions)
+importlib.metadata.packages_distributions()
+
 # An engine collects garbage several times as it starts and ends. Each takes half a second if it looks at the million
-# objects of these modules.
+# objects of these modules. vLLM thaws them as an engine ends, so that a process can free what it held; these processes
+# end with their engine.
 gc.collect()
 gc.freeze()
+gc.unfreeze = lambda: None

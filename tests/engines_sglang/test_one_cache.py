@@ -87,7 +87,7 @@ class Vllm:
             arguments["kv_transfer_config"] = {**FLEXKV, "kv_connector_extra_config": extra}
         environment = {**IN_PROCESS, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         self.log = log
-        self.process = EngineProcess(arguments, log, ["tests.engines_sglang.uncompiled"], environment, [ROOT])
+        self.process = EngineProcess(arguments, log, (), environment, [ROOT])
 
     def ask(self, name: str) -> dict[str, Any]:
         wanted = {"ids": PROMPTS[name], "max_tokens": OUTPUT_TOKENS, "logprobs": True}
