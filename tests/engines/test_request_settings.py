@@ -135,6 +135,8 @@ def test_what_cannot_be_read_ends_no_engine(session: EngineSession, ask: Ask) ->
     assert ask("flexkv.skip_save", "maybe") == 0, (
         "a namespace that cannot be read keeps a request out of the cache"
     )
+    assert ask() == 0, "and so does a word for not storing it"
+    assert ask() == WHOLE, "the control: it is stored without"
 
 
 @pytest.mark.parametrize(
@@ -152,10 +154,29 @@ def test_a_session_changes_its_settings(
     session: EngineSession, stream: int, first: dict[str, Any], second: dict[str, Any], blocks: int
 ) -> None:
     """Two pieces of some four blocks and a half each; the first row is the control."""
+    tokens = run_pieces(session, stream, first, second)
+    assert session.check_one(Prompt((*tokens, 1))).cached == blocks * BLOCK_TOKENS
+
+
+def run_pieces(session: EngineSession, stream: int, *extras: dict[str, Any]) -> list[int]:
+    """Runs a session of pieces with these settings; returns the tokens of its whole blocks. The engine itself has none
+    of them afterwards."""
     session.forget()
-    pieces = [Prompt.of(4 * BLOCK_TOKENS + 16, stream + n, max_tokens=1) for n in range(2)]
-    asked = [{**piece.wire(), "extra": extra} for piece, extra in zip(pieces, (first, second), strict=True)]
-    tokens = session.call("stream", pieces=asked)["tokens"]
-    assert tokens[: 8 * BLOCK_TOKENS + 32] == [*pieces[0].ids, *pieces[1].ids]
+    pieces = [Prompt.of(4 * BLOCK_TOKENS + 16, stream + n, max_tokens=1) for n in range(len(extras))]
+    asked = [{**piece.wire(), "extra": extra} for piece, extra in zip(pieces, extras, strict=True)]
+    tokens: list[int] = session.call("stream", pieces=asked)["tokens"]
+    whole = 4 * BLOCK_TOKENS * len(extras)
+    assert tokens[: whole + 16 * len(extras)] == [token for piece in pieces for token in piece.ids]
     session.forget()
-    assert session.check_one(Prompt((*tokens[: 8 * BLOCK_TOKENS], 1))).cached == blocks * BLOCK_TOKENS
+    return tokens[:whole]
+
+
+def test_the_time_that_a_session_asks_for_in_the_middle_ends_what_follows(
+    session: EngineSession, stream: int
+) -> None:
+    tokens = run_pieces(session, stream, {}, {"flexkv.ttl_s": 1})
+    prompt = Prompt((*tokens, 1), extra={"kv_transfer_params": ONLY_LOOK})
+    ends_s = time.monotonic() + WITHIN_S
+    while session.check_one(prompt).cached != 4 * BLOCK_TOKENS:
+        assert time.monotonic() < ends_s, "the second piece is still there"
+        session.forget()

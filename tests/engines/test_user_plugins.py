@@ -114,3 +114,12 @@ def test_the_engine_serves_as_if_there_were_no_plugins(engines: Engines, stream:
     wait_for(lambda: processes_of(folder) - running, "a keeper is started again")
     engines.close()
     assert processes_of(folder) == set()
+
+
+def test_an_engine_whose_folder_of_plugins_is_absent_serves(
+    engines: Engines, stream: int, tmp_path: Path
+) -> None:
+    session = engines.get(connector(plugins__folder=str(tmp_path / "nowhere")))
+    prompt = Prompt.of(400, stream)
+    assert cached_alone(session, prompt) == 0
+    assert cached_alone(session, prompt) == prompt.whole_blocks

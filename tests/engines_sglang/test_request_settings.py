@@ -81,6 +81,9 @@ def test_what_cannot_be_read_ends_no_engine_and_is_named(spied: Spied, ask: Ask)
     }
     assert ask("b", **bad) == whole("b")
     assert ask("b", flexkv__namespace=7) == 0, "neither stored nor loaded"
+    assert ask("filler 1", flexkv__skip_save="maybe") == 0
+    assert ask("filler 1") == 0, "a word for not storing it that cannot be read keeps it from being stored"
+    assert ask("filler 1") == whole("filler 1"), "the control: it is stored without"
     assert "flexkv does not know this" in (spied.folder / "engine.log").read_text()
 
 
