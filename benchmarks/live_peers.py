@@ -85,6 +85,7 @@ class NobodyElse:
     joined = 0
     departed: tuple[int, ...] = ()
     turn = (0, 1)
+    leaves = False
 
     def start(self, weights: bytes) -> None: ...
     def retire(self) -> None: ...

@@ -15,7 +15,7 @@ from typing import Any
 
 from flexkv import c_ext
 from flexkv.errors import ClosedError, DiskError, FlexKVError
-from flexkv.observe import get_logger
+from flexkv.observe import NamedThread, get_logger
 from flexkv.peers.card import PROTOCOL, GroupCard, SharedDisk, SharedHost, UnitCard, name_of
 from flexkv.peers.distant_units import DistantUnits
 from flexkv.peers.page_formats import OtherFormat, PeerFormats, UnitPages
@@ -34,6 +34,9 @@ UNIT_DIGITS = 16
 DEPARTED_S = 10.0
 """How long the host pool of a unit that has ended stays mapped with `peers.store: once`, at most: its memory is not
 free before."""
+
+LEAVE_S = 5.0
+"""How long a close waits for a thread that leaves; see `retire`."""
 
 MOST_REASON = 300
 """Characters of a reason, which may repeat what a peer wrote."""
@@ -94,6 +97,7 @@ class PeerShare:
         self._pool: HostPool | None = None
         self._watch: PeerWatch | None = None
         self._ended = False
+        self._leaving: NamedThread | None = None
         self._lock = threading.Lock()
         """Guards what follows, which the watches' threads change and readers look up."""
         self._others: dict[int, tuple[OtherFormat, ...]] = {}
@@ -193,24 +197,41 @@ class PeerShare:
             self._distant.start(card, self._boards[-1], [Path(folder) for folder in card.disk.folders])
 
     def retire(self) -> None:
-        """Ends sharing for good: the weights are not those any more that the card names."""
+        """Ends sharing for good: the weights are not those any more that the card names. Never waits: another thread
+        leaves, see `leaves`."""
         for board in self._boards:
             board.retire()
-        self._leave()
+        if (watch := self._end()) is not None:
+            self._leaving = NamedThread("flexkv-unshare", self._leave, (watch,))
+            try:
+                self._leaving.start()
+            except RuntimeError:  # the system has no thread for it
+                self._leave(watch)
+
+    @property
+    def leaves(self) -> bool:
+        """Whether a thread is leaving, for which `close` would wait."""
+        return self._leaving is not None and self._leaving.is_alive()
 
     def close(self) -> None:
         """Leaves. Copies under way end by themselves. Idempotent."""
-        self._leave()
+        if (watch := self._end()) is not None:
+            self._leave(watch)
+        if self.leaves:
+            assert self._leaving is not None
+            self._leaving.join(LEAVE_S)
         if self._distant is not None:
             self._distant.close()
 
-    def _leave(self) -> None:
-        """Leaves, and waits for no server of other machines."""
+    def _end(self) -> PeerWatch | None:
+        """Lets no peer join any more. Returns the watch if nobody has ended it."""
         with self._lock:
             self._ended = True
-        watch, self._watch = self._watch, None
-        if watch is None:
-            return
+            watch, self._watch = self._watch, None
+        return watch
+
+    def _leave(self, watch: PeerWatch) -> None:
+        """Leaves, and waits for no server of other machines."""
         if self._distant is not None:
             self._distant.end()
         watch.close()

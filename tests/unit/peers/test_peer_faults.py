@@ -6,6 +6,8 @@ import json
 import logging
 import os
 import socket
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,6 +46,41 @@ def test_a_reset_peer_is_left_and_serves_nothing(make_engine: Make, folder: Path
     one.run(make_request(PROMPT, "again"))  # with the new weights, which nobody knows
     assert other.run(make_request(PROMPT, "two")) == 0
     assert live_tiers(one)[0].down
+
+
+HANGS_S = 1.0
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["", "control"])
+def test_a_reset_waits_for_no_thread_of_sharing(
+    make_engine: Make, folder: Path, monkeypatch: pytest.MonkeyPatch, waits: bool
+) -> None:
+    """The watch does not end in time. In the control the thread that resets leaves itself."""
+    one, other = with_a_prompt(make_engine, folder)
+    manager, go_on, close = one.unit.manager, threading.Event(), watch_module.PeerWatch.close
+
+    def hang(watch: watch_module.PeerWatch) -> None:
+        go_on.wait(HANGS_S)
+        close(watch)
+
+    monkeypatch.setattr(watch_module.PeerWatch, "close", hang)
+    if waits:
+        monkeypatch.setattr(PeerShare, "retire", PeerShare.close)
+    begun_s = time.monotonic()
+    manager.begin_reset()
+    manager.poll_reset()
+    assert (time.monotonic() - begun_s < HANGS_S / 2) != waits
+    assert manager.resets != waits
+    assert live_tiers(one)[0].down, "nothing of peers is served"
+    go_on.set()
+
+    def has_ended() -> bool:
+        manager.poll_reset()
+        return not manager.resets
+
+    wait_for(has_ended)
+    if not waits:
+        wait_for(lambda: knows(other, 0))
 
 
 def test_pages_evicted_after_the_lookup_are_computed(

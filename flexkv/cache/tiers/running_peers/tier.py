@@ -41,6 +41,10 @@ class SharingUnit(DepartedPeers, Protocol):
     def retire(self) -> None: ...
     def close(self) -> None: ...
     @property
+    def leaves(self) -> bool:
+        """Whether a thread is leaving after `retire`, for which `close` would wait."""
+
+    @property
     def joined(self) -> int:
         """How many units are followed."""
 
@@ -222,8 +226,12 @@ class LivePeerTier(Tier, Source, Follower):
         )
         self._clear()
 
+    @property
+    def resets(self) -> bool:
+        return self._share.leaves
+
     def finish_reset(self, ends_s: float) -> None:
-        # Nothing of peers is served any more. Without time left, threads that wait for a server end by themselves.
+        # Nothing of peers is served any more. Without time left, threads that leave end by themselves.
         if time.monotonic() < ends_s:
             self._share.close()
 
