@@ -23,6 +23,9 @@ from flexkv.errors import CapacityError, ContractError, TransferError
 from flexkv.transfer.engine import TransferEngine
 from flexkv.transfer.layerwise.base import PREFETCH_LAYERS
 
+DISK_SHARE = 0.5
+"""This share of a close's time is the disks', whatever hangs before."""
+
 
 class SegmentCache:
     """Keys and values of segments, each computed by itself and kept as if it began at position 0.
@@ -282,7 +285,9 @@ class SegmentCache:
         """
         close_s = self.unit.close_s if close_s is None else close_s
         ends_s = time.monotonic() + close_s
-        if not self.engine.close(close_s):
+        if not self.engine.close((1 - DISK_SHARE) * close_s):
+            # The pool stays, because something may still write to it; what the disks have becomes durable.
+            self.unit.flush(max(0.0, ends_s - time.monotonic()))
             raise TransferError(f"pages of segments still move after {close_s:g} s")
         self._moves.take_results()
         return self.unit.close(max(0.0, ends_s - time.monotonic()))

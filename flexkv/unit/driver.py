@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from flexkv.cache.base import TierId
 from flexkv.cache.manager import LocalCacheManager
@@ -21,6 +21,10 @@ SAY_LEFT_EVERY_S = 60.0
 
 FLUSH_SHARE = 0.7
 """During this share of a close's time writes may begin; in the rest they end and become durable."""
+
+WORK_SHARE = 0.8
+"""After this share of a close's time nothing waits for writes any more. The rest is the planes' and tiers': one disk
+that hangs must not take the time in which the others make durable what they have."""
 
 CLOSE_LOOK_S = 0.002
 """How often a close checks whether the writes have ended."""
@@ -131,18 +135,19 @@ class UnitDriver:
 
         Returns False if after `deadline_s` seconds some page still moves, was not written or is not durable. Only pages
         that were not written are lost. New writes begin only within `FLUSH_SHARE` of the time, so that those under way
-        can end and become durable. Further calls return the same.
+        can end and become durable. Each plane, and then each tier, has an equal share of the time that is left when
+        its turn comes, and at least `1 - WORK_SHARE` of all is left to them. Further calls return the same.
         """
         if self._closed is not None:
             return self._closed
-        ends_s = time.monotonic() + deadline_s
-        flush_ends_s = time.monotonic() + FLUSH_SHARE * deadline_s
+        begun_s = time.monotonic()
+        flush_ends_s, work_ends_s = (begun_s + share * deadline_s for share in (FLUSH_SHARE, WORK_SHARE))
         self._given_up_pages += self._manager.work.give_up_held()
         self._manager.work.begin_close()
         self._manager.work.offer_all()
         self._manager.work.flush()
         self.poll()
-        while self._manager.work.busy and time.monotonic() < ends_s:
+        while self._manager.work.busy and time.monotonic() < work_ends_s:
             if time.monotonic() < flush_ends_s:
                 self._manager.work.flush()
             else:
@@ -151,9 +156,10 @@ class UnitDriver:
             self.poll()
         self._give_up_writes(deadline_s)  # one poll may have lasted to the deadline
         # Closes all planes and tiers, whatever one of them returns.
-        ended = [_close(plane, ends_s) for plane in self._planes.values()]
+        planes, tiers = list(self._planes.values()), list(reversed(self._behind))
+        ended = _close_in_turn(planes, begun_s + deadline_s, len(tiers))
         self._take_results()
-        durable = [_close(tier, ends_s) for tier in reversed(self._behind)]
+        durable = _close_in_turn(tiers, begun_s + deadline_s, 0)
         whole = all(ended) and all(durable)
         self._closed = whole and not self._given_up_pages
         if not whole:
@@ -169,10 +175,24 @@ class UnitDriver:
             logger.warning("%d pages of host memory were not written within %.1f s", left, deadline_s)
 
 
-def _close(part: Plane | Tier, ends_s: float) -> bool:
+def _close_in_turn(parts: Sequence[Plane | Tier], ends_s: float, behind: int) -> list[bool]:
+    """Closes parts by `ends_s`, with equal shares of the time left for those whose turn has not come; returns whether
+    each has ended well.
+
+    Args:
+        behind: number of parts that come later.
+    """
+    turns = range(len(parts) + behind, behind, -1)
+    return [
+        _close(part, max(0.0, ends_s - time.monotonic()) / turn)
+        for part, turn in zip(parts, turns, strict=True)
+    ]
+
+
+def _close(part: Plane | Tier, deadline_s: float) -> bool:
     """Closes a part; returns whether all of it ended well. Logs an error, so that the other parts are closed, too."""
     try:
-        return part.close(max(0.0, ends_s - time.monotonic()))
+        return part.close(deadline_s)
     except Exception:
         logger.exception("a part of the tiers behind host memory was not closed: %r", part)
         return False

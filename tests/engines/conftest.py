@@ -31,6 +31,7 @@ FAULTY = FLEXKV | {
 }
 OPERATIONS = (
     f"{PACKAGE}.blend_ops",
+    f"{PACKAGE}.blend_refusal_ops",
     f"{PACKAGE}.blend_row_ops",
     f"{PACKAGE}.blend_stream_ops",
     f"{PACKAGE}.block_ops",

@@ -7,6 +7,7 @@ from typing import Any
 
 from demo.engine_process import FLEXKV, SEPARATE_CORE
 
+from .blend_world import Documents, blending_connector, results
 from .conftest import PACKAGE, Engines, connector
 from .session import BLOCK_TOKENS, EngineSession, Prompt
 from .test_failures import CARELESS
@@ -88,3 +89,48 @@ def hear(session: EngineSession, metric: str, at_least: float) -> None:
         if session.metric(metric) >= at_least:
             return
     raise AssertionError(f"{metric} is {session.metric(metric)}, not {at_least}")
+
+
+def blending_beside(engines: Engines) -> EngineSession:
+    overrides = {"architectures": ["FlexKVLlamaForCausalLM"]}
+    return engines.get(beside(PROMISING, blending_connector()), hf_overrides=overrides)
+
+
+def test_a_prompt_is_blended_beside_another_connector(engines: Engines, stream: int) -> None:
+    """A ratio of 1 has the full computation's bits; the control, a smaller one, has not. Nothing of either is stored by
+    flexkv, or reaches an ordinary request."""
+    session = blending_beside(engines)
+    documents = Documents.of(stream % 10_000_000)
+    documents.store(session)
+    [full], [whole], [some] = (
+        session.ask(prompt) for prompt in (documents.plain(), documents.blended(1.0), documents.blended(0.15))
+    )
+    assert results(session) == {"stored": 3, "blended": 2}
+    assert (whole.tokens, whole.log_probabilities) == (full.tokens, full.log_probabilities)
+    assert some.log_probabilities != full.log_probabilities
+    session.settle()
+    assert session.check_one(documents.plain(salt="")).cached == 0
+
+
+def test_a_blended_prompt_whose_first_blocks_another_connector_fails_to_load(
+    engines: Engines, stream: int
+) -> None:
+    """The engine takes back what was computed from them, and the prompt is blended once more from its start."""
+    session = blending_beside(engines)
+    documents = Documents.of(stream % 10_000_000)
+    documents.store(session)
+    answers = []
+    for ratio in (1.0, 0.15):
+        wanted = documents.blended(ratio)
+        broken = documents.blended(ratio)
+        assert broken.extra is not None
+        broken.extra["kv_transfer_params"]["promised_tokens"] = PROMISED_TOKENS
+        before = results(session)
+        [right] = session.ask(wanted)
+        session.forget()  # the promised blocks hold garbage
+        [answer] = session.ask(broken)
+        assert results(session)["blended"] - before.get("blended", 0) == 2
+        assert (answer.tokens, answer.log_probabilities) == (right.tokens, right.log_probabilities)
+        answers.append(answer)
+    assert answers[0].log_probabilities != answers[1].log_probabilities
+    assert answers[0].tokens == session.reference.tokens(documents.prompt)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import pytest
 
@@ -332,26 +331,6 @@ def test_namespaces_share_no_segment(session: EngineSession, documents: Document
     ask.extra["kv_transfer_params"]["flexkv.namespace"] = "another"
     session.check_one(ask)
     assert new_results(session, before) == {"miss": 1}
-
-
-@pytest.mark.parametrize(
-    ("result", "spans", "more"),
-    [
-        ("salt", None, {"salt": ""}),
-        ("salt", None, {"salt": "somebody's"}),
-        ("segments", [(10, 60), (50, 90)], {}),
-        ("segments", [(10, 10)], {}),
-        ("segments", [(10, 5000)], {}),
-        ("no_segments", [], {}),
-        ("short", [(10, 40)], {}),
-    ],
-)
-def test_what_cannot_be_blended_is_computed_and_counted(
-    session: EngineSession, documents: Documents, result: str, spans: Any, more: dict[str, Any]
-) -> None:
-    before = results(session)
-    session.check_one(documents.blended(0.0, spans, **more))
-    assert new_results(session, before) == {result: 1}
 
 
 def test_a_request_that_ends_in_the_middle_leaves_nothing(

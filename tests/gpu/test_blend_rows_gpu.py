@@ -85,7 +85,7 @@ def wrong_layers(torch: Any, loaded: Loaded, requests: list[int], rounds: int = 
     """Takes the layers of some requests' rows at the same time, while the caller's stream is busy; returns how many are
     not the CPU's."""
     from flexkv.adapters.torch_tensors.device import TorchDevice
-    from flexkv.adapters.vllm.blend.pages import LoadedRows, device_of
+    from flexkv.adapters.vllm.blend.loaded_rows import LoadedRows, device_of
 
     where = torch.device("cuda")
     on_gpu = device_of(where, loaded.dtype)

@@ -108,7 +108,7 @@ def test_a_segment_of_former_weights_is_reset(pages: BlendPages, monkeypatch: py
 
 
 def test_a_segment_whose_rows_were_not_found_is_lost(pages: BlendPages) -> None:
-    pages.lose_capture(NewSegment(SEGMENT, "", 5))
+    pages.lose_capture("s", NewSegment(SEGMENT, "", 5))
     assert outcome(pages) == {5: BlendResult.LOST}
 
 
@@ -166,5 +166,13 @@ def test_a_capture_that_breaks_off_is_lost_with_its_last_token(
     pages.break_capture("s", asks, end, MemoryError("no memory"))
     assert not pages.begin_capture("s", asks, end), "no rank captures a chunk that one of them does not"
     assert pages.take_stored() == ({6: BlendResult.LOST} if end == len(SEGMENT) else {})
+    if end < len(SEGMENT):
+        pages.lose_capture("s", asks)  # as its last chunk, which is not captured, does
+        assert pages.take_stored() == {6: BlendResult.LOST}
     (record,) = caplog.records
+    assert record.getMessage() == f"a segment of {len(SEGMENT)} tokens is not kept: MemoryError: no memory"
     assert record.exc_info
+    assert not pages._captures
+    # Computed again from its start, as after a preemption, it is kept.
+    capture(pages, number=7)
+    assert outcome(pages) == {7: BlendResult.STORED}

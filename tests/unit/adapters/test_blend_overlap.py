@@ -18,7 +18,7 @@ from flexkv.adapters.torch_tensors.pinned_rooms import PinnedMemory, PinnedRooms
 from flexkv.adapters.vllm.blend import forward
 from flexkv.adapters.vllm.blend.forward import BlendForward
 from flexkv.adapters.vllm.blend.forward_rows import ReusedRows
-from flexkv.adapters.vllm.blend.pages import LoadedLayers, LoadedRows, device_of
+from flexkv.adapters.vllm.blend.loaded_rows import LoadedLayers, LoadedRows, device_of
 from flexkv.adapters.vllm.blend.rows import BatchRows
 from flexkv.blend.cache import SegmentCache
 from flexkv.blend.segment_load import SegmentLoad

@@ -207,7 +207,7 @@ class Pages:
     def begin_capture(self, request: str, asks: NewSegment, first: int) -> bool:
         return request in self._held
 
-    def lose_capture(self, asks: NewSegment) -> None:
+    def lose_capture(self, request: str, asks: NewSegment) -> None:
         self.lost.append(asks.number)
 
     def end_capture(self, request: str, asks: NewSegment, end: int) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from flexkv.adapters.vllm.blend import pages as module
 from flexkv.adapters.vllm.blend.orders import NewSegment, SegmentOrder
 from flexkv.adapters.vllm.blend.pages import BlendPages
 from flexkv.blend.segment_fetch import SegmentFetch
@@ -267,6 +268,28 @@ def test_a_close_has_one_deadline_for_all_that_hangs(monkeypatch: pytest.MonkeyP
     monkeypatch.undo()
     go_on.set()
     pages.close()
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["", "control"])
+def test_what_hangs_before_leaves_the_disks_their_time(monkeypatch: pytest.MonkeyPatch, kept: bool) -> None:
+    pages = BlendPages(make_cache(), ROTATION, torch.float32, "cpu", Counters())
+    pages.cache.unit.close_s = CLOSE_S
+    device, go_on, given = HostDevice(one_thread=False), threading.Event(), list[float]()
+    pages._rows_on = replace(pages._rows_on, device=device)
+
+    def hang() -> None:
+        go_on.wait(WITHIN_S)
+
+    device.stream("load").run(hang, "load", 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(pages.cache.unit, "close", given.append)
+        if not kept:
+            patch.setattr(module, "DISK_SHARE", 0.0)
+        pages.close()
+    assert (given[0] > CLOSE_S / 4) == kept
+    go_on.set()
+    assert device.close(WITHIN_S)
+    pages.cache.close()
 
 
 # --- two documents, for which together the staging pool has no room ---

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 
@@ -347,6 +349,34 @@ def test_a_close_past_its_deadline_says_so(caplog: pytest.LogCaptureFixture) -> 
     assert caplog.text.count("did not end") == 1
     assert not driver.close(0.05), "nothing has become durable since"
     assert caplog.text.count("did not end") == 1
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["", "control"])
+def test_a_part_that_hangs_leaves_the_others_their_time(
+    monkeypatch: pytest.MonkeyPatch, shared: bool
+) -> None:
+    """A write hangs, and so does the lane's close. In the control nothing is kept for who comes later."""
+    world = DiskWorld()
+    driver, plane = make(world, steps=10**9)
+    world.store(chain(2))
+    given: list[float] = []
+
+    def hang(deadline_s: float) -> bool:
+        time.sleep(deadline_s)
+        return False
+
+    def close(deadline_s: float) -> bool:
+        given.append(deadline_s)
+        return True
+
+    monkeypatch.setattr(plane, "close", hang)
+    monkeypatch.setattr(world.tier, "close", close)
+    if not shared:
+        monkeypatch.setattr("flexkv.unit.driver.WORK_SHARE", 1.0)
+    begun_s = time.monotonic()
+    assert not driver.close(0.5)
+    assert (given[0] > 0.02) == shared
+    assert time.monotonic() - begun_s < 5.0
 
 
 def test_a_close_that_began_too_few_writes_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

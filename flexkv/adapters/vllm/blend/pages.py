@@ -6,31 +6,25 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from flexkv.adapters.torch_tensors.device import TorchDevice
-from flexkv.adapters.torch_tensors.pinned_rooms import PinnedMemory, PinnedRooms
+from flexkv.adapters.vllm.blend.loaded_rows import LoadedRows, Planes, device_of
 from flexkv.adapters.vllm.blend.orders import Arrival, NewSegment, RequestId, SegmentOrder
 from flexkv.adapters.vllm.blend.rows import Numbers
-from flexkv.blend.cache import SegmentCache
-from flexkv.blend.registry import NotBlendable
+from flexkv.blend.cache import DISK_SHARE, SegmentCache
 from flexkv.blend.rotation import KeyRotation
 from flexkv.blend.segment_fetch import SegmentFetch
 from flexkv.blend.segment_load import LATE, SegmentLoad
 from flexkv.blend.segment_store import SegmentStore
-from flexkv.blend.turned_rows import RowDevice, Stretch, TurnedLayers, TurnedRows
+from flexkv.blend.turned_rows import Stretch, TurnedRows
 from flexkv.errors import CapacityError, FlexKVError
 from flexkv.observe import BlendResult, Counters, PageLoss, get_logger
 from flexkv.transfer.layerwise.host_device import HostDevice
 
 logger = get_logger(__name__)
-
-Planes = tuple[Any, Any]
-"""Keys and values of some rows, tensors [rows, heads, head_dim]."""
 
 RESULTS_OF = {
     PageLoss.SEGMENT_LATE: BlendResult.LATE,
@@ -40,68 +34,6 @@ RESULTS_OF = {
 """What becomes of a request of whose segments nothing comes."""
 
 
-def device_of(pool: torch.device, dtype: torch.dtype) -> RowDevice:
-    """Where cached rows are turned: where the engine's pool is.
-
-    Args:
-        pool: its device.
-        dtype: the cache's.
-
-    Raises:
-        NotBlendable: torch has no streams there.
-    """
-    if pool.type == "cpu":
-        return RowDevice(HostDevice(), np.dtype(f"u{dtype.itemsize}"))
-    try:
-        device = TorchDevice(pool)
-    except RuntimeError as error:
-        raise NotBlendable(f"cached rows cannot be turned on {pool}: {error}") from error
-    return RowDevice(device, dtype, partial(PinnedRooms, PinnedMemory(pool)))
-
-
-class LoadedRows:
-    """Loaded rows of a request in a batch: a `RowSource` of the forward."""
-
-    def __init__(self, rows: TurnedRows, on: RowDevice, dtype: Any, pool: Any) -> None:
-        self._rows, self._on, self._dtype, self._pool = rows, on, dtype, pool
-
-    def open(self, first: int) -> LoadedLayers:
-        at = torch.from_numpy(self._rows.in_buffer).to(self._pool)
-        return LoadedLayers(self._rows.open(self._on, first), at, self._dtype)
-
-
-class LoadedLayers:
-    """Layers of loaded rows: `RowLayers` of the forward.
-
-    Args:
-        at: number of each row in the layers' buffers.
-    """
-
-    def __init__(self, layers: TurnedLayers, at: Any, dtype: Any) -> None:
-        self._layers, self._at, self._dtype = layers, at, dtype
-
-    def choose(self, chosen: Numbers) -> None:
-        self._at = self._at[torch.from_numpy(chosen).to(self._at.device)]
-
-    def take(self, layer: int) -> Planes:
-        """
-        Raises:
-            PipelineError: rows did not come, or not before the deadline.
-        """
-        keys, values = self._tensor(self._layers.layer(layer)).index_select(1, self._at)
-        self._layers.leave()
-        return keys, values
-
-    def _tensor(self, buffer: Any) -> Any:
-        if not isinstance(buffer, np.ndarray):
-            return buffer
-        signed = buffer.view(f"i{buffer.itemsize}")  # torch has no unsigned ones of every size
-        return torch.from_numpy(signed).view(self._dtype)
-
-    def close(self, wait: bool = True) -> None:
-        self._layers.close(wait)
-
-
 @dataclass(slots=True)
 class Capture:
     """A segment whose rows are being computed.
@@ -109,10 +41,12 @@ class Capture:
     Attributes:
         planes: keys and values of its tokens, [layers, 2, heads, tokens, head_dim] in host memory.
         done: number of its leading tokens whose rows are captured in every layer.
+        is_broken: rows of it could not be captured, which the log has said.
     """
 
     planes: Any
     done: int = 0
+    is_broken: bool = False
 
 
 class BlendPages:
@@ -330,7 +264,7 @@ class BlendPages:
             room = (shape.layers, 2, shape.heads, len(asks.tokens), shape.head_dim)
             self._captures[request] = Capture(torch.empty(room, dtype=self.dtype))
         capture = self._captures.get(request)
-        return capture is not None and capture.done == first
+        return capture is not None and capture.done == first and not capture.is_broken
 
     def capture(self, request: RequestId, layer: int, first: int, planes: Planes) -> None:
         """Takes a layer's fresh keys and values of consecutive rows from position `first` on."""
@@ -357,15 +291,21 @@ class BlendPages:
 
     def break_capture(self, request: RequestId, asks: NewSegment, end: int, error: Exception) -> None:
         """Called instead of `end_capture` where `capture` failed. No later rows of the segment are captured."""
-        self._captures.pop(request, None)
         if end < len(asks.tokens):
-            _warn_of("rows of a segment are not captured: %s", error)
-        else:
-            self._not_kept(asks, BlendResult.LOST, error)
+            _warn_of(f"a segment of {len(asks.tokens)} tokens is not kept: %s", error)
+            self._captures[request] = Capture(None, is_broken=True)
+            return
+        self._captures.pop(request, None)
+        self._not_kept(asks, BlendResult.LOST, error)
 
-    def lose_capture(self, asks: NewSegment) -> None:
-        """Called instead of the last `end_capture` of a segment whose rows were not found."""
-        self._not_kept(asks, BlendResult.LOST, "its rows were not found in a step")
+    def lose_capture(self, request: RequestId, asks: NewSegment) -> None:
+        """Called instead of the last `end_capture` of a segment whose rows were not found, or of which earlier ones
+        could not be captured."""
+        capture = self._captures.pop(request, None)
+        if capture is not None and capture.is_broken:
+            self._stored[asks.number] = BlendResult.LOST
+        else:
+            self._not_kept(asks, BlendResult.LOST, "its rows were not found in a step")
 
     def _not_kept(self, asks: NewSegment, result: BlendResult, reason: str | Exception) -> None:
         self._stored[asks.number] = result
@@ -464,7 +404,8 @@ class BlendPages:
         Raises:
             TransferError: see `SegmentCache.close`.
         """
-        ends_s = time.monotonic() + self.cache.unit.close_s
+        begun_s, close_s = time.monotonic(), self.cache.unit.close_s
+        ends_s = begun_s + (1 - DISK_SHARE) * close_s
         for fetch in self._fetches.values():
             fetch.give_up()
         self._fetches.clear()
@@ -477,7 +418,7 @@ class BlendPages:
         self._advance_stores(wait=True, until_s=ends_s)
         for store in self._stores:
             store.leave()
-        self.cache.close(max(0.0, ends_s - time.monotonic()))
+        self.cache.close(max(0.0, begun_s + close_s - time.monotonic()))
 
 
 def _warn_of(message: str, reason: str | Exception) -> None:

@@ -274,7 +274,7 @@ class BlendStep:
         self._counters.add("flexkv_blend_rows_total", _covered(chunk), kind="unplaced")
         asks = chunk.asks
         if isinstance(asks, NewSegment) and chunk.first + len(chunk.slots) >= len(asks.tokens):
-            self._pages.lose_capture(asks)
+            self._pages.lose_capture(chunk.request, asks)
 
     def _batch_or_warn(self, positions: Any) -> BatchRows | None:
         """The forward's rows; None if the engine does not describe them as one batch, or that fails, because the other

@@ -1,0 +1,81 @@
+"""Loaded rows as a blended forward reads them: turned on the device of the engine's pool, as tensors of the engine."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from flexkv.adapters.torch_tensors.device import TorchDevice
+from flexkv.adapters.torch_tensors.pinned_rooms import PinnedMemory, PinnedRooms
+from flexkv.adapters.vllm.blend.rows import Numbers
+from flexkv.blend.registry import NotBlendable
+from flexkv.blend.turned_rows import RowDevice, TurnedLayers, TurnedRows
+from flexkv.transfer.layerwise.host_device import HostDevice
+
+Planes = tuple[Any, Any]
+"""Keys and values of some rows, tensors [rows, heads, head_dim]."""
+
+
+def device_of(pool: torch.device, dtype: torch.dtype) -> RowDevice:
+    """Where cached rows are turned: where the engine's pool is.
+
+    Args:
+        pool: its device.
+        dtype: the cache's.
+
+    Raises:
+        NotBlendable: torch has no streams there.
+    """
+    if pool.type == "cpu":
+        return RowDevice(HostDevice(), np.dtype(f"u{dtype.itemsize}"))
+    try:
+        device = TorchDevice(pool)
+    except RuntimeError as error:
+        raise NotBlendable(f"cached rows cannot be turned on {pool}: {error}") from error
+    return RowDevice(device, dtype, partial(PinnedRooms, PinnedMemory(pool)))
+
+
+class LoadedRows:
+    """Loaded rows of a request in a batch: a `RowSource` of the forward."""
+
+    def __init__(self, rows: TurnedRows, on: RowDevice, dtype: Any, pool: Any) -> None:
+        self._rows, self._on, self._dtype, self._pool = rows, on, dtype, pool
+
+    def open(self, first: int) -> LoadedLayers:
+        at = torch.from_numpy(self._rows.in_buffer).to(self._pool)
+        return LoadedLayers(self._rows.open(self._on, first), at, self._dtype)
+
+
+class LoadedLayers:
+    """Layers of loaded rows: `RowLayers` of the forward.
+
+    Args:
+        at: number of each row in the layers' buffers.
+    """
+
+    def __init__(self, layers: TurnedLayers, at: Any, dtype: Any) -> None:
+        self._layers, self._at, self._dtype = layers, at, dtype
+
+    def choose(self, chosen: Numbers) -> None:
+        self._at = self._at[torch.from_numpy(chosen).to(self._at.device)]
+
+    def take(self, layer: int) -> Planes:
+        """
+        Raises:
+            PipelineError: rows did not come, or not before the deadline.
+        """
+        keys, values = self._tensor(self._layers.layer(layer)).index_select(1, self._at)
+        self._layers.leave()
+        return keys, values
+
+    def _tensor(self, buffer: Any) -> Any:
+        if not isinstance(buffer, np.ndarray):
+            return buffer
+        signed = buffer.view(f"i{buffer.itemsize}")  # torch has no unsigned ones of every size
+        return torch.from_numpy(signed).view(self._dtype)
+
+    def close(self, wait: bool = True) -> None:
+        self._layers.close(wait)
