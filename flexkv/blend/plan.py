@@ -56,19 +56,31 @@ class BlendPlan:
         return dict(zip(self.check_layers, self.ratios, strict=True)).get(layer)
 
 
-def rows_to_keep(difference: NDArray[np.float64], reused: NDArray[np.bool_], budget: int) -> Rows:
-    """The rows to keep computing: all that are not reused, and the `budget` reused ones with the greatest difference.
+def rows_to_keep(
+    difference: NDArray[np.float64], reused: NDArray[np.bool_], budget: int, run_rows: int = 1
+) -> Rows:
+    """The rows to keep computing: all that are not reused, and runs of reused ones until there are `budget` of these.
 
-    Among equal differences the earlier row counts. A NaN counts as the greatest.
+    Each stretch of reused rows is cut into runs of `run_rows`, the last of which may be shorter. The runs with the
+    greatest mean difference are kept, of equal ones the earlier; whole runs, so up to `run_rows` - 1 rows more than
+    `budget`. A NaN counts as the greatest difference.
 
     Args:
         difference: squared distance between cached and fresh key, [rows]; ignored for rows that are not reused.
         reused: bool [rows].
     """
-    candidates = np.flatnonzero(reused)
+    others, candidates = np.flatnonzero(~reused), np.flatnonzero(reused)
+    if budget <= 0 or not len(candidates):
+        return others.astype(np.int64)
     measured = np.nan_to_num(difference[candidates], nan=np.inf, posinf=np.inf)
-    chosen = candidates[np.argsort(-measured, kind="stable")[: max(0, budget)]]
-    return np.union1d(np.flatnonzero(~reused), chosen).astype(np.int64)
+    stretch = np.maximum.accumulate(np.where(np.diff(candidates, prepend=-2) != 1, candidates, 0))
+    begins = (candidates - stretch) % run_rows == 0
+    first = np.flatnonzero(begins)
+    lengths = np.diff(first, append=len(candidates))
+    order = np.argsort(-np.add.reduceat(measured, first) / lengths, kind="stable")
+    enough = int(np.searchsorted(np.cumsum(lengths[order]), budget)) + 1
+    kept = np.isin(np.cumsum(begins) - 1, order[:enough])
+    return np.union1d(others, candidates[kept]).astype(np.int64)
 
 
 def budget_of(ratio: float, reused: int) -> int:

@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import BeforeValidator, Field
 
 from flexkv.config.sections import GIB, Section
-from flexkv.config.values import Count, OptionalSizeBytes, Share, SizeBytes, none_is_a_word
+from flexkv.config.values import Count, OptionalCount, OptionalSizeBytes, Share, SizeBytes, none_is_a_word
 
 MAX_TOKEN = 2**32 - 1
 
@@ -74,6 +74,12 @@ class BlendConfig(Section):
         1,
         description="The layer whose fresh keys are compared with the cached ones; this layer and those before it "
         "compute every row. The first layer's keys do not depend on the text before, so 1 is the earliest.",
+    )
+    run_tokens: OptionalCount = Field(
+        None,
+        description="Reused rows are computed again in runs of so many neighbours, those whose keys differ most on "
+        "average. An attention kernel reads all earlier keys once per run. Unset: 16 for an engine on a GPU, 1 on a "
+        "CPU, where a row by itself costs no more.",
     )
     bytes: SizeBytes = Field(
         GIB,

@@ -71,7 +71,16 @@ PARTLY: dict[str, dict[str, NoEffect]] = {
     "disk.stream": {"sglang": _NO_RECOMPUTE, "tensorrt_llm": _NO_RECOMPUTE},
     **{
         f"blend.{name}": {"sglang": _FOR_VLLM, "tensorrt_llm": _FOR_VLLM}
-        for name in ("enabled", "separators", "ratio", "min_tokens", "check_layer", "bytes", "disk_bytes")
+        for name in (
+            "enabled",
+            "separators",
+            "ratio",
+            "min_tokens",
+            "check_layer",
+            "run_tokens",
+            "bytes",
+            "disk_bytes",
+        )
     },
     "gds.register_pool": {"vllm": _MANY_PIECES, "sglang": _MANY_PIECES},
     "observe.metrics_log_s": {"vllm": NoEffect("vLLM logs with its own statistics what was counted")},

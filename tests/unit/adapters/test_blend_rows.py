@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from flexkv.adapters.vllm.blend.rows import BatchRows, Runs, kept_rows
+from flexkv.adapters.vllm.blend.worker import run_rows_of
+from flexkv.config import BlendConfig
 
 
 def batch_of(*sequences: tuple[int, int, int]) -> BatchRows:
@@ -61,6 +64,24 @@ def test_each_request_has_a_share_of_its_own() -> None:
     keep = kept_rows(BATCH, [(np.arange(3), 0.34), (np.arange(4, 9), 0.2)], difference)
     assert np.flatnonzero(keep[:4]).tolist() == [2, 3]
     assert np.flatnonzero(keep[4:9]).tolist() == [4]
+
+
+def test_rows_are_kept_in_runs_of_neighbours_of_one_request() -> None:
+    batch = batch_of((0, 0, 10), (64, 10, 10))
+    difference = np.zeros(20)
+    difference[[3, 11]] = 9, 8
+    # The requests' covered rows are neighbours in the batch: 2 to 9, and 10 to 17.
+    keep = kept_rows(batch, [(np.arange(2, 10), 0.25), (np.arange(10, 18), 0.25)], difference, run_rows=4)
+    assert np.flatnonzero(keep).tolist() == [0, 1, 2, 3, 4, 5, 9, 10, 11, 12, 13, 18, 19]
+    runs = Runs.of(batch, np.flatnonzero(keep))
+    assert runs.lengths.tolist() == [6, 10, 14, 20]
+
+
+@pytest.mark.parametrize(
+    ("given", "device", "rows"), [(None, "cpu", 1), (None, "cuda:0", 16), (5, "cpu", 5), (1, "cuda", 1)]
+)
+def test_runs_are_longer_on_a_gpu_unless_a_length_is_given(given: int | None, device: str, rows: int) -> None:
+    assert run_rows_of(BlendConfig(run_tokens=given), torch.device(device)) == rows
 
 
 def test_consecutive_rows_of_a_request_are_one_run() -> None:

@@ -126,6 +126,29 @@ def test_rows_that_differ_most_are_kept() -> None:
     assert budget_of(0.5, 0) == 0
 
 
+def test_runs_of_neighbours_that_differ_most_on_average_are_kept() -> None:
+    # Two stretches of reused rows: 0 to 4 (runs 0-1, 2-3, 4) and 6 to 9 (runs 6-7, 8-9).
+    difference = np.array([9.0, 0.0, 4.0, 4.0, 4.5, 99.0, 1.0, 1.0, np.nan, 0.0])
+    reused = np.ones(10, np.bool_)
+    reused[5] = False
+    kept = [[], [8, 9], [8, 9], [0, 1, 8, 9], [0, 1, 8, 9], [0, 1, 4, 8, 9], [0, 1, 2, 3, 4, 8, 9]]
+    for budget, rows in enumerate(kept):
+        assert rows_to_keep(difference, reused, budget, 2).tolist() == sorted([*rows, 5]), budget
+    assert rows_to_keep(difference, reused, 9, 2).tolist() == list(range(10))
+    assert rows_to_keep(difference, reused, 1, 16).tolist() == [5, 6, 7, 8, 9], "no run crosses a gap"
+    assert rows_to_keep(difference, np.zeros(10, np.bool_), 3, 2).tolist() == list(range(10))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_runs_of_one_are_the_rows_that_differ_most(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    difference, reused = random.integers(0, 5, 60).astype(np.float64), random.random(60) < 0.7
+    for budget in range(int(reused.sum()) + 1):
+        chosen = sorted(np.flatnonzero(reused), key=lambda row: (-difference[row], row))[:budget]
+        wanted = np.union1d(np.flatnonzero(~reused), chosen)
+        assert rows_to_keep(difference, reused, budget).tolist() == wanted.tolist()
+
+
 @pytest.mark.parametrize(
     ("layers", "ratios", "message"),
     [

@@ -93,6 +93,7 @@ GIVEN = {
     "blend.ratio": 0.3,
     "blend.min_tokens": 64,
     "blend.check_layer": 2,
+    "blend.run_tokens": 16,
     "blend.bytes": "2GiB",
     "blend.disk_bytes": "4GiB",
     "gds.register_pool": "on",

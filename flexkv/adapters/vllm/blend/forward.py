@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -62,6 +63,7 @@ class BlendForward:
         model: a vLLM model whose decoder is `model.model`, with layers of the form
             `layer(positions, hidden_states, residual)` whose attention is `self_attn.attn`.
         check_layer: the layer whose fresh keys are compared with the cached ones.
+        run_rows: reused rows are kept in runs of so many neighbours; see `rows_to_keep`.
 
     Attributes:
         check_layer: as given.
@@ -69,7 +71,7 @@ class BlendForward:
         runs: makes sequences of kept rows.
     """
 
-    def __init__(self, model: Any, vllm_config: Any, check_layer: int) -> None:
+    def __init__(self, model: Any, vllm_config: Any, check_layer: int, run_rows: int = 1) -> None:
         self._decoder = model.model
         self._config = vllm_config
         self.layers = list(self._decoder.layers)
@@ -77,7 +79,7 @@ class BlendForward:
         self._names = [attention.layer_name for attention in self.attentions]
         self.check_layer = check_layer
         self._builder: Any = None
-        self.choose: Choose = kept_rows
+        self.choose: Choose = functools.partial(kept_rows, run_rows=run_rows)
         self.runs: Callable[[BatchRows, Numbers], Runs] = Runs.of
 
     def batch(self, positions: Any) -> BatchRows | None:

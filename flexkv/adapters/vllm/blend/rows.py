@@ -53,20 +53,25 @@ class BatchRows:
 
 
 def kept_rows(
-    batch: BatchRows, reused: Sequence[tuple[Numbers, float]], difference: NDArray[np.float64]
+    batch: BatchRows,
+    reused: Sequence[tuple[Numbers, float]],
+    difference: NDArray[np.float64],
+    run_rows: int = 1,
 ) -> NDArray[np.bool_]:
     """Which rows are computed after the check layer: all that nothing covers, those of the covered ones that differ
     most, and the last row of each sequence.
 
     Args:
         reused: of each request its covered rows, and the share of them that is kept.
-        difference: see `rows_to_keep`, [rows].
+        difference, run_rows: see `rows_to_keep`, [rows].
     """
     keep = np.ones(batch.rows, np.bool_)
     for rows, ratio in reused:
-        keep[rows] = False
-        covered = np.ones(len(rows), np.bool_)
-        keep[rows[rows_to_keep(difference[rows], covered, budget_of(ratio, len(rows)))]] = True
+        covered = np.zeros(batch.rows, np.bool_)
+        covered[rows] = True
+        chosen = np.zeros(batch.rows, np.bool_)
+        chosen[rows_to_keep(difference, covered, budget_of(ratio, len(rows)), run_rows)] = True
+        keep[rows] = chosen[rows]
     keep[batch.last] = True
     return keep
 

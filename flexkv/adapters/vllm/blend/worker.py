@@ -30,13 +30,23 @@ from flexkv.adapters.vllm.blend.turn_check import check_turning
 from flexkv.adapters.vllm.pool_geometry import PoolGeometry
 from flexkv.blend.cache import SegmentCache
 from flexkv.blend.registry import NotBlendable
-from flexkv.config import FlexKVConfig
+from flexkv.config import BlendConfig, FlexKVConfig
 from flexkv.errors import FlexKVError
 from flexkv.observe import BlendResult, Counters, get_logger
 
 logger = get_logger(__name__)
 
 ANOTHER = "another rank cannot blend: see its log"
+
+GPU_RUN_ROWS = 16
+"""Rows of a run on a GPU: the smallest tile of queries for which attention kernels read all keys. Not measured."""
+
+
+def run_rows_of(blend: BlendConfig, device: Any) -> int:
+    """In runs of how many rows an engine on this torch device computes reused rows again."""
+    if blend.run_tokens is not None:
+        return blend.run_tokens
+    return 1 if device.type == "cpu" else GPU_RUN_ROWS
 
 
 class BlendWorker:
@@ -114,7 +124,8 @@ class BlendWorker:
             cache.close()
             raise
         check_turning(self._pages)
-        self.forward = BlendForward(model, vllm_config, settings.blend.check_layer)
+        run_rows = run_rows_of(settings.blend, pool.device)
+        self.forward = BlendForward(model, vllm_config, settings.blend.check_layer, run_rows)
         return SelfTest(model, self.forward, vllm_config, geometry.num_blocks)
 
     def begin_step(self, orders: BlendOrders | None) -> None:
