@@ -129,6 +129,11 @@ def _warmup(module: Any) -> None:
     module.kernel_warmup = does_nothing
 
 
+def _runner(module: Any) -> None:
+    """The original samples tokens to see how much memory that takes; in the interpreter it takes a second."""
+    module.GPUModelRunner._dummy_sampler_run = does_nothing
+
+
 def _registry(module: Any) -> None:
     """The original imports each model in another process, to leave this one without CUDA; that takes ten seconds."""
     module._run_in_subprocess = lambda inspect: inspect()
@@ -144,6 +149,7 @@ def _offloading(module: Any) -> None:
 LATER: dict[str, Callable[[Any], None]] = {
     "vllm.v1.sample.ops.topk_topp_sampler": _sampler,
     "vllm.model_executor.warmup.kernel_warmup": _warmup,
+    "vllm.v1.worker.gpu.model_runner": _runner,
     "vllm.model_executor.models.registry": _registry,
     "vllm.v1.kv_offload.cpu.gpu_worker": _offloading,
 }

@@ -6,10 +6,12 @@ python -m tests.engines_vllm33.server: orders are lines of JSON on stdin, answer
 from __future__ import annotations
 
 import gc
+import importlib.metadata
 import json
 import os
 import sys
 import traceback
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +27,21 @@ def import_engine() -> None:
     import vllm.v1.core.sched.async_scheduler
     import vllm.v1.worker.gpu.model_runner
     import vllm.v1.worker.gpu_worker  # noqa: F401
+    from vllm.config.logging import LoggingConfig
+    from vllm.logger import configure_logging_if_needed
 
+    import flexkv.adapters.vllm.scheduler
+    import flexkv.adapters.vllm.worker  # noqa: F401
     import tests.engines_vllm33.blending
     import tests.engines_vllm33.sleeping  # noqa: F401
 
+    # As in demo/engine_preload.py, which says why.
+    configure_logging_if_needed(LoggingConfig())
+    importlib.metadata.packages_distributions = cache(importlib.metadata.packages_distributions)
+    importlib.metadata.packages_distributions()
     gc.collect()
     gc.freeze()
+    gc.unfreeze = lambda: None
 
 
 def run_case(order: dict[str, Any]) -> dict[str, Any]:

@@ -39,7 +39,7 @@ def test_documents_in_another_order_are_blended(cases: Cases, backend: str, size
     assert found["results"]["blended"] == 2
     assert found["results"]["stored"] == len(sizes)
     assert tokens(found, "one") == tokens(found, "full")
-    assert found["rows"]["one"] == {"reused": 0, "computed": sum(sizes), "unplaced": 0}
+    assert found["rows"]["one"] == {"reused": 0, "computed": sum(sizes), "unplaced": 0, "lost": 0}
     assert found["rows"]["third"]["reused"] > sum(sizes) / 2
     assert found["rows"]["third"]["reused"] + found["rows"]["third"]["computed"] == sum(sizes)
 
