@@ -100,6 +100,8 @@ class Announcements(CacheListener):
 
     def __init__(self, host: Tier, disk: Tier | None) -> None:
         self._tiers = [(Medium.HOST, host)] + ([] if disk is None else [(Medium.DISK, disk)])
+        self._in_use = Medium.NONE
+        """The media whose tiers were in use when `take` last looked."""
         self._pages: dict[bytes, _Page] = {}
         self._stores: deque[list[bytes]] = deque()
         self._waiting: deque[bytes] = deque()
@@ -193,15 +195,29 @@ class Announcements(CacheListener):
                 self._wait(key, page)
         self._news = News(cleared=self._news.cleared)
 
+    def _turned(self, medium: Medium) -> None:
+        """The tier came into use, or went out of it."""
+        for key, page in self._pages.items():
+            if page.told & medium:
+                page.told &= ~medium
+                self._news.removed.append(Told(medium, page.words))
+            elif page.there & medium:
+                self._wait(key, page)
+
     def take(self) -> News:
-        """Takes what is new since the last call; pages beyond MOST_STORED wait for the next one."""
+        """Takes what is new since the last call; pages beyond MOST_STORED wait for the next one. Pages of a tier that
+        is out of use count as removed, and are announced again once it is back."""
+        for medium, tier in self._tiers:
+            if tier.in_use != bool(self._in_use & medium):
+                self._in_use ^= medium
+                self._turned(medium)
         news, self._news = self._news, News()
         while self._waiting and len(news.stored) < MOST_STORED:
             page = self._pages.get(self._waiting.popleft())
             if page is None:
                 continue
             page.waits = False
-            new = page.there & ~page.told
+            new = page.there & self._in_use & ~page.told
             news.stored += [Told(medium, page.words) for medium in MEDIA if new & medium]
             page.told |= new
         return news

@@ -221,6 +221,23 @@ def test_a_page_on_both_media_leaves_each(make: Make) -> None:
     assert announced.told._pages == {}
 
 
+def test_pages_on_a_disk_that_is_out_of_use_leave_until_it_is_back(make: Make) -> None:
+    announced, prompt = make(), chain(0, 2, 1, 2)
+    announced.store(prompt)
+    announced.settle()
+    disk = announced.world.cache.manager.tiers[1]
+    disk.go_down("a test takes it away")
+    announced.router.hear(announced.told)
+    assert announced.router.has == {Medium.HOST: set(prompt), Medium.DISK: set()}
+    announced.world.cache.manager.hub.evict(0, HOST_SLOTS)
+    announced.router.hear(announced.told)
+    assert announced.router.predicted(prompt) == announced.served(prompt) == 0
+    disk.down = ""
+    announced.settle()
+    announced.router.hear(announced.told)
+    assert announced.router.predicted(prompt) == announced.served(prompt) == 2
+
+
 def test_a_page_that_left_before_anybody_was_told_is_not_mentioned(make: Make) -> None:
     announced = make()
     announced.store(hashes_of(1))
