@@ -21,6 +21,17 @@ from typing import Any
 Operation = Callable[..., dict[str, Any]]
 """Called with the engine (`vllm.LLM`) and the command's arguments; returns what the reply carries."""
 
+QUIET_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_DO_NOT_TRACK": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    # Workers are forked from a process that has imported everything; a spawned one would import it all again.
+    "VLLM_WORKER_MULTIPROC_METHOD": "fork",
+}
+"""No network, no telemetry, 1 GiB of KV cache at most."""
+
 CLOSE = "close"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _ENGINE_LABELS = ("model_name", "engine")

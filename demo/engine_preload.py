@@ -8,16 +8,7 @@ import multiprocessing
 import os
 from functools import cache, partial
 
-QUIET_ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_DO_NOT_TRACK": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    # Workers are forked from a process that has imported everything; a spawned one would import it all again.
-    "VLLM_WORKER_MULTIPROC_METHOD": "fork",
-}
-"""No network, no telemetry, 1 GiB of KV cache at most."""
+from demo.engine_child import QUIET_ENVIRONMENT
 
 for _name, _value in QUIET_ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)

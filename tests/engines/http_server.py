@@ -19,8 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from demo.engine_child import die_with_parent
-from demo.engine_preload import QUIET_ENVIRONMENT
+from demo.engine_child import QUIET_ENVIRONMENT, die_with_parent
 
 START_DEADLINE_S = 240.0
 ASK_DEADLINE_S = 60.0
