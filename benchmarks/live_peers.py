@@ -29,8 +29,8 @@ LOOKUP_BLOCKS = 1024
 LOOKUPS = 2000
 TOKENS = 16
 PEER_SLOTS = 4096
-REPLACED = (16, 64, 256)
-"""Pages: of 256 tokens, 1,024 and 4,096."""
+REPLACED = (16, 64, 256, 4096)
+"""Pages: of 256 tokens, 1,024, 4,096 and 65,536."""
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -113,41 +113,49 @@ class FullPeer:
 def lookups() -> None:
     rng = np.random.default_rng(1)
     asked = [rng.integers(0, 256, (LOOKUP_BLOCKS, 16), dtype=np.uint8)]
-    pool = HostPool(4096, 64)
-    pool.wait_ready(64, 60.0)
-    medians = {}
-    for name, shares in (("alone", False), ("with peers", True)):
-        peer, directory = FullPeer(), c_ext.PeerDirectory()
-        directory.add((peer.board.fd, peer.board.bytes))
+    peer, directory = FullPeer(), c_ext.PeerDirectory()
+    directory.add((peer.board.fd, peer.board.bytes))
 
-        def live(context: TierContext, directory: c_ext.PeerDirectory = directory) -> LivePeerTier:
-            reader = PoolReader.__new__(PoolReader)
-            tier = LivePeerTier(context, directory, TierFacts("peer-host"), NobodyElse(), reader)
-            known = rng.integers(0, 256, (100_000, 16), dtype=np.uint8)
-            tier._enter(0, known, np.full(len(known), TOKENS, np.int32), np.zeros(len(known), np.uint64))
-            return tier
+    def live(context: TierContext) -> LivePeerTier:
+        reader = PoolReader.__new__(PoolReader)
+        tier = LivePeerTier(context, directory, TierFacts("peer-host"), NobodyElse(), reader)
+        known = rng.integers(0, 256, (100_000, 16), dtype=np.uint8)
+        tier._enter(0, known, np.full(len(known), TOKENS, np.int32), np.zeros(len(known), np.uint64))
+        return tier
 
-        manager = LocalCacheManager(
-            [GroupSpec(TOKENS, 1 << 16)], tiers=[HostTier, live] if shares else [HostTier]
-        )
+    managers = [
+        LocalCacheManager([GroupSpec(TOKENS, 1 << 16)], tiers=tiers)
+        for tiers in ([HostTier], [HostTier, live])
+    ]
+    for manager in managers:
         manager.hub.grow(0, 1 << 16)
+    tier = managers[1].tiers[1]
+    assert isinstance(tier, LivePeerTier)
 
-        def look(manager: LocalCacheManager = manager) -> None:
+    def look(manager: LocalCacheManager) -> float:
+        def work() -> None:
             manager.match("r", asked, 0)
             manager.release("r")
 
-        medians[name] = statistics.median(seconds(look) for _ in range(LOOKUPS)) * 1e6
-        print(f"lookup of {LOOKUP_BLOCKS} blocks that nobody has, {name}: {medians[name]:.1f} us")
-    print(f"more with peers: {medians['with peers'] - medians['alone']:.1f} us")
+        return seconds(work) * 1e6
+
+    alone, shares = (statistics.median(look(manager) for _ in range(LOOKUPS)) for manager in managers)
+    print(f"lookup of {LOOKUP_BLOCKS} blocks that nobody has: {alone:.1f} us, with peers {shares:.1f} us")
+    print(f"more with peers: {shares - alone:.1f} us")
     for replaced in REPLACED:
-        peer.replace(replaced)
-        took = []
-        for _ in range(LOOKUPS // 10):
+        took: list[list[float]] = [[], []]
+        polls = []
+        for number in range(LOOKUPS // 10):
             peer.replace(replaced)
             directory.follow()
-            took.append(seconds(look))
-        more_us = statistics.median(took) * 1e6 - medians["alone"]
-        print(f"more with a peer that replaced {replaced} pages since the lookup before: {more_us:.1f} us")
+            # By turns, because whoever replaces pages leaves the caches to the next lookup as they are.
+            took[number % 2].append(look(managers[number % 2]))
+            polls.append(seconds(tier.take_all_news) * 1e6)
+        alone, shares = map(statistics.median, took)
+        print(
+            f"after a peer replaced {replaced} pages: {alone:.1f} us, with peers {shares:.1f} us, "
+            f"more {shares - alone:.1f} us; the poll that takes the news over: {statistics.median(polls):.1f} us"
+        )
 
 
 if __name__ == "__main__":

@@ -255,7 +255,21 @@ class PeerDirectory:
     ) -> tuple[
         NDArray[np.uint8], NDArray[np.uint32], NDArray[np.uint32], NDArray[np.uint64], NDArray[np.bool_]
     ]:
-        """Up to `most` news, in order: keys, groups, tokens, expiries, and whether a peer has the page now."""
+        """What has become known of up to `most` pages: keys, groups, tokens, expiries, and whether a peer has the page
+        now. Pages that went come first, each once; one that came back is also among those that are there."""
+    def take_of(
+        self, group: int, keys: NDArray[np.uint8]
+    ) -> (
+        tuple[
+            NDArray[np.uint8],
+            NDArray[np.uint32],
+            NDArray[np.uint32],
+            NDArray[np.uint64],
+            NDArray[np.bool_],
+        ]
+        | None
+    ):
+        """The same of these pages alone; None if nothing has."""
     def bring(
         self,
         pool: HostPool,

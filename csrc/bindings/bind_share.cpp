@@ -121,9 +121,7 @@ int32_t add_peer(PeerDirectory& directory, const FilePart& board, const std::opt
   return directory.add(std::move(rows), std::move(mapped), std::move(of_groups));
 }
 
-py::tuple take(PeerDirectory& directory, size_t most) {
-  std::vector<PeerNews> news;
-  directory.take(most, news);
+py::tuple arrays_of(const std::vector<PeerNews>& news) {
   Bytes keys({news.size(), kKeyBytes});
   Numbers groups(static_cast<py::ssize_t>(news.size()));
   Numbers tokens(static_cast<py::ssize_t>(news.size()));
@@ -137,6 +135,18 @@ py::tuple take(PeerDirectory& directory, size_t most) {
     there.mutable_data()[i] = news[i].there;
   }
   return py::make_tuple(keys, groups, tokens, expiries, there);
+}
+
+py::tuple take(PeerDirectory& directory, size_t most) {
+  std::vector<PeerNews> news;
+  directory.take(most, news);
+  return arrays_of(news);
+}
+
+std::optional<py::tuple> take_of(PeerDirectory& directory, uint32_t group, const py::array& keys) {
+  std::vector<PeerNews> news;
+  if (directory.take_of(keys_of(keys), group, news) == 0) return std::nullopt;
+  return arrays_of(news);
 }
 
 // Checks that every page's own part of a slot lies inside it.
@@ -250,6 +260,7 @@ void bind_share(py::module_& m) {
       .def("follow", py::overload_cast<>(&PeerDirectory::follow), py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("has_news", &PeerDirectory::has_news)
       .def("take", &take, py::arg("most"))
+      .def("take_of", &take_of, py::arg("group"), py::arg("keys"))
       .def("bring", &bring, py::arg("pool"), py::arg("group"), py::arg("keys"), py::arg("tokens").noconvert(),
            py::arg("expiries").noconvert(), py::arg("slots").noconvert())
       .def("read", &read, py::arg("peer"), py::arg("slot"), py::arg("group"), py::arg("key"),

@@ -106,7 +106,7 @@ size_t PeerDirectory::follow() {
 }
 
 size_t PeerDirectory::follow(int32_t number, Peer& peer) {
-  if (news_.size() - taken_ + 2 * kRowsAtOnce > kMostNews) return 0;
+  if (news_.size() + 2 * kRowsAtOnce > kMostNews) return 0;
   const BoardHeader& header = *peer.parts.header;
   const uint64_t head = header.head.load(std::memory_order_acquire);
   if (!peer.all && head - peer.seen > kRingChanges) {
@@ -153,7 +153,7 @@ void PeerDirectory::look(int32_t number, Peer& peer, uint32_t slot) {
 
 void PeerDirectory::enter(int32_t number, Peer& peer, uint32_t slot, const RowFacts& facts) {
   const PageName name{facts.key, facts.group};
-  if (!holders_.contains(name)) tell(facts, true);
+  if (!holders_.contains(name)) news_.tell(facts, true);
   holders_.emplace(name, Holder{number, slot});
   peer.known[slot] = facts;
   ++peer.pages;
@@ -171,59 +171,7 @@ void PeerDirectory::leave(int32_t number, Peer& peer, uint32_t slot) {
   }
   peer.known[slot].reset();
   --peer.pages;
-  if (!holders_.contains(name)) tell(facts, false);
-}
-
-void PeerDirectory::tell(const RowFacts& facts, bool there) {
-  news_.push_back({facts.key, facts.group, facts.tokens, facts.expiry, there});
-  news_count_.store(news_.size() - taken_, std::memory_order_release);
-}
-
-// A peer whose slots are all in use tells of a page that goes and of one that comes in turns, and whoever
-// follows is quick only if many of one kind come together.
-void PeerDirectory::settle(std::vector<PeerNews>& news) {
-  const auto is_there = [](const PeerNews& each) { return each.there; };
-  if (std::ranges::all_of(news, is_there) || std::ranges::none_of(news, is_there)) return;
-  struct Ends {
-    const PeerNews* last;
-    bool went;
-  };
-  std::unordered_map<PageName, Ends, NameHash> pages(2 * news.size());
-  for (const PeerNews& each : news) {
-    Ends& ends = pages.try_emplace({each.key, each.group}, Ends{}).first->second;
-    ends.last = &each;
-    ends.went |= !each.there;
-  }
-  // In the order in which they were told, which is that of prompts' blocks.
-  std::vector<PeerNews> settled;
-  settled.reserve(news.size());
-  for (const PeerNews& each : news) {
-    if (!each.there && std::exchange(pages.at({each.key, each.group}).went, false)) settled.push_back(each);
-  }
-  for (const PeerNews& each : news) {
-    if (each.there && pages.at({each.key, each.group}).last == &each) settled.push_back(each);
-  }
-  news.swap(settled);
-}
-
-size_t PeerDirectory::take(size_t most, std::vector<PeerNews>& out) {
-  const size_t taken = move_news(most, out);
-  settle(out);
-  return taken;
-}
-
-size_t PeerDirectory::move_news(size_t most, std::vector<PeerNews>& out) {
-  const std::lock_guard lock(mutex_);
-  const size_t count = std::min(most, news_.size() - taken_);
-  const auto first = news_.begin() + static_cast<ptrdiff_t>(taken_);
-  out.assign(first, first + static_cast<ptrdiff_t>(count));
-  taken_ += count;
-  if (taken_ == news_.size() || taken_ > kMostNews) {
-    news_.erase(news_.begin(), news_.begin() + static_cast<ptrdiff_t>(taken_));
-    taken_ = 0;
-  }
-  news_count_.store(news_.size() - taken_, std::memory_order_release);
-  return count;
+  if (!holders_.contains(name)) news_.tell(facts, false);
 }
 
 std::shared_ptr<PeerDirectory::Peer> PeerDirectory::at(int32_t number) const {

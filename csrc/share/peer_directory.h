@@ -17,6 +17,7 @@
 #include "base/fair_mutex.h"
 #include "index/block_key.h"
 #include "share/guarded_copy.h"
+#include "share/peer_news.h"
 #include "share/shared_file.h"
 #include "share/slot_board.h"
 
@@ -59,15 +60,6 @@ struct PeerFormat {
   std::vector<PieceRun> runs;  // those with a digest on either side
 };
 
-// A page that the first peer to have it gained, or the last one lost.
-struct PeerNews {
-  BlockKey key;
-  uint32_t group;
-  uint32_t tokens;
-  uint64_t expiry;  // Unix seconds; 0 for never
-  bool there;
-};
-
 struct PeerPlace {
   int32_t peer = -1;  // -1: no peer has the page
   uint32_t slot = 0;
@@ -77,7 +69,7 @@ struct PeerPlace {
 inline constexpr size_t kPeerEnds = 5;
 using PeerCounts = std::array<uint64_t, kPeerEnds>;  // pages by PeerEnd
 
-// Unit: pages. Beyond it `follow` waits until the news are taken.
+// Unit: pages. Beyond it `follow` waits until the unit has taken news.
 inline constexpr size_t kMostNews = size_t{1} << 17;
 // Holders of one page that are tried; more would have it for nothing.
 inline constexpr size_t kMostHolders = 8;
@@ -94,11 +86,12 @@ class PeerDirectory {
 
   // Reads what has changed. Returns how many rows it looked at.
   size_t follow();
-  // Moves up to `most` news to `out`, and leaves of them what they come to: first the pages that went, each
-  // once, then those that are there now. A page that went and came back, perhaps of other tokens, is among
-  // both. Returns how many news were moved.
-  size_t take(size_t most, std::vector<PeerNews>& out);
-  bool has_news() const { return news_count_.load(std::memory_order_acquire) > 0; }
+  // See `PendingNews`. Neither waits for a thread that follows or forgets a peer.
+  size_t take(size_t most, std::vector<PeerNews>& out) { return news_.take(most, out); }
+  size_t take_of(std::span<const BlockKey> keys, uint32_t group, std::vector<PeerNews>& out) {
+    return news_.take_of(keys, group, out);
+  }
+  bool has_news() const { return news_.size() > 0; }
 
   // Copies a page into `slot`. On kFormat, `other` says which peer has it. A page that expires before
   // `asked.expiry` is not taken, because it would be kept longer than its holder may keep it.
@@ -128,14 +121,6 @@ class PeerDirectory {
   uint64_t overruns() const { return overruns_.load(std::memory_order_relaxed); }
 
  private:
-  struct PageName {
-    BlockKey key;
-    uint32_t group;
-    bool operator==(const PageName&) const = default;
-  };
-  struct NameHash {
-    size_t operator()(const PageName& name) const { return name.key.low ^ name.group; }
-  };
   struct Peer {
     Peer(SharedFile file, std::optional<PeerPool> mapped, std::vector<PeerFormat> how);
     std::optional<SharedFile> board;  // nothing for a peer whose pages are only kept in mind
@@ -161,20 +146,15 @@ class PeerDirectory {
   void look(int32_t number, Peer& peer, uint32_t slot);
   void enter(int32_t number, Peer& peer, uint32_t slot, const RowFacts& facts);
   void leave(int32_t number, Peer& peer, uint32_t slot);
-  void tell(const RowFacts& facts, bool there);
   PeerPlace place_of(const PageName& page, std::span<const int32_t> without) const;
-  size_t move_news(size_t most, std::vector<PeerNews>& out);
-  static void settle(std::vector<PeerNews>& news);
   PeerEnd copy(const Peer& peer, uint32_t slot, const RowFacts& asked, std::byte* to) const;
   std::shared_ptr<Peer> at(int32_t peer) const;
 
   mutable FairMutex mutex_;  // guards what follows
   std::map<int32_t, std::shared_ptr<Peer>> peers_;
   std::unordered_multimap<PageName, Holder, NameHash> holders_;
-  std::vector<PeerNews> news_;
-  size_t taken_ = 0;  // leading news that were taken already
   int32_t next_ = 0;
-  std::atomic<size_t> news_count_{0};
+  PendingNews news_;  // guards itself
   std::atomic<uint64_t> overruns_{0};
 };
 

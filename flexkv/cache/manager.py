@@ -233,8 +233,7 @@ class LocalCacheManager(CacheManager):
         settings: RequestSettings = NO_SETTINGS,
     ) -> MatchResult:
         check_lookup(self.tables.specs, keys, start_tokens, tail)
-        for follower in self._followers:
-            follower.take_news()
+        self._take_news(keys, tail)
         with self._broken_plans:
             if self.tables.hub.times.any:
                 self._drop_expired()
@@ -248,12 +247,20 @@ class LocalCacheManager(CacheManager):
         settings: RequestSettings = NO_SETTINGS,
     ) -> int:
         check_lookup(self.tables.specs, keys, start_tokens, None)
-        for follower in self._followers:
-            follower.take_news()
+        self._take_news(keys)
         with self._broken_plans:
             if self.tables.hub.times.any:
                 self._drop_expired()
             return self.promises.prefetch(request_id, keys, start_tokens, settings)
+
+    def _take_news(self, keys: Sequence[Keys], tail: Sequence[TailCandidates | None] | None = None) -> None:
+        """Has tiers learn what others have of these pages, by group."""
+        for follower in self._followers:
+            for group, of_group in enumerate(keys):
+                follower.take_news(group, of_group)
+            for group, candidates in enumerate(tail or ()):
+                if candidates is not None:
+                    follower.take_news(group, candidates.keys)
 
     def waits(self, request_id: str) -> bool:
         return request_id in self.tables.requests.waits and self.tables.requests.is_waiting(

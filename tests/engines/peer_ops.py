@@ -49,7 +49,7 @@ def peers(llm: Any) -> dict[str, Any]:
     """How many pages of peers are known, by tier, and what each peer was asked for."""
     known: dict[str, int] = {}
     for tier in _tiers(llm):
-        tier.take_news(1 << 20)
+        tier.take_all_news(1 << 20)
         known[tier.facts.name] = len(tier.presence)
     return {"known": known, "peers": _tiers(llm)[0]._share.peers()}  # type: ignore[attr-defined]
 

@@ -83,7 +83,7 @@ class StoreOnce:
         """Which of the offered blocks peers keep, and host memory neither has nor is about to have, bool [blocks]."""
         follower = self._tables.tiers[self._number].follower
         assert follower is not None
-        follower.take_news()
+        follower.take_news(offer.group, offer.keys)
         kept = self._keeper.kept(offer.group, offer.keys, offer.expiry)
         if kept.any():
             here = self._tables.hub.index.find(offer.group, offer.keys[kept], ready_only=False) != NO_ENTRY

@@ -293,9 +293,10 @@ class Follower(ABC):
     """A tier whose pages others bring and take away, and whose `presence` is told of it now and then."""
 
     @abstractmethod
-    def take_news(self) -> None:
-        """Enters in `presence` what has become known since the last call, or a bounded part of it. Costs next to
-        nothing if nothing has."""
+    def take_news(self, group: int, keys: Keys) -> None:
+        """Enters in `presence` what has become known of these pages since the last call; the rest waits for `poll`.
+        Costs microseconds if that is nothing.
+        """
 
 
 class Keeper(ABC):
@@ -320,7 +321,7 @@ class Keeper(ABC):
         """Notes that the unit does without these pages, and counts those that it had no note of.
 
         Call order:
-            For pages that are `kept`, before `take_news`.
+            For pages that are `kept`, before `take_news` of them.
         """
 
     @abstractmethod

@@ -71,7 +71,7 @@ def keys_of(engine: ScheduledEngine, tokens: list[int]) -> list[Keys]:
 def knows_pages(engine: ScheduledEngine, pages: int) -> bool:
     """Whether the engine knows so many pages of its peers, in each of its tiers."""
     for tier in peer_tiers(engine):
-        tier.take_news()
+        tier.take_all_news()
     return all(len(tier.presence) == pages for tier in peer_tiers(engine))
 
 

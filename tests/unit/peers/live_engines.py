@@ -40,7 +40,7 @@ def share_of(engine: MiniEngine) -> PeerShare:
 def knows(engine: MiniEngine, pages: int) -> bool:
     """Whether the engine knows so many pages of its peers, in each of its tiers."""
     for tier in live_tiers(engine):
-        tier.take_news()
+        tier.take_all_news()
     return all(len(tier.presence) == pages for tier in live_tiers(engine))
 
 

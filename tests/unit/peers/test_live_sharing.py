@@ -104,6 +104,28 @@ def test_pages_on_a_running_engines_disk_are_found(make_engine: Make, tmp_path: 
     assert hits(other, "peers") == 5
 
 
+@pytest.mark.parametrize("takes", [True, False], ids=["learns", "control"])
+def test_a_lookup_learns_of_the_pages_that_it_asks_for_and_of_no_others(
+    make_engine: Make, tmp_path: Path, takes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No poll comes between. The control learns nothing from lookups either."""
+    one, other = (make_engine(**settings_of(tmp_path / "run")) for _ in range(2))
+    (tier,) = live_tiers(other)
+    monkeypatch.setattr(tier, "take_all_news", lambda *_: None)
+    if not takes:
+        monkeypatch.setattr(tier, "take_news", lambda *_: None)
+    second = [token + 1000 for token in PROMPT]
+    one.run(make_request(PROMPT, "one"))
+    one.run(make_request(second, "more"))
+    directory = share_of(other).host
+    assert directory is not None
+    wait_for(lambda: bool((directory.find(0, other.keys_of(make_request(second)))[0] >= 0).all()))
+    assert other.run(make_request(PROMPT, "two")) == (20 if takes else 0)
+    assert len(tier.presence) == (5 if takes else 0)
+    assert directory.has_news, "the other prompt's"
+    assert other.run(make_request(second, "three")) == (20 if takes else 0)
+
+
 def test_with_sharing_off_there_is_no_thread_no_tier_and_no_folder(make_engine: Make, tmp_path: Path) -> None:
     def shared_memory() -> list[str]:
         return [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:" in line]

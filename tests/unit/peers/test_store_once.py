@@ -15,6 +15,7 @@ from flexkv.cache.tiers.routes import StoreOffer
 from flexkv.cache.tiers.running_peers import keeper as keeper_module
 from flexkv.cache.tiers.running_peers import tier as tier_module
 from flexkv.cache.tiers.running_peers.keeper import PeerKeeper
+from flexkv.cache.tiers.running_peers.tier import LivePeerTier
 from flexkv.peers import share as share_module
 from flexkv.peers.share import OnceCounts
 from tests.unit.adapters.mini_engine import MiniEngine
@@ -109,6 +110,12 @@ def pair(make_engine: Make, folder: Path, **more: object) -> tuple[MiniEngine, M
     return one, other
 
 
+def deafen(patch: pytest.MonkeyPatch, tier: LivePeerTier) -> None:
+    """The tier learns nothing of its peers any more."""
+    patch.setattr(tier, "take_news", lambda *_: None)
+    patch.setattr(tier, "take_all_news", lambda *_: None)
+
+
 def test_a_copy_leaves_after_its_load_and_peers_do_not_see_it(make_engine: Make, folder: Path) -> None:
     one, other = pair(make_engine, folder)
     request = make_request(PROMPT, "two")
@@ -156,7 +163,7 @@ def test_a_copy_is_promoted_although_the_index_still_believes_in_its_keeper(
     (tier,) = live_tiers(other)
     other.add(make_request(PROMPT, "two"))
     assert not other.unit.manager.work.moving, "the copies are here, and the load is not"
-    monkeypatch.setattr(tier, "take_news", lambda *_: None)
+    deafen(monkeypatch, tier)
     monkeypatch.setattr(share_module, "DEPARTED_S", -1.0)
     one.close()
     wait_for(lambda: not has_holder(other))
@@ -180,7 +187,7 @@ def test_a_page_is_stored_although_the_index_still_believes_in_its_keeper(
     make_engine: Make, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, other = pair(make_engine, folder)
-    monkeypatch.setattr(live_tiers(other)[0], "take_news", lambda *_: None)
+    deafen(monkeypatch, live_tiers(other)[0])
     one.unit.manager.hub.evict(0, PAGES)
     wait_for(lambda: not has_holder(other))
     compute(other)
@@ -404,7 +411,7 @@ def test_two_units_that_store_at_the_same_moment_both_keep_the_page(
     one, other = make_engine(**once(folder)), make_engine(**once(folder))
     (tier,) = live_tiers(other)
     with monkeypatch.context() as patch:
-        patch.setattr(tier, "take_news", lambda *_: None)
+        deafen(patch, tier)
         one.run(make_request(PROMPT, "one"))
         other.run(make_request(PROMPT, "two"))
     wait_for(lambda: knows(one, PAGES) and knows(other, PAGES))
@@ -554,7 +561,7 @@ def test_notes_are_bounded(make_engine: Make, folder: Path, monkeypatch: pytest.
 def known_of(engine: MiniEngine, prompt: list[int]) -> Any:
     """Which of the prompt's pages the engine knows in its peers' host memory."""
     tier, *_ = live_tiers(engine)
-    tier.take_news()
+    tier.take_all_news()
     return tier.present(0, engine.keys_of(make_request(prompt)))
 
 

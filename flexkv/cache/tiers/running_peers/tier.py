@@ -27,11 +27,12 @@ KNOWN_PAGES = 262_144
 """Most pages of all groups of peers that are known, about 25 MB. Beyond it the ones that the policy evicts are misses.
 """
 
-NEWS_PER_LOOKUP = 512
-"""Most changes that one lookup takes over, some 100 us of work; the rest waits for the next one, or for `poll`."""
-
 NEWS_PER_POLL = 16_384
-"""Most changes taken over a few times per second, so that a unit without lookups keeps up."""
+"""Pages of which a poll takes over at most what has changed, some milliseconds of work."""
+
+
+News = tuple[NDArray[np.uint8], NDArray[np.uint32], NDArray[np.uint32], NDArray[np.uint64], NDArray[np.bool_]]
+"""Keys, groups, tokens, expiries, and whether a peer has the page now; see `PeerDirectory.take`."""
 
 
 class SharingUnit(DepartedPeers, Protocol):
@@ -111,10 +112,20 @@ class LivePeerTier(Tier, Source, Follower):
 
     # --- what peers tell ---
 
-    def take_news(self, most: int = NEWS_PER_LOOKUP) -> None:
+    def take_news(self, group: int, keys: Keys) -> None:
         if not self._directory.has_news or self.down:
             return
-        keys, groups, tokens, expiries, there = self._directory.take(most)
+        news = self._directory.take_of(group, keys)
+        if news is not None:
+            self._take_over(news)
+
+    def take_all_news(self, most: int = NEWS_PER_POLL) -> None:
+        """Enters in `presence` what has become known of any page, of up to `most` pages."""
+        if self._directory.has_news and not self.down:
+            self._take_over(self._directory.take(most))
+
+    def _take_over(self, news: News) -> None:
+        keys, groups, tokens, expiries, there = news
         # Those that went come first, each page once.
         went = len(there) - int(np.count_nonzero(there))
         for group, those in self._by_group(groups[:went], 0):
@@ -236,7 +247,7 @@ class LivePeerTier(Tier, Source, Follower):
             self._share.close()
 
     def poll(self, now_s: float) -> None:
-        self.take_news(NEWS_PER_POLL)
+        self.take_all_news()
         if not self.down and (reason := self._reader.down_reason):
             self.go_down(reason)
             self._clear()

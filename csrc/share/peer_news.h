@@ -1,0 +1,75 @@
+// What a directory of peers has learned of their pages and its unit has not taken over yet.
+#pragma once
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <mutex>
+#include <span>
+#include <unordered_map>
+#include <vector>
+
+#include "index/block_key.h"
+#include "share/slot_board.h"
+
+namespace flexkv {
+
+// A page of one KV group.
+struct PageName {
+  BlockKey key;
+  uint32_t group;
+  bool operator==(const PageName&) const = default;
+};
+struct NameHash {
+  size_t operator()(const PageName& name) const { return name.key.low ^ name.group; }
+};
+
+// A page that the first peer to have it gained, or the last one lost.
+struct PeerNews {
+  BlockKey key;
+  uint32_t group;
+  uint32_t tokens;
+  uint64_t expiry;  // Unix seconds; 0 for never
+  bool there;
+};
+
+// Keeps one record per page, which says what all that was told of the page comes to. So whoever tells does
+// the work of settling, and whoever takes has less to do. Thread-safe: one thread tells, another takes.
+class PendingNews {
+ public:
+  void tell(const RowFacts& facts, bool there);
+  // Moves the records of up to `most` pages to `out`, in the order in which the pages were last told: first
+  // pages that went, then those that are there now. A page that went and came back, perhaps of other tokens,
+  // is among both. Returns how many records were moved.
+  size_t take(size_t most, std::vector<PeerNews>& out);
+  // The same for the records of these pages alone. Looks at each key in nanoseconds where there is none.
+  size_t take_of(std::span<const BlockKey> keys, uint32_t group, std::vector<PeerNews>& out);
+  // Unit: pages.
+  size_t size() const { return size_.load(std::memory_order_acquire); }
+
+ private:
+  struct Record {
+    PeerNews last;
+    bool went;    // since the page was taken the last time
+    bool passed;  // taken, or told anew in a later record
+  };
+
+  void pass(Record& record, std::vector<Record>& moved);
+  void end_take(std::vector<Record>& moved, std::vector<PeerNews>& out);
+  void compact();
+  void mark(const PageName& name);
+  bool is_marked(const PageName& name) const;
+
+  // Bits by hash, of pages with a record and of some that had one: a lookup of keys that nobody has touches
+  // these 32 KiB alone, which stay in a core's cache.
+  static constexpr size_t kMarks = size_t{1} << 18;
+
+  mutable std::mutex mutex_;  // guards what follows
+  std::vector<Record> records_;
+  size_t first_ = 0;                                   // all before it are passed
+  std::unordered_map<PageName, size_t, NameHash> at_;  // the page's record that is not passed
+  std::array<uint64_t, kMarks / 64> marks_{};
+  std::atomic<size_t> size_{0};
+};
+
+}  // namespace flexkv
