@@ -28,7 +28,7 @@ class SharingTerms(Protocol):
     refused: dict[str, str]
 
     def wants(self, facts: dict[str, Any], whom: str) -> bool: ...
-    def accept(self, whom: str) -> None: ...
+    def end_refusal(self, whom: str) -> None: ...
     def check_pages(self, card: UnitCard, whom: str) -> PeerFormats: ...
     def open_slabs(self, unit: str, folders: Sequence[str]) -> tuple[tuple[PeerFolder, ...], ...]: ...
 
@@ -70,7 +70,9 @@ class DistantUnits:
             logger.warning("nothing is shared with other machines: %s", error)
             return
         self._parent = parent
-        self._watch = MachineWatch(parent, writer, head, self._join, self._left, self._directory.follow)
+        self._watch = MachineWatch(
+            parent, writer, head, self._join, self._left, self._terms.end_refusal, self._directory.follow
+        )
         self._watch.start()
         logger.info("unit %s shares its folders with units of other machines below %s", card.unit, parent)
 
@@ -122,7 +124,7 @@ class DistantUnits:
             peer = self._directory.add((board.fd, board.bytes), None, [((), ())] * len(card.groups))
             self._slabs[peer] = slabs
             self._joined[path] = (head, peer)
-        self._terms.accept(whom)
+        self._terms.end_refusal(whom)
         logger.info("unit %s (process %s): its folders are read here", card.unit, whom)
 
     def _left(self, path: str) -> None:

@@ -141,6 +141,7 @@ class DistantUnit:
         again_s: when it may be taken again after it was refused.
         asleep_s: when it is looked at again; 0: at the next round.
         refused: why it was last said not to be taken.
+        declined: its name for people, while it runs and was not taken.
         fault: what was last said about its file.
     """
 
@@ -151,6 +152,7 @@ class DistantUnit:
     again_s: float = 0.0
     asleep_s: float = 0.0
     refused: str = ""
+    declined: str = ""
     fault: str = ""
 
 
@@ -163,6 +165,7 @@ class MachineWatch:
         join: takes a unit, by the path of its file, and the board that repeats its rows. Raises FlexKVError or OSError
             to leave it alone.
         left: a unit that was joined is gone.
+        end_refusal: a unit that `join` left alone, by its name for people, has ended.
         follow: a board has changed.
     """
 
@@ -173,10 +176,11 @@ class MachineWatch:
         head: LiveHead,
         join: Callable[[str, LiveHead, c_ext.SlotBoard], None],
         left: Callable[[str], None],
+        end_refusal: Callable[[str], None],
         follow: Callable[[], object],
     ) -> None:
         self._parent, self._writer, self._head = parent, writer, head
-        self._join, self._left, self._follow = join, left, follow
+        self._join, self._left, self._end_refusal, self._follow = join, left, end_refusal, follow
         self._units: dict[Path, DistantUnit] = {}
         self._closed = threading.Event()
         self._said: dict[str, str] = {}
@@ -278,6 +282,7 @@ class MachineWatch:
             news = unit.reader.look()
         except FileNotFoundError:
             self._leave(path, unit, "it has left")
+            self._forgive(unit)
             del self._units[path]
             return
         except (FlexKVError, OSError) as error:
@@ -285,7 +290,8 @@ class MachineWatch:
         now_s = time.monotonic()
         if news.is_new or (unit.mirror is not None and unit.reader.head != unit.joined):
             self._leave(path, unit, "its unit has started anew")
-            unit.again_s, unit.refused, unit.alive_s = 0.0, "", now_s
+            self._forgive(unit)
+            unit.alive_s = now_s
         if news.fault and news.fault != unit.fault:
             if unit.mirror is None:
                 logger.warning("%s: its unit is not followed from here: %s", path.parent, news.fault)
@@ -315,6 +321,7 @@ class MachineWatch:
         beat_s = self._head.beat_s if head is None else max(self._head.beat_s, head.beat_s)
         if now_s - unit.alive_s > GONE_BEATS * beat_s:
             unit.asleep_s = now_s + ASLEEP_BEATS * self._head.beat_s
+            self._forgive(unit)
 
     def _take(self, path: Path, unit: DistantUnit, head: LiveHead, now_s: float) -> None:
         """Follows a unit from now on: all its rows come with the next look."""
@@ -328,12 +335,18 @@ class MachineWatch:
         except (FlexKVError, OSError) as error:
             if str(error) != unit.refused:
                 logger.warning("%s: its unit is not followed from here: %s", path.parent, error)
-            unit.refused = str(error)
+            unit.refused, unit.declined = str(error), head.whom
             unit.again_s = now_s + AGAIN_S
             return
-        unit.mirror, unit.joined, unit.refused = mirror, head, ""
+        unit.mirror, unit.joined, unit.refused, unit.declined = mirror, head, "", ""
         unit.reader.rewind()
         self._look(path, unit)
+
+    def _forgive(self, unit: DistantUnit) -> None:
+        """Forgets that a unit was not taken: it has ended, or may be another when its heartbeat goes on."""
+        if unit.declined:
+            self._end_refusal(unit.declined)
+        unit.again_s, unit.refused, unit.declined = 0.0, "", ""
 
     def _leave(self, path: Path, unit: DistantUnit, why: str) -> None:
         if unit.mirror is None:

@@ -110,7 +110,7 @@ class PeerShare:
         """When each of `departed` is dropped at the latest, on the monotonic clock."""
         self._joined: dict[str, tuple[UnitCard, int | None, int | None]] = {}
         self.refused: dict[str, str] = {}
-        """Units with this unit's fingerprint that share nothing with it, and why; the last MOST_REFUSED."""
+        """Units with this unit's fingerprint that run and share nothing with it, and why; the last MOST_REFUSED."""
         self._distant = None if beat_s is None or self.disk is None else DistantUnits(self.disk, beat_s, self)
 
     # --- what this unit shows ---
@@ -175,7 +175,15 @@ class PeerShare:
             opened = [os.open(f"/proc/self/fd/{file}", os.O_RDONLY | os.O_CLOEXEC) for file in files]
             self._files = opened
             watch = PeerWatch(
-                folder, card, opened, self.wants, self._join, self._left, self._follow, self.status
+                folder,
+                card,
+                opened,
+                self.wants,
+                self._join,
+                self._left,
+                lambda facts: self.end_refusal(name_of(facts)),
+                self._follow,
+                self.status,
             )
             watch.start()
         except (FlexKVError, OSError) as error:
@@ -325,8 +333,8 @@ class PeerShare:
                     del self.refused[next(iter(self.refused))]
             self.refused[whom] = why[:MOST_REASON]
 
-    def accept(self, whom: str) -> None:
-        """A unit is shared with, whatever it was refused for before."""
+    def end_refusal(self, whom: str) -> None:
+        """Forgets what a unit was refused for: it is shared with now, or has ended."""
         with self._lock:
             self.refused.pop(whom, None)
 
@@ -356,7 +364,7 @@ class PeerShare:
             self._drop(host, None)
             raise
         self._drop(None, kept)
-        self.accept(whom)
+        self.end_refusal(whom)
         logger.info(
             "unit %s (process %d): its %s read here",
             card.unit,

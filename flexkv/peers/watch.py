@@ -72,6 +72,7 @@ class PeerWatch:
         wants: whether a unit with such a file is worth asking.
         join: takes a unit's card and its descriptors, which the caller closes. Raises FlexKVError to leave it alone.
         left: a unit that was joined has ended.
+        gone: a unit whose file was found, by its short facts, has none any more.
         follow: reads what has changed at the peers; called every FOLLOW_S while there are any, else every SCAN_S.
         status: what the unit has of others, as plain values.
     """
@@ -84,12 +85,15 @@ class PeerWatch:
         wants: Callable[[dict[str, Any]], bool],
         join: Callable[[UnitCard, list[int]], None],
         left: Callable[[str], None],
+        gone: Callable[[dict[str, Any]], None],
         follow: Callable[[], None],
         status: Callable[[], dict[str, Any]],
     ) -> None:
         self._folder, self._card, self._files = folder, card, files
-        self._wants, self._join, self._left, self._follow = wants, join, left, follow
+        self._wants, self._join, self._left, self._gone, self._follow = wants, join, left, gone, follow
         self._status = status
+        self._found: dict[str, dict[str, Any]] = {}
+        """The units whose files the last search found, each with its short facts."""
         self._peers: dict[str, Asked] = {}
         self._again_s: dict[str, float] = {}
         """Units that did not answer or were not taken, with the time from which they are asked again."""
@@ -187,15 +191,20 @@ class PeerWatch:
     # --- those whom this unit follows ---
 
     def _scan(self, now_s: float) -> None:
-        found = dict(read_cards(self._folder))
-        for unit, facts in found.items():
+        before, self._found = (
+            self._found,
+            {unit: facts | {"unit": unit} for unit, facts in read_cards(self._folder)},
+        )
+        for unit in before.keys() - self._found.keys():
+            self._gone(before[unit])
+        for unit, facts in self._found.items():
             if unit == self._card.unit or unit in self._peers or now_s < self._again_s.get(unit, 0.0):
                 continue
-            self._ask(unit, now_s, bool(self._wants(facts | {"unit": unit})))
+            self._ask(unit, now_s, bool(self._wants(facts)))
         for unit, asked in list(self._peers.items()):
             if not asked.joined and now_s - asked.since_s > ANSWER_S:
                 self._end_asked(unit, "it does not answer")
-        self._again_s = {unit: at_s for unit, at_s in self._again_s.items() if unit in found}
+        self._again_s = {unit: at_s for unit, at_s in self._again_s.items() if unit in self._found}
 
     def _ask(self, unit: str, now_s: float, wanted: bool) -> None:
         """Asks a unit for its card. Removes the files of one that has ended."""

@@ -1,7 +1,7 @@
 """A process that forks units of other machines, as far as files show a machine.
 
-Each line of input, a folder, the machine's name and what is other about the unit (`same`, `weights` or `ranks`), makes
-one, and its number is written once the prompt is in its folder.
+Each line of input, a folder, the machine's name and what is other about the unit (`same`, `weights`, `ranks` or
+`version`), makes one, and its number is written once the prompt is in its folder.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import signal
 import sys
 from pathlib import Path
 
-from flexkv.peers import distant_units
+from flexkv.peers import card, distant_units
 from flexkv.peers.share import PeerShare
 from tests.unit.adapters.mini_engine import MiniEngine
 from tests.unit.adapters.vllm_objects import make_request
@@ -24,6 +24,8 @@ def serve(folder: str, machine: str, other: str) -> None:
     distant_units.machine_id = lambda: machine  # type: ignore[attr-defined]
     if other == "weights":
         PeerShare.start = lambda share, weights: start_share(share, b"\1" * 32)  # type: ignore[method-assign, assignment]
+    if other == "version":
+        card.PROTOCOL += 1  # type: ignore[misc]
     engine = MiniEngine(ranks=2 if other == "ranks" else 1, **distant_settings(Path(folder), machine))
     engine.run(make_request(PROMPT, "one"))
     engine.until(lambda: not engine.unit.busy)

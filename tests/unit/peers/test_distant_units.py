@@ -24,7 +24,7 @@ from click.testing import CliRunner
 from flexkv.cli.peers_command import command
 from flexkv.peers import distant_units, live_file
 from flexkv.peers import machines as machines_module
-from flexkv.peers.card import SHOWN_DIGITS
+from flexkv.peers.card import PROTOCOL, SHOWN_DIGITS
 from flexkv.peers.live_file import LIVE_NAME, LiveReader
 from flexkv.peers.machines import MachineWatch
 from flexkv.peers.share import PeerShare
@@ -316,6 +316,23 @@ def test_a_unit_that_comes_back_as_another_is_refused_with_the_reason(
     pid = serve(change)
     wait_for(lambda: any(reason in why for why in share_of(other).refused.values()))
     wait_for(lambda: knows(other, 0))
+    killed(pid)
+    wait_for(lambda: not share_of(other).refused)
+    serve()
+    wait_for(lambda: knows(other, PAGES))
+
+
+def test_a_unit_that_comes_back_with_another_version_is_named_and_its_pages_are_forgotten(
+    serve: Serve, machine: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    pid = serve()
+    other = machine("b")
+    wait_for(lambda: knows(other, PAGES))
+    killed(pid)
+    pid = serve("version")
+    wait_for(lambda: f"a unit's card of another version than {PROTOCOL}" in caplog.text)
+    wait_for(lambda: knows(other, 0) and share_of(other).joined == 0)
+    assert other.run(make_request(PROMPT, "two")) == 0
     killed(pid)
     serve()
     wait_for(lambda: knows(other, PAGES))

@@ -8,17 +8,28 @@ from typing import Any
 
 import pytest
 
+from tests.servers.redis import RedisServer, redis_server
 from tests.unit.adapters.router_world import Router, World
 from tests.unit.peers.live_engines import live_tiers, settings_of
 
 REQUESTS = 80
 
 
+@pytest.fixture(scope="module")
+def shared_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with redis_server(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
 @pytest.fixture
 def worlds(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[World, World]]:
     """Two units with their own routers, which are sent other requests about the same few prompts."""
     settings: dict[str, Any] = settings_of(tmp_path / "run", request.param[0])
-    if request.param[1]:
+    if request.param[1] == "remote":
+        server = request.getfixturevalue("shared_redis")
+        assert server.ask("FLUSHALL") == b"+OK\r\n"
+        settings |= {"remote.urls": server.url, "remote.probe_s": 2.0}
+    elif request.param[1]:
         settings["peers.store"] = request.param[1]
     made: list[World] = []
     try:
@@ -44,12 +55,18 @@ def served(worlds: tuple[World, World]) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    "worlds", [("host+disk", ""), ("disk", ""), ("host+disk", "once")], indirect=True, ids=str
+    "worlds",
+    [("host+disk", ""), ("disk", ""), ("host+disk", "once"), ("host+disk", "remote"), ("disk", "remote")],
+    indirect=True,
+    ids=str,
 )
 def test_a_router_predicts_no_more_than_is_served(worlds: tuple[World, World]) -> None:
     over, under = served(worlds)
     assert over == 0
     assert under > 0, "peers serve what the router has not heard of"
+    for world in worlds:
+        for tier in world.engine.unit.manager.tiers:
+            assert tier.facts.label != "remote" or tier.counts.written > 0
 
 
 @pytest.mark.parametrize("worlds", [("off", "")], indirect=True, ids=str)

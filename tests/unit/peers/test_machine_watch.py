@@ -58,6 +58,7 @@ class Watch:
 
     def __init__(self, parent: Path) -> None:
         self.joined: dict[str, tuple[LiveHead, c_ext.SlotBoard]] = {}
+        self.forgiven: list[str] = []
         own = Unit(parent, "own", machine="near")
         self.watch = MachineWatch(
             parent,
@@ -65,6 +66,7 @@ class Watch:
             own.head,
             lambda path, head, board: self.joined.update({path: (head, board)}),
             self._forget,
+            self.forgiven.append,
             lambda: None,
         )
 

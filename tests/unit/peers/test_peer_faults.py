@@ -18,7 +18,7 @@ from flexkv.errors import ContractError, DiskError, GeometryError
 from flexkv.peers import watch as watch_module
 from flexkv.peers.card import PROTOCOL, UnitCard, decode_card, name_of
 from flexkv.peers.pool_reader import OUTCOMES
-from flexkv.peers.runtime_folder import read_cards, runtime_folder, socket_path, write_card
+from flexkv.peers.runtime_folder import read_cards, remove_unit, runtime_folder, socket_path, write_card
 from flexkv.peers.share import MOST_REFUSED, PeerShare
 from tests.unit.adapters.mini_engine import MiniEngine
 from tests.unit.adapters.vllm_objects import make_request
@@ -237,6 +237,51 @@ def test_refused_units_do_not_add_up(make_engine: Make, folder: Path) -> None:
     assert list(share.refused) == [name_of(facts | {"pid": pid}) for pid in range(3, MOST_REFUSED + 3)]
 
 
+@pytest.mark.parametrize("leaves", [True, False], ids=["closed", "killed"])
+def test_a_refusal_is_forgotten_when_its_unit_has_ended(
+    make_engine: Make, folder: Path, leaves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch_module, "ANSWER_S", 0.2)
+    share = share_of(make_engine(**settings_of(folder)))
+    unit = "d" * 16
+    write_card(folder, unit, share._card.short() | {"unit": unit, "pid": 7, "protocol": PROTOCOL + 1})
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
+        door.bind(str(socket_path(folder, unit)))
+        door.listen(8)
+        wait_for(lambda: list(share.refused) == ["7 (dddddddd)"])
+        at_s = watch_of(share)._scan_at_s
+        wait_for(lambda: watch_of(share)._scan_at_s > at_s + 1)
+        assert list(share.refused) == ["7 (dddddddd)"], "control: it runs"
+        if leaves:
+            remove_unit(folder, unit)
+    wait_for(lambda: not share.refused)
+
+
+def watch_of(share: PeerShare) -> watch_module.PeerWatch:
+    assert share._watch is not None
+    return share._watch
+
+
+def test_an_upgraded_peer_is_refused_and_its_pages_are_forgotten(make_engine: Make, folder: Path) -> None:
+    """A running unit has a peer that ends and comes back with the next version."""
+    one, other = make_engine(**settings_of(folder)), make_engine(**settings_of(folder))
+    one.run(make_request(PROMPT, "one"))
+    wait_for(lambda: knows(other, 5))
+    card = card_of(one)
+    one.close()
+    unit = "e" * 16
+    write_card(folder, unit, card.short() | {"unit": unit, "protocol": PROTOCOL + 1})
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
+        door.bind(str(socket_path(folder, unit)))
+        door.listen(8)
+        wait_for(lambda: bool(share_of(other).refused))
+        (why,) = share_of(other).refused.values()
+        assert why == f"it speaks version {PROTOCOL + 1}, this one {PROTOCOL}"
+        wait_for(lambda: knows(other, 0))
+        assert share_of(other).joined == 0
+        assert other.run(make_request(PROMPT, "two")) == 0
+
+
 def test_units_of_two_containers_with_one_process_number_are_told_apart(
     make_engine: Make, folder: Path
 ) -> None:
@@ -244,7 +289,7 @@ def test_units_of_two_containers_with_one_process_number_are_told_apart(
     facts = share._card.short() | {"pid": 1}
     assert not share.wants(facts | {"unit": "a" * 16, "weights": "others"})
     assert not share.wants(facts | {"unit": "b" * 16, "protocol": 0})
-    share.accept(name_of(facts | {"unit": "b" * 16}))
+    share.end_refusal(name_of(facts | {"unit": "b" * 16}))
     assert share.refused == {"1 (aaaaaaaa)": "its weights are others"}
 
 
