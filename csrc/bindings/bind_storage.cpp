@@ -44,6 +44,20 @@ std::vector<PageRun> to_runs(const RunArray& rows) {
   return runs;
 }
 
+// Closes a slab whose last owner may be Python: a server that does not answer holds up the close of a file,
+// and must not hold up all threads of the interpreter.
+struct CloseWithoutGil {
+  void operator()(SlabFile* slab) const {
+    // Lanes close slabs on threads of their own, and an interpreter that ends has no other thread to run.
+    if (Py_IsInitialized() == 0 || PyGILState_Check() == 0) {
+      delete slab;
+      return;
+    }
+    const py::gil_scoped_release release;
+    delete slab;
+  }
+};
+
 std::shared_ptr<PageCodec> make_codec(List<int64_t> stripe_bytes, const List<RunArray>& runs,
                                       bool host_digests, uint32_t group) {
   std::vector<std::vector<PageRun>> of_ranks;
@@ -207,8 +221,9 @@ void bind_storage(py::module_& m) {
       .def(py::init([](std::string path, int64_t header_bytes, int64_t slot_bytes, int64_t slots, uint64_t id,
                        int lock_fd) {
              const py::gil_scoped_release release;
-             return std::make_shared<SlabFile>(std::move(path),
-                                               SlabShape{header_bytes, slot_bytes, slots, id}, lock_fd);
+             const SlabShape shape{header_bytes, slot_bytes, slots, id};
+             return std::shared_ptr<SlabFile>(new SlabFile(std::move(path), shape, lock_fd),
+                                              CloseWithoutGil{});
            }),
            py::arg("path"), py::arg("header_bytes"), py::arg("slot_bytes"), py::arg("slots"), py::arg("id"),
            py::arg("lock_fd") = -1)
@@ -221,7 +236,9 @@ void bind_storage(py::module_& m) {
                                return py::make_tuple(to_path(f.path()), s.header_bytes, s.slot_bytes, s.slots,
                                                      s.id);
                              })
-      .def_property_readonly("in_place", &SlabFile::in_place)
+      // A server that does not answer holds up the look at the path.
+      .def_property_readonly("in_place",
+                             py::cpp_function(&SlabFile::in_place, py::call_guard<py::gil_scoped_release>()))
       .def(
           "offset",
           [](const SlabFile& f, int64_t slot) {

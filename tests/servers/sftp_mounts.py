@@ -1,0 +1,75 @@
+"""One folder, mounted several times through OpenSSH's SFTP server: a network file system without a network.
+
+Each mount has a client and a server process of its own, joined by a pipe, as two machines have. sshfs caches names and
+attributes by time, and nothing tells one mount of what another has written; mappings are not coherent.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from contextlib import suppress
+from pathlib import Path
+
+SERVERS = (Path("/usr/lib/openssh/sftp-server"), Path("/usr/libexec/openssh/sftp-server"))
+DEVICE = Path("/dev/fuse")
+START_DEADLINE_S = 20.0
+END_DEADLINE_S = 10.0
+
+
+class NoMounts(Exception):
+    """This machine or user cannot mount by sshfs; says why."""
+
+
+class SftpMount:
+    """
+    Attributes:
+        path: where the folder is mounted.
+        client: the pid of sshfs.
+        server: the pid of the SFTP server.
+    """
+
+    def __init__(self, export: Path, path: Path, options: str) -> None:
+        server = next((server for server in SERVERS if server.exists()), None)
+        if shutil.which("sshfs") is None or server is None:
+            raise NoMounts("no sshfs, or no sftp-server of OpenSSH")
+        if not os.access(DEVICE, os.R_OK | os.W_OK):
+            raise NoMounts(f"{DEVICE} cannot be opened")
+        path.mkdir()
+        self.path = path
+        told = path.with_name(f"{path.name}.server")
+        started = path.with_name(f"{path.name}.ssh")
+        # sshfs runs it instead of ssh, and talks to it by its standard input and output.
+        started.write_text(f"#!/bin/sh\necho $$ > {told}.new && mv {told}.new {told}\nexec {server}\n")
+        started.chmod(0o700)
+        self._log = path.with_name(f"{path.name}.log")
+        with self._log.open("wb") as out:
+            self._client = subprocess.Popen(
+                ["sshfs", "-f", "-o", f"ssh_command={started},{options}", f"none:{export}", str(path)],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+            )
+        self.client = self._client.pid
+        ends_s = time.monotonic() + START_DEADLINE_S
+        while not (path.is_mount() and told.exists()):
+            if self._client.poll() is not None or time.monotonic() > ends_s:
+                self.close()
+                raise NoMounts(self._log.read_text().strip() or "sshfs does not start")
+            time.sleep(0.02)
+        self.server = int(told.read_text())
+
+    def signal_server(self, number: signal.Signals) -> None:
+        os.kill(self.server, number)
+
+    def close(self) -> None:
+        """Ends the mount, and all calls that wait for it. Idempotent."""
+        subprocess.run(["umount", "-l", str(self.path)], stderr=subprocess.DEVNULL, timeout=END_DEADLINE_S)
+        if self._client.poll() is None:
+            self._client.kill()
+            self._client.wait(END_DEADLINE_S)
+        with suppress(AttributeError, ProcessLookupError):  # it has not started, or has ended with its client
+            os.kill(self.server, signal.SIGKILL)
