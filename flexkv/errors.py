@@ -16,7 +16,7 @@ class GeometryError(FlexKVError, ValueError):
 
 
 class CapacityError(FlexKVError, MemoryError):
-    """A pool or buffer cannot hold even one unit of what it is for."""
+    """A pool or buffer cannot hold even one of its units."""
 
 
 class BlockRangeError(FlexKVError, IndexError):

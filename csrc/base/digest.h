@@ -84,7 +84,7 @@ FLEXKV_HD inline uint64_t finish_run(uint64_t sum_of_terms, uint64_t run_bytes) 
 
 // The digest of a run, computed with AVX2 if the CPU has it. `bytes` may be 0.
 uint64_t run_digest(const void* data, size_t bytes);
-// The sum of the terms of the leaves in `data`, of which the first is leaf `first_leaf` of the run: callers
+// The sum of the terms of the leaves in `data`; the first of them is leaf `first_leaf` of the run. Callers
 // that digest a run piece by piece add these up for finish_run(). Every piece except the run's last consists
 // of whole leaves.
 uint64_t run_terms(const void* data, size_t bytes, uint64_t first_leaf);

@@ -17,11 +17,11 @@ namespace flexkv::cuda {
 // Loads of a thread in flight: a warp has a run of 4 KiB on its way at once, so that two multiprocessors fill
 // the link.
 inline constexpr int kCopyLoadsInFlight = 8;
-// Unit: bytes. What one warp copies before it turns to the next item: two rounds of kCopyLoadsInFlight loads
-// of 16 bytes per thread. A multiple of 16, so that cutting a run keeps its alignment.
+// Unit: bytes. The bytes that one warp copies before it takes the next item: two rounds of kCopyLoadsInFlight
+// loads of 16 bytes per thread. A multiple of 16, so that cutting a run keeps its alignment.
 inline constexpr int64_t kChunkBytes = 8192;
 
-// A part of a run, the same in every block.
+// A part of a run, at one offset in every block.
 struct CopyChunk {
   uintptr_t device_base;
   int64_t block_stride;
@@ -45,7 +45,7 @@ struct StageWords {
   uint32_t* passed = nullptr;  // grows by one for each stage whose bytes have all arrived
 };
 
-// A job has fewer than 2^30 pieces of work, a chunk of a page each: what its tables have room for.
+// A job has fewer than 2^30 pieces of work, each one chunk of one page, because its tables have no more room.
 struct CopyJob {
   const CopyChunk* chunks = nullptr;
   const CopyPage* pages = nullptr;
@@ -84,7 +84,7 @@ FLEXKV_HD inline void copy_item(const CopyJob& job, int32_t first, int32_t count
   }
 }
 
-// What somebody else may write meanwhile.
+// Reads a word that another thread may write at the same time.
 FLEXKV_HD inline uint32_t read_word(const uint32_t* word) {
 #if defined(__CUDA_ARCH__)
   return *static_cast<const volatile uint32_t*>(word);
@@ -145,8 +145,8 @@ struct CopyKernels {
   // of the caller's memory, which are read before this returns.
   std::string (*copy)(const CopyJob& job, std::span<const std::byte> tables, int multiprocessors,
                       void* stream) = nullptr;
-  // What the stream is given next starts when StageWords::passed, whose number wraps around, has come to
-  // `value`.
+  // Work enqueued on the stream after this starts when StageWords::passed, whose number wraps around, has
+  // reached `value`.
   std::string (*wait)(const uint32_t* passed, uint32_t value, void* stream) = nullptr;
 };
 

@@ -22,13 +22,13 @@ enum class Path {
 inline constexpr int kPaths = 3;
 const char* to_string(Path path);
 
-// What the device and its driver can do.
+// The abilities of the device and its driver.
 struct Capabilities {
   bool kernel = false;
   bool batch = false;
   bool stage_words = false;  // streams can wait for one stage of a kernel that still runs
   // Unit: bytes. For loads and for stores: the kernel copies shorter runs, as was measured on this device.
-  // Nothing: what copy_ways.h has built in.
+  // Nothing: the built-in lengths of copy_ways.h.
   std::array<std::optional<int64_t>, 2> measured_below = {};
 };
 

@@ -18,21 +18,22 @@ namespace flexkv::cuda {
 // runs of any length: beside batches of stores vLLM's steps took 1.36 times as long, beside the kernel 1.09.
 // The cause is probably that an engine's calls wait for a thread that gives the driver many copies.
 inline constexpr int64_t kLoadKernelBelowBytes = 64 << 10;
-// The same where calls come one by one: a call costs about 2 us whatever its length, in which PCIe 5 moves
-// 100 KiB. Source: published block-copy rates on an H100, where runs of 64 KiB reach 14.5 GB/s by single
-// calls and 42 by kernel, and runs of 512 KiB 39.5 and 47.
+// The limit if each run needs its own call: a call costs about 2 us whatever its length, in which PCIe 5
+// moves 100 KiB. Source: published block-copy rates on an H100, where runs of 64 KiB reach 14.5 GB/s by
+// single calls and 42 by kernel, and runs of 512 KiB 39.5 and 47.
 inline constexpr int64_t kLoadKernelBelowBytesWithoutBatch = 512 << 10;
 
-// Unit: multiprocessors. What fills the link, for loads and for stores. More of them gain nothing and slow
-// the engine's step: a store on two made it 2.8 times as long, on eight 4.6 times.
+// Unit: multiprocessors. Just enough to fill the link, for loads and for stores. More of them gain nothing
+// and slow the engine's step: a store on two made it 2.8 times as long, on eight 4.6 times.
 inline constexpr std::array<int, 2> kKernelMultiprocessors = {2, 1};
 
 // Unit: portions. How many a stream has under way if items take turns, for loads and for stores: while one
 // moves, the next are in the queue. Portions of an op that the engine's stream is ordered behind come on top.
 inline constexpr std::array<size_t, 2> kPortionsUnderWay = {2, 3};
-// Unit: launches. The same for a kernel's: an op that the engine's stream is ordered behind waits for them.
+// Unit: launches. How many kernels a stream has under way; an op that the engine's stream is ordered behind
+// waits for them.
 inline constexpr size_t kLaunchesUnderWay = 2;
-// Unit: bytes, copies. What the copy engine is given at once, for loads and for stores. A small copy of the
+// Unit: bytes, copies. The largest portion for the copy engine, for loads and for stores. A small copy of the
 // engine's to the host, with which each of its steps ends, waits for one portion of a store: 0.05 ms, and 0.1
 // with portions twice as large.
 inline constexpr std::array<int64_t, 2> kPortionBytes = {4 << 20, 2 << 20};
@@ -42,16 +43,16 @@ inline constexpr size_t kPortionCopies = 256;
 // nothing, and a thread makes calls for 33 GB/s of them instead of 50 where it shares its core.
 inline constexpr int64_t kStoreCopyBytes = 64 << 10;
 
-// Unit: bytes. What one kernel takes, the first of an op and the others. The first is small so that it starts
-// soon, and the next tables are made while it runs; the others are large so that they are few, as each waits
-// for a multiprocessor beside a large matrix product.
+// Unit: bytes. The most that one kernel copies, the first of an op and the others. The first is small so that
+// it starts soon, and the next tables are made while it runs. The others are large and so few, because each
+// waits for a multiprocessor while a large matrix product runs.
 inline constexpr int64_t kFirstLaunchBytes = 4 << 20;
 inline constexpr int64_t kLaunchBytes = 64 << 20;
-// Unit: bytes. What one kernel takes of a load whose layers streams wait for one by one: it keeps its
-// multiprocessors from layer to layer, where each kernel of a layer would wait for one again. Loads that take
-// turns share it: each one's first layer comes within 3 ms of the others'.
+// Unit: bytes. The most that one kernel copies of a load whose layers are waited for one by one. It keeps its
+// multiprocessors from layer to layer, whereas a kernel per layer would have to wait for one each time. Loads
+// that take turns share it: each one's first layer comes within 3 ms of the others'.
 inline constexpr int64_t kLayersLaunchBytes = 128 << 20;
-// Unit: pages. The same in pages: what tables have room for.
+// Unit: pages. The number of pages that the tables have room for.
 inline constexpr size_t kLaunchPages = 8192;
 // Unit: bytes. Smaller layers of a layerwise op go together: to enqueue one costs some 10 us, in which the
 // link moves this much.

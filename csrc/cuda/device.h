@@ -80,13 +80,14 @@ class QuietCurrent {
   const std::string error_;
 };
 
-// The same, but throws CapacityError when the context is refused.
+// Like QuietCurrent, but throws CapacityError if the context is refused.
 class Current : public QuietCurrent {
  public:
   explicit Current(const Device& device);
 };
 
-// The same for the rest of the life of a thread of our own. Empty, or why the context was refused.
+// Makes the device current on one of our own threads until the thread ends. Returns why the context was
+// refused; empty for success.
 std::string bind_thread(const Device& device);
 
 // Throws ContractError while the engine's stream is being captured: nothing of ours may touch it then, as an

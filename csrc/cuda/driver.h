@@ -129,7 +129,7 @@ struct Driver {
   bool has_batch() const { return batch_12080 != nullptr || batch_13000 != nullptr; }
   // "what: the driver's words"
   std::string error_text(Code code, const char* what) const;
-  // The same; empty for success.
+  // error_text(), or empty for success.
   std::string failure(Code code, const char* what) const {
     return code == kSuccess ? std::string() : error_text(code, what);
   }

@@ -29,7 +29,7 @@ ItemMove::ItemMove(std::shared_ptr<WorkItem> item, Direction direction, const Ca
                                 [&](const Segment& segment) { return segment.run_bytes < kernel_below_; });
 }
 
-// Whether one kernel can take several stages of all pages, each of which a stream can wait for. Not if the
+// Whether one kernel can take several stages of all pages and a stream can wait for each stage. Not if the
 // bytes of later stages are checked while those of earlier ones move.
 bool ItemMove::may_count_stages() const {
   if (!usable_.stage_words || !item_->layerwise() || direction_ != Direction::kToDevice) return false;

@@ -28,7 +28,7 @@ constexpr double kShortPauseS = 50e-6;
 constexpr double kLongPauseS = 200e-6;
 // Unit: items. Layerwise items taken at once: they take turns, so that all have their first layers soon.
 constexpr size_t kItemsByLayer = 8;
-// Unit: bytes. How much is digested between two looks at what is under way.
+// Unit: bytes. How much is digested between two looks at the copies under way.
 constexpr int64_t kDigestBytes = 2 << 20;
 
 }  // namespace
@@ -125,7 +125,7 @@ void LaneDirection::stop_cancelled(WorkSource& source) {
         if (portion.move != move || !portion.by_kernel || !move->item()->unwanted()) continue;
         portion.stopped = queue.stream->stop(portion.mark).empty();
       }
-      // A caller that orders the engine's stream behind it has to wait only for what is under way.
+      // A caller that orders the engine's stream behind it has to wait only for the portions under way.
       say_issued(source, *move, move->item()->stages() - 1);
     }
     finish_pages(source, *move);
@@ -291,7 +291,7 @@ void LaneDirection::enqueue(WorkSource& source, const std::shared_ptr<ItemMove>&
     } catch (const std::exception& failure) {
       error = failure.what();
     }
-    // Also after a failure: what was enqueued before it moves, and the pages stay pinned until it has ended.
+    // Also after a failure, because earlier work still moves and the pages stay pinned until it has ended.
     if (std::string unmarked = queue.stream->mark(); error.empty()) error = std::move(unmarked);
   }
   ++part->portions;
@@ -357,7 +357,7 @@ void LaneDirection::end_failed(WorkSource& source, Queue& queue) {
   if (queue.under_way.empty()) return;
   const std::string failure = queue.stream->failure();
   while (!failure.empty() && !queue.under_way.empty()) {
-    // What ended before the failure has ended well.
+    // Portions that ended before the failure have succeeded.
     const bool ended = queue.stream->reached(queue.under_way.front().mark);
     end_portion(source, queue, ended ? std::string() : failure);
   }

@@ -1,11 +1,11 @@
 // One direction of a GPU's lane: a thread that takes items, enqueues their copies, and ends items whose
 // copies have ended.
 //
-// A kernel takes as much of an item as its tables have room for; the copy engine is given portions, of which
-// kPortionsUnderWay are under way, and serves other streams between them. What the engine's stream waits for
-// is enqueued at once, however much is under way. The thread looks for the end of a portion when it is due,
-// in a loop that does not call the driver; a portion that stays away waits behind the engine's work, and the
-// thread looks for it now and then.
+// A kernel takes as much of an item as its tables have room for. The copy engine gets portions, of which
+// kPortionsUnderWay are under way, and serves other streams between them. Work that the engine's stream waits
+// for is enqueued at once, however much is under way. When a portion is due, the thread looks for its end in
+// a loop that does not call the driver. A portion that is late waits behind the engine's work, and the thread
+// looks for it now and then.
 #pragma once
 #include <array>
 #include <atomic>
@@ -36,7 +36,7 @@ class LaneDirection {
   void end();
 
  private:
-  // What a stream was given at once.
+  // Work enqueued on a stream as one unit.
   struct Portion {
     std::shared_ptr<ItemMove> move;
     std::shared_ptr<Part> part;
@@ -54,7 +54,7 @@ class LaneDirection {
     Clock::time_point last_end;
     bool went_on = false;  // another portion was under way when the last one ended
     Clock::time_point last_query;
-    // Unit: seconds per byte. What the latest portions took, by the copy engine and by kernel.
+    // Unit: seconds per byte. Pace of the latest portions, by the copy engine and by kernel.
     std::array<double, 2> pace{};
   };
 

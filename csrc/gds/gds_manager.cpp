@@ -319,7 +319,7 @@ GDSManager::Way GDSManager::way_of(const PageMap& map, std::span<const StagedPag
   }
   const bool must_stage = map.pieces().empty();
   if (!must_stage && (force_direct || !options_.use_staged_transfer)) return Way::kStraight;
-  // The same holds for pages without digests, unless their calls would be bounced.
+  // Pages without digests also go straight, unless their calls would be bounced.
   if (map.one_piece() && can_go_direct(*parts_.io, map, pages, unknown_too)) return Way::kStraight;
   return Way::kStaged;
 }

@@ -57,8 +57,8 @@ class FLEXKV_EXPORT GDSManager {
   // `device` holds the pool and the staging; `choose_io` makes the I/O for it and `options.io`. Throws
   // ConfigError for files that cannot be opened and options that are not allowed.
   GDSManager(const FilePaths& paths, const GdsOptions& options, std::shared_ptr<TransformDevice> device);
-  // The same with the caller's own I/O over `files`, such as a decorator. Also throws ConfigError if
-  // `options.io` is not kAuto.
+  // Uses the caller's own I/O over `files`, such as a decorator. Also throws ConfigError if `options.io` is
+  // not kAuto.
   GDSManager(std::shared_ptr<const RawFiles> files, const GdsOptions& options,
              std::shared_ptr<TransformDevice> device, std::shared_ptr<FileIo> io);
   ~GDSManager();

@@ -34,8 +34,8 @@ FLEXKV_EXPORT std::shared_ptr<FileIo> choose_io(std::shared_ptr<const RawFiles> 
 // there is a GPU.
 FLEXKV_EXPORT std::string gpudirect_refusal();
 
-// The same for the cuFile that `open` opens. Makes `device` current only while it opens and releases cuFile,
-// because the thread may be the engine's and may be capturing a graph.
+// gpudirect_refusal() for the cuFile that `open` opens. Makes `device` current only while it opens and
+// releases cuFile, because the thread may be the engine's and may be capturing a graph.
 std::string gpudirect_refusal_on(const cuda::Device& device,
                                  const std::function<std::shared_ptr<Cufile>(std::string* why)>& open);
 

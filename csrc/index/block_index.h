@@ -96,9 +96,9 @@ class BlockIndex {
   // How many of the leading entries are ready. Precondition: the caller has leased them.
   size_t count_ready(std::span<const EntryId> entries) const;
 
-  // The same for entries, one per key, that the caller leased for `keys` earlier: an entry counts only if it
-  // is still leased and still holds the block of its key. The caller may still promise the leading part that
-  // counts.
+  // Counts the leading ready entries, one per key, that the caller leased for `keys` earlier: an entry counts
+  // only if it is still leased and still holds the block of its key. The caller may still promise the leading
+  // part that counts.
   size_t count_ready(uint32_t group, std::span<const BlockKey> keys, std::span<const EntryId> entries) const;
 
   // Adds a lease to an entry that `find` has just returned; returns its slot. Throws ContractError if it has
@@ -124,8 +124,8 @@ class BlockIndex {
   // evicted and now holds another block is not leased.
   void pin_found(uint32_t group, std::span<const BlockKey> keys, const EntryId* entries, int32_t* slots);
 
-  // `pin` for entries that are ready, or pending and leased by whoever fills them: keeps a block that is
-  // being filled for those who wait for it, although nobody else may hit it.
+  // `pin` for entries that are ready, or pending and leased by the op that fills them. It keeps a block that
+  // is being filled for the requests that wait for it, although no other request may hit it.
   void pin_coming(std::span<const EntryId> entries, int32_t* slots);
 
   // Ends one lease on each entry. Entries without a lease then become the most recently used ones, in the

@@ -57,9 +57,9 @@ struct ExpiredPage {
 
 // Who ends the leases on the pages.
 enum class FoundLease : uint8_t {
-  kHeld,      // whoever calls `release`
-  kReleased,  // nobody: they have ended
-  kDetached,  // whoever took the pages over, through the tiers' indexes
+  kHeld,      // the caller of `release`
+  kReleased,  // they have ended
+  kDetached,  // the caller that took the pages over, through the tiers' indexes
 };
 
 // What a lookup found. Dropping it while its lease is held leaves the pages leased.

@@ -19,8 +19,8 @@ namespace flexkv {
 
 class KeyMap {
  public:
-  // `seed` hides the places from whoever chooses keys: without it, an attacker could choose prompts that
-  // collide in one place.
+  // `seed` makes the cells unpredictable: without it, an attacker who chooses prompts could make them collide
+  // in one cell.
   KeyMap(size_t max_entries, uint64_t seed)
       : places_(capacity_for(max_entries)),
         shift_(32 - std::countr_zero(places_.size())),

@@ -18,7 +18,7 @@
 
 namespace flexkv {
 
-// What a lookup may use.
+// The room, tiers and time that a lookup may use.
 struct LookupTerms {
   size_t room_pages = 0;    // the most pages to find, over all groups
   uint32_t tiers_mask = 0;  // bit t: tier t
@@ -70,7 +70,7 @@ class TierLookup {
   // Ends the leases on all but the first `blocks` blocks. Throws BlockRangeError for more than were found.
   void trim(Found& found, size_t blocks);
 
-  // Ends all leases. If somebody else has ended one of them, it ends the others all the same and then throws
+  // Ends all leases. If one of them was already ended elsewhere, it still ends the others and then throws
   // ContractError.
   void release(Found& found);
   void release_pages(FoundPages& found);

@@ -114,7 +114,7 @@ size_t PeerDirectory::follow(int32_t number, Peer& peer) {
     overruns_.fetch_add(1, std::memory_order_relaxed);
   }
   if (peer.all) {
-    // What changes from here on is in the ring from `seen` on.
+    // The ring has all later changes, from `seen` on.
     if (peer.next == 0) peer.seen = head;
     size_t rows = 0;
     for (; rows < kRowsAtOnce && peer.next < peer.slots; ++rows) look(number, peer, peer.next++);
@@ -136,7 +136,7 @@ size_t PeerDirectory::follow(int32_t number, Peer& peer) {
   return rows;
 }
 
-// What a row says; nothing also for a page of a group that the peer does not have.
+// The page in a row; none if the row is empty or names a group that the peer does not have.
 std::optional<RowFacts> PeerDirectory::page_at(const Peer& peer, uint32_t slot) {
   uint64_t version = 0;
   const auto facts = read_row(peer.parts.rows[slot], version);

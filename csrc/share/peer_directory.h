@@ -101,7 +101,7 @@ class PeerDirectory {
   // Where the page lies now, or was last seen; the peers that joined first come first, without those in
   // `without`.
   PeerPlace find(const BlockKey& key, uint32_t group, std::span<const int32_t> without = {}) const;
-  // The same for several keys: others take their turn once in many of them.
+  // Finds several keys, and releases the lock now and then between them so that other threads get it.
   void find(std::span<const BlockKey> keys, uint32_t group, std::span<const int32_t> without,
             std::vector<PeerPlace>& places) const;
 
@@ -150,7 +150,7 @@ class PeerDirectory {
   PeerEnd copy(const Peer& peer, uint32_t slot, const RowFacts& asked, std::byte* to) const;
   std::shared_ptr<Peer> at(int32_t peer) const;
 
-  mutable FairMutex mutex_;  // guards what follows
+  mutable FairMutex mutex_;  // guards the members below
   std::map<int32_t, std::shared_ptr<Peer>> peers_;
   std::unordered_multimap<PageName, Holder, NameHash> holders_;
   int32_t next_ = 0;

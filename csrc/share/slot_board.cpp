@@ -93,7 +93,8 @@ void SlotBoard::withdraw(uint32_t slot) {
   BoardRow& row = parts_.rows[slot];
   const uint64_t version = row.version.load(std::memory_order_relaxed);
   if (version % 2 != 0) return;
-  // The whole write is ordered after this: whoever may write the slot gets its order from this thread later.
+  // The whole write is ordered after this, because the thread that writes the slot gets its order from this
+  // one later.
   row.version.store(version + 1, std::memory_order_seq_cst);
   announce(slot);
 }

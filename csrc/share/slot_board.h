@@ -1,4 +1,4 @@
-// What a unit tells other units of one tier's slots: a row per slot says which page the slot holds, and a
+// One tier's slots, as a unit shows them to other units: a row per slot says which page the slot holds, and a
 // ring names the rows that changed. One process writes it, others only read (docs/one-cache.md).
 #pragma once
 #include <atomic>
@@ -14,14 +14,14 @@
 namespace flexkv {
 
 // A slot's row; one cache line. The version is even while the slot holds the page that the row names, and odd
-// while it holds none or may be written. So whoever finds the same even version before and after a copy has
-// copied that page.
+// while it holds none or may be written. So if a reader finds one even version before and after its copy, it
+// has copied that page.
 struct alignas(64) BoardRow {
   std::atomic<uint64_t> version;
   std::atomic<uint64_t> low;  // the key
   std::atomic<uint64_t> high;
   std::atomic<uint64_t> about;  // group << 32 | valid tokens
-  // What a page on disk has to be asked for; 0 in host memory.
+  // What a page on disk must match; 0 in host memory.
   std::atomic<uint64_t> generation;
   std::atomic<uint64_t> expiry;
   std::atomic<uint64_t> epoch;
@@ -83,9 +83,9 @@ class SlotBoard : public SlotListener {
   // Notes what `publish` is to say of slots that `begin` has opened. Throws BlockRangeError.
   void note(std::span<const int32_t> slots, std::span<const uint32_t> tokens,
             std::span<const uint64_t> generations, std::span<const uint64_t> expiries, uint64_t epoch);
-  // The slot holds this page, and nobody writes it until `begin`.
+  // The slot holds this page and is not written until `begin`.
   void publish(uint32_t slot, uint32_t group, const BlockKey& key) override;
-  // The page leaves. Whoever copies it now finds it changed.
+  // The page leaves. A reader that is copying it finds the version changed.
   void withdraw(uint32_t slot) override;
   // Withdraws all pages.
   void clear() override;

@@ -72,7 +72,7 @@ class Disk {
   bool lost() const;
   std::string lost_reason() const;
   std::string backend() const;
-  // How the backend falls short of what was asked for, and why; empty if it does not.
+  // How the backend differs from the requested one, and why; empty if it does not.
   std::string backend_note() const;
   // Why the disk is full: writes to slots that have no space of their own yet fail (or writes to any slot, if
   // even a slot with space of its own could not be written). Empty while there is space; the next write that

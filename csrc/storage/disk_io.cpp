@@ -80,7 +80,8 @@ void Disk::run(const std::shared_ptr<WorkSource>& source) {
     const std::lock_guard lock(mutex_);
     queue_ = nullptr;
   } catch (const std::exception& error) {
-    // I/Os under way may still move bytes, and nobody will see them end, so their slots stay pinned forever.
+    // I/Os under way may still move bytes, and no thread will see them end, so their slots stay pinned
+    // forever.
     {
       const std::lock_guard lock(mutex_);
       queue_ = nullptr;

@@ -15,7 +15,7 @@ struct DiskState {
   bool lost = false;
   std::string reason = {};   // why the disk was taken out
   std::string backend = {};  // "io_uring" or "threads"; empty before first use
-  std::string note = {};     // how the backend falls short of what was asked for
+  std::string note = {};     // how the backend differs from the requested one
 };
 
 class DiskLane : public Lane {

@@ -41,7 +41,7 @@ struct PageRun {
   int32_t layer = 0;
 };
 
-// Which slot of which slab.
+// A slot and its slab.
 struct PagePlace {
   uint64_t slab_id = 0;
   uint64_t slot = 0;

@@ -165,7 +165,7 @@ LayerWait TransferEngine::wait_layer_on(int64_t ticket, int32_t layer, double de
   if (!answer.in_time || !answer.failed.empty()) return answer;
   for (const auto& [kind, event] : answer.events) {
     if (lane_of(kind)->make_wait(*event, stream).empty()) continue;
-    // The stream cannot wait, so this thread does: what the stream is given behind this finds the layer
+    // The stream cannot wait, so this thread does: work enqueued on the stream after this finds the layer
     // there.
     return scheduler_->wait_layer(ticket, layer, seconds_until(deadline));
   }

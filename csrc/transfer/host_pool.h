@@ -114,7 +114,7 @@ class HostPool {
            (slot - extent * table_.slots_per_extent) * table_.geometry.slot_bytes;
   }
 
-  // What reads have filled the slots with; shared by all processes that map the pool.
+  // The last read of each slot and its state; shared by all processes that map the pool.
   SlotArrivals slot_arrivals() const { return SlotArrivals(arrivals_); }
 
   std::vector<ExtentReport> report() const;

@@ -1,4 +1,4 @@
-// One op from submit to its result: what it moves, what it waits for, how it ended. No lock, no threads: the
+// One op from submit to its result: its pages, its dependencies, its outcome. No lock, no threads: the
 // scheduler's lock guards it.
 #pragma once
 #include <atomic>
@@ -42,7 +42,7 @@ class OpState : public PageProgress, public std::enable_shared_from_this<OpState
   // Opens the stages of layers [0, layers); those that were not open are copied after `fence`, if there is
   // one.
   void open(int32_t layers, const std::shared_ptr<StreamEvent>& fence);
-  // What a copy of this stage must come after; may be null.
+  // The event that copies of this stage must come after; may be null.
   const std::shared_ptr<StreamEvent>& fence_of(int32_t stage) const;
 
   struct Taken {
@@ -58,7 +58,7 @@ class OpState : public PageProgress, public std::enable_shared_from_this<OpState
   // only if `end` is kFailed: the other states imply theirs.
   void fail(int32_t page, PageState end, const std::string& reason,
             FailureCause cause = FailureCause::kUnknown);
-  // Records how an op without pages ended that was not allowed to run.
+  // Records the end of an op without pages that was not allowed to run.
   void fail_empty(PageState end, const std::string& reason);
 
   // Marks the op because the engine's stream is to be ordered behind it.

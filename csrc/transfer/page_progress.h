@@ -1,4 +1,4 @@
-// What the pages of one op pass through. No lock, no threads: the scheduler's lock guards it.
+// Progress of the pages of one op. No lock, no threads: the scheduler's lock guards it.
 //
 // A page goes through stages: ranges of layers. Those of a layerwise op are one layer each, unless its lane
 // names others; those of other copies between a view and a slot are the view's ranges(); any other op has a
@@ -24,7 +24,7 @@ enum class PageState : uint8_t {
 };
 constexpr bool is_open(PageState state) { return state <= PageState::kMoving; }
 
-// What one page is, over all ranks and layers.
+// State of one page, over all ranks and layers.
 struct PageSizes {
   int64_t bytes = 1;
   int32_t layers = 1;

@@ -89,10 +89,10 @@ class Scheduler : public WorkSource {
     // After all of these events no byte of the engine's blocks is read any more. Each has the kind of its op.
     std::vector<std::pair<OpKind, std::shared_ptr<StreamEvent>>> events = {};
   };
-  // Waits until the graph's stores have read the engine's blocks or, with `on_streams`, until those reads are
-  // enqueued, which then happens at once. A store to disk cannot be enqueued; if one waits behind a forward
-  // pass that still runs, this returns without waiting for it. Throws ContractError for a ticket that was
-  // never returned.
+  // Waits until the graph's stores have read the engine's blocks or, with `on_streams`, until the lanes'
+  // threads have enqueued those reads, which they do at once. A store to disk cannot be enqueued; if one
+  // waits behind a forward pass that still runs, this returns without waiting for it. Throws ContractError
+  // for a ticket that was never returned.
   Enqueued enqueue_all(int64_t ticket, double deadline_s, bool on_streams);
   // Lets these gated graphs copy layers [0, layers), after `fence` if there is one. Ignores graphs that have
   // ended and layers that are open already. Opens nothing, and throws, if a graph has fewer layers
@@ -146,8 +146,8 @@ class Scheduler : public WorkSource {
     std::string down_reason;
     int64_t times_down = 0;
   };
-  // What must happen to the ops or pages that wait for one that has ended. Kept in a list rather than on the
-  // stack, because a chain of ops may be as long as the queues.
+  // The effect of an ended op or page on those that wait for it. Kept in a list rather than on the stack,
+  // because a chain of ops may be as long as the queues.
   struct Consequence {
     enum class Kind { kStart, kEndOp, kEndPage } kind;
     OpState* op;

@@ -201,7 +201,7 @@ void Scheduler::finish_pages(const std::shared_ptr<WorkItem>& item, const std::v
   OpState& op = *item->op_;
   if (item->unfinished_ == 0) {
     moving_.erase(item);
-    // Must come before the result is visible: whoever sees it may detach the view and free its memory.
+    // Must come before the result is visible: a caller that sees it may detach the view and free its memory.
     item->view_.reset();
     if (item->stuck_) revive();
   }

@@ -51,7 +51,7 @@ void Scheduler::look_for_stuck() {
   if (moved_again) revive();
 }
 
-// Brings up the kinds of which no item is stuck any more. Items that have ended are not in `moving_`.
+// Brings up the kinds that have no stuck item any more. Items that have ended are not in `moving_`.
 void Scheduler::revive() {
   for (int kind = 0; kind < kOpKinds; ++kind) {
     KindQueue& queue = queues_[static_cast<size_t>(kind)];

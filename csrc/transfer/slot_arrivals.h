@@ -6,7 +6,7 @@
 
 namespace flexkv {
 
-// The number of a read that nobody waits for.
+// The number of a read that no load waits for.
 inline constexpr int64_t kNoRead = 0;
 // How many bits of a word lie below the read's number.
 inline constexpr int kArrivalBits = 16;
@@ -17,7 +17,7 @@ inline constexpr int32_t kAllLayers = (1 << kArrivalBits) - 1;
 // What a read has brought to a slot so far.
 struct SlotArrival {
   bool failed = false;  // the page could not be read, or a later read has filled the slot
-  int32_t layers = 0;   // [0, layers) are verified, and their bytes visible to whoever sees this number
+  int32_t layers = 0;   // [0, layers) are verified; a thread that sees this number also sees their bytes
 };
 
 // One word per slot, in memory that every process of the unit maps; all zero at first. Read numbers increase

@@ -28,11 +28,11 @@ class WorkItem {
   std::pair<int32_t, int32_t> layers_of(int32_t stage) const { return op_->layers_of(stage); }
   bool layerwise() const { return op_->spec().layerwise; }
   PageMove page(size_t index) const;
-  // A point after the work that the engine's stream had been given at submit, or when the stage of a gated
-  // graph was opened; null if there is no fence.
+  // A point after the work that was enqueued on the engine's stream before submit, or before the stage of a
+  // gated graph was opened; null if there is no fence.
   const std::shared_ptr<StreamEvent>& fence_of(int32_t stage) const { return op_->fence_of(stage); }
   const std::shared_ptr<StreamEvent>& fence() const { return fence_of(last_stage_); }
-  // Whether the engine's stream is to be ordered behind the op, all of which must therefore be enqueued at
+  // Whether the engine's stream is to be ordered behind the op, so that all of the op must be enqueued at
   // once.
   bool expedited() const { return op_->expedited(); }
   // Whether nothing more of the op need be enqueued.

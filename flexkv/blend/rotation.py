@@ -35,7 +35,7 @@ class RowPlaces:
     head_stride: int
 
     def on(self, device: LayerDevice) -> RowPlaces:
-        """The same with its table in the memory of `device`."""
+        """Copies the table to the memory of `device`."""
         return RowPlaces(device.index(self.offsets), self.head_stride)
 
 
@@ -57,7 +57,7 @@ class TurnTable:
         return cls(np.full(rows, COPY_ROW, np.int32), NO_TURNS)
 
     def on(self, device: LayerDevice) -> TurnTable:
-        """The same in the memory of `device`."""
+        """Copies both tables to the memory of `device`."""
         return TurnTable(device.index(self.of_row), device.index(self.turns))
 
 

@@ -1,9 +1,8 @@
-"""Brings what is cached of one prompt's segments to host memory, and then loads it, without ever waiting.
+"""Brings the cached pages of one prompt's segments to host memory, and then loads them, without ever waiting.
 
 For a caller whose thread must not wait, such as an engine's step. A page is promised once it is in host memory, so a
-disk that is slow or hangs costs the caller's time to wait and no step. Where the unit streams, whole blocks are
-promised while they are being read: the load then brings them range by range of their layers, and whoever uses a layer
-waits for it.
+disk that is slow or hangs costs the caller's time to wait and no step. If the unit streams, whole blocks are promised
+while they are being read. The load then brings them by ranges of layers, and the user of a layer waits for it.
 """
 
 from __future__ import annotations
@@ -61,12 +60,12 @@ class SegmentFetch:
             raise
 
     def begin_load(self) -> SegmentLoad | None:
-        """Begins to load what has come, once nothing more will; None until then."""
+        """Begins to load the pages that have come, once no more will; None until then."""
         return self._load() if self.advance() else None
 
     def advance(self) -> bool:
-        """Asks again for what comes. Returns whether nothing more will, for a caller that begins the load later: what
-        has come stays in host memory."""
+        """Asks again for pages that are under way. Returns whether nothing more will, for a caller that begins the load
+        later: what has come stays in host memory."""
         self._moves.free_late()
         # Each is asked, because it keeps its place in the line for room by being asked.
         self._coming = [

@@ -20,8 +20,7 @@ class LostHit:
     """A hit that was dropped.
 
     Attributes:
-        reason: why, for people.
-        why: the same for the counter of missed pages; None if all pages were in host memory.
+        reason: why, for people. why: the reason for the counter of missed pages; None if all pages were in host memory.
     """
 
     hit: Hit
@@ -113,8 +112,8 @@ class SegmentLoad:
         )
 
     def drop_lost(self, wait: bool = False) -> list[LostHit]:
-        """Drops hits some of whose pages did not arrive or verify, or not in the time for reads; `lost` names them. The
-        pages of the others stay as they are until the load is closed.
+        """Drops a hit if some of its pages did not arrive or verify, or not in time; `lost` names it. The pages of the
+        others stay as they are until the load is closed.
 
         Args:
             wait: until each hit has arrived or is lost; otherwise those that move are left to another call.

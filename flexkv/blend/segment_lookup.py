@@ -81,8 +81,8 @@ class SegmentLookup:
         ]
 
     def fetch(self, asked: Asked) -> Outcome:
-        """Begins to bring what is cached of a segment to host memory, or asks again. Until `load` or `give_up`, what
-        host memory has is kept from eviction.
+        """Begins to bring a segment's cached pages to host memory, or asks again. Until `load` or `give_up`, its pages
+        in host memory are kept from eviction.
 
         Returns:
             COMING if more is on its way, ASK_AGAIN if more waits for room in host memory, HIT if nothing more comes.
@@ -117,7 +117,7 @@ class SegmentLookup:
         return len(whole) + (tail is not None and bool(self._manager.present(GROUP, tail.keys).all()))
 
     def load(self, asked: Sequence[Asked], deadline_s: float = 0.0) -> list[Hit]:
-        """Begins to load what is cached of each segment. After an error only blocks of transfers that already move
+        """Begins to load the cached pages of each segment. After an error only blocks of transfers that already move
         stay taken, until these have ended.
 
         Args:

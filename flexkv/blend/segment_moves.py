@@ -18,7 +18,7 @@ from flexkv.transfer.graph import OpResult, TransferGraph
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LateBlocks:
-    """Staging blocks of a transfer that nobody waits for any more; they stay taken until it has ended.
+    """Staging blocks of an abandoned transfer; they stay taken until it has ended.
 
     Attributes:
         requests: the manager's requests that end with it.
@@ -87,7 +87,7 @@ class SegmentMoves:
         return "; ".join(reason for reason in reasons if reason)
 
     def take_reason(self, request: str) -> str:
-        """Takes the reason for which pages of a request that has ended did not move; empty if there is none."""
+        """Takes the reason why pages of an ended request did not move; empty if there is none."""
         return self._why_failed.pop(request, "")
 
     def take_results(self) -> None:
@@ -102,7 +102,7 @@ class SegmentMoves:
                     self._why_failed[done.request_id] = done.reason or "pages failed"
 
     def leave(self, late: LateBlocks) -> None:
-        """Leaves blocks that nobody waits for any more; `free_late` frees them once their transfer has ended."""
+        """Abandons blocks; `free_late` frees them once their transfer has ended."""
         self._late.append(late)
 
     def free_late(self) -> None:

@@ -86,7 +86,7 @@ class SegmentStore:
         return True
 
     def leave(self) -> None:
-        """Nobody waits for it any more; its blocks are freed once nothing moves. Idempotent."""
+        """Abandons the store; its blocks are freed once nothing moves. Idempotent."""
         self._parts.clear()
         if self._request:
             tickets = () if self._ticket is None else (self._ticket,)

@@ -196,7 +196,7 @@ class SegmentUnit:
 
     def close(self, close_s: float) -> bool:
         """Writes pending pages and those only in host memory, and makes them durable, in `close_s` seconds at most.
-        Later calls return the same.
+        Later calls return that unit.
 
         Returns False if the deadline passed first, or there is no disk. Pages that are lost become misses.
         """

@@ -19,7 +19,7 @@ class TurnedScatter:
     All tables are made and checked here, once, and lie on the device from then on.
 
     Args:
-        positions: positions of the rows, the same in every layer.
+        positions: positions of the rows, equal in every layer.
         paged: planes of K and V; the elements of a head are adjacent.
         slots: int64 [rows], the paged slot of each row.
 

@@ -117,7 +117,7 @@ class Outcome(Enum):
     """Nothing is promised, and nothing will come. `MatchResult.miss` says why."""
     COMING = "coming"
     """Fetches or answers that would make the match longer are under way. The caller asks again once `waits` returns
-    False, or takes what is promised."""
+    False, or uses the promise as it is."""
     ASK_AGAIN = "ask again"
     """Nothing is promised or kept, because the fetches that would make the match longer find no room in host memory
     until others have ended. The caller asks again in its next step, calling `still_waits` first. Only with
@@ -125,7 +125,7 @@ class Outcome(Enum):
 
 
 class GroupMatch(NamedTuple):
-    """What one group can restore after `MatchResult.start_tokens`, in the group's own blocks.
+    """The pages that one group can restore after `MatchResult.start_tokens`, in the group's own blocks.
 
     Attributes:
         blocks: whole blocks restorable after the start.
@@ -165,8 +165,8 @@ class MatchResult(NamedTuple):
         by_tier: by tier number, how many of `tokens` the tier has supplied. Tokens that were fetched for the request
             count for the tier that they came from. Empty if nothing is promised.
         shared_tokens: if groups need different pages, the tokens from the request's start for which the groups of full
-            attention have every page: so far earlier requests were the same. A hit could end there if the other groups
-            had the pages for it. 0 if every group restores whole prefixes.
+            attention have every page, so earlier requests began with these tokens. A hit could end there if the other
+            groups had the pages for it. 0 if every group restores whole prefixes.
     """
 
     request_id: str
@@ -223,7 +223,7 @@ class StorePlan:
 
 
 class OpRole(Enum):
-    """What an op is for."""
+    """The purpose of an op."""
 
     LOAD = "load"
     """From a tier to engine blocks, on every rank."""
@@ -336,12 +336,12 @@ class CacheManager(ABC):
         start_tokens: int = 0,
         settings: RequestSettings = NO_SETTINGS,
     ) -> int:
-        """Begins to fetch what other tiers have for a request that has not been looked up yet. Promises nothing.
+        """Begins to fetch other tiers' pages of a request that has not been looked up yet. Promises nothing.
 
         For requests that wait in the engine's queue. The pages are kept for the request's first `match`, which waits
         for those that have not come yet; the time to wait begins there. `release` ends the prefetch, and `expire` does
         some time after `TierFacts.wait_s`. Prefetched requests together keep at most a share of host memory, and their
-        fetches leave room for those of lookups. The first `match` fetches what does not fit.
+        fetches leave room for those of lookups. The first `match` fetches pages that did not fit.
 
         Call order:
             Before the request's first `match`. For a request with a lease or a wait it does nothing.
@@ -464,8 +464,8 @@ class CacheManager(ABC):
 
     @abstractmethod
     def abandon_loads(self, request_id: str) -> None:
-        """Marks the request's loads in flight as ones that nobody waits for: a failure is neither counted against the
-        request nor warned of.
+        """Marks the request's loads in flight as abandoned: a failure is neither counted against the request nor logged
+        as a warning.
 
         For loads that the engine has taken back, or that were sent to no rank. They still have to end by `complete`.
         """
@@ -505,8 +505,8 @@ class CacheManager(ABC):
 
     @abstractmethod
     def expire(self) -> int:
-        """Ends lookup leases older than `ManagerLimits.lease_s`, and waits that nobody follows up; returns how many
-        leases. Also lets go of pages whose time to live is over."""
+        """Ends lookup leases older than `ManagerLimits.lease_s`, and waits whose request is not looked up again;
+        returns how many leases. Also lets go of pages whose time to live is over."""
 
     @abstractmethod
     def inflight_ops(self) -> int:

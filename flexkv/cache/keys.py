@@ -69,7 +69,7 @@ def namespace_digest(fields: Mapping[str, bytes | str | int]) -> bytes:
 
 
 def named_mark(name: str) -> bytes:
-    """The mark with which all keys of a namespace end that callers name, 2 bytes; empty for no name.
+    """The 2 bytes with which all keys end whose requests name this namespace; empty for no name.
 
     It follows the 32 bytes of the namespace, and lets such keys be found and erased. One of 65,536 other keys ends
     with the same bytes, as if it were of that namespace.

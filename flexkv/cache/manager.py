@@ -117,7 +117,7 @@ class LocalCacheManager(CacheManager):
         self.choice = FetchChoice(tables, promotions, compute_if_faster)
         self.promises = Promises(tables, promotions, self.choice, self._log, limits, alignment)
         self._resetting: list[Tier] = []
-        """Tiers of which the last reset is not known to be confirmed yet."""
+        """Tiers that have not confirmed the last reset yet."""
         self._reset_ends_s = 0.0
         tables.reactions.evicted = self.work.evicted
         tables.reactions.forgotten = self.work.forgotten
@@ -345,7 +345,7 @@ class LocalCacheManager(CacheManager):
         if self.tables.hub.times.any:
             self._drop_expired()
         found = np.zeros(len(keys), np.bool_)
-        # What running peers have may be gone when this engine needs it.
+        # Pages of running peers may be gone when this engine needs them.
         for tier in (tier for tier in self.tables.tiers if tier.in_use and tier.follower is None):
             found |= tier.presence.find(group, keys, ready_only=False) != NO_ENTRY
         if self.work.once is not None:
@@ -482,8 +482,8 @@ class LocalCacheManager(CacheManager):
         return epoch
 
     def begin_reset(self) -> int:
-        """Does what `reset` does and does not wait: everything older is a miss from now on, and what is stored from now
-        on may be promised. Until `poll_reset` has ended it, a crash may leave older pages.
+        """Like `reset`, but does not wait: older pages are misses from now on, and pages stored from now on may be
+        promised. Until `poll_reset` has ended it, a crash may leave older pages.
 
         Returns:
             The new epoch.
@@ -539,7 +539,7 @@ class LocalCacheManager(CacheManager):
         return self.tables.ops.of_ranks
 
     def _drop_expired(self) -> None:
-        """Drops pages in host memory whose time is over, so that what follows does not find them."""
+        """Drops expired pages in host memory, so that the following lookup does not find them."""
         self.tables.hub.drop_expired(self.tables.now_s)
 
     def _check_group(self, group: int) -> None:

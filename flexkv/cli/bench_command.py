@@ -35,7 +35,8 @@ from flexkv.config import TransferConfig, load_config
 from flexkv.transfer.ways_file import this_key, write_ways
 
 PARTS = ("lanes", "latency", "beside", "torch", "small", "transform", "events", "disk")
-"""Parts of the measurement, in order: the lanes, what they cost the engine, then what they are compared with."""
+"""Parts of the measurement, in order: the lanes, their cost to the engine, then the methods that they are compared
+with."""
 MAX_DEVICE = (1 << 31) - 1
 """Largest device number that the native core takes."""
 

@@ -1,4 +1,4 @@
-"""Calls of `cuda.bindings.driver`, each of which returns a tuple that starts with its code."""
+"""Calls `cuda.bindings.driver`, whose functions return tuples that start with an error code."""
 
 from __future__ import annotations
 

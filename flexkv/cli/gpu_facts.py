@@ -24,7 +24,7 @@ ATTRIBUTES = {
     "host_pointer_is_device_pointer": "CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM",
     "numa_node": "CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID",
 }
-"""Key in the facts -> attribute of the driver: what says how copies can go there."""
+"""Key in the facts -> attribute of the driver that tells how copies can go."""
 
 
 def gpu_facts() -> Facts:
@@ -54,7 +54,8 @@ def gpu_facts() -> Facts:
 
 
 def devices(driver: Any) -> list[Facts]:
-    """Name, memory, PCI address, BAR1 and ATTRIBUTES of every device. What the driver does not know is None.
+    """Name, memory, PCI address, BAR1 and ATTRIBUTES of every device. Attributes that the driver does not know are
+    None.
 
     Args:
         driver: `cuda.bindings.driver`.

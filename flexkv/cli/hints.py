@@ -35,7 +35,7 @@ def gpu_driver_is_loaded(root: Path = Path("/")) -> bool:
 
 
 def hints(machine: Machine) -> list[str]:
-    """One line per hint: the fact, what it costs, and the command that changes it."""
+    """One line per hint: the fact, its cost, and the command that changes it."""
     found = []
     if machine.private_pages == "never":
         found.append(

@@ -220,7 +220,7 @@ def folder_hints(disk: DiskConfig) -> list[str]:
 
 
 def mode_hints(config: FlexKVConfig) -> list[str]:
-    """What the load mode needs from the engine, which `flexkv info` cannot see."""
+    """The load mode's requirements on the engine, which `flexkv info` cannot check."""
     mode = config.load.mode
     return [] if mode == "async" else [f"load.mode={mode}: {STEP_LOADS_NEED}"]
 

@@ -22,7 +22,8 @@ class MemoryState:
 
     Attributes:
         total: memory of the machine.
-        usable: what this process may take: the minimum of MemAvailable and what each control group above it has left.
+        usable: the memory that this process may take: the minimum of MemAvailable and the room left in each control
+            group above it.
         limited_by: which limit determines `usable`: `MemAvailable`, or the control group's file.
         huge_page_bytes: size of a huge page (2 MiB on x86-64); 0 if there are none.
         huge_pages_free: reserved and unused pages of that size; they are not part of `usable`.

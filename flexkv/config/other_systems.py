@@ -158,7 +158,7 @@ _BYTES = {"GiB": 1 << 30, "MiB": 1 << 20, "GB": 10**9}
 
 
 def other_system_hint(name: str, value: object, spelled: Callable[[str], str]) -> str | None:
-    """What to set instead of another system's name; None for a name that no known system uses.
+    """The setting to use instead of another system's name; None for a name that no known system uses.
 
     Args:
         spelled: spells one of our settings in the way of `name`'s source.

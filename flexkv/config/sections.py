@@ -460,7 +460,7 @@ class GdsConfig(Section):
 
 
 class IndexConfig(Section):
-    """The index of what is stored."""
+    """The index of stored pages."""
 
     policy: Literal["lru", "bonus_lru"] = Field(
         "lru",
@@ -471,7 +471,7 @@ class IndexConfig(Section):
 
 
 class KeysConfig(Section):
-    """What a block's key consists of."""
+    """The parts of a block's key."""
 
     scheme: Literal["engine", "common"] = Field(
         "engine",
@@ -482,7 +482,7 @@ class KeysConfig(Section):
 
 
 class IdentityConfig(Section):
-    """What separates models and callers."""
+    """Settings that keep models and callers apart."""
 
     model: str = Field(
         "",

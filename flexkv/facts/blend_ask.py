@@ -1,4 +1,4 @@
-"""What a request asks of blending."""
+"""A request's settings for blending."""
 
 from __future__ import annotations
 

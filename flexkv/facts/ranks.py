@@ -1,4 +1,4 @@
-"""What a rank and its unit exchange: the worker's facts about its KV pool, and the unit's grant of the host pool.
+"""Messages between a rank and its unit: the worker's facts about its KV pool, and the unit's grant of the host pool.
 
 A unit is built in this order: every worker sends its `RankFacts`; `build_unit` sizes host memory from all of them; the
 unit's `PoolGrant` says where the pool is and which part of each slot belongs to which rank; a worker that has mapped it

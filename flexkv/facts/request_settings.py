@@ -1,4 +1,4 @@
-"""What a caller asks of the cache for one request, and the names under which engines' requests carry it."""
+"""A caller's settings of the cache for one request, and their names in engines' requests."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Kind(NamedTuple):
 
     Attributes:
         read: makes the setting of a caller's value; raises UnreadableError.
-        join: what holds if a request has two values: the one that allows less.
+        join: chooses between two values of a request: the one that allows less.
     """
 
     read: Callable[[object], Any]

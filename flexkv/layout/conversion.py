@@ -47,7 +47,7 @@ class RowOrder:
 
 @dataclass(frozen=True, slots=True)
 class PageEncoding:
-    """What one rank's stripes hold, and in which order.
+    """The content of one rank's stripes, and its order.
 
     Attributes:
         dtype: name of the elements' type. Pages of different types do not convert, even if the types have the same

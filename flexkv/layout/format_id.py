@@ -14,7 +14,7 @@ GEOMETRY_DIGEST_BYTES = 8
 
 
 class Interior(Enum):
-    """What the bytes of one layer of a block mean. H heads, N tokens, D head size."""
+    """The meaning of the bytes of one layer of a block. H heads, N tokens, D head size."""
 
     KV_SPLIT_NHD = "kv-nhd"
     """K then V, each [N, H, D] (SGLang)."""
@@ -36,7 +36,7 @@ class PageOrder(Enum):
     """How the layers of a block follow each other in a stripe."""
 
     LAYER_MAJOR = "layer-major"
-    """Each layer's bytes are contiguous, layers ascending: a layer range can be read alone."""
+    """Each layer's bytes are contiguous, layers ascending: a range of layers can be read separately."""
     NATIVE_BLOCK = "native-block"
     """The order of the engine's pool: one run, in which layers may be interleaved."""
 

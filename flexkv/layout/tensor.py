@@ -1,4 +1,4 @@
-"""What the handlers need from an engine's tensor. torch tensors fit; nothing here imports torch."""
+"""The parts of an engine's tensor that the handlers need. torch tensors fit; nothing here imports torch."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class TrtllmHandler(GroupTable):
 
         Raises:
             GeometryError: the pool does not have that shape, disagrees with `model`, or is only a part of the model's
-                KV, of which the rest would be lost silently.
+                KV, so that the rest would be lost silently.
         """
         _refuse_partial(model)
         check_tensor("pool", pool, 4)

@@ -1,4 +1,4 @@
-"""What became of requests that ask for blending, and of their segments' pages: the results that metrics, docs and the
+"""Outcomes of requests that ask for blending, and of their segments' pages: the results that metrics, docs and the
 adapter share.
 """
 

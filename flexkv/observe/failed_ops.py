@@ -68,9 +68,7 @@ class FailedOps:
             )
 
     def flush(self, at_end: bool = False) -> None:
-        """Logs how many failures were left out in periods that have ended; with `at_end` also in
-        those that have not.
-        """
+        """Logs how many failures were left out in ended periods; with `at_end` also in the current ones."""
         with self._lock:
             for kind, period in list(self._periods.items()):
                 if at_end or self._clock() - period.began_s >= PERIOD_S:

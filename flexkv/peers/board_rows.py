@@ -54,7 +54,7 @@ GROUP_SHIFT = np.uint64(32)
 
 class BoardRows:
     """Looks at the first `most` rows of a board of this process. A row that changes meanwhile counts as one without a
-    page, and is looked at again. If one is torn all the same, that costs a miss: the page on disk names itself.
+    page, and is looked at again. A torn row costs only a miss, because the page on disk names itself.
 
     Raises:
         ContractError: the board is of another version.

@@ -1,4 +1,4 @@
-"""What a unit tells others of its user: whose pages it has, in which encoding, and where."""
+"""A unit's description for other units of its user: its model, its pages' encoding, and where they are."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flexkv.errors import ContractError
 from flexkv.storage.base import DiskGroup
 
 PROTOCOL = 2
-"""Version of cards, boards and pools together; units of another version are left alone."""
+"""Version of cards, boards and pools together; units of another version are ignored."""
 
 MOST_CARD_BYTES = 128 << 10
 """The longest card; a packet of a Unix socket holds it."""
@@ -129,7 +129,7 @@ class UnitCard:
         ]
 
     def short(self) -> dict[str, Any]:
-        """What the unit's file says: enough to see whether it is worth asking for the rest."""
+        """The content of the unit's file: enough to see whether it is worth asking for the rest."""
         return {
             "protocol": PROTOCOL,
             "unit": self.unit,

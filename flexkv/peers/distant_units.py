@@ -46,17 +46,17 @@ class DistantUnits:
         self._parent = Path()
         self._ended = False
         self._lock = threading.Lock()
-        """Guards what follows, which the watch's thread changes and readers look up."""
+        """Guards the attributes below, which the watch's thread changes and readers look up."""
         self._joined: dict[str, tuple[LiveHead, int]] = {}
         """By the path of its file, a unit and its number in the directory."""
         self._slabs: dict[int, tuple[tuple[PeerFolder, ...], ...]] = {}
 
     def start(self, card: UnitCard, board: SlotBoard, folders: Sequence[Path]) -> None:
-        """Shows the unit's folders to other machines, and begins to follow theirs. If that cannot be, the log says why.
+        """Shows the unit's folders to other machines, and begins to follow theirs. If that fails, the log says why.
 
         Args:
             card: the unit's.
-            board: what the places of `folders` hold.
+            board: the pages in the places of `folders`.
         """
         try:
             parent = parent_of(folders)
@@ -128,8 +128,8 @@ class DistantUnits:
         logger.info("unit %s (process %s): its folders are read here", card.unit, whom)
 
     def _left(self, path: str) -> None:
-        """Forgets all pages of a unit: nobody says any more which of them it replaces. Call from the watch's thread:
-        the last use of a slab closes it, which a server may hold up."""
+        """Forgets all pages of a unit, because it no longer reports which of them it replaces. Call from the watch's
+        thread: the last use of a slab closes its file, which a file server may delay."""
         with self._lock:
             known = self._joined.pop(path, None)
             if known is None:

@@ -44,20 +44,20 @@ MOST_HEAD_BYTES = MOST_CARD_BYTES + (4 << 10)
 ROWS_PER_FRAME = 4096
 MOST_FRAME_BYTES = max(MOST_HEAD_BYTES, BEAT.size + ROWS_PER_FRAME * PLACED.itemsize)
 APPENDED_BYTES = 4 << 20
-"""What an edition may grow by before another takes its place."""
+"""Most bytes appended to an edition before a new one replaces it."""
 MOST_FILE_BYTES = 64 << 20
 """A longer file is no unit's: an edition begins with 11 MiB of rows at most, and one heartbeat adds as many."""
 MOST_READ_BYTES = 16 << 20
-"""What is read of one file at a time; the rest waits for the next look."""
+"""Most bytes read from one file at a time; the rest waits for the next look."""
 MOST_FRAMES = 1024
 """How many frames are taken of one file at a time."""
 MOST_BEATS = 512
-"""Heartbeats after which another edition takes the place of one, so that a look takes all frames of an idle unit's."""
+"""Heartbeats after which a new edition replaces the file, so that one look takes all frames of an idle unit."""
 
 MOST_NAME = 255
 MOST_FOLDERS = 64
 FOLDER_PARTS = 3
-"""A unit's folder below the one that all machines see: of `disk.folders`, of the model, of the unit."""
+"""Names in a unit's path below the folder that all machines see: one of `disk.folders`, the model's, the unit's."""
 
 LEAST_BEAT_S, MOST_BEAT_S = 0.05, 60.0
 
@@ -67,7 +67,7 @@ class LiveHead:
     """
     Attributes:
         card: the unit's; its folders are relative to the folder that all machines see.
-        machine: of which no two have the same: the number that the kernel drew when it started.
+        machine: unique to a machine: the random number that its kernel drew at boot.
         host: the machine's name, for people.
         beat_s: time between heartbeats.
         places: places that rows may name.
@@ -235,7 +235,7 @@ def open_live(path: Path) -> LiveFile:
         OSError: it cannot be opened.
         DiskError: it is no file of this user, or too long for one.
     """
-    # A pipe of this name must not keep whoever opens it waiting.
+    # Opening a pipe of this name must not block.
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         found = os.fstat(fd)
@@ -267,12 +267,12 @@ def session_of(header: bytes) -> tuple[bytes, int]:
 
 @dataclass(slots=True)
 class LiveNews:
-    """What a look at a file has brought.
+    """Result of a look at a file.
 
     Attributes:
-        is_new: another session than at the last look has begun.
-        is_alive: a heartbeat has come that was not in the file at the last look. False for a new session, and where
-            the last look did not reach the end: what it left may be of a unit that ended long ago.
+        is_new: a new session has begun since the last look.
+        is_alive: a heartbeat was added since the last look. False for a new session, and if the last look did not reach
+            the end, because the rest may come from a unit that ended long ago.
         is_all: all places that are not in `frames` have no page.
         frames: epoch and rows, in their order.
         fault: why the rest of the file was not read; empty if all of it was.
@@ -286,17 +286,17 @@ class LiveNews:
 
 
 class LiveReader:
-    """Follows the file of another unit. A look that fails changes nothing.
+    """Follows another unit's file. A look that fails leaves the reader unchanged.
 
     Args:
-        but: rows of a unit of this machine are not read.
+        skip_machine: rows of units on this machine are not read.
 
     Attributes:
-        head: as the file of this session names the unit; None before the first look.
+        head: the unit as described by the session's file; None before the first look.
     """
 
-    def __init__(self, path: Path, but: str = "") -> None:
-        self._path, self._but = path, but
+    def __init__(self, path: Path, skip_machine: str = "") -> None:
+        self._path, self._skip_machine = path, skip_machine
         self.head: LiveHead | None = None
         self._session = b""
         self._edition = self._beat = self._at = 0
@@ -307,7 +307,7 @@ class LiveReader:
         self._at = 0
 
     def look(self) -> LiveNews:
-        """Reads what has been added.
+        """Reads the frames added since the last look.
 
         Raises:
             FileNotFoundError: it is not there.
@@ -327,7 +327,7 @@ class LiveReader:
                 assert self.head is not None
                 head, at = self.head, self._at
             file.seek(at)
-            content = b"" if head.machine == self._but else file.read(MOST_READ_BYTES)
+            content = b"" if head.machine == self._skip_machine else file.read(MOST_READ_BYTES)
         taken, beat = self._take(content, head, news)
         # Only now, because a read or a close that fails must leave the next look to find the session new.
         self.head, self._session, self._edition = head, session, edition

@@ -1,7 +1,7 @@
 """The thread by which a unit shows its folders to units of other machines, and follows theirs, by files alone.
 
-The folders of all of them lie below one folder that every machine sees. Whether a unit runs is no matter of two
-machines' clocks or of the times of files: it does as long as its heartbeat advances in the eyes of the one who looks.
+All units' folders lie below one folder that every machine sees. Neither the machines' clocks nor the times of files
+matter: a unit counts as running while the reader sees its heartbeat advance.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ class MachineWatch:
         self._units: dict[Path, DistantUnit] = {}
         self._closed = threading.Event()
         self._said: dict[str, str] = {}
-        """What was last logged of this unit's own heartbeat, and of the search."""
+        """What was last logged about this unit's own heartbeat and about the search."""
         self._beaten_s = 0.0
         # The engine's own, which a seed may make equal everywhere, is left alone.
         self._random = random.Random()
@@ -199,7 +199,7 @@ class MachineWatch:
         self._writer.end()
 
     def close(self) -> None:
-        """Others find this unit no more, and it follows nobody. Idempotent."""
+        """Other units no longer find this one, and it stops following them. Idempotent."""
         self.end()
         if self._thread.is_alive():
             self._thread.join(STOP_S)

@@ -66,7 +66,7 @@ class UnitPages:
             GeometryError, ConfigError: no unit has such pages, or see `rewrites_of`.
             DiskError: the pages have another format, and are not to be rewritten.
         """
-        # First, because it refuses runs that no page has.
+        # This check is first, because it refuses runs that no page has.
         codecs = [codec_of(group, number) for number, group in enumerate(theirs)]
         rewrites = rewrites_of(theirs, self.groups, self.heads)
         if same_format(theirs, self.groups):

@@ -117,7 +117,8 @@ def remove_unit(folder: Path, unit: str) -> None:
 
 
 def remove_strays(folder: Path) -> None:
-    """Removes what is left of units that were killed before they had written their card: nobody else looks for it."""
+    """Removes files of units that were killed before they had written their card, because nothing else looks for these
+    files."""
     latest_s = time.time() - START_S
     with suppress(OSError):
         for entry in os.scandir(folder):

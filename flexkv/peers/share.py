@@ -99,7 +99,7 @@ class PeerShare:
         self._ended = False
         self._leaving: NamedThread | None = None
         self._lock = threading.Lock()
-        """Guards what follows, which the watches' threads change and readers look up."""
+        """Guards the attributes below, which the watches' threads change and readers look up."""
         self._others: dict[int, tuple[OtherFormat, ...]] = {}
         """By peer in `host`, one for each KV group."""
         self._slabs: dict[int, tuple[tuple[PeerFolder, ...], ...]] = {}
@@ -171,7 +171,7 @@ class PeerShare:
             folder = runtime_folder(self._setting)
             if self._pool is not None:
                 files.append(self._pool.native.address()[1])
-            # Opened anew, so that whoever gets it can map it to read only.
+            # Opened anew, so that peers can map it read-only.
             opened = [os.open(f"/proc/self/fd/{file}", os.O_RDONLY | os.O_CLOEXEC) for file in files]
             self._files = opened
             watch = PeerWatch(
@@ -232,14 +232,14 @@ class PeerShare:
             self._distant.close()
 
     def _end(self) -> PeerWatch | None:
-        """Lets no peer join any more. Returns the watch if nobody has ended it."""
+        """Lets no peer join any more. Returns the watch if it has not been ended yet."""
         with self._lock:
             self._ended = True
             watch, self._watch = self._watch, None
         return watch
 
     def _leave(self, watch: PeerWatch) -> None:
-        """Leaves, and waits for no server of other machines."""
+        """Leaves the peers, without waiting for a file server."""
         if self._distant is not None:
             self._distant.end()
         watch.close()
@@ -265,8 +265,8 @@ class PeerShare:
                 self._slabs.pop(disk, None)
 
     def _drop_departed(self, until_s: float = math.inf) -> None:
-        """Drops the peers that have ended and whose time is over by `until_s`. To unmap a pool may take seconds, in
-        which nobody waits for the lock."""
+        """Drops the peers that have ended and whose time is over by `until_s`. Unmapping a pool may take seconds, so it
+        is done without the lock."""
         with self._lock:
             due = [peer for peer, at_s in self._drop_at_s.items() if at_s <= until_s]
         for peer in due:

@@ -158,11 +158,11 @@ class PeerWatch:
     # --- those who follow this unit ---
 
     def _answer(self) -> None:
-        """Gives this unit's card to whoever asks, if it is the same user's."""
+        """Sends this unit's card to a process that connects, if it is of the same user."""
         try:
             line, _ = self._door.accept()
         except OSError:
-            # Whoever waits is still there where this process has no descriptor left, and would be answered in a loop.
+            # If this process has no descriptor left, the connection stays pending, and this would run in a busy loop.
             time.sleep(FOLLOW_S)
             return
         if len(self._served) >= MOST_CONNECTIONS or not is_same_user(line):
@@ -178,7 +178,7 @@ class PeerWatch:
         self._selector.register(line, selectors.EVENT_READ, lambda: self._serve(line))
 
     def _serve(self, line: socket.socket) -> None:
-        """Says what the unit has of others, if that is asked. Peers say nothing more, so what is to be read is their
+        """Sends the status of the unit's peers, if that is asked for. Peers send nothing else, so other input is their
         end."""
         with suppress(OSError):
             if line.recv(len(ASK_STATUS)) == ASK_STATUS:

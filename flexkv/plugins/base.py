@@ -1,4 +1,4 @@
-"""The contracts of plugins: where they run, what they are given, how they are started again and ended.
+"""The contracts of plugins: where they run, what they get, how they are restarted and ended.
 
 ```
 engine's process                 keeper (one process per place)         plugins
@@ -21,7 +21,7 @@ SOCKET_VARIABLE = "FLEXKV_PLUGIN_SOCKET"
 
 
 class Role(Enum):
-    """What a plugin runs beside."""
+    """The process that a plugin accompanies."""
 
     SCHEDULER = "scheduler"
     """The unit, in the process of its manager."""
@@ -43,7 +43,7 @@ class Place:
     socket: str
 
     def variables(self) -> dict[str, str]:
-        """What plugins find in their environment. A unit's plugins have an empty rank."""
+        """Environment variables of plugins. A unit's plugins have an empty rank."""
         rank = "" if self.rank is None else str(self.rank)
         return {ROLE_VARIABLE: self.role.value, RANK_VARIABLE: rank, SOCKET_VARIABLE: self.socket}
 
@@ -71,8 +71,8 @@ class Times:
     Attributes:
         first_restart_s: pause before a plugin that failed is started again; each further failure doubles it.
         longest_restart_s: the longest pause. After a run of that length the pause is the first one again.
-        grace_s: what a plugin has to end by itself after SIGTERM.
-        kill_s: what the kernel has to end what is left after SIGKILL.
+        grace_s: time for a plugin to end after SIGTERM. kill_s: time for the kernel to end the remaining processes
+            after SIGKILL.
     """
 
     first_restart_s: float = 1.0
@@ -89,7 +89,7 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What a keeper is started with.
+    """Arguments of a keeper.
 
     Attributes:
         parent: process that started it.

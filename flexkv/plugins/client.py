@@ -1,4 +1,4 @@
-"""What a plugin may ask of its unit.
+"""A plugin's calls to its unit.
 
 from flexkv.plugins.client import connect
 
@@ -28,7 +28,7 @@ MARGIN_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class CachedPages:
-    """What is cached of a prompt in one KV group.
+    """The cached pages of a prompt in one KV group.
 
     Attributes:
         pages: whole blocks of the prompt.
@@ -62,7 +62,7 @@ class UnitClient:
         return self._call("status")
 
     def lookup(self, tokens: Sequence[int], salt: str = "") -> list[CachedPages]:
-        """What is cached of a prompt, for each KV group. Changes nothing.
+        """The cached pages of a prompt, for each KV group. Changes nothing.
 
         Args:
             tokens: the prompt's token ids, from its first token on.
@@ -71,8 +71,8 @@ class UnitClient:
         return self._pages(self._call("lookup", tokens=list(tokens), salt=salt))
 
     def prefetch(self, tokens: Sequence[int], salt: str = "") -> list[CachedPages]:
-        """Reads a prompt's pages from the tiers behind host memory, as many as find room, and returns once they have
-        come, with what is cached then. Host memory evicts them like all others."""
+        """Reads a prompt's pages from the tiers behind host memory, as far as there is room; once they have come,
+        returns what is cached. Host memory evicts them like all others."""
         return self._pages(self._call("prefetch", tokens=list(tokens), salt=salt))
 
     def forget(self, tokens: Sequence[int], salt: str = "") -> int:
@@ -82,7 +82,7 @@ class UnitClient:
 
     def erase_namespace(self, name: str) -> int:
         """Makes all pages of the requests that gave `flexkv.namespace` this name misses in all tiers; returns how many
-        there were. What such requests store afterwards is cached again."""
+        there were. Pages that such requests store afterwards are cached again."""
         return int(self._call("erase_namespace", namespace=name)["pages"])
 
     def pin(self, tokens: Sequence[int], seconds: float, salt: str = "") -> int:

@@ -23,7 +23,7 @@ LINE_BYTES = 4096
 """Longest line that is read at once; a keeper writes none that is longer."""
 
 MARGIN_S = 2.0
-"""What a keeper has besides its plugins' grace, to be scheduled on a busy machine."""
+"""Time beyond its plugins' grace for a keeper to be scheduled on a busy machine."""
 
 
 class PluginLauncher:

@@ -49,7 +49,7 @@ class FoundPrograms:
 
 
 def find_programs(folder: str) -> FoundPrograms:
-    """The plugins of a folder. Files whose names do not begin as a plugin's are left alone: data, modules, notes."""
+    """The plugins of a folder. Files whose names do not begin like a plugin's are ignored: data, modules, notes."""
     found = FoundPrograms()
     try:
         status = os.stat(folder)

@@ -42,11 +42,11 @@ class Call:
     """One call of a plugin. The server's thread makes it and gives it up; the unit's thread answers it.
 
     Attributes:
-        arguments: what the plugin has sent besides the name.
+        arguments: the call's arguments besides the name.
         ends_s: when it is given up, on the monotonic clock.
         connection: where it came from.
         reply: the answer; None until there is one.
-        is_over: it was answered or given up: nobody waits for it any more.
+        is_over: it was answered or given up.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Call:
 
 
 class CallTaker(ABC):
-    """What a server hands its calls to."""
+    """The queue that takes a server's calls."""
 
     @abstractmethod
     def take(self, call: Call) -> None:
@@ -81,8 +81,7 @@ class Connection:
     in the socket, so nothing piles up here.
 
     Attributes:
-        received: the beginning of a call.
-        unsent: what the socket had no room for.
+        received: the beginning of a call. unsent: bytes that the socket had no room for.
         call: the call that is not answered yet.
         is_over: it has ended. Set by the server's thread, and read by the unit's.
     """
@@ -238,7 +237,7 @@ class UnitServer:
         self._begin_call(connection)
 
     def _begin_call(self, connection: Connection) -> None:
-        """Hands on the first call of what was received, if it is whole."""
+        """Passes on the first received call, if it is whole."""
         line, found, rest = connection.received.partition(b"\n")
         if not found:
             return
@@ -294,7 +293,7 @@ class UnitServer:
                 self._send_answer(call)
 
     def _end(self, connection: Connection) -> None:
-        """Ends a connection; nobody waits for its call any more."""
+        """Ends a connection and gives up its call."""
         connection.is_over = True
         if connection.call is not None:
             connection.call.is_over = True

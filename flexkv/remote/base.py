@@ -1,8 +1,8 @@
 """The contract of a store that machines share. It maps names to values, on servers that may be slow, dead or lying.
 
-A store is not trusted. What it says about a value is a hint, and readers verify every value. Every call takes a
-deadline, in seconds from its start, and returns within it, plus at most the time of one system call. Only one thread
-may use an object; a process that asks and moves at the same time opens two.
+A store is not trusted. Its answers about values are hints, and readers verify every value. Every call takes a deadline,
+in seconds from its start, and returns within it, plus at most the time of one system call. Only one thread may use an
+object; a process that asks and moves at the same time opens two.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ALIVE_S = 1.0
 
 
 class Presence(IntEnum):
-    """What a store says about a name."""
+    """A store's answer about a name."""
 
     NO = 0
     YES = 1
@@ -132,7 +132,7 @@ class Store(ABC):
 
     @abstractmethod
     def remove(self, names: Sequence[str], deadline_s: float) -> list[bool]:
-        """Removes names, whoever put them; returns for each whether the store no longer has it."""
+        """Removes names, even those of other writers; returns for each whether the store no longer has it."""
 
     @abstractmethod
     def alive(self, deadline_s: float) -> str:

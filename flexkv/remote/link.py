@@ -129,7 +129,7 @@ class HelperLink:
             self.post(Rename(owner))
 
     def poll(self) -> None:
-        """Takes the messages that have come, and sends those that could not be sent before."""
+        """Takes new messages, and sends those that could not be sent before."""
         while (message := self._received()) is not None:
             self._take(message)
         self._flush()

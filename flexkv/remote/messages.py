@@ -36,7 +36,7 @@ PACKET_BYTES = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """The first message: what the process works with.
+    """The first message: the process's configuration.
 
     Attributes:
         groups: geometry of the unit's pages, by number of the KV group.

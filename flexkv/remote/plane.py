@@ -110,7 +110,7 @@ class RemotePlane:
         self._ended: list[OpResult] = []
         self._questions: dict[int, tuple[OpId, float]] = {}
         self._unanswered: set[int] = set()
-        """Questions that the process has not answered, including those whose answers nobody waits for any more."""
+        """Questions that the process has not answered, including those that were given up."""
         self._answered_s = 0.0
         """When the process last answered a question, or got a question while it had none."""
         self._answers: list[tuple[OpId, Presences]] = []

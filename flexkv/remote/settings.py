@@ -15,7 +15,7 @@ from flexkv.errors import ConfigError
 from flexkv.remote.base import ALIVE_S, StoreOptions, masked_url
 
 ENCRYPTED = frozenset({"rediss"})
-"""Schemes whose servers are authenticated, and whose traffic nobody else can read or change."""
+"""Schemes with authenticated servers and traffic that others can neither read nor change."""
 
 MOST_SECRET_BYTES = 4096
 USUAL_STUCK_S = 5.0
@@ -96,7 +96,7 @@ def _is_here(host: str) -> bool:
 
 @contextmanager
 def _opened(setting: str, path: str, needed: str) -> Iterator[BinaryIO]:
-    """Opens a regular file and refuses anything else: opening a pipe would wait for somebody to write."""
+    """Opens a regular file and refuses anything else: opening a pipe would wait for a writer."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ValueError) as error:

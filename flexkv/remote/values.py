@@ -54,8 +54,8 @@ class ValueFormat:
     """The values of one KV group's pages. Specified in docs/remote.md.
 
     A value consists of the stripes of all ranks, without gaps, and the trailer of a page on disk (docs/disk-format.md),
-    whose place is filled with bytes of the owner's digest. One value holds all ranks' stripes, so that one rank's share
-    cannot be missing alone.
+    whose place is filled with bytes of the owner's digest. One value holds all ranks' stripes, so a single rank's share
+    cannot be missing.
 
     Args:
         group: the pages' geometry and encoding; with `host_digests` a slot has its own run digests, which go into the

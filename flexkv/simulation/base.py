@@ -51,7 +51,7 @@ def require(holds: bool, what: str) -> None:
 
 @dataclass(frozen=True)
 class SimulationConfig:
-    """What is simulated.
+    """The configuration of a simulation.
 
     Attributes:
         seed: names the run; the same seed takes the same steps.
@@ -137,7 +137,7 @@ class SimulationConfig:
 
 @dataclass
 class SimulationReport:
-    """What a run did, up to the broken rule if it found one.
+    """The actions of a run, up to the broken rule if it found one.
 
     Attributes:
         steps: random actions taken.

@@ -21,7 +21,8 @@ class SimDiskLane:
     Attributes:
         missing: by op, the pages of a read that their places do not hold.
         slot_states: group and host slot -> the read that ended there last, and whether its page is good.
-        rank_ops: ops of the ranks themselves, whose places nobody else may write meanwhile, or touch where they write.
+        rank_ops: ops of the ranks themselves. Meanwhile other ops must not write the places that these read, nor touch
+            those that these write.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class SimDiskLane:
         self.missing[op.op_id] = set()
 
     def submit_of_ranks(self, op: TransferOp) -> None:
-        """The same for an op that the ranks carry out."""
+        """Begins an op that the ranks carry out."""
         self._check_places(op)
         self.rank_ops[op.op_id] = op
 

@@ -38,7 +38,7 @@ class ModelOp:
 
 @dataclass
 class ModelFailure:
-    """What the loads of one request did not bring."""
+    """Blocks that the loads of one request did not bring."""
 
     loads: set[int] = field(default_factory=set)
     first_token: int | None = None

@@ -1,7 +1,7 @@
 """A tier for simulations alone: the least that `flexkv.cache.tiers.contract` requires, with symbols for pages.
 
-`SymbolicVolumes` lies below the product's disk tier and tests it; this tier lies beside it and tests the contract
-alone.
+`SymbolicVolumes` lies below the product's disk tier and tests it; this tier is a separate one, and tests only the
+contract.
 """
 
 from __future__ import annotations

@@ -246,7 +246,7 @@ class SymbolicVolumes(Volumes):
             )
 
     def write(self, group: int, place: int, identity: Identity, symbols: list[Symbol]) -> bool:
-        """Writes a page over the old content, of which nothing may be found after a crash; returns whether it could."""
+        """Writes a page over the old content, which must not be found after a crash; returns whether it could."""
         require(
             place not in self.journal[group],
             "a place was overwritten while the index that survives a crash names its old content",

@@ -45,7 +45,7 @@ DISK = TierId(1)
 
 
 def block_key(*parts: object) -> bytes:
-    """A key of 16 bytes, the same for the same parts."""
+    """A key of 16 bytes, determined by the parts."""
     return hashlib.sha256(repr(parts).encode()).digest()[:16]
 
 

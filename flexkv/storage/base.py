@@ -1,8 +1,8 @@
 """The disk tier's contracts: the calls that the control plane makes on one ownership unit's disks, and their results.
 
 Bytes move as DISK_READ, DISK_WRITE and DISK_SEAL ops of transfer graphs, on the lane that the tier gives to the
-manager's transfer engine. Everything else goes through these interfaces, of which only opening, `reset`,
-`finish_reset` and `close` wait for a disk.
+manager's transfer engine. Everything else goes through these interfaces. Only opening, `reset`, `finish_reset` and
+`close` wait for a disk.
 
 To store a page: call `next_generations`; submit a DISK_WRITE (or the ranks' GDS_WRITEs and a DISK_SEAL) whose tags name
 key, epoch and generation; when its op has ended OK, call `record_publish`. The page can be read once the op has ended;
@@ -173,7 +173,7 @@ class LostDisk:
 
 @dataclass(frozen=True, slots=True)
 class DiskEvents:
-    """What happened since the last `poll`.
+    """Events since the last `poll`.
 
     Attributes:
         lost: newly lost disks; each disk is reported once.
@@ -344,7 +344,7 @@ class Volumes(StoredPages):
 
     @abstractmethod
     def slab_map(self) -> SlabMap:
-        """What ranks need to move pages with `flexkv.transfer.gds_lane`; disks that are lost by now are left out."""
+        """Data with which ranks move pages by `flexkv.transfer.gds_lane`, without disks lost by now."""
 
     @property
     @abstractmethod
@@ -353,7 +353,7 @@ class Volumes(StoredPages):
 
     @abstractmethod
     def poll(self) -> DiskEvents:
-        """Returns what has happened since the last call, and passes waiting records to the journals. Never blocks."""
+        """Returns the events since the last call, and passes waiting records to the journals. Never blocks."""
 
     @abstractmethod
     def stats(self) -> DiskStats:

@@ -1,4 +1,4 @@
-"""The folder of one ownership unit on one disk: its name, its lock, and what lies in it."""
+"""The folder of one ownership unit on one disk: its name, its lock, and its content."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def remove_folder(folder: Path) -> int:
     freed = 0
     try:
         # Deletes the slabs late, so that `ls` still shows a unit if something cannot be deleted. Deletes the
-        # lock file last: while it exists, nobody else can start to use the folder.
+        # lock file last: while it exists, no other process can start to use the folder.
         files = sorted(folder.iterdir(), key=lambda path: (path.name == LOCK_NAME, path.suffix == ".slab"))
         for path in files:
             if path.is_dir() and not path.is_symlink():

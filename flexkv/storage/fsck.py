@@ -49,7 +49,7 @@ class GroupReport:
 
 @dataclass(slots=True)
 class SlabReport:
-    """What a slab holds.
+    """The content of a slab.
 
     Attributes:
         good: pages that are whole and that the index names.

@@ -151,7 +151,7 @@ def format_text(group: DiskGroup, version: str, more: Sequence[object] = ()) -> 
     """Returns a text that is equal for groups that can read each other's slot images.
 
     Args:
-        more: what else must be equal.
+        more: further values that must be equal.
     """
     parts = [";".join(map(str, (version, group.format_id, group.block_tokens, group.stripe_bytes, *more)))]
     return "|".join([*parts, *(f"{table.tolist()}" for table in group.runs)])

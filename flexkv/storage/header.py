@@ -184,7 +184,7 @@ def read_header(path: str) -> SlabHeader:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """Opens a file without waiting: if somebody has put a pipe there, opening it would wait for a writer."""
+    """Opens a file without waiting, because opening a pipe in its place would wait for a writer."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 

@@ -5,8 +5,8 @@ flipped bit silently undoes everything committed after it. A log that merely end
 leaves it, loses nothing that was committed.
 
 A power cut during a commit may leave the commit's later frames on the disk without an earlier one. A flipped bit in a
-synced commit looks the same. Both count as damage: rebuilding an index without need costs a read of the trailers, but
-an index without a synced commit would lose pages that were reported as durable.
+synced commit looks no different. Both count as damage: rebuilding an index without need costs a read of the trailers,
+but an index without a synced commit would lose pages that were reported as durable.
 """
 
 from __future__ import annotations

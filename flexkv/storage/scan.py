@@ -27,7 +27,7 @@ PAGE_MAGIC = b"FKVPAGE1"
 
 @dataclass(frozen=True, slots=True)
 class SlotReport:
-    """What one slot holds.
+    """The content of one slot.
 
     Attributes:
         miss: `none` for a good page, else why the slot holds none (docs/disk-storage.md).

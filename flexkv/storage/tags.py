@@ -1,4 +1,4 @@
-"""The tag of a page: what a slot of the disk tier must hold before its bytes are served."""
+"""The tag of a page: the values that a slot of the disk tier must hold before its bytes are served."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ NO_CAUSES: PageCauses = np.empty(0, np.uint8)
 
 
 class OpKind(IntEnum):
-    """What an op moves; the same numbers as in `csrc/transfer/op.h`."""
+    """The source and target of an op; the numbers are those of `csrc/transfer/op.h`."""
 
     H2D = 0
     D2H = 1

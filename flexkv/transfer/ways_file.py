@@ -2,8 +2,8 @@
 setting `transfer.ways_file` names.
 
 A table holds for one GPU in one slot with one driver and one version of flexkv. Anything else is refused: a threshold
-from another link would be wrong without a sign of it. An engine names one file for all its GPUs, so the others go by
-what is built in, and a warning says so.
+from another link would be wrong without a sign of it. An engine names one file for all its GPUs, so the others use the
+built-in lengths, and a warning says so.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class OtherKeyError(ConfigError):
 
 @dataclass(frozen=True, slots=True)
 class WaysKey:
-    """What a table was measured on.
+    """The setup that a table was measured on.
 
     Attributes:
         device: the GPU's UUID.
@@ -115,7 +115,7 @@ def driver_version(cuda: int, module: Path = KERNEL_MODULE) -> str:
 
 
 def ways_of(settings: TransferConfig, device: int | None) -> CopyWays | None:
-    """The table in force on a device; None for what is built in.
+    """The table in force on a device; None for the built-in lengths.
 
     Raises:
         ConfigError: see `read_ways`, and `this_key`.
@@ -126,7 +126,7 @@ def ways_of(settings: TransferConfig, device: int | None) -> CopyWays | None:
 
 
 def usable_ways(settings: TransferConfig, device: int | None) -> CopyWays | None:
-    """The table to copy by on a device; None for what is built in, with a warning where the table is of another key.
+    """The table to copy by on a device; None for the built-in lengths, with a warning if the table has another key.
 
     Raises:
         ConfigError: there is no whole table.
@@ -167,7 +167,7 @@ def read_ways(path: str, key: WaysKey) -> CopyWays:
 
 
 def write_ways(path: Path, key: WaysKey, ways: CopyWays, measured: Sequence[Mapping[str, Any]]) -> None:
-    """Writes a table, with what it rests on. Whoever reads meanwhile sees a whole file.
+    """Writes a table, with what it rests on. A reader always sees a whole file.
 
     Raises:
         OSError: it cannot be written.

@@ -121,7 +121,7 @@ class EngineUnit(ABC):
 
     @abstractmethod
     def count(self, counters: Counters) -> None:
-        """Adds what was counted since the last call, and sets the gauges."""
+        """Adds the counts since the last call, and sets the gauges."""
 
     @abstractmethod
     def close(self) -> bool:

@@ -74,7 +74,7 @@ class LiveUnit(EngineUnit):
         """What `close` returned; None before the first call."""
 
     def make_grant(self, on_device: bool) -> PoolGrant:
-        """What workers in other processes need to map the pool.
+        """Data with which workers in other processes map the pool.
 
         Args:
             on_device: the engine's pool lies on devices, whose processes register the memory before they use it.

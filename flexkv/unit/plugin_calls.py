@@ -137,8 +137,7 @@ class PluginCalls(CallTaker):
         return bool(self._waiting or self._prefetches)
 
     def run(self) -> None:
-        """Carries out one call that waits, and answers prefetches that have ended. Costs a microsecond where there is
-        nothing."""
+        """Carries out one waiting call, and answers ended prefetches. Costs a microsecond where there is nothing."""
         now_s = time.monotonic()
         if now_s - self._status_at_s >= STATUS_EVERY_S:
             self._status, self._status_at_s = self._unit.status(), now_s
@@ -203,7 +202,7 @@ class PluginCalls(CallTaker):
         one.call.answer({"pages": before - self._unit.manager.kept_pages})
 
     def _end_pins(self, ends: Callable[[Pin], bool]) -> None:
-        """Ends the pins of which `ends` is true."""
+        """Ends the pins for which `ends` is true."""
         for pin in [pin for pin in self._pins if ends(pin)]:
             self._pins.remove(pin)
             self._unit.manager.end_keep(pin.name)
@@ -217,8 +216,8 @@ class PluginCalls(CallTaker):
             self._answer_cached(one)
 
     def _end_prefetches(self) -> None:
-        """Ends the prefetches whose pages have come, or for which nobody waits any more: nothing holds their pages
-        after that."""
+        """Ends the prefetches whose pages have come, or whose call was given up: nothing holds their pages after
+        that."""
         manager = self._unit.manager
         for request_id, one in list(self._prefetches.items()):
             if one.call.is_over or not manager.fetches(request_id):

@@ -25,7 +25,7 @@ def start_rank_plugins(config: FlexKVConfig, rank: int, unit: UnitId) -> PluginL
 
 
 def _name_refused(found: FoundPrograms) -> None:
-    """Names in the log, once per process, what is not run."""
+    """Logs, once per process, which plugins are not run."""
     for name, reason in found.refused:
         warn_once(logger, f"plugin {name}", "plugins.folder: %s is not run: %s", name, reason)
 
@@ -41,7 +41,7 @@ class UnitPlugins:
     """The plugins beside a unit, its socket, and their calls.
 
     Attributes:
-        calls: what the unit's thread carries out.
+        calls: calls for the unit's thread.
     """
 
     def __init__(self, folder: str, found: FoundPrograms, unit_id: UnitId, calls: PluginCalls) -> None:

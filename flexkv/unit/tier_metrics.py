@@ -72,7 +72,7 @@ class TierMetrics:
         return sum(tier.durable_pages for tier in self._disks.values())
 
     def count(self, counters: Counters) -> None:
-        """Adds what was counted since the last call, and sets the gauges."""
+        """Adds the counts since the last call, and sets the gauges."""
         self._counted_down = self._down
         evictions = self._manager.counts.evicted_blocks
         if evictions != self._counted_evictions:

@@ -40,7 +40,7 @@ READER_NICE = 19
 IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
 IOPRIO_WHO_PROCESS = 1
 IOPRIO_IDLE = 3 << 13
-"""linux/ioprio.h: the thread reads only while nobody else does, if the disk's scheduler supports priorities."""
+"""linux/ioprio.h: the thread reads only while nothing else does, if the disk's scheduler supports priorities."""
 
 NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
 """Errors of a file system that has no O_DIRECT."""

@@ -61,7 +61,7 @@ class SampledRun:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What may be read of one file beside its header: reads, and bytes of small tensors."""
+    """Limits of reading one file besides its header: number of reads, and bytes of small tensors."""
 
     reads: int
     small_bytes: int

@@ -1,4 +1,4 @@
-"""What routers know of a unit's pages: which are announced as being in host memory and on the unit's own disks.
+"""Which of a unit's pages routers know to be in host memory and on the unit's own disks.
 
 Routers count announcements, so a page is announced once per medium until it is removed there. An adapter turns what
 `take` returns into its engine's events.
@@ -37,7 +37,7 @@ MEDIA = (Medium.HOST, Medium.DISK)
 
 
 class Tier(Protocol):
-    """A tier, as far as announcing what it has needs it."""
+    """The part of a tier that announcements need."""
 
     @property
     def in_use(self) -> bool:
@@ -51,9 +51,9 @@ class Tier(Protocol):
 class _Page:
     """
     Attributes:
-        words: what events say of it, in the adapter's form.
+        words: the page's data for events, in the adapter's form.
         there: where it is.
-        told: where routers know it to be.
+        told: where routers believe it to be.
         stores: stores of it that have not ended.
         waits: it is in the queue of pages to be announced.
     """
@@ -74,7 +74,7 @@ class Told(NamedTuple):
 
 @dataclass(slots=True)
 class News:
-    """What routers are to know next, in the order of the fields.
+    """The next announcements, in the order of the fields.
 
     Attributes:
         cleared: no page is anywhere any more.
@@ -205,7 +205,7 @@ class Announcements(CacheListener):
                 self._wait(key, page)
 
     def take(self) -> News:
-        """Takes what is new since the last call; pages beyond MOST_STORED wait for the next one. Pages of a tier that
+        """Takes the changes since the last call; pages beyond MOST_STORED wait for the next one. Pages of a tier that
         is out of use count as removed, and are announced again once it is back."""
         for medium, tier in self._tiers:
             if tier.in_use != bool(self._in_use & medium):

@@ -54,7 +54,7 @@ class SharedModel:
 
 
 def common_namespace(model: SharedModel, settings: FlexKVConfig) -> bytes:
-    """32 bytes that are the same in every engine that would compute the same KV.
+    """32 bytes, equal for all engines that would compute equal KV.
 
     Raises:
         ConfigError: the KV is quantised, engines would compute it by different rules, or nothing identifies the weights

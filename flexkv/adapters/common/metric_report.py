@@ -1,5 +1,5 @@
-"""Shows counters while an engine runs that has no hook for a connector's metrics: in a log line per minute in which
-something was counted, and on the engine's Prometheus page where the engine collects metrics from files.
+"""Reports counters under an engine without a hook for a connector's metrics: in a log line per minute if a count has
+changed, and on the engine's Prometheus page if the engine collects metrics from files.
 
 SGLang (`--enable-metrics`) names a folder in PROMETHEUS_MULTIPROC_DIR before it starts its processes. Metrics that a
 process registers with prometheus_client go to files there, and the server's page shows the files of all processes.
@@ -56,7 +56,7 @@ class MetricReport:
         self._logged_at_s = clock()
 
     def report_if_due(self) -> None:
-        """Reports what is due. Reads only the clock where nothing is."""
+        """Makes the reports that are due. Reads only the clock where nothing is."""
         now_s = self._clock()
         if now_s < self._export_at_s:
             return

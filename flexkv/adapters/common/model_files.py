@@ -1,4 +1,4 @@
-"""Files beside a model's weights that decide its KV: what a processor does with images, how weights are quantised.
+"""Files beside a model's weights that determine its KV: the processing of images, the quantisation of the weights.
 
 They are read from a folder only. Which of a hub's files are in a machine's cache depends on what was loaded there
 before, and must not enter a key: the commit that names the weights names the files too. Where the user names the

@@ -21,18 +21,18 @@ from flexkv.transfer.ways_file import usable_ways
 def open_gds_lane(
     config: FlexKVConfig, slabs: SlabMap, stripe: int, views: Sequence[Any], tensors: Sequence[Any]
 ) -> tuple[GdsLane | None, str]:
-    """Opens the lane to the slabs on disk, by which blocks are loaded without a page of the host pool.
+    """Opens the lane that loads blocks from the slabs on disk without a page of the host pool.
 
     Args:
-        stripe: number of the stripe of each page that this rank loads.
+        stripe: which stripe of each page this rank loads.
         views: a `KvView` of the rank's pool for each KV group.
         tensors: the tensors that the views were made of; they say which device the pool lies on.
 
     Returns:
-        The lane and an empty string. With `disk.gds` auto, where the lane cannot be had: None and the reason.
+        The lane and an empty string. If `disk.gds` is auto and the lane is unavailable: None and the reason.
 
     Raises:
-        ConfigError: `disk.gds` demands the lane, and the lane or its staging cannot be had.
+        ConfigError: `disk.gds` demands the lane, and the lane or its staging is unavailable.
     """
     try:
         device = cuda_device_of(tensors)
@@ -69,9 +69,10 @@ def open_lanes(
         places: where in a slot the blocks of each group lie.
         tensors: the tensors that the views were made of. They say which device the pool lies on, and are kept alive
             while copies may touch them.
-        stream_of: takes a CUDA device; returns the stream that copies are ordered after where `submit` names none.
+        stream_of: takes a CUDA device; returns the stream that copies are ordered after if `submit` names none.
         mover: the mover of the host lanes; None takes the transfer engine's own.
-        gds_lane: see `open_gds_lane`. The transfer engine owns it from now on; it is closed where this raises.
+        gds_lane: see `open_gds_lane`. The transfer engine owns it from now on; if this function raises, the lane is
+            closed.
 
     Raises:
         GeometryError: the tensors lie on several devices, or on one that no lane can reach.

@@ -111,8 +111,8 @@ class RankOps:
         graph, ops = job.graph, job.graph.ops
         without_lane: list[TransferOp] = []
         if self.gds_refusal:
-            # The load was planned before the scheduler's side learned that the lane is missing. No op of a load waits
-            # for another, so the others can be submitted alone.
+            # The load was planned before the scheduler's side learned that the lane is missing. The ops of a load do
+            # not wait for each other, so the remaining ones can be submitted without it.
             without_lane = [op for op in ops if op.kind is OpKind.GDS_READ]
             graph = TransferGraph(tuple(op for op in ops if op.kind is not OpKind.GDS_READ))
         only_those = len(without_lane) == len(ops)

@@ -1,7 +1,7 @@
 """Reads the settings that callers give in requests (`RequestSettings`), strictly and without ever failing a request.
 
 No engine checks the fields of its connector while a request can still be refused, and an exception in vLLM's scheduler
-ends the engine and every request. So what cannot be read is named in a warning and counted. If it asked that less be
+ends the engine and every request. So an unreadable setting is named in a warning and counted. If it asked that less be
 stored or shared, the request is kept out of the cache, because a store cannot be undone.
 """
 
@@ -24,7 +24,7 @@ IF_UNREADABLE: dict[str, tuple[dict[str, Any], str]] = {
     "ttl_s": ({"skip_save": True}, "; the request is not stored"),
     "namespace": ({"skip_save": True, "skip_load": True}, "; nothing is stored or loaded for the request"),
 }
-"""What holds instead of a value that cannot be read, and the words for it. Other settings count as not given."""
+"""Settings that replace an unreadable value, and the words for them. Other unreadable settings count as not given."""
 
 Given = dict[str, Any]
 """The fields of `RequestSettings` that a request gives, with their values."""

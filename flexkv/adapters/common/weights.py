@@ -54,7 +54,7 @@ def _name_of(model: str, revision: str | None, resolved: str | None) -> str:
     """A name for the weights that needs no look at their content; empty where there is none.
 
     A commit's folder gives a name if its files are links into the hub's cache, which names each file by a digest of its
-    content: whoever edits one in place breaks that cache. A folder that has a commit's name but holds the files
+    content; editing one in place would break that cache. A folder that has a commit's name but holds the files
     themselves, such as a copy, is treated like any other folder.
     """
     path = Path(model)
@@ -82,7 +82,7 @@ def _is_of_hub_cache(path: Path) -> bool:
     except ConfigError:
         return True
     except OSError:
-        return False  # whoever reads the files names the error
+        return False  # the code that reads the files names the error
     return all(
         file.is_symlink() and os.path.basename(os.path.dirname(os.readlink(file))) == BLOBS for file in files
     )

@@ -41,8 +41,8 @@ RUN_INPUTS = f"flexkv-inputs-{os.urandom(16).hex()}"
 """Is put into the extra key of this run's requests with images or other inputs."""
 
 OWN_EMBEDDINGS = f"flexkv-embeddings-{os.urandom(16).hex()}-"
-"""Is put into the extra key of a request that brings embeddings, followed by random digits for that request alone. No
-client can know it, so no client's own extra key can pass for one that has it already."""
+"""Begins the extra key of a request with embeddings; random digits for that request follow. No client can know it, so
+no client's own extra key can pass for one that has it already."""
 
 
 class Watching(Protocol):
@@ -143,9 +143,8 @@ def watch_inputs() -> bool:
 
     SGLang represents an image among the tokens by numbers made of 64 bits of its digest, or of a client's own value.
     That is too little to tell one image from all others for good. The extra key enters SGLang's page hashes, so the
-    pages of such a request are found in this run alone; SGLang's tree also keeps such requests apart from text because
-    of it. The tokens of a request that brings embeddings say nothing, so it gets an extra key that no other request
-    has.
+    pages of such a request are found only in this run. It also keeps such requests apart from text in SGLang's tree.
+    The tokens of a request that brings embeddings say nothing, so it gets an extra key that no other request has.
 
     Returns:
         False where this SGLang has no such method.

@@ -216,8 +216,8 @@ def _weights_of(model: ModelConfig) -> str:
 
 
 def _content_of(server_args: Any, model: ModelConfig, config: FlexKVConfig) -> WeightsContent:
-    """The weights that the namespace names by samples alone. A draft model's weights are not among them, because no
-    page holds its KV, which lies in pools of its own."""
+    """The weights that the namespace names only by samples. A draft model's weights are not among them, because no page
+    holds its KV, which lies in pools of its own."""
     named = config.identity.model or str(server_args.load_format) == "dummy"
     content = NAMED if named else weights_content(model.model_path, model.revision, resolved_commit(model))
     for path in _other_paths(server_args).values():
@@ -244,8 +244,8 @@ def _other_weights(server_args: Any) -> dict[str, str]:
 def _adapters() -> dict[str, str]:
     """The content of each adapter that the engine was started with, by name and path.
 
-    A page's hash names such an adapter by name and path alone, and a linker sees only hashes. For an adapter that is
-    loaded while the engine runs, SGLang puts a random number into its pages' hashes, so no other run finds them.
+    A page's hash identifies such an adapter only by name and path, and a linker sees only hashes. For an adapter that
+    is loaded while the engine runs, SGLang puts a random number into its pages' hashes, so no other run finds them.
     """
     return {
         f"{adapter.lora_name}={adapter.lora_path}": content_before(

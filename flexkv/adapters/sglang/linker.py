@@ -124,7 +124,8 @@ class FlexKVLinker(UnifiedCacheLinker):
                 "this SGLang does not say when a request enters: settings of single requests are not read"
             )
 
-        # Decided by the settings alone: SGLang reduces a lookup over its ranks, so all ranks must prefetch, or none.
+        # Depends only on the settings, because SGLang reduces a lookup over its ranks, so all ranks must prefetch, or
+        # none.
         if config.disk.folders and config.disk.prefetch_requests and not watch_queue(self):
             logger.warning(
                 "this SGLang does not say when a request enters its queue: reads from disk begin with its lookup"
@@ -250,7 +251,7 @@ class FlexKVLinker(UnifiedCacheLinker):
             ClosedError: a copy did not end.
         """
         self._wait_for_copies("a copy has not ended: the memory that it reads or writes must not be released")
-        # cuFile pins what is registered; the next copy between disk and pool registers the pool again.
+        # cuFile pins registered memory; the next copy between disk and pool registers the pool again.
         self._cache.end_registrations()
 
     def close(self) -> None:

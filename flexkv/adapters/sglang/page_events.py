@@ -1,7 +1,7 @@
 """KV events of flexkv's pages, in SGLang's format: pages that came to host memory (`CPU_PINNED`) and to the unit's own
 disks (`DISK`), and pages that left them.
 
-SGLang gives a linker the hashes of pages alone. Their tokens, and the hashes that events have, come from the key that
+SGLang gives a linker only the hashes of pages. Their tokens, and the hashes that events have, come from the key that
 SGLang's tree inserts while it offloads, made by SGLang's own recorder of events.
 """
 
@@ -93,8 +93,8 @@ class PageEvents:
         self._announcements.end_stores()
 
     def _words(self, hashes: Sequence[str], session_id: str | None) -> list[bytes]:
-        """What events say of pages that follow each other in the key; nothing of pages that are not in it, or that
-        events cannot name."""
+        """The event data of consecutive pages of the key; none for pages that are not in it or that events cannot
+        name."""
         key = self._key
         if key is None or not hashes or not self._is_named(key):
             return []

@@ -2,7 +2,7 @@
 
 SGLang calls `activate` in each of its processes before it resolves its arguments. With flexkv installed,
 `--enable-unified-cache-external-linker --unified-cache-external-linker-backend dynamic` is enough; settings then come
-from FLEXKV_CONFIG and FLEXKV_* alone.
+only from FLEXKV_CONFIG and FLEXKV_*.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ so such a request is neither looked up nor stored."""
 def engine_namespace(
     arguments: EngineArguments, settings: FlexKVConfig, block_tokens: int, pool_dtype: str = ""
 ) -> bytes:
-    """32 bytes that are the same in every process that would compute the same KV.
+    """32 bytes, equal in all processes that would compute equal KV.
 
     Args:
         pool_dtype: dtype of the pool's elements, by name.
@@ -111,7 +111,7 @@ def request_namespace(engine: bytes, request: Any) -> bytes | None:
     """The namespace of one request's keys; None where its KV depends on more than the keys express.
 
     The engine knows an adapter by a number that says nothing about its content, so the pages of a request with an
-    adapter serve this run alone.
+    adapter serve only this run.
     """
     if any(getattr(request, name, None) is not None for name in NOT_IN_TOKENS):
         return None

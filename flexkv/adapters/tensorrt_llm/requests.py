@@ -59,8 +59,8 @@ class RequestTracker:
         load: ops of a load between steps that have not ended well on all ranks.
         loading: tokens of that load that the engine still takes.
         spent: the request gets no further load between steps. Ranks may have an order of one that the engine never
-            names, or may learn late that it was cancelled. The engine names a load by the request's id alone, so a rank
-            that lags could mistake the order of a second load for that of the first.
+            names, or may learn late that it was cancelled. The engine names a load only by the request's id, so a
+            lagging rank could mistake the order of a second load for that of the first.
         unsettled: the engine was promised a load between steps that was never ordered. The engine may still wait for
             the load to end, and name the request to the ranks.
         told: tokens promised when the engine last asked; None before it has asked.

@@ -197,8 +197,8 @@ class WorkerSide(RankWorker):
         self._layer_loads.finish()
 
     def finished(self, saving: Iterable[int], loading: Iterable[int]) -> tuple[list[int], list[int]]:
-        """Starts the requests that the engine names here for the first time, and returns the ids of stores and loads
-        that have ended, each once.
+        """Starts requests that the engine names here for the first time. Returns the ids of ended stores and loads,
+        each once.
 
         The id of a load that lost blocks is not returned, because the engine would take it as loaded. Its request waits
         until it is cancelled.

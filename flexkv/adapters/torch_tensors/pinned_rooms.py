@@ -15,7 +15,8 @@ from flexkv.transfer.layerwise.base import RowSource
 logger = get_logger(__name__)
 
 PAGEABLE = "pageable memory"
-"""What rows pass through instead. A copy out of it is as right, but the host waits in it until the device takes it."""
+"""The pinned buffer through which rows pass instead. A copy out of it is as right, but the host waits in it until the
+device takes it."""
 
 
 @dataclass(slots=True)

@@ -131,7 +131,7 @@ class BlockKeys(ABC):
         """The hash from which the key of whole block `block - 1` was made; None for block 0. Call it after `keys`."""
 
     def first_of_run(self) -> int | None:
-        """The first block whose hash is valid for this run alone; None without one."""
+        """The first block whose hash is valid only in this run; None without one."""
         if not self.request.mm_features:
             return None
         first = self.names.first_of_run(self.request)
@@ -141,8 +141,8 @@ class BlockKeys(ABC):
 class EngineBlockKeys(BlockKeys):
     """Makes keys from `request.block_hashes`, which cover everything by which vLLM tells requests apart.
 
-    Where the name of an input is valid for this run alone, the keys contain the run's name, from the first block that
-    such an input reaches into. Blocks before it are served after a restart, like those of any other prompt.
+    If the name of an input is valid only in this run, the keys contain the run's name, from the first block that the
+    input reaches into. Blocks before it are served after a restart, like those of any other prompt.
     """
 
     def _extend(self, known: int, blocks: int) -> None:

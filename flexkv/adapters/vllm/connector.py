@@ -349,8 +349,8 @@ def _say_layout(transfer: KVTransferConfig, layout: str) -> None:
 
 
 def _make_known(connector: type[FlexKVConnector]) -> None:
-    """Registers the class, so that vLLM finds it by its name alone. A MultiConnector does so when it reads the
-    statistics of its connectors; a name that it does not find ends the engine's output loop."""
+    """Registers the class, so that vLLM finds it by its name. A MultiConnector does so when it reads the statistics of
+    its connectors; a name that it does not find ends the engine's output loop."""
     name = connector.__name__
     if name not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(name, connector.__module__, name)

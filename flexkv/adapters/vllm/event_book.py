@@ -39,7 +39,7 @@ FRAME_BLOCKS = 1024
 """Most blocks of a frame, and of a batch of found blocks: some 0.4 ms of the engine's step."""
 
 MAX_WAITING = 65_536
-"""Most records that wait to be written; what comes beyond is not kept. Some 13 MB at 16 tokens a block."""
+"""Most records that wait to be written; further ones are not kept. Some 13 MB at 16 tokens a block."""
 
 MAX_FOUND = 4
 """Most batches of found blocks that wait for the engine."""
@@ -191,7 +191,8 @@ class EventBook:
                 self._attempt(partial(self._shrink_or_wait, MOST_GROWTH * limit), log)
 
     def _attempt(self, work: Callable[[FrameLog], None], log: FrameLog) -> None:
-        """If the work fails, begins the file anew, because the next process would believe entries of what has left.
+        """If the work fails, begins the file anew, because otherwise the next process would believe entries of pages
+        that have left.
 
         Raises:
             OSError: the file cannot be cut.
@@ -210,7 +211,8 @@ class EventBook:
             self._has_failed = True
 
     def _read(self, log: FrameLog) -> None:
-        """Passes what the file names, and what has not left since, to the engine; writes what waits meanwhile."""
+        """Passes the file's entries whose pages have not left since to the engine, and writes waiting records
+        meanwhile."""
         frames, gone = 0, dict[bytes, int]()
         for frame in self._paced(log.frames()):
             if frame.startswith(GONE):

@@ -40,13 +40,13 @@ logger = get_logger(__name__)
 
 
 class HostPages(Protocol):
-    """Host memory, as far as announcing what it has needs it."""
+    """The part of host memory that announcements need."""
 
     def present(self, group: int, keys: Keys) -> NDArray[np.bool_]: ...
 
 
 class OwnDisks(Protocol):
-    """The unit's own disks, as far as announcing what they have needs them."""
+    """The part of the unit's own disks that announcements need."""
 
     @property
     def in_use(self) -> bool:
@@ -72,9 +72,10 @@ class EventLog(CacheListener):
         self._planned: dict[bytes, StoredBlock] = {}
         self._keys_of_op: dict[OpId, list[bytes]] = {}
         self._in_host: dict[bytes, StoredBlock] = {}
-        """What was announced of the blocks in host memory, for when they get to a disk, too."""
+        """Announced data of the blocks in host memory, for when they also get to a disk."""
         self._on_disk: dict[bytes, bytes] = {}
-        """The same of the blocks on disk, packed, because these are many; for when they come back to host memory."""
+        """Announced data of the blocks on disk, packed, because there are many; for when they come back to host
+        memory."""
         self._make_book: Callable[[], EventBook] | None = None
         self._book: EventBook | None = None
         self._host: HostPages | None = None
@@ -93,7 +94,7 @@ class EventLog(CacheListener):
 
     def open_book(self) -> None:
         """Begins to read the file, with the first call. Called with the first step, when the engine has chosen the seed
-        of its hashes, and before any page leaves the disks. Failures cost announcements alone."""
+        of its hashes, and before any page leaves the disks. Failures cost only announcements."""
         if self._make_book is None:
             return
         make_book, self._make_book = self._make_book, None
@@ -109,7 +110,7 @@ class EventLog(CacheListener):
     @property
     def has_more(self) -> bool:
         """Whether further steps would announce more of what an earlier process left. None would while the disks are out
-        of use, nor while the weights have no name yet: nobody knows whose pages these are."""
+        of use, nor while the weights have no name yet, because the pages may belong to other weights."""
         is_reading = self._book is not None and not self._book.is_settled
         return is_reading and self._disk is not None and self._disk.in_use
 

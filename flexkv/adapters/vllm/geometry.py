@@ -1,5 +1,5 @@
-"""Views of the engine's pool. Also derives the pool's configuration from its tensors alone, for a connector class that
-does not get it from vLLM."""
+"""Views of the engine's pool. Also derives the pool's configuration from its tensors, for a connector class that does
+not get it from vLLM."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def check_hash(algorithm: str) -> None:
 
 
 def engine_namespace(config: VllmConfig, geometry: PoolGeometry, settings: FlexKVConfig) -> bytes:
-    """The namespace of this engine's keys, 32 bytes: the same in every process that would compute the same KV.
+    """The namespace of this engine's keys, 32 bytes, equal in all processes that would compute equal KV.
 
     Raises:
         KeySchemeError: the engine's block hashes are not cryptographic.
@@ -212,7 +212,7 @@ def _scales_of_the_run(config: VllmConfig) -> bool:
 
 
 def engine_weights(config: VllmConfig, settings: FlexKVConfig) -> WeightsContent:
-    """The weights that the namespace names by samples alone: the model's, and those of a draft model, whose layers have
+    """The weights that the namespace names only by samples: the model's, and those of a draft model, whose layers have
     KV in the same blocks."""
     model, speculative = config.model_config, config.speculative_config
     named = settings.identity.model or str(config.load_config.load_format) == "dummy"

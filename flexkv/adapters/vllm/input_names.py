@@ -74,7 +74,7 @@ class InputNames:
 
     @classmethod
     def of(cls, config: VllmConfig) -> InputNames:
-        """The names of this engine's inputs. Warns if they are valid for this run alone."""
+        """The names of this engine's inputs. Warns if they are valid only in this run."""
         inputs = getattr(config.model_config, "multimodal_config", None)
         # The condition is that of vLLM's `BaseRenderer._process_mm_uuids`.
         counted = (
@@ -95,7 +95,7 @@ class InputNames:
         return cls(counted or has_own_scales or is_unmarked)
 
     def first_of_run(self, request: Request) -> int | None:
-        """The first token of an input whose name is valid for this run alone; None without one."""
+        """The first token of an input whose name is valid only in this run; None without one."""
         first: int | None = None
         for feature in request.mm_features:
             # The identifier may have an adapter's name before the input's.
@@ -114,8 +114,8 @@ class InputNames:
 
 
 def _are_names_marked() -> bool:
-    """Whether hashes of clients' names are marked. The front end may make them in another process; this looks at what
-    vLLM's plugin did in this process, and takes it to do the same in all."""
+    """Whether hashes of clients' names are marked. The front end may make them in another process. This checks the
+    effect of vLLM's plugin in this process, and assumes that it is equal in all."""
     try:
         hasher = import_module(HASHER)
     except ModuleNotFoundError:

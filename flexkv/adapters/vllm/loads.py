@@ -263,7 +263,8 @@ class Loads:
         return targets
 
     def _lost(self, tracker: RequestTracker, blocks: KVCacheBlocks) -> LoadJob:
-        """A load without ops, all of whose blocks are reported as failed: the engine counts on KV that never comes."""
+        """A load without ops, which reports all its blocks as failed, because the engine waits for KV that never
+        comes."""
         ids = blocks.get_block_ids()
         lost = tuple(block for group in self._groups for block in ids[group.number])
         return LoadJob(tracker.request_id, NO_OPS, self._sync, lost)

@@ -117,7 +117,7 @@ def check_agent(vllm_config: VllmConfig) -> None:
 @contextlib.contextmanager
 def ending_failed_start(config: VllmConfig) -> Iterator[None]:
     """Wraps a part of an engine's start. If it fails, this shuts down the worker's connector that the engine has made
-    in this process: vLLM would keep it, and every later engine would be refused because of one that is gone."""
+    in this process: vLLM would keep it, and every later engine would be refused because of an engine that is gone."""
     try:
         yield
     except BaseException:

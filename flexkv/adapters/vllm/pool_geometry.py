@@ -186,7 +186,8 @@ def _dtypes_of(spec: KVCacheSpec) -> tuple[torch.dtype, ...]:
 
 
 def _rule_of(spec: KVCacheSpec) -> tuple[Rule, int]:
-    """The rule by which a hit needs pages of a group, and its reach: vLLM allocates blocks for those pages."""
+    """A group's rule, which says which pages a hit needs, and the rule's reach. vLLM allocates blocks for exactly these
+    pages."""
     if isinstance(spec, SlidingWindowSpec):
         return Rule.WINDOW, -(-_window_tokens(spec) // spec.block_size)
     if isinstance(spec, ChunkedLocalAttentionSpec):

@@ -39,7 +39,7 @@ class RequestFields:
         self._reader = reader
 
     def given(self, request: Request) -> Given:
-        """The settings that the request, or the last piece of a session, gives. Counts and logs what cannot be read."""
+        """The settings that the request, or the last piece of a session, gives. Counts and logs unreadable settings."""
         sampling = request.sampling_params
         given: Given = {}
         if sampling is None:

@@ -300,7 +300,7 @@ class RequestTable:
         tracker.certain = certain if tracker.settings is NO_SETTINGS else tracker.storable(certain)
 
     def note_end(self, tracker: RequestTracker) -> None:
-        """Notes how much of a request that has ended is certain, without steps still under way."""
+        """Notes how many tokens of an ended request are certain, not counting steps still under way."""
         request = tracker.request
         # A preemption or a failed load takes computed tokens back while their steps are still under way.
         certain = min(max(0, request.num_computed_tokens - request.num_in_flight_tokens), request.num_tokens)
@@ -309,7 +309,8 @@ class RequestTable:
         tracker.certain = tracker.storable(certain)
 
     def _read_piece(self, tracker: RequestTracker) -> None:
-        """Takes the settings of a session's new piece, if there is one. What the piece does not give stays as it was.
+        """Takes the settings of a session's new piece, if there is one. Settings that the piece does not give keep
+        their values.
 
         The keys of a session have the namespace of its first piece, so nothing is stored or loaded for a piece that
         asks for another.

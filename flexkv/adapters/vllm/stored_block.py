@@ -34,9 +34,9 @@ class StoredBlock(msgspec.Struct, array_like=True, gc=False):
         group: flexkv's number of the KV group.
         number: the engine's number of the KV group.
         block_hash: the engine's hash, whole.
-        parent: that of the block before it; None for the first block of a prompt, and where only the hash is known.
+        parent: hash of the block before it; None for the first block of a prompt, and if only the hash is known.
         tokens: empty where only the hash is known.
-        extra_keys: as in the engine's event, for this block alone.
+        extra_keys: as in the engine's event, for this block only.
         session_id: the session that stored it; None in a file.
         of_run: another process would not find the block by these hashes, or not know that they mean the same.
         generation: that of the block's page on disk; 0 if it has none.

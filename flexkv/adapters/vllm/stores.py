@@ -47,7 +47,7 @@ def make_planner(
 
 
 class ScheduledBlocks:
-    """What vLLM says of its blocks in one step, by our numbers of the KV groups; see `StepBlocks`."""
+    """vLLM's data on its blocks in one step, by our numbers of the KV groups; see `StepBlocks`."""
 
     def __init__(self, geometry: PoolGeometry, output: SchedulerOutput) -> None:
         self._geometry = geometry

@@ -160,8 +160,8 @@ class WorkerSide(RankWorker):
 
     def before_forward(self, orders: ConnectorMetadata) -> None:
         """Takes the host pool, submits early stores, and orders this step's forward behind the copies out of blocks
-        that it may write. Then submits the step's layerwise stores, of which each layer is copied once the forward has
-        written it. All earlier forwards are enqueued on the engine's stream by now, and nothing of this one."""
+        that it may write. Then submits the step's layerwise stores, whose layers are copied as the forward writes them.
+        All earlier forwards are enqueued on the engine's stream by now, and nothing of this one."""
         if orders.grant is not None:
             self.take_grant(orders.grant)
         if orders is not self._orders:

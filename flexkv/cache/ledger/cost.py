@@ -116,7 +116,7 @@ class CostModel:
         """Whether loading `pages` straight from the tier is quicker than computing their `tokens`; True unless both are
         known.
 
-        A prefix of the pages saves and costs in proportion, so the answer is the same for all of them.
+        A prefix of the pages saves and costs in proportion, so the answer holds for all of them.
         """
         line = self.straight(tier)
         if not (line.reliable(now_s) and self.compute.reliable(now_s)):

@@ -86,7 +86,7 @@ class GroupLease:
 
     @property
     def is_whole(self) -> bool:
-        """Whether these are whole blocks alone, all of which can be loaded at once: none is being fetched."""
+        """Whether these are only whole blocks that can all be loaded at once, because none is being fetched."""
         return self.fetches is None and not self.has_tail
 
     def followed_by(self, held: HeldPages) -> GroupLease:

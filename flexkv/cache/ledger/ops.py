@@ -144,7 +144,7 @@ class WriteOp(Op):
 
 
 class Mark(IntFlag):
-    """What a failure on a rank means for the page; `RankOp` has a field of each name."""
+    """The meaning of a rank's failure for the page; `RankOp` has a field of each name."""
 
     NONE = 0
     SUSPECT = 1
@@ -193,8 +193,7 @@ class RankOp(Op):
         waits_for: loads of the same request that were in flight when this store was planned. If it ends before one of
             them, it is not published.
         reported: ranks that have reported their result. The op ends with the last of them. A rank that died never
-            reports, so the pages stay pinned until the unit ends, because nobody can tell whether its last copy has
-            stopped.
+            reports, so the pages stay pinned until the unit ends, because its last copy may still run.
         failed: pages that failed on a rank that has reported.
         suspect: failed pages whose stored copy may be at fault. A cancelled load says nothing about it.
         damaged: failed pages whose content may be at fault, as reported by the ranks.
@@ -204,7 +203,7 @@ class RankOp(Op):
             content.
         revoked: pages that must not be published.
         load: number of the load that this op is part of, which is the number of the load's first op.
-        abandoned: for a load, its request has ended or taken it back, and nobody waits for it.
+        abandoned: for a load, its request has ended or taken it back.
     """
 
     request_id: str

@@ -1,8 +1,7 @@
 """When pages in host memory expire (`flexkv.ttl_s` of the request that stored them), and which keys expired lately.
 
-The index does not know these times. Instead, whoever looks something up first has the hub drop what is due
-(`Hub.drop_expired`), so a lookup of pages without a time costs one comparison, and of a cache without such pages not
-even that.
+The index does not know these times. Instead, each lookup first has the hub drop expired pages (`Hub.drop_expired`).
+That costs one comparison, and nothing in a cache without pages that expire.
 """
 
 from __future__ import annotations

@@ -98,8 +98,9 @@ class BrokenPlans:
         )
 
     def _failed_op(self) -> Op | None:
-        """Marks all pages of the op as failed whose end or report broke off, and revokes what the request stores if it
-        was a load. Returns the op if it has ended; None if other ranks still have to report it, or there is none."""
+        """Marks all pages of the op whose end or report broke off as failed; if it was a load, also revokes the
+        request's stores. Returns the op if it has ended; None if other ranks still have to report it, or there is
+        none."""
         op = self._ending
         if not isinstance(op, RankOp):
             return op

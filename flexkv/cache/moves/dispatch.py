@@ -24,7 +24,7 @@ class TierWork:
     """The part of one manager that the code which drives its tiers calls.
 
     Attributes:
-        once: what is left to peers and promoted; None if the unit keeps its own pages (`peers.store: own`).
+        once: pages left to peers, and promotions; None if the unit keeps its own pages (`peers.store: own`).
     """
 
     def __init__(self, tables: CacheTables, promotions: Promotions, log: OpLog, broken: BrokenPlans) -> None:
@@ -160,8 +160,7 @@ class TierWork:
             self.once.begin_close()
 
     def offer_all(self) -> None:
-        """Offers to each tier that takes pages what is in host memory, not pinned and not in that tier, whatever its
-        mode."""
+        """Offers each tier that takes pages, whatever its mode, the unpinned pages of host memory that it lacks."""
         with self._broken:
             for queue in self._writes.values():
                 queue.offer_all()

@@ -289,7 +289,7 @@ class Promotions:
         self._tables.outbox.put(tier, transfer)
 
     def end_fetch(self, op: FetchOp, result: OpResult, current: bool) -> NDArray[np.bool_]:
-        """Publishes the verified pages of a fetch that has ended, and forgets in their tier those that are suspect.
+        """Publishes the verified pages of an ended fetch, and forgets the suspect ones in their tier.
 
         Args:
             current: there was no reset since the fetch was planned.
@@ -321,7 +321,7 @@ class Promotions:
 
 def _suspect(good: NDArray[np.bool_], result: OpResult) -> NDArray[np.bool_]:
     """Which pages were not what the tier should have had, bool [pages]. A fetch or page that was never begun says
-    nothing about what lies in the tier."""
+    nothing about the tier's content."""
     if result.status is not OpStatus.FAILED:
         return np.zeros_like(good)
     suspect: NDArray[np.bool_] = ~good & np.isin(result.page_causes(len(good)), SUSPECT_CAUSES)

@@ -112,7 +112,7 @@ class PageWalk:
 
     def locate(self, group: int, keys: Keys, usable: Sequence[TierId]) -> list[PageRun]:
         """Finds where the leading pages of `keys` lie, and leases each there. The list ends before the first page that
-        has gone since the caller found it, or that a store fills."""
+        has left since the caller found it, or that a store is filling."""
         runs: list[PageRun] = []
         at = 0
         while at < len(keys):

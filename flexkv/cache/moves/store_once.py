@@ -38,8 +38,8 @@ ORPHANS_PER_POLL = 512
 
 
 class StoreOnce:
-    """What one unit leaves to its peers, and what it promotes. Costs nothing per token: stores and loads look up their
-    own pages in the index of peers' pages, and a poll compares a clock.
+    """The pages that one unit leaves to its peers, and those that it promotes. Costs nothing per token: stores and
+    loads look up their own pages in the index of peers' pages, and a poll compares a clock.
 
     Args:
         number: the tier whose pages peers keep; it has a keeper and a follower.
@@ -61,7 +61,7 @@ class StoreOnce:
         """The first word of the key of the copy in each host slot. A slot of a page of the unit's own has another
         word, or 0."""
         self._copies: deque[tuple[int, Keys]] = deque()
-        """The group and the pages of each fetch of copies, some of which may have left."""
+        """The group and the pages of each fetch of copies; some of the pages may have left."""
         self._sweep_at_s = 0.0
         self._closing = False
 
@@ -124,8 +124,8 @@ class StoreOnce:
         return bool(self._copies)
 
     def end_load(self, group: int, keys: Keys) -> None:
-        """Drops those of these pages that are copies which peers keep, once nothing pins them, and promotes copies that
-        nobody keeps. Called when a load has ended and has unpinned its pages."""
+        """Of these pages, drops unpinned copies that a peer keeps, and promotes copies that no peer keeps. Called when
+        a load has ended and has unpinned its pages."""
         self._settle(group, keys)
 
     def _settle(self, group: int, keys: Keys) -> None:
@@ -192,7 +192,7 @@ class StoreOnce:
                 self._copies.append((group, keys))
 
     def _take_over(self) -> None:
-        """Plans a fetch of pages that only ended peers have. Once they are here, they are copies that nobody keeps."""
+        """Plans a fetch of pages that only ended peers have. Once they are here, they are copies that no peer keeps."""
         group, keys = self._keeper.orphans(ORPHANS_PER_POLL)
         index, tier = self._tables.hub.index, self._tables.tiers[self._number]
         keys = keys[index.find(group, keys, ready_only=False) == NO_ENTRY]

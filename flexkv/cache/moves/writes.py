@@ -25,8 +25,8 @@ evicting pages that no tier has yet."""
 class WriteQueue:
     """Plans a tier's writes and takes their ends.
 
-    Contract with both indexes: while a write is in flight, its host entries are pinned, so that the slots that it reads
-    keep their bytes, and its entries in the tier are pending and pinned, so that nobody reads or rewrites their places.
+    Contract with both indexes: while a write is in flight, its host entries are pinned, so the slots that it reads keep
+    their bytes. Its entries in the tier are pending and pinned, so their places are neither read nor rewritten.
 
     Args:
         tier_id: number of a tier with a sink.

@@ -21,7 +21,7 @@ class Ask(NamedTuple):
         keys: per group, the keys of the whole blocks that may be promised, from the request's first token on.
         start_tokens: tokens that the engine has itself: whole blocks of every group.
         tail: per group, candidates for the tail after the last whole block; None if no tail may be promised.
-        tiers: the tiers behind host memory that may serve the request.
+        tiers: tiers behind host memory that may serve the request.
         room_pages: most pages that may be promised.
         straight: pages may be promised for straight loads from their tier.
         settings: what the caller of the request asks for; the other attributes heed it already.

@@ -2,9 +2,9 @@
 
 Why a load failed is logged by `flexkv/cache/moves/op_log.py`.
 
-An engine whose load has failed as a whole asks again. If pages are slow rather than bad, the tiers forget nothing, and
-the answer would be the same for as long as the pages stay slow. So a request has two tries: the second leaves out what
-the first did not bring, and after the second the engine computes the request.
+An engine whose load has failed as a whole asks again. If pages are slow rather than bad, the tiers do not forget them,
+and every lookup would find them again while they stay slow. So a request has two tries: the second leaves out what the
+first did not bring, and after the second the engine computes the request.
 
 An engine that cannot compute the pages that a load did not bring ends the request instead, and its client asks again
 under another id. With such an engine nothing new is promised to any request for a while, unless the failed route itself

@@ -124,7 +124,8 @@ class Lookup:
         start, room_pages = ask.start_tokens // self._block_tokens, max(0, ask.room_pages)
         if not self._one_group:
             return self._lease_in_groups(ask, start)
-        # The usual request: one pass over its pages in host memory. Other tiers are looked up only for what follows.
+        # The usual request: one pass over its pages in host memory. Other tiers are looked up only for the blocks after
+        # that.
         offered = ask.keys[0]
         whole = len(offered) <= start + room_pages
         if start or not whole:
@@ -144,7 +145,7 @@ class Lookup:
         return lease, [runs_of(found, 0)] if found.blocks else []
 
     def _lease_in_groups(self, ask: Ask, start: int) -> tuple[Lease, list[list[PageRun]]]:
-        """The same for several groups that restore the same blocks together."""
+        """Leases the prefix in several groups, which restore equal blocks."""
         found = self._find(ask, start, ask.room_pages)
         ready = found.ready_blocks
         parts = [split_runs(runs_of(found, group), ready) for group in range(len(ask.keys))]

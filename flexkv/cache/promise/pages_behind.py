@@ -18,7 +18,7 @@ from flexkv.observe import MissReason
 from flexkv.transfer.graph import OpId
 
 Rest = list[list[PageRun]]
-"""Per group, the runs that follow a promise, each leased in its tier; the same blocks of every group."""
+"""Per group, the runs that follow a promise, each leased in its tier; every group has the same blocks."""
 
 
 class PagesBehind:

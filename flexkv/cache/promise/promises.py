@@ -50,7 +50,7 @@ class Promises:
     Attributes:
         lookup: finds the pages that may be promised.
         line: the requests that wait for room.
-        load_tries: what may not be promised again to requests whose loads failed.
+        load_tries: pages not to be promised again to requests whose loads failed.
         disabled: nothing is promised or prefetched any more.
         resetting: nothing is promised or prefetched until a reset has ended.
     """
@@ -98,7 +98,7 @@ class Promises:
     ) -> MatchResult:
         """Implements `CacheManager.match`; the arguments are already validated.
 
-        The usual request, of which nothing is known yet, takes three steps: an `Ask`, a lookup, a lease.
+        A first-time request, the usual case, takes three steps: an `Ask`, a lookup, a lease.
         """
         tables, requests, size = self._tables, self._tables.requests, self._block_tokens
         asked_tokens = self.lookup.asked_tokens(keys, start_tokens)
@@ -135,8 +135,7 @@ class Promises:
         is_known: bool,
         settings: RequestSettings,
     ) -> Ask:
-        """Ends the request's former lease, its prefetch and a wait that took too long, and returns what it may be
-        promised now."""
+        """Ends the request's former lease, its prefetch, and a wait that took too long; returns the new promise."""
         was_promised = False
         if is_known:
             was_promised = self.end_lease(request_id)
@@ -161,7 +160,7 @@ class Promises:
         return ask if settings is NO_SETTINGS else self._heed(ask)
 
     def _heed(self, ask: Ask) -> Ask:
-        """What the request may be promised with its settings."""
+        """The limits that the request's settings put on its promise."""
         settings, tiers = ask.settings, ask.tiers
         if settings.tiers is not None:
             tiers = [t for t in tiers if self._tables.tiers[t].facts.label in settings.tiers]
@@ -438,7 +437,7 @@ class Promises:
         owners = self._tables.hub.owners
         slots = len(owners) * min(self._tables.hub.index.up_slots(owner) for owner in owners)
         room = int(PREFETCH_SLOTS * slots) - self._tables.requests.prefetched_pages()
-        # Pages still being fetched for requests that have gone take slots too.
+        # Pages still being fetched for ended requests take slots too.
         room -= self._tables.ops.unawaited_prefetches()
         for tier in self.lookup.behind:
             facts = self._tables.tiers[tier].facts

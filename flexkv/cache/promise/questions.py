@@ -49,8 +49,8 @@ class Questions:
         return self._ask(ask, asked, (blocks - end_block) * self._tables.specs[0].block_tokens)
 
     def for_boundary(self, ask: Ask, end_tokens: int, found: FoundLengths) -> int:
-        """The same for groups that need different pages. Asks for the pages of a group of full attention that follow
-        those found, and for all pages of the others up to `end_tokens`, because any of them may end a hit."""
+        """Asks for groups that need different pages: for the pages of a group of full attention after those found, and
+        for all pages of the others up to `end_tokens`, because any of them may end a hit."""
         if not self._probers or found.cut:
             return 0
         end = end_tokens - end_tokens % self._alignment_tokens
@@ -65,7 +65,7 @@ class Questions:
         return self._ask(ask, asked, end - reached)
 
     def for_tail(self, ask: Ask, tail: Sequence[TailCandidates | None], end_block: int) -> int:
-        """The same for the tail after the last whole block."""
+        """Asks for the tail after the last whole block."""
         candidates = [each for each in tail if each is not None and each.base_block == end_block]
         if not self._probers or len(candidates) < len(tail):
             return 0

@@ -23,7 +23,7 @@ a longer pause means that it has none."""
 
 
 class Turn(Enum):
-    """What a request may do now."""
+    """Whether a request may fetch now."""
 
     FETCH = "fetch"
     """Fetch: all missing pages find room."""
@@ -37,7 +37,7 @@ class Turn(Enum):
 
 @dataclass(slots=True)
 class Need:
-    """What a fetch of all pages that a request lacks would take.
+    """The room that a fetch of all missing pages of a request would take.
 
     Attributes:
         slots: host slots, by the group that owns them.
@@ -60,7 +60,7 @@ class PlaceInLine:
         need: what the request lacks; its slots include those of pages in host memory that the request no longer leases.
         wait_s: most seconds that it waits.
         waited_s: seconds that it has waited so far.
-        before: number of the engine's last question but one about the request; questions are numbered over all
+        before: number of the engine's second-to-last question about the request; questions are numbered over all
             requests.
         asked: number of the last question about the request.
         asked_s: the clock at that question.
@@ -107,7 +107,7 @@ class RoomLine:
     # --- what a fetch takes ---
 
     def need_of(self, wanted: Sequence[WantedPages], leased: Sequence[GroupLease]) -> Need:
-        """What a fetch of `wanted` takes, for a request that also leases `leased`."""
+        """The room that a fetch of `wanted` takes, for a request that also leases `leased`."""
         need, index = Need(), self._tables.hub.index
         for group, share in enumerate(leased):
             owner = self._tables.hub.owner(group)

@@ -1,8 +1,8 @@
-"""Contracts of store planning: what an adapter tells of its requests, of a step and of the engine's pool, and what a
-planner of stores answers.
+"""Contracts of store planning: what an adapter reports about its requests, a step and the engine's pool, and a store
+planner's answers.
 
 An adapter says which tokens of a request are certain, which blocks the engine is about to take back, and what a step
-computes. A planner (`planner.py`) decides what is offered to the cache manager, and when.
+computes. A planner (`planner.py`) decides which blocks are offered to the cache manager, and when.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class BlockTable:
 
 @dataclass(slots=True, eq=False)
 class StoreRequest(ABC):
-    """What a planner knows of one live request.
+    """A planner's record of one live request.
 
     The tokens of a request in one step, from its first on, and who owns their KV:
 
@@ -88,7 +88,7 @@ class StoreRequest(ABC):
         kept_out: tokens that the caller keeps out of the cache.
         settings: what the caller asks for.
         stale: the request's KV was computed with weights that have been replaced, or from a failed load that the engine
-            did not take back; nothing of it may be stored.
+            did not take back; none of it may be stored.
         suspect_from: index of the first group's first block that was computed from a failed load and not again yet.
         own_from: index of the first group's first block that did not come from the engine's own prefix cache.
         computed: number of tokens before those that the step computes.
@@ -98,8 +98,8 @@ class StoreRequest(ABC):
         reached_tokens: boundaries up to here have been stored or passed over; see `Boundaries`. With states, the last
             boundary that was stored.
         states_at: the last boundary at which a step of the engine ended: the request's table has its state.
-        next_offer: the planner's note: with fewer certain tokens there is no block to offer. Whoever sets a cursor back
-            or changes the prompt sets it to 0.
+        next_offer: the planner's note: with fewer certain tokens there is no block to offer. Code that sets a cursor
+            back or changes the prompt must set it to 0.
     """
 
     request_id: str
@@ -158,7 +158,7 @@ class StoreRequest(ABC):
 
 
 class StepBlocks(Protocol):
-    """What the engine says of its blocks in one step; asked only where there are windows, chunks or states."""
+    """The engine's data on its blocks in one step; needed only with windows, chunks or states."""
 
     def blocks(self, request_id: str) -> BlocksByGroup | None:
         """The request's blocks now; None if the engine does not say."""
@@ -212,7 +212,7 @@ class HeldBlocks:
 
 
 class StoreWatch:
-    """What a planner asks of the engine's pool, and tells it.
+    """A planner's calls to the engine's pool.
 
     An adapter overrides this where the engine says which blocks it hands out again. This class itself serves an engine
     that does not: its stores end inside the step that computed their blocks, so no block is reused meanwhile.
@@ -309,7 +309,7 @@ class StoreWatch:
 
 @dataclass(frozen=True, slots=True)
 class StoreParts:
-    """What a planner works with: the parts of one engine's scheduler, and its facts.
+    """A planner's inputs: the parts of one engine's scheduler, and its facts.
 
     Attributes:
         alignment_tokens: every hit is a multiple of so many tokens.

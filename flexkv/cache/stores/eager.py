@@ -164,7 +164,7 @@ class EagerStores(RequestStores):
 
     def _fewest(self, request: StoreRequest, group: int) -> int:
         """How many blocks from the cursor on are offered together, at least: one of the prompt, several generated ones,
-        because a store costs a step the same for one block as for many."""
+        because a store costs a step as much for one block as for many."""
         generated = request.tables[group].cursor >= request.prompt_tokens // self._groups[group].block_tokens
         return self._generated_blocks if generated else 1
 

@@ -52,7 +52,7 @@ class LazyStores(RequestStores, CacheListener):
         self._seen: tuple[int, int] = (-1, -1)
         self._offered: dict[int, tuple[bytes, bytes]] = {}
         self._block_of_key: dict[bytes, int] = {}
-        # Nobody knows what the callers asked whose blocks were computed before there was a planner.
+        # The settings of callers whose blocks were computed before there was a planner are not known.
         self.suspects: dict[int, bytes] = parts.watch.hashes()
         self._key_parts: dict[int, tuple[bytes, bytes, bytes]] = {}
         """For each block whose hash does not identify its content: the hash, the namespace of the request that left the
@@ -60,7 +60,7 @@ class LazyStores(RequestStores, CacheListener):
         self._passed_over: dict[int, bytes] = {}
         self._left: dict[int, bytes] = {}
         """Blocks that requests have left in the engine, with certain KV that was not offered: block -> hash, those left
-        first at the front. One that loses its hash is lost, whoever took it: a step, the engine's own reset, or another
+        first at the front. A block that loses its hash is lost, whether to a step, the engine's own reset, or another
         connector's load."""
 
     def plan_step(
@@ -152,8 +152,8 @@ class LazyStores(RequestStores, CacheListener):
 
     def _note_key_parts(self, request: StoreRequest) -> None:
         """Notes how to make the keys of the blocks that the request did not find in the engine's own cache. A block's
-        hash identifies neither an adapter's content nor a namespace, nor an input whose name is valid for this run
-        alone."""
+        hash identifies neither an adapter's content nor a namespace, nor an input whose name is valid only in this
+        run."""
         own = request.block_ids[request.own_from :]
         if not request.has_own_names:
             for block in own if self._key_parts else ():
@@ -269,8 +269,8 @@ class LazyStores(RequestStores, CacheListener):
 
     def _count_missed(self) -> None:
         """Counts blocks that were passed over or left, and have lost their hash since: the engine has handed them out
-        or dropped them, so the cache can no longer get them, unless it has them from elsewhere. Those left are looked
-        at from the front up to one that is there: what is lost behind it is counted later."""
+        or dropped them, so the cache can no longer get them, unless it has them from elsewhere. Left blocks are checked
+        from the front up to the first that is still there; losses after it are counted later."""
         gone: list[PoolBlock] = []
         for number, block_hash in self._passed_over.items():
             if self._watch.hash_of(number) == block_hash:

@@ -71,8 +71,8 @@ class StorePlanner:
 
 
 class RequestStores(StorePlanner):
-    """The common part of the modes that store: what is offered is watched and counted, and blocks that hold KV of
-    replaced weights or from a failed load are kept out."""
+    """The common part of the modes that store. It watches and counts offered blocks, and keeps out KV of replaced
+    weights or from a failed load."""
 
     def __init__(self, parts: StoreParts) -> None:
         self.parts = parts

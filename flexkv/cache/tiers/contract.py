@@ -3,7 +3,7 @@
 Host memory is the hub: the tier with number 0, which every other tier reads into and is written from. A tier's facets
 say what it can do: a `Source` fills host slots, a `Sink` takes pages from them, a `Prober` has to be asked for its
 pages, a `Follower` is told of them, a `Keeper` has pages that this unit need not keep, and routes move pages straight
-between the tier and engine blocks. The manager knows tiers by their number alone.
+between the tier and engine blocks. The manager knows tiers only by their number.
 
 The manager's thread makes all calls. Only `finish_reset` and `close` may wait.
 """
@@ -52,7 +52,7 @@ class WriteMode(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TierFacts:
-    """What the manager needs to know of a tier. Counts are in pages unless they say otherwise.
+    """Facts about a tier that the manager needs. Counts are in pages unless they say otherwise.
 
     Attributes:
         name: for people; appears in settings, metrics and the log.
@@ -238,7 +238,7 @@ class Prober(ABC):
             op_id: number of the question.
             asked: per group, keys in the order of the request. For a group that restores whole prefixes, the answer may
                 end with the first page that the tier lacks.
-            tokens: valid tokens of each page, the same in every group; None for whole blocks.
+            tokens: valid tokens of each page, equal in every group; None for whole blocks.
         """
 
     @abstractmethod
@@ -303,8 +303,9 @@ class Keeper(ABC):
     """A tier of pages that others keep in host memory so that this unit need not keep them too (`peers.store: once`).
 
     The unit *leaves out* a page that is kept: it does not store it, and drops its copy after the load that needed it.
-    A page that nobody keeps any more is *promoted*: the copy that the unit has becomes its own. Once a keeper's process
-    has ended, the pages in its memory can be copied for a while, and `orphans` names those that this unit left out.
+    When no peer keeps a page any more, the unit's copy is *promoted*: it becomes the unit's own page. Once a keeper's
+    process has ended, the pages in its memory can be copied for a while, and `orphans` names those that this unit left
+    out.
     """
 
     @abstractmethod
@@ -336,12 +337,12 @@ class Keeper(ABC):
     @property
     @abstractmethod
     def has_orphans(self) -> bool:
-        """Whether a keeper has ended whose pages can still be copied. Costs next to nothing."""
+        """Whether pages of an ended keeper can still be copied. Costs next to nothing."""
 
     @abstractmethod
     def orphans(self, most: int) -> tuple[int, Keys]:
-        """Takes up to `most` keys, all of one group, of pages that the unit left out, that nobody who runs keeps, and
-        that it is this unit's turn to copy. Looks at no more than `most` notes. Returns the group and the keys.
+        """Takes up to `most` keys, all of one group, of pages that the unit left out, that no running peer keeps, and
+        that are this unit's to copy. Looks at no more than `most` notes. Returns the group and the keys.
 
         Call order:
             `put_back` for those whose copy could not begin; `end_orphans` once no copy is under way.
@@ -353,15 +354,14 @@ class Keeper(ABC):
 
     @abstractmethod
     def end_orphans(self) -> None:
-        """Lets go of the memory of the keepers that have ended, if no page of it is wanted any more. Another thread
-        unmaps it then."""
+        """Releases the memory of ended keepers, if no page in it is needed any more. Another thread unmaps it then."""
 
 
 class Tier(ABC):
     """One kind of storage that holds pages.
 
     Attributes:
-        facts: what the manager needs to know of it.
+        facts: see `TierFacts`.
         presence: index of the keys of its pages.
         down: why the tier cannot be used; empty while it can. While it is down, its pages are misses and nothing is
             written.

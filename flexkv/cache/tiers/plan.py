@@ -21,13 +21,13 @@ from flexkv.transfer.slab_map import SlabMap
 
 @dataclass(frozen=True, slots=True)
 class UnitFacts:
-    """What is known of a unit before its host memory is allocated.
+    """Facts about a unit before its host memory is allocated.
 
     Attributes:
         groups: the unit's KV groups, which share slots.
         ranks: the ranks with a stripe of their own; one if all ranks hold the same bytes.
         recomputes: the engine computes the pages that a load did not bring.
-        share: what the unit shares with others of its user on this machine; None for nothing.
+        share: the parts that the unit shares with others of its user on this machine; None for none.
     """
 
     config: FlexKVConfig
@@ -40,7 +40,7 @@ class UnitFacts:
 
 @dataclass(frozen=True, slots=True)
 class ImageNeeds:
-    """What a tier needs in each slot for one group's pages, besides their stripes.
+    """The space that a tier needs in each slot for one group's pages, besides their stripes.
 
     Attributes:
         image_bytes: bytes of a slot with everything that the tier stores.
@@ -75,7 +75,7 @@ class TierPlan(ABC):
         """
 
     def slab_map(self) -> SlabMap | None:
-        """What ranks need to move pages straight between this tier and their pools; None if they do not."""
+        """Data for ranks that move pages straight between this tier and their pools; None if they do not."""
         return None
 
 

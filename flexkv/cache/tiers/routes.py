@@ -44,7 +44,7 @@ class LoadRoute(ABC):
 
     @abstractmethod
     def end_load(self, op: RankOp, current: bool) -> None:
-        """Unpins the pages of a load that has ended on every rank, and forgets the suspect ones.
+        """Unpins the pages of a load after every rank has reported, and forgets the suspect ones.
 
         Args:
             current: there was no reset since it was planned.
@@ -75,7 +75,7 @@ class StoreOffer:
     chosen: NDArray[np.int32] | None = None
 
     def part(self, positions: NDArray[np.integer]) -> StoreOffer:
-        """The offer of the blocks at `positions` of this one alone."""
+        """An offer of only this one's blocks at `positions`."""
         return StoreOffer(
             self.request_id,
             self.group,

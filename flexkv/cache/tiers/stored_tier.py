@@ -44,7 +44,7 @@ class StoredTier(Tier, Source):
     in an odd epoch, because nothing says that it has the same weights.
 
     Args:
-        pages: the storage, which survives the process; it also says how many places there are and what lies in them.
+        pages: the storage, which survives the process; it also has the number of places and their content.
     """
 
     def __init__(self, context: TierContext, pages: StoredPages, facts: TierFacts) -> None:
@@ -190,7 +190,7 @@ class StoredTier(Tier, Source):
         return expiries
 
     def _expiries_at(self, group: int, places: Places) -> Expiries:
-        """When the pages at these places expire in every tier; NEVER for those that expire here alone."""
+        """When the pages at these places expire in every tier; NEVER for those that expire only here."""
         expiries = self._fields(group, places)["expiry"]
         return np.where(self._asked[self._owner_of[group]][places], expiries, np.uint64(NEVER))
 
@@ -204,7 +204,7 @@ class StoredTier(Tier, Source):
         self._asked[owner][places] = asked
 
     def end_use(self, group: int, entries: EntryIds, places: Places, suspect: NDArray[np.bool_]) -> None:
-        """Unpins pages that were read, and removes those marked in `suspect`, which did not hold what was asked for."""
+        """Unpins pages that were read, and removes those marked in `suspect`, which did not match the request."""
         self.pages.record_use(group, places)
         if suspect.any():
             self.remove(group, entries[suspect])
@@ -239,7 +239,7 @@ class StoredTier(Tier, Source):
 
     @property
     def _tells(self) -> bool:
-        """Whether somebody listens to what leaves the unit's own disks."""
+        """Whether a listener wants the pages that leave the unit's own disks."""
         return self.sink is not None and bool(self._hub.listeners)
 
     def _tell_gone(self, group: int, keys: Keys, groups: NDArray[np.uint32] = NO_GROUPS) -> None:

@@ -143,7 +143,7 @@ def new_tables(
 
 @dataclass(frozen=True, slots=True)
 class TierContext:
-    """What the manager shares with each of its tiers.
+    """The manager's tables, shared with each of its tiers.
 
     Attributes:
         tier: number of the tier that is being made.

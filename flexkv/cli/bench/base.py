@@ -16,8 +16,7 @@ class ComparisonRow:
     """One comparison.
 
     Attributes:
-        what: the method.
-        gbps: 1e9 bytes per second, median; None if the method did not run or has no rate.
+        what: the method measured. gbps: 1e9 bytes per second, median; None if the method did not run or has no rate.
         calls: I/O or driver calls of one round; None if they are not counted.
         p99_ms: 99th percentile of single copies, milliseconds; None for other methods.
         path: what moved the bytes; empty if nothing ran.

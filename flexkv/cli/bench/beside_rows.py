@@ -1,7 +1,7 @@
 """Measures what copies by flexkv's lanes cost the engine's own work: `flexkv bench transfer --part beside`.
 
-A round measures each work alone, then beside each kind of copies, so that both windows of a pair have the same clocks
-and temperature; a row is the median of its pairs.
+A round measures each work alone, then during each kind of copies, so both windows of a pair have equal clocks and
+temperature; a row is the median of its pairs.
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ def _row(
 
 
 def pair_factors(alone: Sequence[NDArray[np.float64]], beside: Sequence[NDArray[np.float64]]) -> list[float]:
-    """The median beside over the median alone, for each pair."""
+    """For each pair, the median during copies over the median alone."""
     return [
         float(np.median(with_copies) / np.median(without))
         for without, with_copies in zip(alone, beside, strict=True)
@@ -237,4 +237,4 @@ def pair_factors(alone: Sequence[NDArray[np.float64]], beside: Sequence[NDArray[
 
 
 def _nothing() -> None:
-    """Does nothing between two times of a work that runs alone."""
+    """Does nothing between two measurements of a work that runs alone."""

@@ -61,7 +61,7 @@ def disk_rows(
     Args:
         device: the CUDA device that holds the pools; None for plain memory.
         multiprocessors: multiprocessors of the device; 0 for plain memory.
-        folder: lies on the disk to be measured; what is made there is removed.
+        folder: a folder on the disk to be measured; files made there are removed.
         total_bytes: bytes moved per read; every geometry moves at least two pages.
         settings: the ways that the device's lane may take.
 

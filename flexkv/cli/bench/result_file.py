@@ -24,7 +24,7 @@ class ResultFile:
 
     Args:
         path: the file to write, or a link to it; None keeps the results in memory alone.
-        facts: what is known before the first measurement.
+        facts: facts before the first measurement.
     """
 
     def __init__(self, path: Path | None, facts: dict[str, Any]) -> None:
@@ -75,7 +75,7 @@ class ResultFile:
             with self._path.open("w") as stream:
                 stream.write(json.dumps(self._content) + "\n")
             return
-        # Replaces the last one atomically: whoever reads meanwhile sees a whole file, also after a loss of power.
+        # Replaces the last file atomically: a reader always sees a whole file, even after a loss of power.
         path = self._path.resolve()
         beside = path.with_name(f".{path.name}.part")
         with beside.open("w") as file:

@@ -140,7 +140,7 @@ def pooled_engine(
         while device is not None and pool.pinned_slots < blocks and time.monotonic() < ends_s:
             time.sleep(0.01)
         engine.attach_view(0, view, pool)
-        # The kernel reads registered memory alone: a row that was measured before that says so.
+        # The kernel reads only registered memory; a row that was measured before registration says so.
         yield engine, device is None or pool.pinned_slots >= blocks
     finally:
         engine.close(WAIT_S)
@@ -174,7 +174,7 @@ class TransferBench:
         self._ids = itertools.count(1)
         self._pinned = True
         self.limit_gbps = {name: self._limit(name) for name in DIRECTIONS}
-        """Rates of one contiguous copy each way; also "both" where somebody has measured two at once."""
+        """Rates of one contiguous copy each way; also "both" if two at once were measured."""
 
     @property
     def copies(self) -> dict[str, str]:

@@ -24,7 +24,7 @@ for one length, and one such length decides the table."""
 
 
 class Rates(Protocol):
-    """`TransferBench`, of which this needs one method."""
+    """The one method of `TransferBench` that this needs."""
 
     def one_way_gbps(self, run_bytes: int) -> dict[str, float] | None: ...
 

@@ -65,7 +65,7 @@ def ping(options: StoreOptions, deadline_s: float) -> list[Reached]:
 
 
 def look(options: StoreOptions, names: Sequence[str], deadline_s: float) -> list[StoredValue | None]:
-    """What each value's trailer says; None if the store has no such name.
+    """The content of each value's trailer; None if the store has no such name.
 
     Raises:
         StoreError: the store cannot be reached.

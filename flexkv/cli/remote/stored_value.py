@@ -30,7 +30,7 @@ class StoredValue:
         bytes: size of the whole value.
         fault: why no engine would take the value, as far as that can be told; empty if nothing was found.
         runs: runs whose digests the trailer has.
-        runs_matching: how many match if the stripes are cut into as many equal parts; None if they cannot be.
+        runs_matching: how many match if the stripes are cut into that many equal parts; None if they cannot be.
         key: 32 hex digits.
         tokens: number of valid tokens.
         written, expiry: unix seconds; an expiry of 0 is never.
@@ -73,7 +73,7 @@ def read_value(name: str, value: NDArray[np.uint8], now: int) -> StoredValue:
 
 
 def _trailer_start(value: NDArray[np.uint8]) -> int | None:
-    """Where the trailer begins whose run digests end exactly at the value's end; None if there is none."""
+    """Start of the trailer whose run digests end exactly at the value's end; None if there is none."""
     end = value[-(HEAD.size + 8 * MOST_RUNS) :].tobytes()
     at = len(end) - HEAD.size - 8
     while (at := end.rfind(MAGIC, 0, at + len(MAGIC))) >= 0:

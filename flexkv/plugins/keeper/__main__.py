@@ -93,7 +93,7 @@ class Keeper:
         return [descriptor for descriptor in others if descriptor in ready]
 
     def _reap(self, now_s: float) -> None:
-        """Reaps every process that has ended: plugins, and what they left behind, whose parent is the keeper."""
+        """Reaps every ended process: plugins, and orphans of theirs, whose parent is the keeper."""
         while True:
             try:
                 ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -110,7 +110,7 @@ class Keeper:
                 run.ended(os.waitstatus_to_exitcode(status), now_s)
 
     def _end(self) -> None:
-        """Asks all plugins to end, then kills what is left."""
+        """Asks all plugins to end, then kills the remaining processes."""
         for run in self._runs:
             run.is_ending = True
             run.signal(signal.SIGTERM)

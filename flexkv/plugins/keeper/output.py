@@ -92,5 +92,5 @@ def printable(line: bytes) -> str:
     """The line without anything that could act on a terminal or pass for another line."""
     text = line.decode(errors="replace").rstrip().expandtabs(4)
     shown = "".join(character if character.isprintable() else "?" for character in text)
-    # Cut after tabs became spaces: what is longer than the engine reads at once would begin another message there.
+    # Cut after tabs became spaces, because the engine would treat the rest of a longer line as another message.
     return shown.encode()[:MOST_SHOWN_BYTES].decode(errors="ignore")

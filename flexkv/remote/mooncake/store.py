@@ -32,7 +32,7 @@ BATCH_NAMES = 256
 
 INFINIBAND = Path("/sys/class/infiniband")
 PROBE = "flexkv/alive"
-"""A name that nobody puts."""
+"""A name that is never put."""
 
 NO_ROOM, BAD_SIZE, ABSENT, EXISTS, TRANSFER = -200, -600, -704, -705, -800
 CODES = {
@@ -43,7 +43,7 @@ CODES = {
     -900: "the master cannot be reached",
     -901: "the master did not answer",
 }
-"""What the library's codes mean, for messages."""
+"""Meanings of the library's codes, for messages."""
 
 Batch = Callable[[Any, Sequence[str], list[list[int]], list[list[int]]], list[int]]
 

@@ -25,8 +25,8 @@ class Address:
 
     @property
     def identity(self) -> str:
-        """Identifies the server when names are spread over servers. It is the same on every machine that knows the
-        server by the same name, with and without TLS.
+        """Identifies the server when names are spread over servers. It is equal on all machines that know the server by
+        one name, with and without TLS.
         """
         return f"{self.host}:{self.port}/{self.database}"
 

@@ -43,8 +43,8 @@ class Command:
 class Exchange:
     """
     Attributes:
-        replies: replies that came, in the order of `commands`, of which the last may be missing. The bytes of a `Bulk`
-            are in its memory if their size is right; else they were dropped.
+        replies: replies that came, in the order of `commands`; the last ones may be missing. The bytes of a `Bulk` are
+            in its memory if their size is right; else they were dropped.
         reason: why replies are missing, or the first error among them; empty for neither.
     """
 

@@ -31,7 +31,7 @@ RETRY_S = 0.25
 """How long a call waits at most for a rested server to answer a ping."""
 
 WRONG_TYPE = "WRONGTYPE"
-"""Error code for a key that holds a list, a set or another type that somebody else has put there."""
+"""Error code for a key that holds a list, a set or another type that another program has put there."""
 
 AWAY = Refusal("its server is left alone for now")
 

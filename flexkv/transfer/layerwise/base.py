@@ -106,7 +106,7 @@ class Event(ABC):
     @property
     @abstractmethod
     def error(self) -> str:
-        """What failed before the point, in its stream or in one that its stream waited for; empty if nothing did.
+        """The failure before the point, in its stream or in one that its stream waited for; empty if there was none.
 
         Read it after `wait` has returned True.
         """

@@ -171,7 +171,7 @@ class LoadPipeline(Pipeline):
     def _end_early(self) -> None:
         """With `CallerLayers`, a device whose streams wait for each other makes the caller's stream wait, too, and the
         host goes on: the caller's own work on the device, behind which the last stages may wait, takes as long as it
-        takes. What the caller does next on its stream comes after all that was begun, so it may reuse the buffers.
+        takes. The caller's next work on its stream comes after all work that was begun, so it may reuse the buffers.
         """
         if not isinstance(self._paged, CallerLayers):
             super()._end_early()

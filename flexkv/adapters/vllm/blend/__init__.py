@@ -20,5 +20,5 @@ ARCHITECTURES = {
 PLAIN = {blending: plain for plain, blending in ARCHITECTURES.items()}
 
 SALT = "flexkv-blend:"
-"""What the `cache_salt` of a blended request begins with. The rest must be its own: vLLM and flexkv take the blocks of
-two requests with one salt for the same."""
+"""Prefix of a blended request's `cache_salt`. The rest must be unique to the request: vLLM and flexkv treat blocks of
+two requests with one salt as equal."""

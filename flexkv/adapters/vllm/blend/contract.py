@@ -1,4 +1,4 @@
-"""What blending takes for granted of an engine and its model, checked at the engine's start.
+"""The assumptions of blending about an engine and its model, checked at the engine's start.
 
 vLLM promises neither the parts of its models nor its forward context. Where one of them is not as blending needs it,
 blending is off, one warning says why, and every request is computed fully.

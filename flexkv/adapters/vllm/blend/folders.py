@@ -12,8 +12,8 @@ from flexkv.errors import ConfigError
 
 WAITS = 2
 """How often a request's segments wait: for room in host memory and for reads. Where layers are streamed they wait
-again, for the first of them. Each wait gets the same share of `load.deadline_s`, and so does loading what came: beyond
-the deadline the request would be computed without any of them."""
+again, for the first of them. Each wait, and the load of the pages that came, gets an equal share of `load.deadline_s`:
+beyond the deadline the request would be computed without any of them."""
 
 
 def segment_folders(vllm_config: Any, settings: FlexKVConfig, rank: int) -> SegmentFolders:

@@ -37,7 +37,7 @@ ANOTHER_RANK = "another rank's log says what"
 
 @dataclass(frozen=True, slots=True)
 class LaterLayers:
-    """What the layers after the check layer compute.
+    """The rows that the layers after the check layer compute.
 
     Attributes:
         context: their forward's.
@@ -164,8 +164,8 @@ class BlendForward:
     def _keep(
         self, batch: BatchRows, reused: Sequence[ReusedRows], cached: CachedRows, fresh: Any
     ) -> NDArray[np.bool_]:
-        """The rows that later layers compute, the same on every rank. All of them if some rank's cached rows failed:
-        until here every layer has computed all rows.
+        """The rows that later layers compute, equal on every rank. All of them if some rank's cached rows failed: until
+        here every layer has computed all rows.
 
         Raises:
             CachedRowsError: some rank's failed and still move at the deadline.
@@ -215,7 +215,7 @@ class BlendForward:
     def _later_layers(
         self, batch: BatchRows, cached: CachedRows, keep: NDArray[np.bool_], whole: LaterLayers
     ) -> LaterLayers:
-        """What later layers need in order to compute the kept rows alone. Waits for all ranks.
+        """The inputs with which later layers compute only the kept rows. Waits for all ranks.
 
         Returns:
             `whole` if some rank cannot make it: until here every layer has computed all rows.
@@ -297,7 +297,7 @@ class BlendForward:
     # --- attention of fewer rows ---
 
     def _context(self, context: Any, batch: BatchRows, kept: Numbers) -> Any:
-        """The forward's context with the kept rows alone, each run of them as a sequence of its own."""
+        """The forward's context with only the kept rows, each run of them as a sequence."""
         whole = context.attn_metadata[self._names[0]]
         all_slots = context.slot_mapping[self._names[0]]
         runs = self.runs(batch, kept)
@@ -354,8 +354,8 @@ def _raise_alike(puts: Exception | None, others: Sequence[Exception | None], dev
     """Raises on every rank if flexkv's own work has failed on some. Waits for all ranks.
 
     Args:
-        puts: what failed of the work on cached rows on this rank; None for nothing.
-        others: the same of other parts of its work.
+        puts: the failure of this rank's work on cached rows; None without one. others: failures of other parts of its
+            work.
 
     Raises:
         CachedRowsError: it has, and there are several ranks.

@@ -64,13 +64,13 @@ class ReusedRows:
 
 @dataclass(frozen=True, slots=True)
 class TakenRows:
-    """Rows whose fresh keys and values somebody takes.
+    """Rows whose fresh keys and values a callback takes.
 
     Attributes:
         rows: their numbers in the batch; none of them is reused.
         take: called once per layer with the layer's number and the rows' keys and values; not after a failure.
-        lose: called with the failure of `take`, or of what comes before it, with which the forward goes on. None: it
-            fails on all ranks.
+        lose: called with a failure of `take` or of the work before it, and the forward goes on. None: the forward fails
+            on all ranks.
     """
 
     rows: Numbers
@@ -79,23 +79,23 @@ class TakenRows:
 
 
 class CachedRowsError(TransferError):
-    """Rows that a forward reads from the cache, or gives to somebody who must have them, failed on some rank, where its
-    step cannot go on. Every rank raises it."""
+    """On some rank, rows that a forward reads from the cache or must pass on failed, and its step cannot go on. Every
+    rank raises it."""
 
 
 class RowsLost(TransferError):
-    """Pages that cached rows of a forward lie on were lost on some rank, and nothing else has failed: the forward can
-    begin again without them. Every rank raises it."""
+    """Some rank lost pages that hold cached rows of a forward, and nothing else has failed, so the forward can begin
+    again without them. Every rank raises it."""
 
 
 class OwnWork:
-    """Work of flexkv on this rank between a forward's collectives. After a failure no more of it is done.
+    """flexkv's work on this rank between a forward's collectives. After a failure the rest is skipped.
 
     Args:
         stops: raise a failure at once, because no other rank waits.
 
     Attributes:
-        failure: what has failed first.
+        failure: the first failure.
     """
 
     def __init__(self, stops: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""What each step tells the ranks about blending, and what they report. Plain and picklable."""
+"""Orders about blending that a step carries to the ranks, and the ranks' reports. Plain and picklable."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class SegmentOrder:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """What a rank has loaded for a request, once nothing more will come.
+    """The segments that a rank has loaded for a request, once no more will come.
 
     Attributes:
         load: see `SegmentOrder`.
@@ -45,7 +45,7 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Reuse:
-    """What a request reuses, once all ranks have it.
+    """The segments that a request reuses, once all ranks have them.
 
     Attributes:
         spans: position of each segment's first token in the prompt, and the number of its leading tokens that every

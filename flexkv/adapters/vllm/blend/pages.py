@@ -31,7 +31,7 @@ RESULTS_OF = {
     PageLoss.SEGMENT_NO_ROOM: BlendResult.LATE,
     PageLoss.SEGMENT_UNREADABLE: BlendResult.LOST,
 }
-"""What becomes of a request of whose segments nothing comes."""
+"""The result of a request none of whose segments arrived, by the reason."""
 
 
 @dataclass(slots=True)
@@ -89,7 +89,7 @@ class BlendPages:
         self._stores: dict[SegmentStore, NewSegment] = {}
         """Captured segments on their way to host memory, in the order in which they began."""
         self._stored: dict[int, BlendResult] = {}
-        """What became of segments since the last `take_stored`."""
+        """Results of segments since the last `take_stored`."""
         self._after: dict[RequestId, list[SegmentStore]] = {}
         """Loads that begin once these stores, of the same segments, have ended."""
         self._room_after: dict[RequestId, list[SegmentStore]] = {}
@@ -98,8 +98,8 @@ class BlendPages:
     # --- loads ---
 
     def begin_load(self, order: SegmentOrder) -> None:
-        """Begins to load what is cached of a request's segments. Raises no error of any kind, because other ranks go on
-        to the step's collectives: the segments are lost."""
+        """Begins to load the cached pages of a request's segments. Raises no error of any kind, because other ranks go
+        on to the step's collectives: the segments are lost."""
         self._coming[order.request] = order
         self._advance_stores()
         try:
@@ -299,8 +299,8 @@ class BlendPages:
         self._not_kept(asks, BlendResult.LOST, error)
 
     def lose_capture(self, request: RequestId, asks: NewSegment) -> None:
-        """Called instead of the last `end_capture` of a segment whose rows were not found, or of which earlier ones
-        could not be captured."""
+        """Called instead of a segment's last `end_capture` if its rows were not found, or earlier rows could not be
+        captured."""
         capture = self._captures.pop(request, None)
         if capture is not None and capture.is_broken:
             self._stored[asks.number] = BlendResult.LOST
@@ -312,8 +312,8 @@ class BlendPages:
         _warn_of(f"a segment of {len(asks.tokens)} tokens is not kept: %s", reason)
 
     def take_stored(self) -> dict[int, BlendResult]:
-        """What became of segments since the last call, by their numbers: STORED if all of their tokens are cached,
-        otherwise why not."""
+        """Results of segments since the last call, by their numbers: STORED if all their tokens are cached, otherwise
+        the reason."""
         stored, self._stored = self._stored, {}
         return stored
 

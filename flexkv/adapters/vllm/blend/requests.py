@@ -49,13 +49,13 @@ MOST_STORES = 1 << 12
 
 
 class Phase(Enum):
-    """What has become of a blended request's segments."""
+    """The state of a blended request's segments."""
 
     NEW = "new"
     """No rank holds them."""
     LOADING = "loading"
     READY = "ready"
-    """Every rank holds the same of them."""
+    """Every rank holds them, or the same part of them."""
 
 
 @dataclass(slots=True, eq=False)

@@ -1,10 +1,10 @@
 """Blends a prompt whose answer is known, on the engine's own pool, before the engine's first request.
 
-Three things are shown: the layers called one by one compute what the model computes; a ratio of 1 computes the same;
-and where the cached rows are those that a full computation gives, every kept row gets the keys of that computation in
-every later layer and its output, whichever rows are kept (the oracle). The oracle fails if a kept row attends to a row
-that it must not see, or to one that was not written, neither of which the next token would show. Each row is compared
-by itself: among a hundred right ones, one wrong row is less than rounding.
+The test shows three things. The layers, called one by one, compute what the model computes. So does a ratio of 1. If
+the cached rows are those of a full computation, every kept row gets that computation's keys in every later layer and
+its output, whichever rows are kept (the oracle). The oracle fails if a kept row attends to a row that it must not see,
+or to one that was not written. The next token would show neither fault. Each row is compared by itself: among a hundred
+right ones, one wrong row is less than rounding.
 
 The first two run the same kernels on the same rows. The oracle's kernels get fewer rows behind the check layer, and
 their roundings add up over the layers. So what roundings explain there is measured on the model itself: how far each
@@ -108,14 +108,14 @@ class SelfTest:
         self._positions = torch.from_numpy(at).to(self._device)
 
     def refusal(self) -> str:
-        """Why blending must be off, the same on every rank; empty if all is as it should be."""
+        """Why blending must be off, equal on every rank; empty if the test passed."""
         if not self._has_room:
             return f"the engine has no room for a prompt of {ROWS} tokens to test it with"
         raised = ""
         try:
             with torch.inference_mode():
                 errors = self._errors()
-        except Exception as error:  # what is called here is vLLM's, and promised by nobody
+        except Exception as error:  # vLLM's own code, without a stable interface
             logger.warning("blending's test at the start fails", exc_info=True)
             raised = f"{type(error).__name__}: {error}"
             errors = dict.fromkeys(TESTS, math.nan)

@@ -1,4 +1,4 @@
-"""What the scheduler's side needs to know of an engine to blend; read at the engine's start."""
+"""Facts about an engine that the scheduler's side needs for blending; read at the engine's start."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ class BlendWorker:
             test = self._prepare(vllm_config, settings, rank, geometry)
         except FlexKVError as error:
             refusal = str(error)
-        except Exception as error:  # what is called here is vLLM's, and promised by nobody
+        except Exception as error:  # vLLM's own code, without a stable interface
             logger.warning("blending cannot be prepared", exc_info=True)
             refusal = f"{type(error).__name__}: {error}"
         # Here, because the test computes with all ranks, and waits for one that does not take part.
@@ -182,10 +182,10 @@ class BlendWorker:
 
 @dataclass(frozen=True, slots=True)
 class BlendStep:
-    """What one forward blends.
+    """The blending work of one forward.
 
     Args:
-        chunks: the same on every rank.
+        chunks: equal on every rank.
     """
 
     _forward: BlendForward
@@ -205,10 +205,10 @@ class BlendStep:
         return None
 
     def _blend(self, input_ids: Any, positions: Any, batch: BatchRows | None, waits: bool) -> Any:
-        """The same.
+        """Computes the hidden states; see `forward`.
 
         Args:
-            waits: reuse only segments that have arrived whole, and wait until each has or is lost.
+            waits: reuse only segments that have arrived whole, and wait until each has arrived or is lost.
 
         Raises:
             RowsLost: on all ranks alike.
@@ -253,8 +253,8 @@ class BlendStep:
     def _agree(
         self, batch: BatchRows | None, waits: bool
     ) -> list[tuple[ChunkOrder, int | None, tuple[tuple[int, int], ...]]]:
-        """Each chunk with its first row in the batch, None if some rank does not find it or lacks what it is for; and
-        with the spans that it reuses, of which those are empty that some rank has lost. Waits for all ranks."""
+        """Each chunk with its first row in the batch and the spans that it reuses. The row is None if some rank does
+        not find the chunk or lacks its rows; a span that some rank has lost is empty. Waits for all ranks."""
         found = [self._find_or_warn(batch, chunk, waits) for chunk in self._chunks]
         flags = [place is not None for place, _ in found]
         flags += [
@@ -307,7 +307,7 @@ class BlendStep:
             return None, set()
 
     def _find(self, batch: BatchRows, chunk: ChunkOrder, waits: bool) -> tuple[int | None, set[int]]:
-        """The chunk's first row in the batch, None if it is not there or this rank lacks what it is for; and the
+        """The chunk's first row in the batch (None if the chunk is not there or this rank lacks its rows), and the
         numbers of its segments that this rank has."""
         asks, left = chunk.asks, set[int]()
         if isinstance(asks, Reuse):
@@ -332,7 +332,7 @@ class BlendStep:
 
 @dataclass(frozen=True, slots=True)
 class RowsWhenOpened:
-    """A `RowSource` of a chunk's spans that is made when it is opened: what fails there fails on all ranks alike."""
+    """A `RowSource` of a chunk's spans that is made when it is opened, so a failure there is a failure on all ranks."""
 
     pages: BlendPages
     chunk: ChunkOrder
@@ -350,7 +350,7 @@ def _spans(chunk: ChunkOrder) -> dict[int, tuple[int, int]]:
 
 
 def _on_all_ranks(here: list[bool]) -> list[bool]:
-    """What is true on every rank. Waits for all ranks: each must call this with as many."""
+    """Which values are true on every rank. Waits for all ranks; each must pass equally many values."""
     group = get_tp_group()
     if group.world_size == 1:
         return here

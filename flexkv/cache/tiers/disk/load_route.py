@@ -1,8 +1,8 @@
 """Straight loads from the unit's own disks to engine blocks, bypassing host memory (docs/gds.md).
 
-Contract with the tier: entries are pinned from the promise to the end of the load on every rank, so that nobody writes
-their places. Each rank verifies the pages that it brings against the tags. The engine learns of each page that fails,
-and computes it; the tier forgets it if its place held something else (`FailureCause`).
+Contract with the tier: entries are pinned from the promise to the end of the load on every rank, so that their places
+are not rewritten. Each rank verifies the pages that it brings against the tags. The engine learns of each page that
+fails, and computes it; the tier forgets it if its place held something else (`FailureCause`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class GdsUse(Enum):
 
     NEVER = "never"
     WHERE_FASTER = "where_faster"
-    """When it is faster than through host memory, by what was measured lately."""
+    """When recent measurements say that it is faster than through host memory."""
     ALWAYS = "always"
 
 
@@ -132,7 +132,7 @@ class GdsLoads(StraightLoads):
 
     def end_load(self, op: RankOp, current: bool) -> None:
         if not current:
-            # The reset forgot what the places held; a failure says nothing about what is there now.
+            # The reset forgot the pages of the places, so a failure says nothing about their present content.
             op.suspect[:] = op.withheld[:] = False
         elif op.suspect.all():
             # If every page failed, the route may be at fault rather than the disk, and the next loads would fail too.

@@ -153,8 +153,8 @@ class DiskPages(StoredTier, Sink):
         return generations
 
     def under_way(self, group: int, entries: EntryIds) -> NDArray[np.bool_]:
-        """Which of these entries, pinned since `begin_write`, may still become visible, because nobody forgot them,
-        bool [entries]."""
+        """Which of these entries, pinned since `begin_write`, may still become visible, because they were not forgotten
+        meanwhile, bool [entries]."""
         return np.asarray(
             self.presence.find(group, self.presence.keys_of(entries), ready_only=False) == entries
         )
@@ -258,7 +258,7 @@ class DiskPages(StoredTier, Sink):
     def durable(self) -> bool:
         stats = self.volumes.stats()
         # `poll` comes after `stats`: a journal that has failed shows no lag, but `poll` finds its disk lost. `poll`
-        # also passes to the journals what they had no room for, which shows as lag from then on.
+        # also passes waiting records to the journals, which shows as lag from then on.
         self.poll(time.monotonic())
         return not (stats.journal_lag_s > 0 or stats.pending_pages)
 

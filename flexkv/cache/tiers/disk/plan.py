@@ -187,7 +187,7 @@ def _disk_group(
 
 
 def image_needs(group: DiskGroup) -> ImageNeeds:
-    """What the tier needs in a slot for a page of the group and its trailer."""
+    """The space that the tier needs in a slot for a page of the group and its trailer."""
     codec = codec_of(group)
     ranks = range(codec.ranks) if group.host_digests else ()
     return ImageNeeds(codec.image_bytes, tuple(codec.digest_offset(rank) for rank in ranks))

@@ -2,7 +2,7 @@
 
 Each rank writes its stripe and reports the digests of its runs. Then the disk lane writes the trailers (the seal), and
 the pages become visible. Contract with the tier: entries are pending and pinned from the plan to the end of the seal,
-so that nobody reads or rewrites their places. A page that is not sealed is never visible.
+so that their places are neither read nor rewritten. A page that is not sealed is never visible.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class GdsStores(StoreRoute):
         coming = stored.copy()
         coming[stored] = index.fillers(in_host[stored]) != 0
         read = np.isin(on_disk, reads)
-        # Loads write what is being read to these engine blocks. If a read fails, the engine computes them and offers
-        # them again.
+        # Loads are writing pages to these engine blocks. If a read fails, the engine computes them and offers them
+        # again.
         awaited = (coming | read) & np.isin(offer.blocks, ops.targets_of_loads(group))
         unknown = ~(stored & ~coming) & ~awaited
         return np.flatnonzero(unknown & (on_disk == NO_ENTRY)), np.flatnonzero(unknown & read)

@@ -45,9 +45,9 @@ class HostStores(StoreRoute):
     def _take_over(self, offer: StoreOffer, room: int) -> int:
         """Removes the keys of offered blocks that a fetch is to bring, so that the offer stores them.
 
-        Nobody knows whether a fetch brings its page before the page is verified, and the engine offers a block only
-        once. The key then belongs to the store's slot; the fetch goes on in its own slot for the loads that wait for
-        it, and is not published. If the store fails, the page is still in its tier, unless both have failed.
+        A fetch may fail until its page is verified, and the engine offers a block only once. The key then belongs to
+        the store's slot; the fetch goes on in its own slot for the loads that wait for it, and is not published. If the
+        store fails, the page is still in its tier, unless both have failed.
 
         Returns:
             How many blocks found no slot, so that the fetch keeps their keys.

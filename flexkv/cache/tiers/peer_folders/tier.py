@@ -25,8 +25,7 @@ class PeerPlane(Plane, Protocol):
 
 
 class PeerTier(StoredTier):
-    """Folders of other units. Forgotten pages are forgotten in this process alone, because the folders belong to their
-    owners.
+    """Folders of other units. Pages are forgotten only in this process, because the folders belong to other units.
 
     Args:
         pages: pages of all folders.

@@ -68,8 +68,8 @@ class RemoteLane(Plane, Protocol):
 class RemoteTier(Tier, Source, Sink, Prober):
     """The store itself is the index. `presence` holds its recent answers and the pages written to it from here.
 
-    An entry counts for lookups until its answer expires. For `known`, which decides what is written, it counts until
-    the store says that the page is not there.
+    An entry counts for lookups until its answer expires. `known`, which decides which pages are written, counts it
+    until the store says that the page is absent.
 
     Args:
         probe_s: see `Prober`.

@@ -66,11 +66,12 @@ class PeerKeeper(Keeper):
         self._groups = np.zeros(places, np.int32)
         """The page's KV group."""
         self._departed: tuple[int, ...] = ()
-        """Those for which `_orphans` was collected."""
+        """Peers for which `_orphans` was collected."""
         self._since_s = 0.0
         """When the last of these was found to have ended."""
         self._let_go: tuple[int, ...] = ()
-        """The departed of which no page is wanted any more. They are known until another thread has unmapped them."""
+        """Departed peers none of whose pages are needed any more. They stay known until another thread has unmapped
+        them."""
         self._orphans: deque[tuple[int, Keys]] = deque()
         """Groups, each with keys of its pages."""
 

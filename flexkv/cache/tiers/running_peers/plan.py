@@ -30,7 +30,7 @@ HOST, FOLDERS = "peer-host", "peers"
 
 
 def plan_share(unit: UnitFacts) -> PeerShare | None:
-    """What the unit shares with others, by its settings; None for nothing.
+    """The parts that the unit's settings share with others; None for none.
 
     Raises:
         ConfigError: pages are to be kept once, and host memory is not to be shared; or folders are to be shared with
@@ -72,8 +72,8 @@ def shares(config: FlexKVConfig) -> tuple[bool, bool]:
 
 
 def usual_share(config: FlexKVConfig) -> Literal["host+disk", "disk", "off"]:
-    """`peers.share` where nobody sets it: host memory is shared where several units start on the node, or where they
-    keep pages once."""
+    """`peers.share` if it is not set: host memory is shared if several units start on the node, or if they keep pages
+    once."""
     return "host+disk" if config.host.units_per_node > 1 or config.peers.store == "once" else "disk"
 
 

@@ -187,7 +187,7 @@ class LivePeerTier(Tier, Source, Follower):
     def forget(self, group: int, keys: Keys) -> int:
         """Makes the pages misses in this process, until a peer stores them again."""
         if self._keeper is not None:
-            # Somebody wants them gone, so they do not count as lost.
+            # They were removed on request, so they do not count as lost.
             self._keeper.take_back(group, keys)
         entries = self.presence.find(group, keys, ready_only=False)
         return self._remove(entries[entries != NO_ENTRY])
