@@ -103,7 +103,7 @@ def read_environment(environ: Mapping[str, str], keys_by_variable: Mapping[str, 
 
 
 def _of_kubernetes(variable: str, value: str) -> bool:
-    """Whether Kubernetes set the variable. A bare ..._PORT of Kubernetes holds an address; any other was set by a user."""
+    """Whether Kubernetes set the variable. A bare ..._PORT of Kubernetes holds an address; others are set by users."""
     is_address = variable.endswith("_PORT") and _KUBERNETES_ADDRESS.fullmatch(value) is not None
     return is_address or _KUBERNETES.fullmatch(variable) is not None
 
