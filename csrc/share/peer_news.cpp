@@ -6,7 +6,7 @@
 namespace flexkv {
 namespace {
 
-// Unit: records. Passed ones are removed once they are more than those that wait and this number.
+// Unit: records. Processed records are removed once they outnumber the waiting ones by this number.
 constexpr size_t kMostPassed = 4096;
 
 }  // namespace

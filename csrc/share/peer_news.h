@@ -33,8 +33,8 @@ struct PeerNews {
   bool there;
 };
 
-// Keeps one record per page, which says what all that was told of the page comes to. So whoever tells does
-// the work of settling, and whoever takes has less to do. Thread-safe: one thread tells, another takes.
+// Keeps one record per page, which sums up all news of the page. So the thread that tells does the work of
+// summing up, and the thread that takes has less to do. Thread-safe: one thread tells, another takes.
 class PendingNews {
  public:
   void tell(const RowFacts& facts, bool there);
@@ -64,7 +64,7 @@ class PendingNews {
   // these 32 KiB alone, which stay in a core's cache.
   static constexpr size_t kMarks = size_t{1} << 18;
 
-  mutable std::mutex mutex_;  // guards what follows
+  mutable std::mutex mutex_;  // guards the members below
   std::vector<Record> records_;
   size_t first_ = 0;                                   // all before it are passed
   std::unordered_map<PageName, size_t, NameHash> at_;  // the page's record that is not passed

@@ -9,7 +9,8 @@ from flexkv.errors import ConfigError, GeometryError
 from flexkv.storage.base import DiskGroup
 
 MOST_SIGNATURE_BYTES = 4096
-"""The most bytes of a group's signature: names of layers and shapes, or a digest of them, are shorter."""
+"""The longest signature of a group. Signatures list layer names and shapes, or are a digest of these, so all are
+shorter."""
 
 
 def slab_numbers(groups: Sequence[DiskGroup]) -> list[int]:

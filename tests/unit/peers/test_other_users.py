@@ -1,4 +1,5 @@
-"""Nothing of another user is mapped or read, and nothing is given to one, even where a folder's mode would allow it.
+"""Files of another user are neither mapped nor read, and nothing is sent to another user, even if a folder's mode would
+allow it.
 
 Each case is first shown to work with the same user.
 """

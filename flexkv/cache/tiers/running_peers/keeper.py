@@ -171,7 +171,7 @@ class PeerKeeper(Keeper):
                 yield group, noted[at : at + most]
 
     def _are_mine(self, keys: Keys) -> NDArray[np.bool_]:
-        """Which of the keys it is this unit's turn to copy, bool [keys]."""
+        """Which of the keys this unit is to copy, bool [keys]."""
         number, units = self._share.turn
         # All turns have to come before the memory is dropped.
         turn = int((self._clock() - self._since_s) / min(TURN_S, DEPARTED_S / 4 / units))
