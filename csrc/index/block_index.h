@@ -120,8 +120,8 @@ class BlockIndex {
   // Adds a lease to each entry; all must be ready and of one group. Writes their slots. All or none.
   void pin(std::span<const EntryId> entries, int32_t* slots);
 
-  // The same for entries that a lookup found. Each must still hold the block of its key: an entry that was
-  // evicted and now holds another block is not leased.
+  // Leases entries that a lookup found. Each must still hold the block of its key: an entry that was evicted
+  // and now holds another block is not leased.
   void pin_found(uint32_t group, std::span<const BlockKey> keys, const EntryId* entries, int32_t* slots);
 
   // `pin` for entries that are ready, or pending and leased by the op that fills them. It keeps a block that

@@ -51,8 +51,8 @@ class TierLookup {
   // nothing is leased.
   void look(std::span<const std::span<const BlockKey>> keys, const LookupTerms& terms, Found& found);
 
-  // The same for the leading pages of one group; lookups with other rules are built on it. Leases the pages
-  // and notes them in `found.groups[group]` and `found.expired`.
+  // Looks up the leading pages of one group, as lookups with other rules need it. Leases the pages and notes
+  // them in `found.groups[group]` and `found.expired`.
   void look_in_group(uint32_t group, std::span<const BlockKey> keys, const LookupTerms& terms,
                      FoundPages& found);
 

@@ -72,10 +72,10 @@ class PageCodec {
   // Writes the trailer into `image`, which has image_bytes() bytes. With host_digests() it leaves the run
   // digests as they are.
   void seal(std::byte* image, const PagePlace& place, const PageTag& tag, uint64_t written) const;
-  // The same for a trailer in a buffer of its own that already has its run digests.
+  // Seals a trailer in a separate buffer that already has its run digests.
   void seal_trailer(std::byte* trailer, const PagePlace& place, const PageTag& tag, uint64_t written) const;
-  // The same for a trailer of image().trailer_bytes() in a buffer of its own, apart from the stripes in
-  // `image`: computes the run digests from the stripes or, with host_digests(), copies those in the image.
+  // Seals a trailer of image().trailer_bytes() in a buffer apart from the stripes in `image`: computes the
+  // run digests from the stripes or, with host_digests(), copies those in the image.
   void seal_apart(const std::byte* image, std::byte* trailer, const PagePlace& place, const PageTag& tag,
                   uint64_t written) const;
   // Whether the trailer is undamaged, not expired, and names this place, this group and the tag `wanted`

@@ -18,7 +18,7 @@ void transform_lane_by_lane(const TransformBatch& batch);
 std::shared_ptr<TransformDevice> transform_device_of(std::string name,
                                                      std::function<void(const TransformBatch&)> run);
 
-// The same, with transforms that run lane by lane.
+// Such a device whose transforms run lane by lane.
 std::shared_ptr<TransformDevice> lane_transform_device();
 
 }  // namespace flexkv

@@ -19,14 +19,14 @@ void gather(const KvView& view, int64_t block, std::byte* dst_stripe);
 // Copies stripe -> pool. Throws BlockRangeError.
 void scatter(const KvView& view, int64_t block, const std::byte* src_stripe);
 
-// The same for some segments of a view, such as view.segments_of_layers(lo, hi) (which allocates, so keep its
-// result). Page offsets are still those of the whole stripe. Throws BlockRangeError.
+// gather() and scatter() for some segments of a view, such as view.segments_of_layers(lo, hi) (which
+// allocates, so keep its result). Page offsets are still those of the whole stripe. Throws BlockRangeError.
 void gather_layers(const KvView& view, std::span<const Segment> segments, int64_t block,
                    std::byte* dst_stripe);
 void scatter_layers(const KvView& view, std::span<const Segment> segments, int64_t block,
                     const std::byte* src_stripe);
 
-// The same for any segments. Checks nothing.
+// gather() and scatter() for any segments, without checks.
 void gather_segments(std::span<const Segment> segments, int64_t block, std::byte* dst);
 void scatter_segments(std::span<const Segment> segments, int64_t block, const std::byte* src);
 

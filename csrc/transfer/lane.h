@@ -49,7 +49,7 @@ class WorkSource {
   // Ends a work item, after its last byte has stopped moving, with one result per position. Every item taken
   // must be finished.
   virtual void finish(const std::shared_ptr<WorkItem>& item, const std::vector<MoveResult>& results) = 0;
-  // The same for some of its pages, by their index in positions(), for lanes whose pages end one by one.
+  // Ends some pages of a work item, by their index in positions(), for lanes whose pages end one by one.
   // Every page must be finished once.
   virtual void finish_pages(const std::shared_ptr<WorkItem>& item, const std::vector<size_t>& indices,
                             const std::vector<MoveResult>& results) = 0;

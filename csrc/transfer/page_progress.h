@@ -84,8 +84,8 @@ class PageProgress {
   // Records that a moving page has passed its stages up to this one; it may have passed them before. Returns
   // whether that was the last page to pass one of them.
   bool pass(int32_t page, int32_t stage);
-  // The same, and then kMoving -> kReady for its next stage, kWaiting if that has not arrived or is not open,
-  // kOk after the last.
+  // Like pass(), and then kMoving -> kReady for its next stage, kWaiting if that has not arrived or is not
+  // open, kOk after the last.
   bool advance(int32_t page, int32_t stage);
   // Records that the bytes of a page's stages up to this one are on their way: only the device decides when
   // they arrive.
