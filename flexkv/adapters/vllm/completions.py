@@ -89,6 +89,8 @@ class CompletionHandler:
         """Takes a step's report. `take_failed_blocks` must come first, with the blocks that failed in the step."""
         for rank, error in report.errors.items():
             self._unit.disable(rank, error)
+            if self._events is not None:
+                self._events.end()
         for rank, reason in report.no_gds.items():
             self._unit.stop_straight_loads(rank, reason)
         if report.ready:

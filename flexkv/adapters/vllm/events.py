@@ -80,6 +80,8 @@ class EventLog(CacheListener):
         self._book: EventBook | None = None
         self._host: HostPages | None = None
         self._disk: OwnDisks | None = None
+        self._is_over = False
+        """The unit serves nothing any more."""
 
     # --- what an earlier process left ---
 
@@ -112,7 +114,7 @@ class EventLog(CacheListener):
         """Whether further steps would announce more of what an earlier process left. None would while the disks are out
         of use, nor while the weights have no name yet, because the pages may belong to other weights."""
         is_reading = self._book is not None and not self._book.is_settled
-        return is_reading and self._disk is not None and self._disk.in_use
+        return is_reading and not self._is_over and self._disk is not None and self._disk.in_use
 
     def close(self) -> None:
         """Writes what the next process is to announce. Called when no page is written any more. Idempotent."""
@@ -247,12 +249,20 @@ class EventLog(CacheListener):
         self._on_disk.clear()
         self._events.append(AllBlocksCleared())
 
+    def end(self) -> None:
+        """Called when the unit serves nothing any more. What is on disk stays in the book for the next process."""
+        if not self._is_over:
+            self._is_over = True
+            self._events = [AllBlocksCleared()]
+
     def take(self) -> Iterable[KVCacheEvent]:
         """Takes the events since the last call."""
         if self.has_more:
             assert self._book is not None
             self._announce(self._book.take())
         events, self._events = self._events, []
+        if self._is_over:
+            return [event for event in events if isinstance(event, AllBlocksCleared)]
         return events
 
 

@@ -53,6 +53,40 @@ def test_control_a_removal_that_is_not_heard_is_seen(make_world: Make) -> None:
     assert wrong
 
 
+def test_what_lay_on_disks_that_are_out_of_use_is_not_predicted(make_world: Make) -> None:
+    world = make_world()
+    for _ in range(20):
+        world.serve_one()
+    world.settle()
+    assert world.router.has["STORAGE"] - world.router.has["CPU"]
+    disks = world.engine.unit.own_disks
+    assert disks is not None
+    disks.go_down("the test says so")
+    world.settle()
+    assert not world.router.has["STORAGE"]
+    for _ in range(20):
+        predicted, served = world.serve_one()
+        assert predicted == served
+
+
+def test_a_unit_that_is_disabled_clears_what_was_announced(make_world: Make) -> None:
+    world = make_world()
+    for _ in range(5):
+        world.serve_one()
+    world.settle()
+    assert world.router.has["CPU"]
+    (worker,) = world.engine.workers
+    worker._ops.refusal = "the test says so"
+    world.engine.step({})
+    world.settle()
+    assert world.engine.unit.reason
+    assert world.router.has == {"CPU": set(), "STORAGE": set()}
+    for _ in range(5):
+        assert world.serve_one() == (0, 0)
+    world.settle()
+    assert world.router.has == {"CPU": set(), "STORAGE": set()}
+
+
 def test_a_block_on_both_media_is_announced_for_each_and_leaves_each(
     make_world: Make,
 ) -> None:

@@ -235,6 +235,13 @@ class DiskPages(StoredTier, Sink):
         if events.lost and not any(self.volumes.alive):
             self.go_down("no disk is left")
 
+    def go_down(self, reason: str) -> None:
+        """Takes the tier out of use for the rest of the process; listeners hear that its pages have left."""
+        if not self.down:
+            super().go_down(reason)
+            for volume in range(self.volumes.disks):
+                self.lose(volume)
+
     def room_of(self, group: int) -> TierRoom:
         alive, disks = sum(self.volumes.alive), self.volumes.disks
         pages = self.volumes.slots(group) // disks * alive
