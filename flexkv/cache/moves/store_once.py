@@ -124,8 +124,8 @@ class StoreOnce:
         return bool(self._copies)
 
     def end_load(self, group: int, keys: Keys) -> None:
-        """Of these pages, drops unpinned copies that a peer keeps, and promotes copies that no peer keeps. Called when
-        a load has ended and has unpinned its pages."""
+        """Drops unpinned copies among these pages if a peer keeps them, and promotes copies that no peer keeps. Called
+        when a load has ended and has unpinned its pages."""
         self._settle(group, keys)
 
     def _settle(self, group: int, keys: Keys) -> None:
