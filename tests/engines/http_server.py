@@ -36,7 +36,7 @@ class HttpServer:
         self, model: Path, log: Path, options: Sequence[str], environment: Mapping[str, str]
     ) -> None:
         self._model, self._log = model, log
-        self._port = _free_port()
+        self._port = free_port()
         command = [
             sys.executable,
             "-m",
@@ -159,7 +159,7 @@ class HttpServer:
         return content
 
 
-def _free_port() -> int:
+def free_port() -> int:
     for port in random.sample(PORTS, 100):
         with socket.socket() as free, contextlib.suppress(OSError):
             free.bind(("127.0.0.1", port))
