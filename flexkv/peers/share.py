@@ -365,15 +365,13 @@ class PeerShare:
             raise
         self._drop(None, kept)
         self.end_refusal(whom)
-        logger.info(
-            "unit %s (process %d): its %s read here",
-            card.unit,
-            card.pid,
-            " and ".join(
-                name for name, it in (("host memory is", host), ("folders are", disk)) if it is not None
-            )
-            or "pages are not",
-        )
+        shared = {
+            (True, True): "host memory and folders are",
+            (True, False): "host memory is",
+            (False, True): "folders are",
+            (False, False): "pages are not",
+        }[host is not None, disk is not None]
+        logger.info("unit %s (process %d): its %s read here", card.unit, card.pid, shared)
 
     def check_pages(self, card: UnitCard, whom: str) -> PeerFormats:
         """How a unit's pages become this unit's.
