@@ -108,8 +108,8 @@ soak: build-test env-sglang vllm33-if-it-can-be-had  ## simulation, stress, fuzz
 	@FLEXKV_SOAK=$${FLEXKV_SOAK:-5} $(PYTEST) $(PARALLEL) -m "soak or long" --timeout 14400
 
 # Every program in benchmarks/ takes --json, but for gpu_results, which writes a page and wants a GPU, those that want a
-# trace, vllm_beside_engine, which another program starts, and live_peers and peer_ttft, which print few figures.
-BENCHMARKS = $(filter-out gpu_results eviction window_eviction vllm_beside_engine live_peers peer_ttft,$(basename $(notdir $(shell grep -l __main__ benchmarks/*.py))))
+# trace, vllm_beside_engine, which another program starts, and live_peers, peer_ttft and blend_disk, which print few figures.
+BENCHMARKS = $(filter-out gpu_results eviction window_eviction vllm_beside_engine live_peers peer_ttft blend_disk,$(basename $(notdir $(shell grep -l __main__ benchmarks/*.py))))
 bench: build env-sglang  ## all benchmarks: tables, and JSON in out/
 	@mkdir -p out
 	@set -e; for name in $(BENCHMARKS); do echo "== $$name"; $(PY) -m benchmarks.$$name --json out/$$name.json; done
