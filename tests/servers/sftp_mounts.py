@@ -12,7 +12,10 @@ import signal
 import subprocess
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+
+from demo.engine_child import die_with_parent
 
 SERVERS = (Path("/usr/lib/openssh/sftp-server"), Path("/usr/libexec/openssh/sftp-server"))
 DEVICE = Path("/dev/fuse")
@@ -52,6 +55,8 @@ class SftpMount:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
+                # A test that is killed leaves no mount: sshfs ends it at this signal.
+                preexec_fn=partial(die_with_parent, signal.SIGTERM),
             )
         self.client = self._client.pid
         ends_s = time.monotonic() + START_DEADLINE_S
