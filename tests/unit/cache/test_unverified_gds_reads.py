@@ -10,7 +10,6 @@ from flexkv.cache.manager import LocalCacheManager
 from flexkv.cache.tiers.disk.load_route import GdsUse
 from flexkv.facts.keys import Keys
 from flexkv.simulation.run import Simulation
-from flexkv.simulation.world import DISK
 from flexkv.transfer.graph import FailureCause, OpKind, OpResult, OpStatus, TransferOp
 from tests.unit.cache.broken_managers import caught_by
 from tests.unit.cache.disk_world import BLOCK_TOKENS, NONE, DiskWorld, chain, traffic
@@ -138,10 +137,10 @@ def test_what_is_on_no_tier_goes_to_disk_beside_what_is_being_read(
 def test_without_a_slot_they_are_dropped(loading: tuple[DiskWorld, TransferOp], keys: Keys) -> None:
     world, load = loading
     held = chain(6, seed=5)
-    world.manager.work.take_down(DISK, "a test")
+    world.tier.hold("a test")
     (op,) = plan(world, held, "holds host memory").graph.ops  # type: ignore[union-attr]
     assert op.kind is OpKind.D2H
-    world.tier.down = ""
+    world.tier.held = ""
     planned = plan(world, keys)
     assert (planned.stored.tolist(), planned.known, planned.dropped) == ([0, 1], 0, 2)
     world.end_load(load)
@@ -153,9 +152,9 @@ def test_what_the_offer_has_in_host_memory_is_not_evicted_for_the_rest(
     world, load = loading
     behind = chain(BLOCKS + 5)
     assert (behind[:BLOCKS] == keys).all()
-    world.manager.work.take_down(DISK, "a test")
+    world.tier.hold("a test")
     world.store(behind[BLOCKS:])
-    world.tier.down = ""
+    world.tier.held = ""
     planned = plan(world, behind)
     assert (planned.stored.tolist(), planned.known, planned.dropped) == ([0, 1, 2], 5, 1)
     world.end_load(load)
