@@ -92,9 +92,11 @@ def pair(start: Start, kind: str, **settings: Any) -> tuple[ScheduledEngine, Sch
     return one, other
 
 
-def until(engine: ScheduledEngine, done: Callable[[], bool]) -> None:
-    """Runs steps until the condition holds."""
+def until(
+    engine: ScheduledEngine, done: Callable[[], bool], between: Callable[[], None] = lambda: None
+) -> None:
+    """Runs steps until the condition holds; see `ScheduledEngine.step`."""
     ends_s = time.monotonic() + DEADLINE_S
     while not done():
         assert time.monotonic() < ends_s, "it never came to that"
-        engine.step()
+        engine.step(between)

@@ -83,10 +83,17 @@ def test_only_the_copies_of_pages_that_the_keeper_evicts_are_promoted(start: Sta
     one, other = pair(start, "window", **ONCE)
     pages = cached(one)
     other.add("two", PROMPT)
-    until(other, lambda: there(other) == [12, 2])  # the copies are here, and the load is not
-    remove_page(one, group, HIT)
-    wait_for(lambda: knows_pages(other, pages - 1))
-    until(other, lambda: not other.busy)
+    is_removed = False
+
+    def remove_once_copied() -> None:
+        nonlocal is_removed
+        # The copies stay until the scheduler knows that the load has ended.
+        if not is_removed and there(other) == [12, 2]:
+            remove_page(one, group, HIT)
+            wait_for(lambda: knows_pages(other, pages - 1))
+            is_removed = True
+
+    until(other, lambda: is_removed and not other.busy, remove_once_copied)
     assert (counts(other).promoted, counts(other).lost) == (1, 0)
     assert there(other) == [int(number == group) for number in range(2)]
     other.check()
