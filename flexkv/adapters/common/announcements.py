@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from flexkv.adapters.common.event_book import Entry, EventBook
 from flexkv.cache.base import CacheListener
-from flexkv.facts.keys import Keys
+from flexkv.facts.keys import KEY_BYTES, Keys
 
 GROUP = 0
 """The KV group of all pages: only units of one group are announced so."""
@@ -47,22 +49,43 @@ class Tier(Protocol):
     def present(self, group: int, keys: Keys) -> NDArray[np.bool_]: ...
 
 
+class OwnDisks(Tier, Protocol):
+    """The part of the unit's own disks that announcements need."""
+
+    def generations(self, group: int, keys: Keys) -> NDArray[np.uint64]: ...
+
+
+class Named(NamedTuple):
+    """What events say of a page, in the adapter's form.
+
+    Attributes:
+        words: what this process announces.
+        kept: what the next process is to announce of it; None if these words mean nothing there.
+    """
+
+    words: bytes
+    kept: bytes | None
+
+
 @dataclass(slots=True)
 class _Page:
     """
     Attributes:
-        words: the page's data for events, in the adapter's form.
+        words, kept: see `Named`.
+        generation: that of the page on disk; 0 if it is not there.
         there: where it is.
         told: where routers believe it to be.
         stores: stores of it that have not ended.
-        waits: it is in the queue of pages to be announced.
+        waits: the media whose queues of pages to be announced it is in.
     """
 
     words: bytes
+    kept: bytes | None
+    generation: int = 0
     there: Medium = Medium.NONE
     told: Medium = Medium.NONE
     stores: int = 0
-    waits: bool = False
+    waits: Medium = Medium.NONE
 
 
 class Told(NamedTuple):
@@ -87,40 +110,73 @@ class News:
     stored: list[Told] = field(default_factory=list)
 
 
+class _OnDisk(Mapping[bytes, bytes]):
+    """The pages on disk as the book's thread asks for them: packed entries by key."""
+
+    def __init__(self, pages: Mapping[bytes, _Page]) -> None:
+        self._pages = pages
+
+    def __getitem__(self, key: bytes) -> bytes:
+        page = self._pages[key]
+        if page.kept is None or not page.there & Medium.DISK:
+            raise KeyError(key)
+        return Entry(key, GROUP, page.generation, page.kept).packed()
+
+    def __iter__(self) -> Iterator[bytes]:
+        return (key for key in list(self._pages) if key in self)
+
+    def __len__(self) -> int:
+        """At most so many: a page in host memory alone counts, too, because the thread must not walk all of them."""
+        return len(self._pages)
+
+
 class Announcements(CacheListener):
     """Notes where pages are. One thread calls it.
 
-    A page is known from the first store of it on, also if that finds it stored already. So what an earlier process left
-    on disk is announced once a request has used it.
+    A page is known from the first store of it on, also if that finds it stored already, or from the book of what an
+    earlier process left on disk.
 
     Args:
         host: host memory.
         disk: the unit's own disks; None without them.
+        book: file beside these disks that tells the next process; None for none.
+        identity: what the words mean; see `EventBook`.
     """
 
-    def __init__(self, host: Tier, disk: Tier | None) -> None:
-        self._tiers = [(Medium.HOST, host)] + ([] if disk is None else [(Medium.DISK, disk)])
+    def __init__(
+        self, host: Tier, disk: OwnDisks | None, book: Path | None = None, identity: bytes = b""
+    ) -> None:
+        self._host, self._disk = host, disk
+        self._tiers: list[tuple[Medium, Tier]] = [(Medium.HOST, host)]
+        if disk is not None:
+            self._tiers.append((Medium.DISK, disk))
         self._in_use = Medium.NONE
         """The media whose tiers were in use when `take` last looked."""
         self._pages: dict[bytes, _Page] = {}
         self._stores: deque[list[bytes]] = deque()
-        self._waiting: deque[bytes] = deque()
+        self._waiting: dict[Medium, deque[bytes]] = {medium: deque() for medium in MEDIA}
         """Pages to be announced, parents before their children; some of them may have left."""
         self._news = News()
+        self._book = None if book is None else EventBook(book, identity, _OnDisk(self._pages), bytes)
+
+    def close(self) -> None:
+        """Writes what the next process is to announce. Called when no page is written any more. Idempotent."""
+        if self._book is not None:
+            self._book.close()
 
     # --- stores, which end in the order in which they began ---
 
-    def begin_store(self, keys: Keys, words: Sequence[bytes]) -> None:
+    def begin_store(self, keys: Keys, named: Sequence[Named]) -> None:
         """Called before a store is planned.
 
         Args:
-            keys: of the pages that events can name, one per entry of `words`.
+            keys: of the pages that events can name, one per entry of `named`.
         """
         rows = [row.tobytes() for row in keys]
-        assert len(rows) == len(words)
+        assert len(rows) == len(named)
         self._stores.append(rows)
-        for key, of_page in zip(rows, words, strict=True):
-            self._pages.setdefault(key, _Page(of_page)).stores += 1
+        for key, (words, kept) in zip(rows, named, strict=True):
+            self._pages.setdefault(key, _Page(words, kept)).stores += 1
         for medium, tier in self._tiers:
             if rows and tier.in_use:
                 there = tier.present(GROUP, keys).tolist()
@@ -150,28 +206,50 @@ class Announcements(CacheListener):
         self._left(keys, Medium.HOST)
 
     def on_write(self, group: int, keys: Keys, generations: NDArray[np.uint64]) -> None:
-        self._appeared((row.tobytes() for row in keys), Medium.DISK)
+        rows = [row.tobytes() for row in keys]
+        entries = []
+        for key, generation in zip(rows, generations.tolist(), strict=True):
+            if (page := self._pages.get(key)) is not None:
+                page.generation = generation
+                if page.kept is not None:
+                    entries.append(Entry(key, GROUP, generation, page.kept).packed())
+        if entries and self._book is not None:
+            self._book.put(entries)
+        self._appeared(rows, Medium.DISK)
 
     def on_unwrite(self, group: int, keys: Keys) -> None:
+        if self._book is not None:
+            gone = [row.tobytes() for row in keys]
+            if self._book.is_settled:
+                gone = [
+                    key
+                    for key in gone
+                    if (page := self._pages.get(key)) is not None and page.kept is not None
+                ]
+            # Before that, the book may name pages that are not known yet.
+            self._book.drop(gone)
         self._left(keys, Medium.DISK)
 
     def on_reset(self, epoch: int) -> None:
-        self._pages = {
-            key: _Page(page.words, stores=page.stores) for key, page in self._pages.items() if page.stores
-        }
-        self._waiting.clear()
+        for key, page in list(self._pages.items()):
+            if page.stores:
+                self._pages[key] = _Page(page.words, page.kept, stores=page.stores)
+            else:
+                del self._pages[key]
+        for waiting in self._waiting.values():
+            waiting.clear()
         self._news = News(cleared=True)
 
     def _appeared(self, keys: Iterable[bytes], medium: Medium) -> None:
         for key in keys:
             if (page := self._pages.get(key)) is not None:
                 page.there |= medium
-                self._wait(key, page)
+                self._wait(key, page, medium)
 
-    def _wait(self, key: bytes, page: _Page) -> None:
-        if not page.waits:
-            page.waits = True
-            self._waiting.append(key)
+    def _wait(self, key: bytes, page: _Page, medium: Medium) -> None:
+        if not page.waits & medium:
+            page.waits |= medium
+            self._waiting[medium].append(key)
 
     def _left(self, keys: Keys, medium: Medium) -> None:
         for row in keys:
@@ -191,8 +269,9 @@ class Announcements(CacheListener):
         them with each `take`."""
         for key, page in self._pages.items():
             page.told = Medium.NONE
-            if page.there:
-                self._wait(key, page)
+            for medium in MEDIA:
+                if page.there & medium:
+                    self._wait(key, page, medium)
         self._news = News(cleared=self._news.cleared)
 
     def _turned(self, medium: Medium) -> None:
@@ -202,22 +281,53 @@ class Announcements(CacheListener):
                 page.told &= ~medium
                 self._news.removed.append(Told(medium, page.words))
             elif page.there & medium:
-                self._wait(key, page)
+                self._wait(key, page, medium)
+
+    @property
+    def has_more(self) -> bool:
+        """Whether `take` would announce more now or, once the book is read on, later."""
+        is_read = self._book is None or self._book.is_settled
+        return any(self._waiting.values()) or not (is_read or self._disk is None or not self._disk.in_use)
+
+    def _find(self) -> None:
+        """Takes pages from the book that an earlier process left and that are still there."""
+        if self._book is None or self._disk is None or not self._disk.in_use:
+            return
+        found = self._book.take()
+        if not found:
+            return
+        keys = np.frombuffer(b"".join(each.key for each in found), np.uint8).reshape(-1, KEY_BYTES)
+        generations = self._disk.generations(GROUP, keys).tolist()
+        in_host = self._host.present(GROUP, keys).tolist()
+        for each, generation, is_in_host in zip(found, generations, in_host, strict=True):
+            # After a crash the index may still name an older page, of a key that left and was stored again.
+            if not generation or generation < each.generation:
+                continue
+            page = self._pages.setdefault(each.key, _Page(each.words, each.words))
+            page.generation = page.generation or each.generation
+            page.there |= Medium.DISK
+            self._wait(each.key, page, Medium.DISK)
+            if is_in_host:
+                page.there |= Medium.HOST
+                self._wait(each.key, page, Medium.HOST)
 
     def take(self) -> News:
         """Takes the changes since the last call; pages beyond MOST_STORED wait for the next one. Pages of a tier that
         is out of use count as removed, and are announced again once it is back."""
+        if not self._waiting[Medium.DISK]:
+            self._find()
         for medium, tier in self._tiers:
             if tier.in_use != bool(self._in_use & medium):
                 self._in_use ^= medium
                 self._turned(medium)
         news, self._news = self._news, News()
-        while self._waiting and len(news.stored) < MOST_STORED:
-            page = self._pages.get(self._waiting.popleft())
-            if page is None:
-                continue
-            page.waits = False
-            new = page.there & self._in_use & ~page.told
-            news.stored += [Told(medium, page.words) for medium in MEDIA if new & medium]
-            page.told |= new
+        for medium, waiting in self._waiting.items():
+            while waiting and len(news.stored) < MOST_STORED:
+                page = self._pages.get(waiting.popleft())
+                if page is None:
+                    continue
+                page.waits &= ~medium
+                if page.there & self._in_use & ~page.told & medium:
+                    page.told |= medium
+                    news.stored.append(Told(medium, page.words))
         return news

@@ -1,28 +1,26 @@
 """Records, beside a unit's disk pages, what KV events say about them, so that the next process can announce what it
 finds.
 
-A thread of its own reads and writes the file. A lost entry leaves a block unannounced: an entry says which hash a key
-has, which stays true, and the caller asks the index whether the page is there. After a crash the index may still list a
+A thread of its own reads and writes the file. A lost entry leaves a page unannounced: an entry says which words a key
+has, which stay true, and the caller asks the index whether the page is there. After a crash the index may still list a
 page whose place was being overwritten, so the file also records which pages left, and an entry has its page's
-generation: the caller believes no older page. If a record of what left is lost as well, the block stays announced until
-a request reads its page.
+generation: the caller believes no older page. If a record of what left is lost as well, the page stays announced until
+a request reads it.
 """
 
 from __future__ import annotations
 
 import itertools
+import struct
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
-import msgspec
-from vllm.distributed.kv_events import MEDIUM_STORAGE, BlockStored
-
-from flexkv.adapters.vllm.stored_block import StoredBlock, array_of, blocks_of, packed
 from flexkv.errors import FlexKVError
 from flexkv.facts.keys import KEY_BYTES
 from flexkv.observe import NamedThread, get_logger
@@ -33,22 +31,22 @@ logger = get_logger(__name__)
 BOOK_NAME = "announced"
 
 STORED, GONE = b"\x01", b"\x02"
-"""First byte of a frame: an array of packed blocks follows, or the keys of blocks that left the disks."""
+"""First byte of a frame: packed entries follow, or the keys of pages that left the disks."""
 
-FRAME_BLOCKS = 1024
-"""Most blocks of a frame, and of a batch of found blocks: some 0.4 ms of the engine's step."""
+FRAME_PAGES = 1024
+"""Most pages of a frame, and of a batch of found pages: some 0.4 ms of the engine's step."""
 
 MAX_WAITING = 65_536
 """Most records that wait to be written; further ones are not kept. Some 13 MB at 16 tokens a block."""
 
 MAX_FOUND = 4
-"""Most batches of found blocks that wait for the engine."""
+"""Most batches of found pages that wait for the engine."""
 
 SLACK_RECORDS = 16_384
-"""The file is rewritten once it has more records than four times the blocks on disk and this: some 2 MB."""
+"""The file is rewritten once it has more records than four times the pages on disk and this: some 2 MB."""
 
-RECORDS_PER_BLOCK = 4
-"""While blocks come and go, half of the records say what left."""
+RECORDS_PER_PAGE = 4
+"""While pages come and go, half of the records say what left."""
 
 MOST_GROWTH = 8
 """A file that cannot be rewritten begins anew once it has so many times the records at which rewriting was due."""
@@ -61,36 +59,79 @@ LOCK_S = 10.0
 """How long the thread waits for a process that still closes the folder."""
 
 CLOSE_S = 5.0
-"""How long a close waits for the last blocks to be written."""
+"""How long a close waits for the last pages to be written."""
+
+HEAD = struct.Struct(f"<{KEY_BYTES}sIQI")
+"""Begins a packed entry: key, KV group, generation, bytes of the words that follow."""
+
+Words = TypeVar("Words")
+"""What an adapter's events say of a page, as `prepare` makes it."""
 
 
-class Found(NamedTuple):
-    """A block that the file names. `entry` is the block as `packed` makes it, `event` announces it on disk."""
+class Entry(NamedTuple):
+    """What the file says of one page.
 
-    block: StoredBlock
+    Attributes:
+        group: number of the KV group.
+        generation: that of the page on disk.
+        words: what events say of it, in the adapter's form.
+    """
+
+    key: bytes
+    group: int
+    generation: int
+    words: bytes
+
+    def packed(self) -> bytes:
+        """The entry as in the file."""
+        return HEAD.pack(self.key, self.group, self.generation, len(self.words)) + self.words
+
+    @classmethod
+    def unpacked(cls, entry: bytes) -> Entry:
+        key, group, generation, _ = HEAD.unpack_from(entry)
+        return cls(key, group, generation, entry[HEAD.size :])
+
+
+@dataclass(slots=True)
+class Found(Generic[Words]):
+    """A page that the file names, on disk in this generation or a later one, unless it has left.
+
+    Attributes:
+        entry: as it is packed.
+        words: made by `prepare`.
+    """
+
+    key: bytes
+    group: int
+    generation: int
     entry: bytes
-    event: BlockStored
+    words: Words
 
 
 class _Closing(Exception):
     """A close ends a rewriting of the file, which can wait."""
 
 
-class EventBook:
+class EventBook(Generic[Words]):
     """The engine's thread calls everything but `_run`; no call waits but `close`.
 
     Args:
-        identity: see `hash_identity`.
+        identity: what the words mean, IDENTITY_BYTES of `frame_log`; a file with another identity is begun anew.
         on_disk: what is on disk and announced, packed, by its key; the thread asks it whether an entry is still of use.
+        prepare: makes of an entry's words what the engine's thread needs of them. Called by the thread; raises
+            ValueError for words that nobody wrote.
     """
 
-    def __init__(self, path: Path, identity: bytes, on_disk: Mapping[bytes, bytes]) -> None:
+    def __init__(
+        self, path: Path, identity: bytes, on_disk: Mapping[bytes, bytes], prepare: Callable[[bytes], Words]
+    ) -> None:
         self._path, self._identity = path, identity
         self._on_disk = on_disk
+        self._prepare = prepare
         self._lock = threading.Condition()
-        self._found: deque[list[Found]] = deque()
+        self._found: deque[list[Found[Words]]] = deque()
         self._waiting: list[tuple[bytes, bytes]] = []
-        """First byte of the frame, and a packed block or a key."""
+        """First byte of the frame, and a packed entry or a key."""
         self._is_read = False
         self._closing = False
         self._dropped = 0
@@ -104,11 +145,11 @@ class EventBook:
 
     @property
     def is_settled(self) -> bool:
-        """Whether every block that the file names has been taken."""
+        """Whether every page that the file names has been taken."""
         return self._is_read and not self._found
 
-    def take(self) -> list[Found]:
-        """Takes some blocks that the file names; empty if none are ready."""
+    def take(self) -> list[Found[Words]]:
+        """Takes some pages that the file names; empty if none are ready."""
         if not self._found:
             return []
         with self._lock:
@@ -117,11 +158,11 @@ class EventBook:
         return found
 
     def put(self, entries: Iterable[bytes]) -> None:
-        """Keeps packed blocks that came to the disks. Drops what finds no room."""
+        """Keeps packed entries of pages that came to the disks. Drops what finds no room."""
         self._put([(STORED, entry) for entry in entries])
 
     def drop(self, keys: Iterable[bytes]) -> None:
-        """Notes blocks that left the disks; the file need not name them. Drops what finds no room."""
+        """Notes pages that left the disks; the file need not name them. Drops what finds no room."""
         self._put([(GONE, key) for key in keys])
 
     def _put(self, records: list[tuple[bytes, bytes]]) -> None:
@@ -145,7 +186,7 @@ class EventBook:
             )
         elif self._dropped:
             logger.warning(
-                "%s: %d records found no room in the queue; the next start does not announce their blocks",
+                "%s: %d records found no room in the queue; the next start does not announce their pages",
                 self._path,
                 self._dropped,
             )
@@ -159,8 +200,8 @@ class EventBook:
                 if log.was_other:
                     logger.warning(
                         "%s: what is on disk is not announced to routers: the process that stored it had other block "
-                        "hashes (vLLM's or flexkv's version, --prefix-caching-hash-algo or PYTHONHASHSEED), so its "
-                        "names mean nothing now",
+                        "hashes (the engine's or flexkv's version, the hash function or its seed: under vLLM "
+                        "--prefix-caching-hash-algo and PYTHONHASHSEED), so its names mean nothing now",
                         self._path,
                     )
                 if log.was_damaged:
@@ -184,9 +225,9 @@ class EventBook:
                 if not self._waiting:
                     return
             self._attempt(self._write, log)
-            # Only once all found blocks are announced, because `on_disk` lacks the others. Not while the engine ends:
+            # Only once all found pages are announced, because `on_disk` lacks the others. Not while the engine ends:
             # the next process can do it.
-            limit = RECORDS_PER_BLOCK * len(self._on_disk) + SLACK_RECORDS
+            limit = RECORDS_PER_PAGE * len(self._on_disk) + SLACK_RECORDS
             if self._records > max(limit, self._shrinks_at) and self.is_settled and not self._closing:
                 self._attempt(partial(self._shrink_or_wait, MOST_GROWTH * limit), log)
 
@@ -199,7 +240,7 @@ class EventBook:
         """
         try:
             work(log)
-        except (OSError, msgspec.MsgspecError) as error:
+        except (OSError, ValueError) as error:
             log.clear()
             self._records = 0
             if not self._has_failed:
@@ -226,16 +267,18 @@ class EventBook:
             if frame.startswith(GONE):
                 self._records += len(frame) // KEY_BYTES
                 continue
-            blocks = blocks_of(memoryview(frame)[1:])
-            self._records += len(blocks)
-            there = [block for block in blocks if gone.get(block.key, -1) < number]
+            entries = list(_entries_of(frame))
+            self._records += len(entries)
+            there = [
+                Found(key, group, generation, entry, self._prepare(entry[HEAD.size :]))
+                for key, group, generation, entry in entries
+                if gone.get(key, -1) < number
+            ]
             if there:
-                self._offer(
-                    [Found(block, packed(block), block.event(MEDIUM_STORAGE)) for block in there], log
-                )
+                self._offer(there, log)
 
-    def _offer(self, found: list[Found], log: FrameLog) -> None:
-        """Waits until the engine has room for these blocks, and writes what waits meanwhile."""
+    def _offer(self, found: list[Found[Words]], log: FrameLog) -> None:
+        """Waits until the engine has room for these pages, and writes what waits meanwhile."""
         while True:
             with self._lock:
                 self._lock.wait_for(lambda: len(self._found) < MAX_FOUND or self._waiting or self._closing)
@@ -271,17 +314,17 @@ class EventBook:
             self._shrinks_at = 2 * self._records
 
     def _shrink(self, log: FrameLog) -> None:
-        """Rewrites the file with one entry for each block that is still on disk, unless the engine ends meanwhile."""
+        """Rewrites the file with one entry for each page that is still on disk, unless the engine ends meanwhile."""
         kept: set[bytes] = set()
 
         def entries() -> Iterator[tuple[bytes, bytes]]:
             for frame in self._paced(log.frames()):
                 if self._closing:
                     raise _Closing
-                for block in () if frame.startswith(GONE) else blocks_of(memoryview(frame)[1:]):
-                    # An entry of an earlier page of this block would be believed where the index names that page.
-                    if block.key not in kept and self._on_disk.get(block.key) == (entry := packed(block)):
-                        kept.add(block.key)
+                for key, _, _, entry in () if frame.startswith(GONE) else _entries_of(frame):
+                    # An entry of an earlier page with this key would be believed where the index names that page.
+                    if key not in kept and self._on_disk.get(key) == entry:
+                        kept.add(key)
                         yield STORED, entry
 
         try:
@@ -304,8 +347,28 @@ class EventBook:
 def _frames(records: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
     """Frames of these records, in their order."""
     for kind, of_kind in itertools.groupby(records, lambda record: record[0]):
-        while batch := [content for _, content in itertools.islice(of_kind, FRAME_BLOCKS)]:
-            yield kind + (array_of(batch) if kind == STORED else b"".join(batch))
+        while batch := [content for _, content in itertools.islice(of_kind, FRAME_PAGES)]:
+            yield kind + b"".join(batch)
+
+
+def _entries_of(frame: bytes) -> Iterator[tuple[bytes, int, int, bytes]]:
+    """The entries of a frame: key, group, generation, and the entry as it is packed.
+
+    Raises:
+        ValueError: the frame has something else.
+    """
+    at = 1
+    while at < len(frame):
+        if len(frame) < at + HEAD.size:
+            raise ValueError(f"an entry of {len(frame) - at} bytes; its head has {HEAD.size}")
+        key, group, generation, words = HEAD.unpack_from(frame, at)
+        end = at + HEAD.size + words
+        if end > len(frame):
+            raise ValueError(
+                f"an entry whose {words} bytes of words end {end - len(frame)} bytes behind its frame"
+            )
+        yield key, group, generation, frame[at:end]
+        at = end
 
 
 def _keys_of(frame: bytes) -> Iterator[bytes]:

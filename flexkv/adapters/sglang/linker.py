@@ -22,7 +22,7 @@ from flexkv.adapters.sglang.engine_watch import (
 from flexkv.adapters.sglang.identity import Place, owner_of, prompt_limit
 from flexkv.adapters.sglang.load_batches import NO_BATCH, LoadBatches, QueuedLoad
 from flexkv.adapters.sglang.offloads import Offloads
-from flexkv.adapters.sglang.page_events import PageEvents
+from flexkv.adapters.sglang.page_events import PageEvents, words_identity
 from flexkv.adapters.sglang.pages import pages_of
 from flexkv.adapters.sglang.pools import view_of
 from flexkv.adapters.sglang.rank_cache import RankCache
@@ -139,7 +139,7 @@ class FlexKVLinker(UnifiedCacheLinker):
                 "by itself, and SGLang publishes from the first rank"
             )
             return
-        events = PageEvents(params, self._cache.announce())
+        events = PageEvents(params, self._cache.announce(words_identity(params)))
         if watch_events(events):
             self._events = events
         else:

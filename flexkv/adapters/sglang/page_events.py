@@ -9,15 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any
 
 import msgspec
+import sglang
 from sglang.srt.disaggregation.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, StorageMedium
 from sglang.srt.mem_cache.events import KVCacheEventRecorder
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 
-from flexkv.adapters.common.announcements import Announcements, Medium, News
+from flexkv.adapters.common.announcements import Announcements, Medium, Named, News
 from flexkv.facts.keys import Keys
 
 MEDIA = {Medium.HOST: StorageMedium.CPU, Medium.DISK: StorageMedium.DISK}
@@ -82,8 +84,8 @@ class PageEvents:
             keys: flexkv's keys of the pages.
             hashes: SGLang's names of them.
         """
-        words = self._words(hashes, session_id)
-        self._announcements.begin_store(keys[: len(words)], words)
+        named = self._named(hashes, session_id)
+        self._announcements.begin_store(keys[: len(named)], named)
 
     def end_store(self) -> None:
         """Called when the oldest store has ended."""
@@ -92,7 +94,7 @@ class PageEvents:
     def end_stores(self) -> None:
         self._announcements.end_stores()
 
-    def _words(self, hashes: Sequence[str], session_id: str | None) -> list[bytes]:
+    def _named(self, hashes: Sequence[str], session_id: str | None) -> list[Named]:
         """The event data of consecutive pages of the key; none for pages that are not in it or that events cannot
         name."""
         key = self._key
@@ -124,14 +126,28 @@ class PageEvents:
         return _with_news(events, self._announcements.take())
 
 
-def _pages_of(event: BlockStored) -> list[bytes]:
-    """The pages of an event, each as `_stored` takes it."""
+def words_identity(params: Any) -> bytes:
+    """32 bytes that differ wherever this engine gives the same page another name in events.
+
+    Args:
+        params: the parameters of the engine's tree.
+    """
+    parts = ("flexkv sglang pages v1", sglang.__version__, params.page_size, params.dynamo_kv_event_format)
+    return sha256("\0".join(map(str, parts)).encode()).digest()
+
+
+def _pages_of(event: BlockStored) -> list[Named]:
+    """The pages of an event, each with words as `_stored` takes them. The next process announces no session, and
+    nothing of an adapter, whose name may stand for other content by then."""
     size, parent, pages = event.block_size, event.parent_block_hash, []
     for number, block_hash in enumerate(event.block_hashes):
         tokens = event.token_ids[number * size : (number + 1) * size]
-        pages.append(
-            _encode([block_hash, parent, tokens, size, event.cache_salt, event.session_id, event.lora_name])
-        )
+        fields = [block_hash, parent, tokens, size, event.cache_salt, event.session_id, event.lora_name]
+        words = kept = _encode(fields)
+        if event.session_id is not None:
+            fields[5] = None
+            kept = _encode(fields)
+        pages.append(Named(words, kept if event.lora_name is None else None))
         parent = block_hash
     return pages
 

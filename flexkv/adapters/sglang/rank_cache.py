@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from flexkv.adapters.common.announcements import Announcements
+from flexkv.adapters.common.event_book import BOOK_NAME
 from flexkv.adapters.common.load_job import LoadJob
 from flexkv.adapters.common.metric_report import MetricReport
 from flexkv.adapters.common.prompt_keys import TokenPromptKeys
@@ -83,6 +84,7 @@ class RankCache(RankWorker):
         self._mover = mover
         self._namespace = owner.namespace
         self._watchers: dict[OpId, Watcher] = {}
+        self._announcements: Announcements | None = None
         of_group = GroupFacts.of_view(view, format_id, heads, dtype_name(tensors[0]))
         self.take_pool([view], [of_group], tensors, pages, replicas=1)
         facts = self.facts()
@@ -276,11 +278,19 @@ class RankCache(RankWorker):
 
     # --- what routers are told ---
 
-    def announce(self) -> Announcements:
-        """Begins to note where pages are, for events. Called once, before the first page is stored."""
-        announcements = Announcements(self.manager.tiers[HUB], self._unit.own_disks)
-        self.manager.hub.listeners.append(announcements)
-        return announcements
+    def announce(self, identity: bytes) -> Announcements:
+        """Begins to note where pages are, for events. Called once, before the first page is stored.
+
+        Args:
+            identity: what the words of events mean; see `EventBook`.
+        """
+        disk = self._unit.own_disks
+        folder = None if disk is None else disk.volumes.folder
+        self._announcements = Announcements(
+            self.manager.tiers[HUB], disk, None if folder is None else folder / BOOK_NAME, identity
+        )
+        self.manager.hub.listeners.append(self._announcements)
+        return self._announcements
 
     # --- life ---
 
@@ -312,4 +322,7 @@ class RankCache(RankWorker):
         self.take_results()
         self._report.close()
         self._unit.close()
+        if self._announcements is not None:
+            # After the unit, whose close writes the pages that wait for the disk.
+            self._announcements.close()
         super().close()

@@ -17,12 +17,13 @@ from vllm.distributed.kv_events import (
     MEDIUM_STORAGE,
     AllBlocksCleared,
     BlockRemoved,
+    BlockStored,
     KVCacheEvent,
 )
 from vllm.v1.core.kv_cache_utils import ExternalBlockHash, generate_block_hash_extra_keys, to_event_extra_keys
 
+from flexkv.adapters.common.event_book import Entry, EventBook, Found
 from flexkv.adapters.vllm.block_keys import BlockKeys
-from flexkv.adapters.vllm.event_book import EventBook, Found
 from flexkv.adapters.vllm.pool_geometry import BlockGeometry, PoolGeometry
 from flexkv.adapters.vllm.requests import RequestTracker
 from flexkv.adapters.vllm.stored_block import LOCAL, StoredBlock, packed, unpacked
@@ -37,6 +38,10 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = get_logger(__name__)
+
+
+Prepared = tuple[StoredBlock, BlockStored]
+Book = EventBook[Prepared]
 
 
 class HostPages(Protocol):
@@ -74,10 +79,10 @@ class EventLog(CacheListener):
         self._in_host: dict[bytes, StoredBlock] = {}
         """Announced data of the blocks in host memory, for when they also get to a disk."""
         self._on_disk: dict[bytes, bytes] = {}
-        """Announced data of the blocks on disk, packed, because there are many; for when they come back to host
-        memory."""
-        self._make_book: Callable[[], EventBook] | None = None
-        self._book: EventBook | None = None
+        """The same of the blocks on disk, as packed entries of the book, because there are many; for when they come
+        back to host memory."""
+        self._make_book: Callable[[], Book] | None = None
+        self._book: Book | None = None
         self._host: HostPages | None = None
         self._disk: OwnDisks | None = None
         self._is_over = False
@@ -92,7 +97,7 @@ class EventLog(CacheListener):
             identity: makes `hash_identity`; called by `open_book`.
         """
         self._host, self._disk = host, disk
-        self._make_book = lambda: EventBook(path, identity(), self._on_disk)
+        self._make_book = lambda: EventBook(path, identity(), self._on_disk, _prepared)
 
     def open_book(self) -> None:
         """Begins to read the file, with the first call. Called with the first step, when the engine has chosen the seed
@@ -121,29 +126,27 @@ class EventLog(CacheListener):
         if self._book is not None:
             self._book.close()
 
-    def _announce(self, found: list[Found]) -> None:
+    def _announce(self, found: list[Found[Prepared]]) -> None:
         """Announces blocks that the file names, where they are now."""
         assert self._host is not None
         assert self._disk is not None
         for group in range(len(self._groups)):
-            of_group = [each for each in found if each.block.group == group]
-            keys = np.frombuffer(b"".join(each.block.key for each in of_group), np.uint8).reshape(
-                -1, KEY_BYTES
-            )
+            of_group = [each for each in found if each.group == group]
+            keys = np.frombuffer(b"".join(each.key for each in of_group), np.uint8).reshape(-1, KEY_BYTES)
             if not len(keys):
                 continue
             generations = self._disk.generations(group, keys).tolist()
             in_host = self._host.present(group, keys).tolist()
             for each, generation, is_in_host in zip(of_group, generations, in_host, strict=True):
-                key = each.block.key
+                key, (block, event) = each.key, each.words
                 # After a crash the index may still name an older page, of a block that left and was stored again.
-                is_on_disk = generation and generation >= each.block.generation
+                is_on_disk = generation and generation >= each.generation
                 if is_in_host and key not in self._in_host:
-                    self._in_host[key] = each.block
-                    self._events.append(each.block.event(MEDIUM_CPU))
+                    self._in_host[key] = block
+                    self._events.append(block.event(MEDIUM_CPU))
                 if is_on_disk and key not in self._on_disk:
                     self._on_disk[key] = each.entry
-                    self._events.append(each.event)
+                    self._events.append(event)
 
     # --- stores ---
 
@@ -158,7 +161,7 @@ class EventLog(CacheListener):
         of_group, of_run = block_keys.keys(), block_keys.first_of_run()
         keys = [of_group[number].tobytes() for number in numbers]
         for number, key in zip(numbers, keys, strict=True):
-            block = _block_of(request.request, key, group, self._groups[group], number)
+            block = _block_of(request.request, self._groups[group], number)
             # The same adapter's name may stand for another content in the next process.
             block.of_run = block.lora_name is not None or (of_run is not None and number >= of_run)
             self._planned[key] = block
@@ -176,9 +179,7 @@ class EventLog(CacheListener):
         for position, key, plain in zip(positions, stored, chain.keys, strict=True):
             # Another key has the name of an adapter, of a caller's namespace or of this run.
             of_run = key != plain.tobytes()
-            self._planned[key] = StoredBlock(
-                key, GROUP, number, hashes[position], None, [], tokens, of_run=of_run
-            )
+            self._planned[key] = StoredBlock(number, hashes[position], None, [], tokens, of_run=of_run)
         self._note_ops(plan.graph, stored)
 
     def _note_ops(self, graph: TransferGraph, stored: list[bytes]) -> None:
@@ -202,7 +203,7 @@ class EventLog(CacheListener):
             if key in self._in_host:
                 continue
             if block is None and (entry := self._on_disk.get(key)) is not None:
-                block = unpacked(entry)
+                block = unpacked(Entry.unpacked(entry).words)
             if block is not None:
                 self._in_host[key] = block
                 self._events.append(block.event(MEDIUM_CPU))
@@ -220,8 +221,7 @@ class EventLog(CacheListener):
             if block is None or key in self._on_disk:
                 continue
             self._events.append(block.event(MEDIUM_STORAGE))
-            block.generation = generation
-            entry = self._on_disk[key] = packed(block)
+            entry = self._on_disk[key] = Entry(key, group, generation, packed(block)).packed()
             if not block.of_run:
                 kept.append(entry)
         if kept and self._book is not None:
@@ -229,13 +229,13 @@ class EventLog(CacheListener):
 
     def on_unwrite(self, group: int, keys: Keys) -> None:
         entries = [entry for row in keys if (entry := self._on_disk.pop(row.tobytes(), None)) is not None]
-        gone = [unpacked(entry) for entry in entries]
+        gone = [(each.key, unpacked(each.words)) for each in map(Entry.unpacked, entries)]
         if self._book is not None and self._book.is_settled:
-            self._book.drop([block.key for block in gone if not block.of_run])
+            self._book.drop([key for key, block in gone if not block.of_run])
         elif self._book is not None:
             # The file may name blocks that are not announced yet.
             self._book.drop([row.tobytes() for row in keys])
-        self._removed(group, [block.name for block in gone], MEDIUM_STORAGE)
+        self._removed(group, [block.name for _, block in gone], MEDIUM_STORAGE)
 
     def _removed(self, group: int, hashes: list[ExternalBlockHash], medium: str) -> None:
         if hashes:
@@ -266,7 +266,13 @@ class EventLog(CacheListener):
         return events
 
 
-def _block_of(request: Request, key: bytes, group: int, geometry: BlockGeometry, block: int) -> StoredBlock:
+def _prepared(words: bytes) -> Prepared:
+    """What the book's thread makes of a packed block: the block, and the event that announces it on disk."""
+    block = unpacked(words)
+    return block, block.event(MEDIUM_STORAGE)
+
+
+def _block_of(request: Request, geometry: BlockGeometry, block: int) -> StoredBlock:
     tokens, ratio = geometry.block_tokens, geometry.hashes_per_block
     first, end = block * tokens, (block + 1) * tokens
     hashes = request.block_hashes
@@ -282,8 +288,6 @@ def _block_of(request: Request, key: bytes, group: int, geometry: BlockGeometry,
     named = to_event_extra_keys([extra] if extra else None)
     lora = request.lora_request
     return StoredBlock(
-        key,
-        group,
         geometry.number,
         bytes(hashes[(block + 1) * ratio - 1]),
         bytes(hashes[block * ratio - 1]) if block else None,

@@ -7,12 +7,12 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from flexkv.adapters.common.event_book import BOOK_NAME
 from flexkv.adapters.common.settings_reader import SettingsReader
 from flexkv.adapters.vllm import local_engines
 from flexkv.adapters.vllm.blend.requests import BlendRequests
 from flexkv.adapters.vllm.completions import CompletionHandler
 from flexkv.adapters.vllm.engine_spec import EngineSpec
-from flexkv.adapters.vllm.event_book import BOOK_NAME
 from flexkv.adapters.vllm.events import EventLog
 from flexkv.adapters.vllm.handshakes import Handshakes
 from flexkv.adapters.vllm.loads import Loads, forward_spares_loads

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from hashlib import sha256
 from typing import Any
 
@@ -23,15 +22,13 @@ from flexkv.storage.frame_log import IDENTITY_BYTES
 
 LOCAL = "LOCAL"
 
-_FORMAT = b"flexkv vllm stored blocks v2"
+_FORMAT = b"flexkv vllm stored blocks v3"
 
 
 class StoredBlock(msgspec.Struct, array_like=True, gc=False):
     """One block. In a file it is a MessagePack array of the fields, in this order.
 
     Attributes:
-        key: flexkv's key of the block.
-        group: flexkv's number of the KV group.
         number: the engine's number of the KV group.
         block_hash: the engine's hash, whole.
         parent: hash of the block before it; None for the first block of a prompt, and if only the hash is known.
@@ -39,11 +36,8 @@ class StoredBlock(msgspec.Struct, array_like=True, gc=False):
         extra_keys: as in the engine's event, for this block only.
         session_id: the session that stored it; None in a file.
         of_run: another process would not find the block by these hashes, or not know that they mean the same.
-        generation: that of the block's page on disk; 0 if it has none.
     """
 
-    key: bytes
-    group: int
     number: int
     block_hash: bytes
     parent: bytes | None
@@ -54,7 +48,6 @@ class StoredBlock(msgspec.Struct, array_like=True, gc=False):
     extra_keys: tuple[Any, ...] | None = None
     session_id: str | None = None
     of_run: bool = False
-    generation: int = 0
 
     @property
     def name(self) -> ExternalBlockHash:
@@ -80,9 +73,6 @@ class StoredBlock(msgspec.Struct, array_like=True, gc=False):
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(StoredBlock).decode
-_decode_all = msgspec.msgpack.Decoder(list[StoredBlock]).decode
-_ARRAY32 = b"\xdd"
-"""MessagePack's mark of an array, before 4 bytes of its length."""
 
 
 def packed(block: StoredBlock) -> bytes:
@@ -93,20 +83,14 @@ def packed(block: StoredBlock) -> bytes:
 
 
 def unpacked(block: bytes) -> StoredBlock:
-    return _decode(block)
-
-
-def array_of(blocks: Sequence[bytes]) -> bytes:
-    """Packed blocks as one MessagePack array."""
-    return _ARRAY32 + len(blocks).to_bytes(4, "big") + b"".join(blocks)
-
-
-def blocks_of(array: bytes | memoryview) -> list[StoredBlock]:
     """
     Raises:
-        msgspec.DecodeError, msgspec.ValidationError: it holds something else.
+        ValueError: it is something else.
     """
-    return _decode_all(array)
+    try:
+        return _decode(block)
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"no stored block: {error}") from error
 
 
 def _tuples(value: Any) -> Any:

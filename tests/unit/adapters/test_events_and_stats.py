@@ -53,7 +53,7 @@ def test_a_stored_block_is_announced_with_its_parent_and_tokens(make_engine: Mak
 
 
 def test_a_block_keeps_the_session_that_stored_it_when_it_is_packed() -> None:
-    block = StoredBlock(bytes(16), 0, 0, bytes(32), None, [], 4, session_id="one")
+    block = StoredBlock(0, bytes(32), None, [], 4, session_id="one")
     assert unpacked(packed(block)).session_id is None
     assert block.event("CPU").session_id == "one"
 

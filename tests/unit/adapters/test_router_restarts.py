@@ -17,8 +17,9 @@ from vllm.distributed.kv_events import BlockStored
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.request import Request
 
-from flexkv.adapters.vllm import event_book, scheduler
-from flexkv.adapters.vllm.event_book import BOOK_NAME
+from flexkv.adapters.common import event_book
+from flexkv.adapters.common.event_book import BOOK_NAME
+from flexkv.adapters.vllm import scheduler
 from flexkv.storage.frame_log import FrameLog
 from tests.soak import soak_factor
 from tests.unit.adapters.router_process import serve
@@ -147,7 +148,7 @@ def test_a_page_is_not_announced_where_the_index_names_an_earlier_one_of_its_blo
     assert (disks.generations(0, keys) > former).all()
     if shrunk:
         monkeypatch.setattr(event_book, "SLACK_RECORDS", 0)
-        monkeypatch.setattr(event_book, "RECORDS_PER_BLOCK", 0)
+        monkeypatch.setattr(event_book, "RECORDS_PER_PAGE", 0)
         world.engine.run(make_request([*range(900, 900 + BLOCK_TOKENS), 7], "more"))
         world.settle()
     world = make_world()
@@ -445,7 +446,7 @@ def test_a_close_leaves_a_file_as_it_is_to_which_nothing_was_added(
 ) -> None:
     make_world().engine.run(one_request())
     monkeypatch.setattr(event_book, "SLACK_RECORDS", 2)
-    monkeypatch.setattr(event_book, "RECORDS_PER_BLOCK", per_block)
+    monkeypatch.setattr(event_book, "RECORDS_PER_PAGE", per_block)
     world = make_world()
     assert len(found(world)) == 3
     before = book(tmp_path).stat()
