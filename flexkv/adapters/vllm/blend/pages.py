@@ -163,8 +163,10 @@ class BlendPages:
         load = self._loads[request]
         if self._first_layers is None:
             return not load.moves
+        has_come = load.has_layers(self._first_layers)
+        # After the question, because a read that has failed counts there as one that has come.
         self._drop_lost(load)
-        return load.has_layers(self._first_layers)
+        return has_come
 
     def _wait_for_room(self, order: SegmentOrder) -> bool:
         """Returns whether a request waits for staging blocks of stores, which the scheduler does not count once their
