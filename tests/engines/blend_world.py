@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -125,3 +126,8 @@ def results(session: EngineSession) -> dict[str, float]:
     family = "vllm:flexkv_blend_requests_total"
     found = session.process.metrics(family)
     return {key.partition("result=")[2].rstrip("}"): value for key, value in found.items() if value}
+
+
+def new_results(session: EngineSession, before: dict[str, float]) -> dict[str, float]:
+    """The results that were counted since `results` gave `before`."""
+    return dict(Counter(results(session)) - Counter(before))

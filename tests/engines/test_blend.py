@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
 
-from .blend_world import Documents, blending, results, salt, start_blending, steps_of
+from .blend_world import Documents, blending, new_results, results, salt, start_blending, steps_of
 from .conftest import Engines
 from .session import BLOCK_TOKENS, Answer, EngineSession, Prompt
 
@@ -26,10 +24,6 @@ def documents(session: EngineSession, stream: int) -> Documents:
     made = Documents.of(stream % 10_000_000)
     made.store(session)
     return made
-
-
-def new_results(session: EngineSession, before: dict[str, float]) -> dict[str, float]:
-    return dict(Counter(results(session)) - Counter(before))
 
 
 @pytest.mark.parametrize("chunk", [0, 256, 33, 1])

@@ -3,12 +3,11 @@ probabilities included, and its reason is counted."""
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import pytest
 
-from .blend_world import Documents, blending, results, salt, start_blending
+from .blend_world import Documents, blending, new_results, results, salt, start_blending
 from .conftest import Engines
 from .session import Answer, EngineSession, Prompt
 
@@ -33,17 +32,13 @@ def check_full(session: EngineSession, prompt: Prompt, answer: Answer) -> None:
     assert answer.log_probabilities == session.reference.log_probabilities(prompt)
 
 
-def counted(session: EngineSession, before: dict[str, float]) -> dict[str, float]:
-    return dict(Counter(results(session)) - Counter(before))
-
-
 def test_control_the_same_prompt_is_blended_where_nothing_is_wrong(
     session: EngineSession, documents: Documents
 ) -> None:
     """A ratio of 0 has to be asked for: without any, the request gets the configured one."""
     before = results(session)
     none, asked, zero = (session.ask(documents.blended(ratio))[0] for ratio in (None, 0.15, 0.0))
-    assert counted(session, before) == {"blended": 3}
+    assert new_results(session, before) == {"blended": 3}
     assert none.log_probabilities == asked.log_probabilities != zero.log_probabilities
     for answer in (none, zero):
         with pytest.raises(AssertionError):
@@ -73,7 +68,7 @@ def test_what_cannot_be_blended_is_computed_and_counted(
     session.call("reset")
     [answer] = session.ask(prompt)
     check_full(session, prompt, answer)
-    assert counted(session, before) == {result: 1}
+    assert new_results(session, before) == {result: 1}
 
 
 def test_a_salt_that_was_used_before_is_refused(session: EngineSession, documents: Documents) -> None:
@@ -83,7 +78,7 @@ def test_a_salt_that_was_used_before_is_refused(session: EngineSession, document
     again = documents.blended(0.0, salt=once.salt)
     [answer] = session.ask(again)
     check_full(session, again, answer)
-    assert counted(session, before) == {"used_salt": 1}
+    assert new_results(session, before) == {"used_salt": 1}
 
 
 def test_a_prompt_without_a_separator_has_no_segments(session: EngineSession, stream: int) -> None:
@@ -91,7 +86,7 @@ def test_a_prompt_without_a_separator_has_no_segments(session: EngineSession, st
     prompt = Prompt(Prompt.of(200, stream).ids, salt=salt(), extra=blending(True), log_probabilities=True)
     [answer] = session.ask(prompt)
     check_full(session, prompt, answer)
-    assert counted(session, before) == {"no_segments": 1}
+    assert new_results(session, before) == {"no_segments": 1}
 
 
 def test_a_segment_with_a_time_to_live_is_not_kept(session: EngineSession, stream: int) -> None:
@@ -102,10 +97,10 @@ def test_a_segment_with_a_time_to_live_is_not_kept(session: EngineSession, strea
     [answer] = session.ask(prompt)
     check_full(session, prompt, answer)
     session.settle()
-    assert counted(session, before) == {"time_to_live": 1}
+    assert new_results(session, before) == {"time_to_live": 1}
     whole = Prompt(prompt.ids + prompt.ids[:8], salt=salt(), extra=blending({"segments": [[0, 96]]}))
     session.check_one(whole)
-    assert counted(session, before) == {"time_to_live": 1, "miss": 1}
+    assert new_results(session, before) == {"time_to_live": 1, "miss": 1}
 
 
 def test_log_probabilities_of_a_prompt_are_those_of_the_full_computation(
@@ -117,7 +112,7 @@ def test_log_probabilities_of_a_prompt_are_those_of_the_full_computation(
     assert asked == plain
     assert len(asked["scores"]) == len(documents.prompt.ids) - 1
     assert tuple(asked["tokens"]) == session.reference.tokens(documents.prompt)
-    assert counted(session, before) == {"prompt_logprobs": 1}
+    assert new_results(session, before) == {"prompt_logprobs": 1}
 
 
 @pytest.mark.parametrize(
@@ -145,7 +140,7 @@ def test_an_ask_that_cannot_be_read_asks_for_nothing(
     [answer] = session.ask(prompt)
     check_full(session, prompt, answer)
     assert session.metric(UNREAD) == unread + 1
-    assert counted(session, before) == {}
+    assert new_results(session, before) == {}
 
 
 def test_nothing_is_held_for_any_of_them(session: EngineSession) -> None:
