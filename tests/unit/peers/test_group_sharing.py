@@ -40,8 +40,9 @@ SHORTER = 32
 
 
 def deafen(engine: ScheduledEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing tells the engine any more what its peers have given up."""
-    monkeypatch.setattr(manager_of(engine), "_followers", [])
+    """Nothing tells the engine any more what its peers have given up, neither before a lookup nor in a poll."""
+    for tier in peer_tiers(engine):
+        monkeypatch.setattr(tier, "_take_over", lambda news: None)
 
 
 @pytest.mark.parametrize("kind", KINDS)
