@@ -6,7 +6,7 @@ import argparse
 
 
 def at_least_one(text: str) -> int:
-    """A type for `argparse`: a count of at least 1, because there is no median of nothing.
+    """A type for `argparse`: a count of at least 1, because an empty list has no median.
 
     Raises:
         argparse.ArgumentTypeError: not a whole number of at least 1; the program then prints its usage and ends.

@@ -1,9 +1,9 @@
-"""`python -m benchmarks.blend_disk`: the time to the first token of prompts that vLLM blends, with segments that a
-former process has left on disk, beside segments in host memory and the full computation.
+"""`python -m benchmarks.blend_disk`: compares the time to the first token of prompts that vLLM blends, with segments on
+disk from an earlier process, with segments in host memory, and computed in full.
 
-Each round has four documents of its own, which lie on disk alone when it begins. Two engines answer in turn, without
-and with `disk.stream`, each from its own folder; every way is asked once in a round, so that other work on the machine
-meets all of them.
+Each round has four documents of its own, which are only on disk when the round begins. Two engines answer in turn, one
+without and one with `disk.stream`, each from its own folder. Every round measures each way once, so that other work on
+the machine affects all of them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _salts = itertools.count()
 
 
 class Prompts:
-    """A round's documents, and the prompt that they stand in."""
+    """A round's documents, and the prompt that contains them."""
 
     def __init__(self, number: int, tokens: int, model: str) -> None:
         shape = PRESETS[model]
@@ -52,7 +52,7 @@ class Prompts:
             engine.generate([request(text, {"store": True}, 1)])
 
     def ask(self, engine: EngineProcess, ratio: float | None) -> tuple[float, float]:
-        """Seconds to the first token, and of processor time."""
+        """Seconds to the first token, and seconds of processor time."""
         blend = None if ratio is None else {"segments": self.segments, "ratio": ratio}
         before = engine.call("processor_seconds")["seconds"]
         [answer] = engine.generate([request(self.ids, blend, ANSWER_TOKENS)])
@@ -64,7 +64,7 @@ def request(ids: Sequence[int], blend: Any, answer_tokens: int) -> dict[str, Any
         "ids": list(ids),
         "max_tokens": answer_tokens,
         "salt": f"flexkv-blend:{os.getpid()}-{next(_salts)}",
-        # Prompts that are computed fully are not stored: no write competes with the next one's reads.
+        # Prompts that are computed in full are not stored, so that no write competes with the reads of the next prompt.
         "extra": {"kv_transfer_params": {"skip_save": True} if blend is None else {"flexkv.blend": blend}},
     }
 
@@ -100,7 +100,7 @@ def start(model: Path, folder: Path, stream: bool, tokens: int) -> EngineProcess
 def measure(
     engines: Sequence[EngineProcess], rounds: Sequence[Prompts], ratio: float
 ) -> dict[str, list[tuple[float, float]]]:
-    """Per way, each round's times. The first round is not counted: it pays for what is made on first use."""
+    """Each way's times, one entry per round. The first round is not counted, because it includes one-time setup."""
     found: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
     for number, prompts in enumerate(rounds):
         order = [0, 1] if number % 2 else [1, 0]

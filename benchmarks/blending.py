@@ -1,10 +1,10 @@
-"""Measures blending by ratio: how far its answers are from a full recompute, and how long it takes.
+"""Measures for each blending ratio how far the answers are from a full recompute, and how long blending takes.
 
 Quality is measured on a byte-level language model of Llama's architecture that this program first trains on the source
 code of Python's own standard library, because no small package carries trained weights. Prompts are four segments of
 held-out text, each cached by itself, and a question of 16 bytes that continues them. Time is measured on a larger model
-with random weights, because times do not depend on the weights' values. Both are compared with a full recompute and
-with a prefix cache, which reuses the first segment. `--json PATH` writes the figures.
+with random weights, because times do not depend on the weights' values. Quality and time are compared with a full
+recompute and with a prefix cache, which reuses the first segment. `--json PATH` writes the figures.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def corpus() -> tuple[Text, Text]:
 
 
 def train(model: Any, text: Text, seconds: float) -> tuple[int, float]:
-    """Trains the model; returns the number of steps and the mean loss of the last 20, nats per byte."""
+    """Trains the model; returns the number of steps and the mean loss of the last 20, in nats per byte."""
     random = np.random.default_rng(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     start, losses = time.monotonic(), [0.0]
@@ -91,7 +91,7 @@ def held_out_loss(model: Any, text: Text) -> float:
 
 
 def quality(model: Any, text: Text, prompts: int) -> list[dict[str, Any]]:
-    """Compares answers with the full recompute of the same prompt."""
+    """Compares the answers with those of a full recompute of the same prompt."""
     random = np.random.default_rng(1)
     length, question = 64, 16
     cache = segment_cache(model, {"weights": "trained"}, slots=2048, staging_tokens=1024)
@@ -152,7 +152,7 @@ class Prompts:
         )
 
     def restart(self) -> None:
-        """Reopens the cache on disk, so that its pages are nowhere else."""
+        """Reopens the cache from disk, so that its pages are only there."""
         self.on_disk.close()
         self.on_disk = self._open()
 

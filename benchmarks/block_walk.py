@@ -35,7 +35,7 @@ STORE, LOAD = "store", "load"
 
 @dataclass
 class Walk:
-    """Calls into flexkv between two moments.
+    """Calls into flexkv during a span of time.
 
     Attributes:
         by_file: calls of each file's functions, by the file's path in the package.
@@ -70,7 +70,7 @@ class Walk:
 
 
 def walk(llm: Any, ids: list[int]) -> dict[str, Any]:
-    """Runs one request and its leftovers to the end; the engine's side of `EngineProcess`."""
+    """Runs one request and the stores it leaves behind to the end; runs on the engine's side of `EngineProcess`."""
     from demo.engine_child import drain, generate
 
     seen = Walk()
@@ -88,10 +88,10 @@ OPERATIONS = {"walk": walk}
 
 
 def measure(engine: EngineProcess, runs: int) -> dict[str, dict[str, Any]]:
-    """The walks with the fewest calls, of a store and of a load.
+    """The walk with the fewest calls for a store, and the one for a load.
 
     Raises:
-        RuntimeError: a load brought another number of tokens than a block's.
+        RuntimeError: a load did not bring exactly one block of tokens.
     """
     least: dict[str, dict[str, Any]] = {}
     for number in range(runs + 1):

@@ -1,9 +1,10 @@
-"""The control plane against its targets, one thread: 1M cached blocks, 8,192 blocks per request (128k tokens).
+"""Measures the control plane against its targets on one thread: 1M cached blocks, 8,192 blocks per request (128k
+tokens).
 
 Prints a table. `--json PATH` writes it; `--check PATH` compares with such a file from the same machine, and exits with
-status 1 where a row has become slower. Every figure is measured twice: as wall time, and as the thread's CPU time,
-which other programs on the machine disturb less. Figures are medians and minima over rounds; each round works on other
-keys, so that the index is as cold as the size of the caches makes it, unless the row says hot.
+status 1 if a row has become slower. Every figure is measured twice: as wall time, and as the thread's CPU time, which
+other programs on the machine disturb less. Figures are medians and minima over rounds; each round works on other keys,
+so that the index is as cold as the CPU caches leave it, unless the row says hot.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ def resident_bytes() -> int:
 
 
 def new_manager() -> LocalCacheManager:
-    """A manager with room for the cached blocks, in addition to the slots that a manager keeps free."""
+    """A manager with slots for the cached blocks and for those that a manager keeps free."""
     slots = CACHED_BLOCKS + RESERVE_MAX_PAGES
     manager = LocalCacheManager([GroupSpec(BLOCK_TOKENS, slots)], ManagerLimits(), tiers=unit_tiers())
     manager.grow(0, slots)
@@ -199,8 +200,8 @@ def evict_all(manager: LocalCacheManager) -> None:
 
 
 def bench_disk_lookup(rounds: int) -> list[Row]:
-    """Lookups that find all of a request on disk and nothing in host memory, with the plan of its read; the end of that
-    read; and in the same rounds the request's next lookup, and another request's.
+    """Times lookups that find a whole request on disk and nothing in host memory, including the plan of the read; the
+    end of that read; and, in the same rounds, the next lookup of the same request and of another.
 
     The tier is the real one: its journal runs. No page is written or read, so the slabs stay sparse.
     """
@@ -245,7 +246,7 @@ def bench_disk_lookup(rounds: int) -> list[Row]:
 
 
 def bench_short_match(manager: LocalCacheManager, keys: Keys, rounds: int) -> Row:
-    """Lookups of a short request, which show the cost that does not depend on the length."""
+    """Times lookups of a short request, which show the cost that does not depend on the length."""
     watch = Stopwatch()
     for number in range(rounds):
         request = f"short{number}"
@@ -321,7 +322,7 @@ def bench_index(rounds: int) -> list[Row]:
 
 
 def full_index(keys: Keys) -> c_ext.BlockIndex:
-    """An index with these blocks, each request's stored together."""
+    """An index with these blocks; the blocks of each request are stored together."""
     index = c_ext.BlockIndex([len(keys)])
     index.grow(0, len(keys))
     flags = np.ones(REQUEST_BLOCKS, np.uint8)
@@ -337,8 +338,9 @@ def in_turns(first: Keys, second: Keys, blocks: int) -> Keys:
 
 
 def bench_tier_lookup(rounds: int) -> list[Row]:
-    """The native lookup over host memory and up to two tiers behind it, 1M blocks each, beside `match_and_pin` of host
-    memory alone. All run in turn on the same keys of a round, so that their minima can be compared."""
+    """Times the native lookup over host memory and up to two tiers behind it, 1M blocks each, and `match_and_pin` of
+    host memory alone. All run in turn on the same keys of a round, so that their minima can be compared.
+    """
     tiers = [random_keys(CACHED_BLOCKS, seed) for seed in (11, 12, 13)]
     indexes = [full_index(keys) for keys in tiers]
     host, lookups = indexes[0], {n: c_ext.TierLookup(indexes[:n], 1) for n in (1, 3)}

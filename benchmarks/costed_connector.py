@@ -9,7 +9,7 @@ HOOKS = hooks_of(FlexKVConnector)
 
 
 class CostedConnector(FlexKVConnector):
-    """A user's connector, with its hooks timed."""
+    """flexkv's connector as users configure it, with its hooks timed."""
 
 
 LEDGER = Ledger()

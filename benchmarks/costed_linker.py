@@ -1,4 +1,4 @@
-"""flexkv's SGLang linker with a clock on every hook (`hook_clock`), and on those that the engine's pools call."""
+"""flexkv's SGLang linker with a clock (`hook_clock`) on every hook, including those that the engine's pools call."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from flexkv.adapters.sglang.load_batches import LoadBatches
 
 
 class CostedLinker(FlexKVLinker):
-    """A user's linker, with its hooks timed."""
+    """flexkv's linker as users configure it, with its hooks timed."""
 
 
 LEDGER = Ledger()
 LEDGER.put_clocks(CostedLinker, FlexKVLinker, hooks_of(FlexKVLinker))
-# The linker makes this class's objects itself. Hooks that have a clock already call its other methods.
+# The linker makes objects of this class itself. Its other methods are called by hooks that already have a clock.
 LEDGER.put_clocks(LoadBatches, LoadBatches, ("set_consumer", "wait_until"))

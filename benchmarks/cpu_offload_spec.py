@@ -37,7 +37,7 @@ class HostCopyWorker(OffloadingWorker):  # type: ignore[misc]
         return ended
 
     def wait(self, job_ids: Any) -> None:
-        """Does nothing: no copy is ever under way."""
+        """Does nothing, because every copy has ended when its call returns."""
 
     def _copy(self, job_id: Any, engine_spec: Any, host_spec: Any, *, store: bool) -> bool:
         started = time.perf_counter()

@@ -1,13 +1,14 @@
-"""The disk tier beside a raw I/O loop (same ring, slab, huge pages and depth; no trailer, digest or index) and fio.
+"""Compares the disk tier with a raw I/O loop (same ring, slab, huge pages and depth; no trailer, digest or index) and
+fio.
 
 Each round runs every method once, in random order, so that noise affects all alike; figures are medians of payload
 GB/s. `fill` is the first pass over a new slab, `ahead` the same after the idle disk has cleared the slots, `write` the
 passes after it. A write counts when it is durable: for the tier when the journal says so, for the loop after one
 fdatasync at its end. CPU is user and system time of all threads of the process; fio reports its own. `registered` is a
-tier whose host pool io_uring keeps pinned, in the same rounds. `durable` is the time from the end of a page's write
-until the page is durable, under continuous writes. `layerwise` loads 32,768 tokens at once, page by page and in ranges
-of layers. `streamed` loads to an engine's pool in plain memory, each page once it has come, beside a load of all pages
-once the last has come. `cold` is a start with 1M blocks.
+tier whose host pool is registered with io_uring, which keeps it pinned; it runs in the same rounds. `durable` is the
+time from the end of a page's write until the page is durable, under continuous writes. `layerwise` loads 32,768 tokens
+at once, page by page and in ranges of layers. `streamed` loads each page to an engine's pool in plain memory as soon as
+it has been read, and is compared with a load that begins after the last read. `cold` is a start with 1M blocks.
 """
 
 from __future__ import annotations
@@ -68,7 +69,9 @@ def timed(call: Callable[[], object]) -> Sample:
 
 
 def first_fills(folder: Path, page_bytes: int, slots: int) -> dict[str, list[Sample]]:
-    """Fills new slabs: the tier's first pass, the raw loop's, and the tier's after its disk was idle."""
+    """Fills new slabs three times: the tier's first pass, the raw loop's first pass, and the tier's after its disk was
+    idle.
+    """
     samples: dict[str, list[Sample]] = {"fill": [], "fill bare": [], "ahead": []}
     places = np.arange(slots, dtype=np.int32)
     for number in range(FILLS):
@@ -88,7 +91,7 @@ def first_fills(folder: Path, page_bytes: int, slots: int) -> dict[str, list[Sam
 
 
 def fio(folder: Path, page_bytes: int, kind: str, slots: int) -> Sample | None:
-    """Samples fio's random reads or writes of as many bytes; None where fio is not installed."""
+    """Samples fio's random reads or writes of as many bytes; None if fio is not installed."""
     program = shutil.which("fio")
     if program is None:
         return None
@@ -142,8 +145,9 @@ def measure(folder: Path, page_bytes: int, slots: int, rounds: int) -> dict[str,
 
 
 def durable(folder: Path, page_bytes: int, slots: int, rounds: int) -> dict[str, float]:
-    """Milliseconds from the end of a page's write until it is durable, as a program that writes without a pause sees
-    both, every LAG_BYTES."""
+    """Milliseconds from the end of a page's write until the page is durable, sampled every LAG_BYTES by a program that
+    writes without a pause.
+    """
     rig = Rig(folder, page_bytes, slots)
     rig.batch = LAG_BYTES // page_bytes
     rng = np.random.default_rng(5)
@@ -160,7 +164,7 @@ def durable(folder: Path, page_bytes: int, slots: int, rounds: int) -> dict[str,
 
 
 def layerwise(folder: Path, rounds: int) -> dict[str, float]:
-    """Medians: milliseconds of a load by pages and by layers, and of the latter's first layer; their ratios."""
+    """Medians: milliseconds of a load by pages, of a load by layers and of its first layer; and their ratios."""
     rig = Rig(folder, 2 * MIB, LOAD_PAGES, host_slots=LOAD_PAGES)
     places = np.random.default_rng(3).permutation(LOAD_PAGES).astype(np.int32)
     for first in range(0, LOAD_PAGES, rig.batch):
@@ -210,7 +214,7 @@ def streamed(folder: Path, page_bytes: int, rounds: int) -> dict[str, float]:
         copy(NO_READS)
 
     def load_streamed() -> None:
-        # Ops are numbered one by one: the next is the read.
+        # Op ids are consecutive, so the next one is the read's.
         copy(np.full(count, next(rig.op_ids) + 1, np.int64), read_all)
 
     methods: dict[str, Callable[[], None]] = {
@@ -233,14 +237,16 @@ def streamed(folder: Path, page_bytes: int, rounds: int) -> dict[str, float]:
 
 
 def cold_start(folder: Path) -> dict[str, float]:
-    """Times a start with an index of COLD_BLOCKS blocks of 4 KiB, of which only the COLD_READ to read were written."""
+    """Times a start with an index of COLD_BLOCKS blocks of 4 KiB, of which only the COLD_READ blocks to be read were
+    written.
+    """
     rig = Rig(folder, 4 * KIB, COLD_BLOCKS, COLD_READ, preallocate=False)
     written = np.sort(np.random.default_rng(2).permutation(COLD_BLOCKS)[:COLD_READ]).astype(np.int32)
     rig.batch = COLD_READ // 2
     rig.write(written)
     generations = rig.generations[written]
     rig.close()
-    # The others are only rows: opening costs time per row, reading per page.
+    # The other blocks are only rows of the index: opening costs time per row, reading per page.
     index = SlotIndex(next(folder.rglob("index.sqlite")), [COLD_BLOCKS])
     others = np.setdiff1d(np.arange(COLD_BLOCKS), written)
     zeros = np.zeros(len(others), np.uint64)

@@ -39,7 +39,7 @@ IDENTITY = DiskIdentity("benchmark", bytes(32))
 
 @functools.cache
 def raw_loop() -> ctypes.CDLL:
-    """Compiles raw_loop.cpp with the queues of csrc/io; it is no part of the product."""
+    """Compiles raw_loop.cpp, which is not part of the product, with the queues of csrc/io."""
     root = Path(__file__).resolve().parents[1]
     library = Path(tempfile.mkdtemp()) / "raw_loop.so"
     sources = [root / "benchmarks/raw_loop.cpp"]
@@ -111,7 +111,7 @@ class Rig:
             assert result.status is OpStatus.OK, result.reason
 
     def _batches(self, kind: OpKind, places: NDArray[np.int32]) -> None:
-        """Moves the places in batches, IN_FLIGHT at once."""
+        """Moves the pages of these places in batches, IN_FLIGHT at once."""
         moving: deque[tuple[Ticket, NDArray[np.int32]]] = deque()
         parts = [places[first : first + self.batch] for first in range(0, len(places), self.batch)]
         for number, part in enumerate(parts):
@@ -153,7 +153,9 @@ class Rig:
         self._batches(OpKind.DISK_READ, places)
 
     def load(self, places: NDArray[np.int32], layerwise: bool) -> tuple[float, float]:
-        """Loads all `places` at once: seconds until the first layer is verified in host memory, and until all is."""
+        """Loads all `places` at once; returns the seconds until the first layer is verified in host memory, and until
+        all layers are.
+        """
         slots = np.arange(len(places), dtype=np.int32)
         start = time.perf_counter()
         ticket = self.submit(OpKind.DISK_READ, places, slots, layerwise)

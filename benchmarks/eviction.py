@@ -1,8 +1,8 @@
-"""Measures which share of a request trace's blocks each eviction policy of the native index serves, by cache size.
+"""Measures the share of a request trace's blocks that each eviction policy of the native index serves, by cache size.
 
-In a trace each line is one JSON object, a request, whose `hash_ids` name its blocks in order (as in Mooncake's traces).
-Requests come one after another: blocks that are cached are hits, the others are stored, and all of them count as used
-together. Prints the share of blocks that were hits.
+Each line of a trace is a JSON object for one request, whose `hash_ids` name its blocks in order (as in Mooncake's
+traces). Requests come one after another: blocks that are cached are hits, the others are stored, and all of them count
+as used together. Prints the share of blocks that were hits.
 
     python -m benchmarks.eviction TRACE [--blocks 1000 2000 4000]
 """
@@ -28,7 +28,7 @@ def read_trace(path: Path) -> list[np.ndarray]:
     requests = []
     for line in path.read_text().splitlines():
         keys = np.zeros((len(ids := json.loads(line)["hash_ids"]), 16), np.uint8)
-        # Mixed, as digests are, because the index takes keys for random.
+        # Mixed as digests are, because the index assumes that keys are random.
         keys.view(np.uint64)[:] = np.array(ids, np.uint64)[:, None] * np.array(
             [0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F], np.uint64
         )

@@ -1,8 +1,8 @@
-"""flexkv's own CPU time in a vLLM engine: its hooks on the scheduler's and worker's side, and its threads.
+"""Measures flexkv's own CPU time in a vLLM engine: its hooks on the scheduler's and the worker's side, and its threads.
 
 `vllm_overhead` compares two engines, but the noise of vLLM's own threads is larger than flexkv's cost. Here one engine
-runs with a clock on every hook of the connector: flexkv's own time is exact to microseconds, and stands beside the time
-of the whole engine for the same requests. Nothing can hit; stores are included.
+runs with a clock on every hook of the connector, so flexkv's own time is exact to microseconds. It is compared with the
+time of the whole engine for the same requests. No request can hit; stores are included.
 
     python -m benchmarks.flexkv_cost [--runs 9] [--json out/flexkv_cost.json] [--check]
 """
@@ -45,7 +45,7 @@ COSTED = FLEXKV | {
 
 
 def run(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """CPU seconds per request by who used them, one entry per run; and the same while nothing runs."""
+    """CPU seconds per request by their user, one entry per run; and the same while no request runs."""
     shape = PRESETS[MODEL]
     model = write_model(arguments.out / "models", MODEL)
     log = arguments.out / "flexkv_cost.log"

@@ -1,8 +1,9 @@
-"""Host gather and scatter: layer-first pool <-> page, 32 layers x K and V, one thread, buffers far beyond the caches.
+"""Measures host gather and scatter between a layer-first pool and pages: 32 layers x K and V, one thread, buffers far
+larger than the caches.
 
 Prints medians of interleaved rounds and ratios; `--json PATH` writes them. "flat" is plain memcpy of the same bytes,
-page by page ("flat_pages") and in one call ("flat_whole"); "flat_streaming" is our own copy of pages that are one run.
-torch's best is the fastest of a strided copy_ per block, a copy_ per run, and index_select + copy_.
+page by page ("flat_pages") and in one call ("flat_whole"); "flat_streaming" is flexkv's own copy of pages that are one
+run. torch's best is the fastest of a strided copy_ per block, a copy_ per run, and index_select + copy_.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ Method = Callable[[], None]
 
 
 def huge_buffer(size: int) -> Bytes:
-    """Zeroed private memory on transparent huge pages where the host allows them, touched."""
+    """Zeroed private memory, already touched, on transparent huge pages if the host allows them."""
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     buffer = np.frombuffer(memory, np.uint8)
@@ -140,7 +141,7 @@ class Case:
 
 
 def measure(case: Case, scatter: bool, rounds: int) -> dict[str, float]:
-    """Median GB/s of every method; each round has one pass of each, so that noise affects all alike."""
+    """Median GB/s of every method; each round has one pass of each method, so that noise affects all alike."""
     methods: dict[str, Method] = {
         "flexkv": case.ours(scatter),
         "flat_pages": case.flat(scatter, whole=False),

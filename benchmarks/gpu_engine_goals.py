@@ -1,4 +1,6 @@
-"""Goals for the effect of copies on the engine: its own work beside them, single loads and stores, and CPU time."""
+"""Goals for the effect of copies on the engine: the engine's own work beside copies, single loads and stores, and CPU
+time.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ MANY_BLOCKS = 1024
 
 
 def beside_goals(rows: Sequence[Row]) -> list[Goal]:
-    """Goals of the engine's work beside loads and stores."""
+    """Goals for the engine's work beside loads and stores."""
     measured = [row for row in rows if row["factor"] is not None and row["pinned"]]
     one_way = [row for row in measured if row["direction"] != BOTH]
     by_engine = [row for row in one_way if row["path"] != KERNEL]
@@ -49,7 +51,7 @@ def beside_goals(rows: Sequence[Row]) -> list[Goal]:
 
 
 def latency_goals(rows: Sequence[Row], link_gbps: float | None) -> list[Goal]:
-    """Goals of single loads by layer and stores, with nothing beside them.
+    """Goals for single loads by layer and single stores, with nothing beside them.
 
     Args:
         link_gbps: rate of one contiguous load; None if it was not measured.
@@ -84,7 +86,7 @@ def latency_goals(rows: Sequence[Row], link_gbps: float | None) -> list[Goal]:
 
 
 def processor_goals(rows: Sequence[Row]) -> list[Goal]:
-    """Goals of the process's CPU time."""
+    """Goals for the process's CPU time."""
 
     def cores(idle: bool, kernel: bool = False) -> float | None:
         return most(

@@ -1,5 +1,5 @@
-"""The files in a folder of results: writes them atomically, reports unreadable ones by name, and admits one call at a
-time.
+"""Handles the files in a folder of results: writes them atomically, names unreadable ones, and lets only one call use
+the folder at a time.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ LOCK = ".lock"
 
 
 class RefusedError(Exception):
-    """A stage was not started; says why, and what to do."""
+    """A stage was not started; the message says why, and what to do."""
 
 
 class UnreadableError(Exception):
-    """A file holds no result; names the file and the reason."""
+    """A file holds no result; the message names the file and the reason."""
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replaces the file atomically: even after a loss of power the old or the new one is there as a whole."""
+    """Replaces the file atomically: even after a loss of power, the complete old or new file is there."""
     beside = path.with_name(f".{path.name}.part")
     with beside.open("w") as file:
         file.write(text)
@@ -35,7 +35,7 @@ def write_whole(path: Path, text: str) -> None:
 def reading(path: Path) -> Iterator[None]:
     """Turns errors about the content of `path` into an UnreadableError that names it.
 
-    Half-written files raise them, and those of another version: these lack a value, or hold another type.
+    Such errors come from half-written files and from files of another version, which lack a value or hold another type.
     """
     try:
         yield
@@ -48,7 +48,7 @@ def held(folder: Path) -> Iterator[None]:
     """Locks the folder against other calls; the lock ends with the process, even if it is killed.
 
     Raises:
-        RefusedError: another call has it.
+        RefusedError: another call holds the lock.
     """
     with (folder / LOCK).open("w") as file:
         try:

@@ -18,7 +18,7 @@ ANY_LENGTH = 1 << 40
 
 def goals(bench: Mapping[str, Any]) -> list[Goal]:
     """Every goal, from the JSON of `flexkv bench transfer`."""
-    # Before the GPU has taken the host pool there is no kernel, so such rows took another path than is meant.
+    # Until the host pool is registered with the GPU, copies do not use the kernel, so such rows measured another path.
     rows: Sequence[Row] = [row for row in bench["rows"] if row.get("pinned", True)]
     beside: Sequence[Row] = bench["comparisons"]
     transforms = [row for row in beside if row["what"] == "layout transform"]
@@ -37,7 +37,7 @@ def goals(bench: Mapping[str, Any]) -> list[Goal]:
 
 
 def _rate_goals(rows: Sequence[Row]) -> list[Goal]:
-    """Goals of how near the lanes come to contiguous copies."""
+    """Goals for how close the lanes come to contiguous copies."""
 
     def share(smallest: int, largest: int, direction: str) -> float | None:
         return least(

@@ -28,7 +28,7 @@ SOURCE_SUFFIXES = (".h", ".cpp", ".cu", ".cuh", ".py", ".pyi")
 
 
 def machine(device: int) -> dict[str, str]:
-    """Facts about the machine, by name; a fact that cannot be found out has the reason in its place."""
+    """Facts about the machine, by name; the reason takes the place of a fact that cannot be found out."""
     query = ["nvidia-smi", f"--id={device}", "--format=csv,noheader"]
     query.append("--query-gpu=name,driver_version,memory.total,pcie.link.gen.max,pcie.link.width.max")
     found = {
@@ -45,7 +45,7 @@ def machine(device: int) -> dict[str, str]:
 
 
 def said(command: list[str]) -> str:
-    """A program's output, or why there is none; never empty."""
+    """A program's output, or the reason why there is none; never empty."""
     if shutil.which(command[0]) is None:
         return f"unknown: no {command[0]} here"
     try:
@@ -58,7 +58,7 @@ def said(command: list[str]) -> str:
 
 
 def source_digest() -> str:
-    """Digest of all sources that are built or measured, by name and content; names them where there is no `.git`."""
+    """Digest of all sources that are built or measured, by name and content; also works without `.git`."""
     digest = hashlib.sha256()
     for folder in ("csrc", "flexkv", "benchmarks"):
         for path in sorted((ROOT / folder).rglob("*")):
@@ -68,7 +68,7 @@ def source_digest() -> str:
 
 
 def gpus() -> int:
-    """Number of GPUs that nvidia-smi lists; 0 where it lists none."""
+    """Number of GPUs that nvidia-smi lists."""
     listed = said(["nvidia-smi", "--list-gpus"])
     return sum(line.startswith("GPU ") for line in listed.splitlines())
 

@@ -1,4 +1,4 @@
-"""Makes docs/gpu-results.md from the stages' results, whole or cut."""
+"""Makes docs/gpu-results.md from the stages' results, whether the stages are complete or not."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PARTIAL = "partial"
 def bench_of(folder: Path) -> dict[str, Any]:
     """Merges the rows of all parts of the bench stage that have any.
 
-    Each row also has `PARTIAL`. `unread` has the parts that cannot be read, by name, with the reason.
+    Each row also has `PARTIAL`. `unread` gets the parts that cannot be read, by name, with the reason.
     """
     merged: dict[str, Any] = {kind: [] for kind in ROW_KINDS}
     merged |= {"limit_gbps": {}, "thresholds": {}, "parts": [], "copies": {}, "unread": {}}
@@ -58,7 +58,7 @@ def _bench_part(path: Path, step: Mapping[str, Any]) -> dict[str, Any]:
     """One step's measurements, once they are known to have all that the page needs.
 
     Raises:
-        UnreadableError: the file is not whole, or another version's.
+        UnreadableError: the file is incomplete, or from another version.
     """
     with reading(path):
         part: dict[str, Any] = json.loads(path.read_text())
@@ -73,7 +73,7 @@ def _bench_part(path: Path, step: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _has_result(folder: Path, step: Mapping[str, Any]) -> bool:
-    """Whether a step has a result; one that was not begun has none, whatever file lies there."""
+    """Whether a step has a result; a step that was not begun has none, even if there is a file of that name."""
     return bool(step["result"]) and step["state"] in BEGUN and (folder / step["result"]).exists()
 
 
@@ -81,7 +81,7 @@ def render(folder: Path) -> str:
     """Renders the page.
 
     Args:
-        folder: folder of results, where the stages have written.
+        folder: folder of results, to which the stages have written.
     """
     stages, unread = _read(folder)
     bench = bench_of(folder)
@@ -124,7 +124,7 @@ def render(folder: Path) -> str:
 
 
 def _read(folder: Path) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """The stages that have steps; and those that cannot be read, with the reason."""
+    """The stages that have steps, and the stages that cannot be read, with the reason."""
     stages, unread = [], {}
     for name in STAGES:
         try:
@@ -138,7 +138,9 @@ def _read(folder: Path) -> tuple[list[dict[str, Any]], dict[str, str]]:
 
 
 def _machines(stages: Sequence[Mapping[str, Any]]) -> dict[tuple[tuple[str, str], ...], list[str]]:
-    """Each machine, with the stages that ran on it. The date is no part of a machine, but the first one is shown."""
+    """Each machine, with the stages that ran on it. Stages of different dates count as one machine; its first date is
+    shown.
+    """
     found: dict[str, tuple[tuple[tuple[str, str], ...], list[str]]] = {}
     for stage in stages:
         facts = stage["machine"]
@@ -187,7 +189,7 @@ def _tests(folder: Path, stages: Sequence[Mapping[str, Any]], unread: dict[str, 
             except UnreadableError as error:
                 unread[name] = f"no result, because {error}"
                 continue
-            # A step whose tests failed has a whole report.
+            # A step whose tests failed still has a complete report.
             shown = name if step["state"] in ENDED else f"{name} ({PARTIAL}: {step['state']})"
             rows.append((shown, *map(str, counts.values())))
             failures += failed
@@ -200,8 +202,9 @@ def _tests(folder: Path, stages: Sequence[Mapping[str, Any]], unread: dict[str, 
 
 
 def all_skipped(folder: Path, step: Mapping[str, Any]) -> str:
-    """Why a step that passed ran no test: the reason for which its first one was skipped. Empty if one was run, or if
-    its report cannot be read."""
+    """Why a step that passed ran no test: the reason for which its first test was skipped. Empty if a test was run, or
+    if the report cannot be read.
+    """
     report = folder / step["result"]
     if step["state"] != "passed" or not report.name.endswith(".xml") or not report.exists():
         return ""
@@ -261,7 +264,7 @@ def _limits(bench: Mapping[str, Any]) -> str:
 
 
 def _copies(bench: Mapping[str, Any]) -> list[str]:
-    """The ways in which the lane copied, one line per direction; empty if no part has them."""
+    """The ways in which the lane copied, one line per direction; empty if no part recorded them."""
     return [f"{name.upper()}: {ways}." for name, ways in bench["copies"].items()]
 
 

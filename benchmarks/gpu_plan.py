@@ -1,8 +1,8 @@
 """The steps of each stage of a visit to a GPU, with their time limits.
 
-build, smoke and bench take 20 minutes together at most, so that one visit gives the figures; tests and sanitize are for
-another. `all` has every stage within ten minutes, with fewer and smaller measurements. A step that lacks something says
-so and is left out.
+build, smoke and bench together take at most 20 minutes, so that one visit gives the figures; tests and sanitize need
+another visit. `all` has every stage within ten minutes, with fewer and smaller measurements. A step that the machine
+cannot run is left out, with the reason.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class Visit:
 
     Attributes:
         out: the folder of results.
-        folder: lies on the disk to measure; None leaves disks out.
-        carried: the core that is here was built with CUDA, and is not rebuilt.
+        folder: a folder on the disk to measure; None leaves disks out.
+        carried: the existing core was built with CUDA, and is not rebuilt.
         quick: measurements are a quarter as large and are repeated three times, so that all stages fit into one call.
         prepare: MODULE:FUNCTION that each engine of `vllm_beside_gpu` calls before vLLM is imported, or "".
     """
@@ -226,7 +226,7 @@ def _tests(visit: Visit) -> list[Step]:
     measured = Step(
         "vLLM beside copies", (*beside, *options), 180.0, VLLM_RESULT, lacking.get("vLLM on the GPU", "")
     )
-    # Before the engines' tests, which in one call may find no time any more.
+    # Before the engines' tests, for which one call may have no time left.
     return [*steps, measured, *engines]
 
 

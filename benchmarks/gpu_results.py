@@ -5,10 +5,10 @@
 `python -m benchmarks.gpu_results render --out DIR`
 
 A stage writes DIR/<stage>.json as it goes and ends within 8 minutes. Called again, it continues with the steps that
-have no result, or is refused where the results are of another machine or source. `all` runs every stage in one call
-within `--limit-s` seconds, and builds the core only where the one that is here has no CUDA.
-Needs an NVIDIA GPU with its driver and the CUDA toolkit; torch with CUDA for all tests and the comparisons with torch.
-`--folder` lies on the disk to measure; without it disks are left out. Whatever is missing is named.
+have no result, or is refused if the results are from another machine or source. `all` runs every stage in one call
+within `--limit-s` seconds, and builds the core only if the existing one has no CUDA. Needs an NVIDIA GPU with its
+driver and the CUDA toolkit; torch with CUDA for all tests and the comparisons with torch. `--folder` lies on the disk
+to measure; without it disks are left out. Whatever is missing is named.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def closing_words(page: Path, status: str) -> str:
 
 
 def draw_page(out: Path, picture: Path) -> str:
-    """Draws the rows in `out`; returns where, or why it cannot."""
+    """Draws the rows in `out`; returns the file's path, or why it cannot draw."""
     bench = bench_of(out)
     if not bench["rows"]:
         return "no picture: no lane was measured"
@@ -82,7 +82,7 @@ def run_all(visit: Visit, again: bool, ends_s: float, lacking: str) -> list[Stat
 
     Args:
         ends_s: when the last step must have ended, by `time.monotonic`.
-        lacking: why the core that is here cannot be used; empty if it can.
+        lacking: why the existing core cannot be used; empty if it can.
 
     Raises:
         RefusedError: as for `run_stage`; nothing more was run.

@@ -47,10 +47,10 @@ class Step:
 
     Attributes:
         command: its argument vector, run in the project's folder.
-        limit_s: seconds after which it is ended, if the stage's own limit does not come first.
+        limit_s: seconds after which it is ended, unless the stage's own limit comes first.
         result: name of the file that it writes in the folder of results.
         missing: why it cannot run here; empty if it can.
-        required: the stage ends where this step fails.
+        required: the stage ends if this step fails.
         environ: variables beside this process's own.
     """
 
@@ -77,10 +77,10 @@ def stage_file(folder: Path, stage: str) -> Path:
 
 
 def read_stage(folder: Path, stage: str) -> dict[str, Any]:
-    """The content that a stage has written so far; without any steps where it never ran.
+    """The content that a stage has written so far; without steps if it never ran.
 
     Raises:
-        UnreadableError: its file is no stage's, or not whole.
+        UnreadableError: the file is not a stage's, or is incomplete.
     """
     path = stage_file(folder, stage)
     if not path.exists():
@@ -104,13 +104,13 @@ def run_stage(
     """Runs the steps that have no result yet, and returns the state of every step.
 
     Args:
-        folder: folder of results; made where it does not exist.
+        folder: folder of results; created if it does not exist.
         machine: facts about the machine that this runs on, by name.
-        not_here: what this machine lacks of the whole plan, and why.
+        not_here: the parts of the whole plan that this machine cannot run, and why.
         again: also runs steps that have a result.
         began_s: start of the stage's limit, by `time.monotonic`; None: now.
     Raises:
-        RefusedError: another call has the folder; or it has results of another machine or source. Nothing was run.
+        RefusedError: another call uses the folder, or it has results of another machine or source. Nothing was run.
     """
     ends_s = (time.monotonic() if began_s is None else began_s) + stage.limit_s
     folder.mkdir(parents=True, exist_ok=True)
@@ -119,7 +119,7 @@ def run_stage(
         records = []
         for step in stage.steps:
             if step.name not in before:
-                # The file is from a call whose record is gone.
+                # The file is from an earlier call whose record no longer exists.
                 _forget_result(step, folder)
             records.append(before.get(step.name) or _not_yet(step))
         content = {
@@ -134,10 +134,10 @@ def run_stage(
 
 
 def _kept(stage: str, folder: Path, machine: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """The records of steps that were begun, by name. For a file that cannot be read it prints why and returns none.
+    """The records of steps that were begun, by name. If the file cannot be read, prints why and returns no records.
 
     Raises:
-        RefusedError: they are another machine's, whose figures would be shown as this one's.
+        RefusedError: they are from another machine, whose figures would be shown as this machine's.
     """
     try:
         content = read_stage(folder, stage)
@@ -205,14 +205,15 @@ def _run_steps(stage: Stage, folder: Path, content: Mapping[str, Any], ends_s: f
             record |= _run(step, folder, stage.name, limit_s)
             write()
             print(f"{stage.name}: {step.name}: {record['state']}, {record['seconds']:.0f} s", flush=True)
-            # Nothing is measured beside a process that cannot be ended.
+            # A process that cannot be ended would distort every later measurement.
             if record["left"] or (step.required and record["state"] != "passed"):
                 break
 
 
 def fair_limit_s(left_s: float, limits_s: Sequence[float]) -> float:
-    """Seconds that the first of some steps may take: its own limit, or its share of the time that is left where that
-    does not suffice for all limits. Time that a step does not use goes to later steps."""
+    """Seconds that the first of these steps may take: its own limit, or its share of the time left if that does not
+    suffice for all limits. Time that a step does not use goes to later steps.
+    """
     return min(limits_s[0], max(SHORTEST_S, left_s * limits_s[0] / sum(limits_s)), left_s)
 
 
@@ -250,7 +251,9 @@ def _run(step: Step, folder: Path, stage: str, limit_s: float) -> dict[str, Any]
 
 
 def _die_with_parent() -> None:
-    """Runs in the child: ends it with this process, even if that is killed; it would measure beside the next call."""
+    """Runs in the child: makes it end with this process, even if this process is killed. Otherwise it would run beside
+    the next call's measurements.
+    """
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
 

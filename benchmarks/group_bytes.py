@@ -1,9 +1,9 @@
 """Computes how many bytes of a long prompt are stored for models with several KV groups, with the shapes of published
 models.
 
-vLLM's own code makes the groups, with blocks outermost, as on a GPU; flexkv's code says which pages a prompt's
-boundaries take. `kept` is the stored share of all pages' bytes. A slot holds a page of any group and has the size of
-the largest: `empty` is the share of the slots' bytes that no page fills.
+vLLM's own code makes the groups, with blocks outermost, as on a GPU; flexkv's code says which pages are stored for a
+prompt's boundaries. `kept` is the stored share of all pages' bytes. A slot holds a page of any group and has the size
+of the largest page: `empty` is the share of the slots' bytes that no page fills.
 
     python -m benchmarks.group_bytes [--prompt 32768] [--step 8192] [--json FILE]
 """
@@ -35,8 +35,8 @@ SLOT_ALIGNMENT = 4096
 class Shape:
     """
     Attributes:
-        full, others: numbers of layers, each kind with one spec; in the model they take turns.
-        window, chunk: tokens that the others see.
+        full, others: numbers of layers of the two kinds, each with one spec; in the model they alternate.
+        window, chunk: tokens that the `others` attend to.
         states: shapes and types of a layer's states.
     """
 
@@ -133,7 +133,7 @@ def boundaries_of(some: Boundaries, prompt: int, step: int) -> Iterator[int]:
     last, after, computed = some.last_before(prompt - 1), 0, 0
     while computed < last:
         end = min(some.last_before(computed + step), last)
-        # Steps end at the end of a block, except within a block that takes several steps.
+        # Steps end at a block's end, except when one block takes several steps.
         computed = end if end > computed else computed + step
         if computed == end and some.wants_states(end, after, prompt, 0):
             yield (after := end)

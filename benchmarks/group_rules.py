@@ -1,4 +1,4 @@
-"""Lookups of one request of 8,192 blocks over groups of different rules: `python -m benchmarks.group_rules`.
+"""Measures lookups of one request of 8,192 blocks over groups with different rules: `python -m benchmarks.group_rules`.
 
 All rows of a round run in turn, on an index whose other pages (seven times as many) belong to other requests. They are
 compared with the lookup of one full group in the same rounds.
@@ -34,7 +34,9 @@ STATE = GroupRule("state", BLOCK_TOKENS)
 
 @dataclass(frozen=True)
 class Case:
-    """Groups with the blocks that each has; `tokens` is what all of them together can restore."""
+    """Groups with the blocks that each has; `tokens` is the length of the prefix that all of them together can
+    restore.
+    """
 
     name: str
     rules: Sequence[GroupRule]

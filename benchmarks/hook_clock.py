@@ -31,8 +31,9 @@ def hooks_of(kind: type) -> tuple[str, ...]:
 
 
 class Ledger:
-    """CPU seconds and calls of every hook in one process: float64 [hooks, 2], a file named by the process id, beside
-    one with the hooks' names."""
+    """CPU seconds and calls of every hook in one process: float64 [hooks, 2] in a file named by the process id, with a
+    second file for the hooks' names.
+    """
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -50,7 +51,7 @@ class Ledger:
             self._pid = os.getpid()
             path = Path(os.environ[FOLDER_VARIABLE]) / str(self._pid)
             self._sums = np.memmap(path, dtype=np.float64, mode="w+", shape=(len(self.names), 2))
-            # Written last, because a reader looks for this file: the sums are there then.
+            # Written last: a reader looks for this file, and must then find the sums.
             path.with_suffix(".json").write_text(json.dumps(self.names))
         self._sums[hook] += (seconds, 1)
 
@@ -86,7 +87,7 @@ class Costs:
 
     @classmethod
     def read(cls, folder: Path) -> Costs:
-        """Reads the ledgers in `folder` and the threads of the processes that keep them."""
+        """Reads the ledgers in `folder`, and the threads of the processes that write them."""
         costs = cls({}, {}, {})
         for names in folder.glob("*.json"):
             hooks = json.loads(names.read_text())

@@ -2,8 +2,8 @@
 
 `blocks` moves pages from host memory to an engine's blocks with a layerwise op, and waits for each layer before its
 product, as vLLM's forward does. `pipeline` is the load pipeline of docs/layerwise.md: pages to buffers, a transform
-that touches every key, buffers to paged memory; a layer's product comes when that layer is in paged memory. `plain` is
-what the machine allows: a thread that copies the bytes of `blocks` by memcpy, beside the same kind of product. The
+that touches every key, buffers to paged memory; a layer's product comes when that layer is in paged memory. `plain`
+shows what the machine allows: a thread copies the bytes of `blocks` by memcpy, beside the same kind of product. The
 product's size is chosen so that 32 products take about as long as the copies alone. Rounds alternate; one thread
 multiplies.
     python -m benchmarks.layer_overlap [--rounds 9] [--json out/layer_overlap.json] [--check]
@@ -94,7 +94,9 @@ def _timed(work: Callable[[], None]) -> float:
 
 
 class Pages:
-    """Host memory with BLOCKS pages, and as much paged memory of an engine: float32, layer-first, K and V apart."""
+    """Host memory with BLOCKS pages, and an engine's paged memory of the same size: float32, layer-first, K and V
+    apart.
+    """
 
     def __init__(self) -> None:
         image = LAYERS * LAYER_BYTES
@@ -108,7 +110,7 @@ class Pages:
 
 
 class Way(ABC):
-    """A way in which pages come into memory, layer by layer."""
+    """One way to bring pages into paged memory, layer by layer."""
 
     @abstractmethod
     def run(self, after_layer: Callable[[], None] | None) -> None:

@@ -1,5 +1,5 @@
-"""What sharing with running units costs: copies from a peer's pool beside plain copies between the same mappings, and
-lookups that find nothing at peers.
+"""Measures what sharing with running units costs: copies from a peer's pool, compared with plain copies between the
+same mappings, and lookups that find nothing at peers.
 
     python -m benchmarks.live_peers
 """
@@ -148,7 +148,7 @@ def lookups() -> None:
         for number in range(LOOKUPS // 10):
             peer.replace(replaced)
             directory.follow()
-            # By turns, because whoever replaces pages leaves the caches to the next lookup as they are.
+            # In turns, because the unit that replaces pages affects the CPU caches that the next lookup finds.
             took[number % 2].append(look(managers[number % 2]))
             polls.append(seconds(tier.take_all_news) * 1e6)
         alone, shares = map(statistics.median, took)

@@ -1,10 +1,11 @@
-"""Time to the first token of a prompt in vLLM that another engine of this machine has computed: from that engine's host
-memory, and from its folder on disk, beside computing it and beside a hit in the engine's own host memory.
+"""Measures vLLM's time to the first token of a prompt that another engine of this machine has computed. It is read from
+that engine's host memory or from its folder on disk, and compared with computing it and with a hit in the engine's own
+host memory.
 
-Two engines are up at once. In each run the second is asked for four prompts of equal length: one that nobody has, the
-same after it dropped its prefix cache, one that the first engine has just computed and may be read from its memory, and
-another that may only be read from its folder (`flexkv.tiers`). Each answer is compared with that of the engine that
-computed the prompt.
+Two engines run at once. In each run the second answers four prompts of equal length: one that no engine has, the same
+after the engine dropped its prefix cache, one that the first engine has just computed and that may be read from its
+memory, and another that may only be read from its folder (`flexkv.tiers`). Each answer is compared with that of the
+engine that computed the prompt.
 
     python -m benchmarks.peer_ttft [--runs 7]
 """
@@ -59,7 +60,8 @@ def measure(one: EngineProcess, other: EngineProcess, number: int, tokens: int) 
     """Seconds to the first token of the second engine, by where its prompt came from.
 
     Raises:
-        RuntimeError: a prompt came from elsewhere, or was answered otherwise than by the engine that computed it.
+        RuntimeError: a prompt came from another place than expected, or its answer differs from that of the engine that
+            computed it.
     """
     shape = PRESETS[MODEL]
     took: dict[str, float] = {}

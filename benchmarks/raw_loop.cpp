@@ -6,7 +6,8 @@
 
 #include "io/io_queue.h"
 
-// Moves `bytes` between buffers[i] and offsets[i] of the file, `depth` at a time; 0 if all were whole.
+// Moves `bytes` between buffers[i] and offsets[i] of the file, `depth` at a time; 0 if all I/Os were
+// complete.
 extern "C" int raw_loop(int fd, const uint64_t* buffers, const int64_t* offsets, int64_t count, int64_t bytes,
                         int write, int depth) try {
   const auto queue = flexkv::make_io_queue(flexkv::IoBackend::kAuto, depth);

@@ -1,4 +1,4 @@
-"""Measures what a key costs Mooncake's master: CPU time per name of put, get and exists, and memory per key.
+"""Measures the cost of a key in Mooncake's master: CPU time per name for put, get and exists, and memory per key.
 
 The master and an owner run in a network namespace on this machine; values are small, because the master does not see
 them. Names and batches are those of flexkv's remote tier. `--json PATH` writes the result.

@@ -1,4 +1,4 @@
-"""Mooncake Store behind flexkv's contract, beside the raw calls of its library in the same rounds.
+"""Compares Mooncake Store behind flexkv's contract with the raw calls of its library, in the same rounds.
 
 Values of 2 MiB in batches of 8, and `exists` of 256 names; the master and an owner run in a network namespace on this
 machine. "registered" is the library's own get into memory that was registered with it. Prints medians and the ratio to
@@ -90,7 +90,7 @@ class Bench:
             assert self.raw.batch_is_exist(self.asked).count(1) == VALUES
 
     def forget(self) -> None:
-        """Removes all values, because the store takes no second value under a name."""
+        """Removes all values, because the store does not accept a second value under the same name."""
         assert all(self.ours.remove(self.names, PATIENCE_S))
 
 
@@ -101,7 +101,7 @@ def seconds(method: Method) -> float:
 
 
 def measure(url: str, rounds: int) -> dict[str, Any]:
-    """Medians of rounds in which our client and the raw one go first in turn."""
+    """Medians of rounds; our client and the raw one take turns at going first."""
     bench = Bench(url)
     times: dict[str, list[float]] = {}
     puts = {"put ours": bench.our_put, "put raw": bench.raw_put}

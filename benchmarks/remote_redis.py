@@ -1,7 +1,7 @@
-"""The Redis store beside hiredis, Redis's own C client, against one server on this machine.
+"""Compares the Redis store with hiredis, Redis's own C client, on one server on this machine.
 
-Values of 2 MiB, in batches of 8, each to its own place of one memory. hiredis reads into memory of its own, so its
-values are also copied to their places: only then are they "in the same memory". Rounds are interleaved, medians are
+Values of 2 MiB, in batches of 8, each with its own place in one buffer. hiredis reads into memory of its own, so its
+values are also copied to these places: only then are they "in the same memory". Rounds are interleaved, medians are
 shown. Probes ask for 256 names; "raw" is the same bytes over a plain blocking socket, with the replies left unread.
 hiredis gets no probes: calling it from Python for each name would take most of its time.
 
@@ -61,7 +61,7 @@ class Reply(ctypes.Structure):
 
 
 class NewReply(ctypes.Structure):
-    """The same from 1.0 on, which knows doubles; that field is not read, and as wide as an integer."""
+    """The same since 1.0, which also has doubles; that field is not read and is as wide as an integer."""
 
     _fields_ = (
         ("type", ctypes.c_int),
@@ -73,7 +73,7 @@ class NewReply(ctypes.Structure):
 
 
 class Hiredis:
-    """hiredis's C library, without which there is nothing to compare with."""
+    """hiredis's C library, with which the store is compared."""
 
     def __init__(self, library: str, port: int) -> None:
         self._lib = lib = ctypes.CDLL(library)
@@ -131,7 +131,9 @@ class Hiredis:
 
 
 def medians(methods: dict[str, Method], rounds: int, repeats: int = 1) -> dict[str, float]:
-    """Seconds of one call of each; all take turns, in a rotating order, so that noise affects all alike."""
+    """Seconds of one call of each method; the methods take turns in a rotating order, so that noise affects all
+    alike.
+    """
     times: dict[str, list[float]] = {name: [] for name in methods}
     order = list(methods)
     for method in methods.values():

@@ -1,9 +1,10 @@
-"""Units that share a store, simulated: what a request asks, puts and gets, beside the arithmetic of docs/scale.md.
+"""Simulates units that share a store: counts what a request asks, puts and gets, and compares it with the formulas of
+docs/scale.md.
 
 Each unit has host memory for some blocks, and one store has room for more; all evict the blocks used longest ago.
 Requests come from conversations of several turns (each turn's prompt is the one before, its answer, and more) or from a
 trace with `hash_ids` and `timestamp` (Mooncake's), each to a unit drawn at random. Lookups, remembered answers, chunks
-and puts follow flexkv's remote tier, whose constants are used. Moves take no time. `--json PATH` writes the result.
+and puts follow flexkv's remote tier and use its constants. Moves take no time. `--json PATH` writes the result.
 
     python -m benchmarks.remote_scale [--units 8] [--trace FILE]
 """
@@ -57,7 +58,7 @@ class Memory:
         return block in self._blocks
 
     def add(self, blocks: Sequence[int]) -> None:
-        for block in reversed(blocks):  # so that the end of a prefix leaves before its start
+        for block in reversed(blocks):  # so that the end of a prefix is evicted before its start
             self._blocks[block] = None
             self._blocks.move_to_end(block)
         while len(self._blocks) > self._most:
@@ -164,7 +165,7 @@ class Result:
     """Figures of one policy; counts are per request.
 
     Attributes:
-        hit: share of all blocks that were hits; `from_store` has the share that the store gave.
+        hit: share of all blocks that were hits; `from_store`: share of all blocks that came from the store.
         questions, calls, names: lookups that ask the store, their calls and the names in them.
         names_of_puts: names that are asked for before a put.
         predicted_calls, predicted_names: by the formula.
@@ -192,7 +193,7 @@ def simulate(requests: Sequence[Request], units: int, host: int, store: int, pol
     ):
         served[number].serve(request)
     n = counts["requests"]
-    # One question per request that lacks something: a call per 256 names as far as the store has them, and one more.
+    # Each request that lacks blocks asks one question: a call per 256 names that the store has, and one more call.
     lacked, got = counts["lacked"] / n, counts["got"] / n
     calls = 0.0 if policy == "off" else 1 + got / CHUNK
     return Result(

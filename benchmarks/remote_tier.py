@@ -1,8 +1,10 @@
-"""The remote tier as a unit uses it, through its process, beside raw calls of the store's client in the same rounds.
+"""Compares the remote tier as a unit uses it, through its process, with raw calls of the store's client in the same
+rounds.
 
-Pages of 2 MiB: puts are sealed, gets are verified. Questions have 256 keys, idle and beside gets; raw is a client of
-its own in this process. Then the scheduler's thread is timed for a lookup of 256 blocks that no tier has: without a
-remote tier, with one, and while its breaker is open. Mooncake's processes run in a network namespace.
+Pages of 2 MiB: puts are sealed, gets are verified. Questions have 256 keys and are asked while the tier is idle and
+while it gets pages; "raw" is a separate client in this process. Then the scheduler's thread is timed for a lookup of
+256 blocks that no tier has: without a remote tier, with one, and while its breaker is open. Mooncake's processes run in
+a network namespace.
 
     python -m benchmarks.remote_tier [--store mooncake|redis] [--rounds 9] [--json FILE]
 """
@@ -122,7 +124,7 @@ class Rig:
         self._ops += 1
         assert self.unit.plane.ask(OpId(self._ops), [keys], [False])
         while not self.unit.plane.answers():
-            select.select([self._socket], [], [])  # waits as an engine does that is busy meanwhile
+            select.select([self._socket], [], [])  # waits as a busy engine does
             self.unit.plane.poll()
 
     def raw_ask(self, keys: Keys) -> None:
@@ -136,7 +138,7 @@ def seconds(call: Callable[..., None], *arguments: Any) -> float:
 
 
 def rates(rig: Rig, rounds: int) -> dict[str, float]:
-    """GB/s, medians of rounds in which both clients go first in turn."""
+    """Median GB/s of rounds; the clients take turns at going first."""
     times: dict[str, list[float]] = {}
     for number in range(rounds + 1):
         keys = chain(f"round {number}", PAGES)

@@ -1,7 +1,8 @@
-"""Rotation of keys on one CPU thread: beside memcpy, and fused with the scatter beside the two passes.
+"""Measures the rotation of keys on one CPU thread: compared with memcpy, and fused with the scatter compared with two
+passes.
 
-Keys have 8 heads of 128; every token moves by one of 8 distances; buffers exceed the caches. Medians of interleaved
-rounds; `--json PATH` writes them.
+Keys have 8 heads of 128; every token moves by one of 8 distances; buffers are larger than the caches. Medians of
+interleaved rounds; `--json PATH` writes them.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def methods(dtype: str, pairing: str) -> dict[str, Callable[[], None]]:
     head_bytes = rotation.row_bytes // HEADS
     source, middle, target = (huge_buffer(BUFFER_BYTES) for _ in range(3))
     random = np.random.default_rng(0)
-    # Ordinary values: a subnormal one costs a CPU a hundred cycles, and keys have none of those.
+    # Normal numbers only: a subnormal costs a CPU a hundred cycles, and real keys have none.
     values = random.standard_normal(1 << 20).astype(np.float32)
     encoded = (
         (values.view(np.uint32) >> 16).astype(np.uint16) if dtype == "bfloat16" else values.astype(dtype)

@@ -1,10 +1,11 @@
-"""SGLang with flexkv as its linker: time to the first token of a 4k-token hit, and CPU time per request without hits.
+"""Measures SGLang with flexkv as its linker: time to the first token of a 4k-token hit, and CPU time per request
+without hits.
 
 Two engines, one without flexkv, are up at the same time and take turns, so that other load on the machine affects both
-alike. A hit is measured after the engine dropped its own cache and gave its first pages to another prompt, in turns
-with a hit in the engine's own cache, which no other cache can undercut. CPU time is user and system time of all
+alike. A hit is measured after the engine dropped its own cache and gave its first pages to another prompt. It
+alternates with a hit in the engine's own cache, which no other cache can beat. CPU time is user and system time of all
 processes of an engine; idle schedulers sleep in both. flexkv's own part comes from clocks on its hooks and from its
-threads: it is exact where the difference of two engines is lost in their noise.
+threads. It is exact, while the difference between two engines is smaller than their noise.
 
     python -m benchmarks.sglang_linker [--model wide] [--runs 7] [--json out/sglang_linker.json] [--check]
 """
@@ -42,7 +43,8 @@ class Runs:
     """One entry per run.
 
     Attributes:
-        cold_s, own_s, hit_s: to the first token: computed, from the engine's own cache, from flexkv.
+        cold_s, own_s, hit_s: seconds to the first token of a prompt that is computed, comes from the engine's own
+        cache, or comes from flexkv.
         served: tokens of the hit that came from flexkv.
         cpu_s: by engine, per request without hits.
         share: CPU time of flexkv's hooks and threads over that of the rest of its engine, per request without hits.
@@ -76,7 +78,7 @@ def measure_hit(engine: SglangProcess, ids: list[int], filler: list[int], runs: 
 
 
 def processor_seconds(engine: SglangProcess, requests: list[dict[str, Any]]) -> float:
-    """CPU seconds per request, with the stores that it leaves behind."""
+    """CPU seconds per request, including the stores that it leaves behind."""
     before = engine.call("processor_seconds")
     for request in requests:
         engine.call("generate", requests=[request])

@@ -1,9 +1,9 @@
-"""Staged transfers between files and a layer-first pool in plain memory: CPU time per GB, and I/O calls.
+"""Measures staged transfers between files and a layer-first pool in plain memory: CPU time per GB, and I/O calls.
 
-The yardstick is the cost that cannot be saved: a bare O_DIRECT read of the same blocks into a buffer, and one flat copy
-of them. Every round runs both once, in turns, over the same blocks in the same order; CPU time is the process's, all
-threads together. Prints medians; `--json PATH` writes them. One call per run, without staging, is timed once: it shows
-what the calls cost.
+The baseline is the cost that cannot be avoided: a bare O_DIRECT read of the same blocks into a buffer, and one flat
+copy of them. Every round runs both once, in turns, over the same blocks in the same order; CPU time is that of all
+threads of the process. Prints medians; `--json PATH` writes them. The path without staging, with one call per run, is
+timed once to show what the calls cost.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Bytes = NDArray[np.uint8]
 
 
 def huge_buffer(size: int) -> Bytes:
-    """Zeroed private memory on transparent huge pages where the host allows them, touched."""
+    """Zeroed private memory, already touched, on transparent huge pages if the host allows them."""
     memory = mmap.mmap(-1, -(-size // (2 * MIB)) * 2 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     buffer = np.frombuffer(memory, np.uint8)[:size]
@@ -162,7 +162,7 @@ def run(case: Case, rounds: int, threads: int) -> dict[str, Any]:
 
 
 def verdict(result: dict[str, Any], rounds: int) -> str:
-    """The goal's line: what was to be reached, what was measured, and in how many rounds."""
+    """The line of the goal: the goal itself, what was measured, and in how many rounds."""
     ratio, (low, high) = result["cpu_ratio_median"], result["cpu_ratio_range"]
     said = "reached" if ratio <= GOAL_RATIO else "MISSED"
     if rounds < GOAL_ROUNDS:

@@ -1,4 +1,6 @@
-"""Relates an engine's steps to the loads and stores beside them, and computes what these cost. Arithmetic only."""
+"""Relates an engine's steps to the loads and stores that run beside them, and computes what these cost. Arithmetic
+only.
+"""
 
 from __future__ import annotations
 
@@ -31,16 +33,16 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The time from one token of the running request to its next.
+    """The time between two successive tokens of the running request.
 
     Attributes:
-        begin_s, end_s: when the engine had the one token, and the next.
+        begin_s, end_s: when the engine had the first and the second token.
         prefill_tokens: tokens of other requests' prompts that the step computed.
         running: number of requests in the step.
-        launched_tokens: such tokens of the batches that the engine launched meanwhile: with asynchronous scheduling it
-            launches a batch before it has the result of the one before.
-        adding_s: seconds that requests took to be handed in meanwhile, by the thread that also runs the engine. A
-            server does that in another process, so it is no part of the step.
+        launched_tokens: such tokens in the batches that the engine launched during the step. With asynchronous
+            scheduling it launches a batch before it has the result of the previous one.
+        adding_s: seconds in which the thread that also runs the engine added requests. A server does that in another
+            process, so it is not part of the step.
         connector_s: seconds in calls of the connector, by the scheduler and by the worker.
     """
 
@@ -63,10 +65,10 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Percentiles over steps, milliseconds; None if there are no steps.
+    """Percentiles over steps, in milliseconds; None if there are no steps.
 
     Attributes:
-        connector_p50_ms: of the time in calls of the connector.
+        connector_p50_ms: median of the time in calls of the connector.
     """
 
     steps: int
@@ -93,7 +95,7 @@ def beside(steps: Iterable[Step], copies: Sequence[Copy], kind: str) -> list[Ste
 
 
 def quiet(steps: Iterable[Step], copies: Sequence[Copy]) -> list[Step]:
-    """The steps with only the running request in them, and no copy under way."""
+    """The steps that had only the running request, while no copy was under way."""
     return [
         step
         for step in steps
@@ -106,7 +108,7 @@ def _meets(step: Step, copy: Copy) -> bool:
 
 
 def cause(step: Step, steps: Sequence[Step], copies: Sequence[Copy]) -> str:
-    """Says what went on during a step."""
+    """Describes what happened during a step."""
     found = []
     if step.prefill_tokens:
         found.append(f"computed {step.prefill_tokens} tokens of other requests")

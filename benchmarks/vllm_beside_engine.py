@@ -1,8 +1,8 @@
 """One vLLM engine in this process for `vllm_beside_gpu`: a running request, and others' prompts beside it.
 
-Reads one JSON line per command from standard input, and answers each with one line on the file descriptor that it is
-started with. The time of a step is taken where the scheduler gets a batch's result, in the engine's own process; loads
-and stores of flexkv where its transfer engine takes them, and where it returns their results.
+Reads one JSON line per command from standard input, and answers each with one line on the file descriptor given at
+start. A step is timed where the scheduler gets a batch's result, in the engine's own process. Loads and stores of
+flexkv are timed where its transfer engine accepts them and where it returns their results.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Trace:
         scheduler.schedule, scheduler.update_from_output = watched_schedule, watched_update
 
     def added(self, seconds: float) -> None:
-        """Takes the time in which a request was handed in out of the step that is under way."""
+        """Excludes the time in which a request was added from the current step."""
         self._adding_s += seconds
 
     def forget(self) -> None:
@@ -90,7 +90,7 @@ class Trace:
         self.break_step()
 
     def break_step(self) -> None:
-        """Makes the next step begin with the next token."""
+        """Makes the next step begin at the next token."""
         self._begin_step(None)
 
     def _begin_step(self, now_s: float | None) -> None:
@@ -106,7 +106,7 @@ class Trace:
     def _timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def timed(*rest: Any, **named: Any) -> Any:
-            if self._in_connector:  # a hook that calls another is counted once
+            if self._in_connector:  # a hook called by another hook is not counted again
                 return method(*rest, **named)
             self._in_connector, began_s = True, time.perf_counter()
             try:
@@ -147,7 +147,7 @@ class Trace:
         setattr(TransferEngine, "poll", watched_poll)  # noqa: B010
 
     def copies_so_far(self) -> list[Copy]:
-        """The copies so far; those that have not ended end now."""
+        """The copies so far; for those that have not ended, now counts as the end."""
         now_s = time.perf_counter()
         return [
             *self.copies,
@@ -170,7 +170,7 @@ class Engine:
     Args:
         arguments: arguments of `vllm.LLM`.
         vocabulary: number of tokens that prompts are drawn from.
-        flexkv: the connector is flexkv's.
+        flexkv: whether the connector is flexkv's.
     """
 
     def __init__(self, arguments: dict[str, Any], vocabulary: int, flexkv: bool) -> None:
@@ -199,7 +199,7 @@ class Engine:
         self.end()
         self._number += 1
         self._running, self._tokens = f"{RUNNING}-{self._number}", 0
-        # Its prompt is cached from the second time on, so that beginning again is no prefill beside others.
+        # Its prompt is cached after the first time, so a restart does not add a prefill beside the others.
         self._add(self._running, self._prompt(RUNNING_PROMPT, 1), 2 * RENEWED_TOKENS)
         self._more(FIRST_STEPS)
         self.trace.break_step()
@@ -213,11 +213,11 @@ class Engine:
 
     def prompts(self, length: int, streams: list[int], least_steps: int, window_s: float) -> dict[str, Any]:
         """Runs prompts of `length` tokens one after the other beside the running request, until all are done or a limit
-        has passed.
+        is reached.
 
         Args:
             streams: numbers of the prompts; the same number is the same prompt.
-            least_steps: steps of the running request before which no window ends early.
+            least_steps: a window does not end early before this many steps of the running request.
         """
         ends_s = time.monotonic() + window_s
         self.trace.forget()
@@ -284,7 +284,7 @@ class Engine:
         self._until(lambda: self._tokens >= wanted)
 
     def _until(self, met: Callable[[], bool]) -> None:
-        """Steps until `met`. Raises RuntimeError if the running request has ended, and TimeoutError."""
+        """Steps until `met`. Raises RuntimeError if the running request has ended, and TimeoutError at the deadline."""
         ends_s = time.monotonic() + STEP_LIMIT_S
         while not met():
             if self._running in self._ended:

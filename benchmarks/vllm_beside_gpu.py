@@ -1,11 +1,11 @@
 """Measures how storing and loading other requests' KV affects a running request of the real vLLM: the time of its
 steps.
 
-Engines of the same random Llama, with CUDA graphs: without a connector, with flexkv, with vLLM's OffloadingConnector.
-In each, one request decodes. Beside it others' prompts are computed (and stored, where there is a connector); then
-prompts that the engine's own cache has lost come again (and are loaded). Decoding steps are those that compute no
-prompt meanwhile. They are compared with those of the same window with nothing beside them, and with those of the engine
-without a connector beside the same prompts.
+Three engines run the same random Llama with CUDA graphs: without a connector, with flexkv, and with vLLM's
+OffloadingConnector. In each, one request decodes. Beside it, other prompts are computed (and stored, if there is a
+connector); then prompts that the engine's own cache has lost come again (and are loaded). Decoding steps are those that
+compute no prompt meanwhile. They are compared with the steps of the same window with nothing beside them, and with
+those of the engine without a connector beside the same prompts.
 
     python -m benchmarks.vllm_beside_gpu [--json out/vllm_beside_gpu.json] [--check]
 
@@ -67,7 +67,7 @@ class Size:
     Attributes:
         prompt_tokens: tokens of each prompt beside the running request.
         loaded_prompts: prompts that come again in turns; together they exceed the engine's pool.
-        least_steps: decoding steps with copies beside them that are wanted.
+        least_steps: the least number of decoding steps with copies beside them.
     """
 
     layers: int
@@ -175,7 +175,7 @@ def engine_arguments(name: str, size: Size, model: Path, cpu: bool) -> dict[str,
 
 
 class EngineError(RuntimeError):
-    """The engine refused a command, died, or did not answer in time; has the end of its log."""
+    """The engine refused a command, died, or did not answer in time; the message has the end of its log."""
 
 
 class EngineProcess:
@@ -256,7 +256,7 @@ def measure(engine: EngineProcess, size: Size, window_s: float) -> dict[str, Any
     """Measures windows of one engine: alone, beside prompts that are computed, beside prompts that come again.
 
     Args:
-        window_s: seconds for all of them together, about.
+        window_s: seconds for all windows together, approximately.
     """
     ends_s = time.monotonic() + window_s
     limit_s = ANSWER_S + window_s
@@ -300,7 +300,7 @@ def copies_of(window: Mapping[str, Any]) -> list[Copy]:
 
 
 def summary(windows: Mapping[str, Any]) -> dict[str, Any]:
-    """Spreads and longest steps of one engine's windows."""
+    """Percentiles and longest steps of one engine's windows."""
     alone = steps_of(windows["alone"])
     found: dict[str, Any] = {"alone": asdict(spread(alone))}
     found["alone, longest"] = longest(alone, copies_of(windows["alone"]))
@@ -325,7 +325,7 @@ def summary(windows: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def verdicts(summaries: Mapping[str, Mapping[str, Any]]) -> list[Verdict]:
-    """flexkv's steps against the same engine alone, and against the engine without a connector."""
+    """flexkv's steps compared with the same engine alone, and with the engine without a connector."""
     if FLEXKV not in summaries:
         return []
     mine = summaries[FLEXKV]
@@ -337,7 +337,7 @@ def verdicts(summaries: Mapping[str, Mapping[str, Any]]) -> list[Verdict]:
     ):
         limit = KERNEL_RATIO_MAX if by_kernel else limit
         beside_it = mine[window][f"decoding steps beside {kind}"]
-        # From the same window: clocks, temperature and the length of the request are the same.
+        # Taken from the same window, so that clocks, temperature and the length of the request are the same.
         alone = mine[window]["quiet steps"]
         found += [
             Verdict(f"beside {kind}: p50 / alone", ratio(beside_it["p50_ms"], alone["p50_ms"]), limit),

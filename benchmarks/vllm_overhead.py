@@ -1,9 +1,9 @@
 """Measures what flexkv costs vLLM if there are no hits: CPU time per request, stores included, and CPU time when idle.
 
 Two engines, as deployed (the scheduler in a process of its own), get the same fresh prompts in turns. CPU time is user
-and system time of all of an engine's processes and threads. Both engines compute on one and the same CPU. By itself,
-vLLM keeps one CPU more free of its compute threads once any KV connector is configured, and takes all where that leaves
-none: the engines would then differ in their threads and not only in flexkv. `flexkv_cost` measures flexkv's own part
+and system time of all of an engine's processes and threads. Both engines compute on the same single CPU. By default,
+vLLM keeps one more CPU free of its compute threads if any KV connector is configured, but uses all CPUs if none would
+remain. The engines would then differ in their threads and not only in flexkv. `flexkv_cost` measures flexkv's own part
 alone.
     python -m benchmarks.vllm_overhead [--runs 9] [--json out/vllm_overhead.json] [--check]
 """
@@ -71,7 +71,7 @@ def setting_of(arguments: argparse.Namespace) -> str:
 
 
 def run(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """CPU seconds per request by engine, idle shares, and bytes stored."""
+    """CPU seconds per request by engine, CPU shares when idle, and bytes stored."""
     shape = PRESETS[MODEL]
     model = write_model(arguments.out / "models", MODEL)
     flexkv = FLEXKV | {"kv_connector_extra_config": {"host.bytes": HOST_BYTES}}
@@ -126,7 +126,7 @@ def main() -> int:
     setting = setting_of(arguments)
     seconds = facts["cpu_seconds_per_request"]
     medians = {name: statistics.median(values) for name, values in seconds.items()}
-    # Paired by run, so that a slow phase of the machine counts on both sides.
+    # Paired by run, so that a slow phase of the machine affects both engines.
     pairs = [mine / alone for mine, alone in zip(seconds[WITH], seconds[ALONE], strict=True)]
     extra = statistics.median(pairs) - 1
     table = Table(title="what flexkv costs when nothing hits", caption=setting)

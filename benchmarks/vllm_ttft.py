@@ -1,12 +1,14 @@
-"""Time to the first token of a 4k-token prompt in vLLM: computed, and served by flexkv and by vLLM's own connectors.
+"""Measures vLLM's time to the first token of a 4k-token prompt: computed, and served by flexkv and by vLLM's own
+connectors.
 
-Every connector has an engine of its own. All are up at once and take turns, so that other load affects all alike. A hit
-is measured after the engine dropped its prefix cache. With "disk" in its name, host memory is too small for two such
-prompts and has lost the prompt to another one as well; with "streamed", the engine is promised the prompt before it has
-been read (`disk.stream`). "stores by layer" copies each layer while the forward computes the next (`store.mode`
-layerwise), where the others copy whole blocks after it; "stored" is the time from a computed prompt's answer until it
-is in the cache. "own" is the same prompt once more, served by the engine's prefix cache: what any hit costs. What
-flexkv's hit takes on top is compared with a memcpy of the same bytes by one thread in the same run.
+Every connector has an engine of its own. All engines run at once and take turns, so that other load affects all alike.
+A hit is measured after the engine dropped its prefix cache. If the name contains "disk", host memory is too small for
+two such prompts and has also evicted the prompt for another one. If it contains "streamed", the engine is promised the
+prompt before it has been read (`disk.stream`). "stores by layer" copies each layer while the forward pass computes the
+next (`store.mode` layerwise); the others copy whole blocks after it. "stored" is the time from a computed prompt's
+answer until the prompt is in the cache. "own" is the same prompt once more, served by the engine's prefix cache, and
+shows what any hit costs. The time that flexkv's hit takes beyond that is compared with a memcpy of the same bytes by
+one thread in the same run.
 
     python -m benchmarks.vllm_ttft [--runs 7] [--json out/vllm_ttft.json] [--check]
 """
@@ -139,7 +141,8 @@ def measure(engine: EngineProcess, ids: list[int], filler: list[int], times: Tim
     answered_s = time.perf_counter()
     engine.call("drain")
     times.stored.append(time.perf_counter() - answered_s)
-    # Others come in between, as they do in service: the hit must not find caches that the prompt itself left warm.
+    # Other prompts run in between, as in service, so that the hit does not find CPU caches that its own prompt left
+    # warm.
     engine.generate([{"ids": filler, "max_tokens": 1}])
     engine.call("drain")
     engine.call("reset")
@@ -168,7 +171,7 @@ def token_bytes(shape: ModelShape) -> int:
 
 
 def memcpy_s(size: int) -> float:
-    """Seconds that one thread takes to copy so many bytes between buffers that have their pages."""
+    """Seconds that one thread takes to copy so many bytes between buffers whose memory is already mapped."""
     source, target = np.ones(size, np.uint8), np.ones(size, np.uint8)
     started_s = time.perf_counter()
     np.copyto(target, source)
@@ -184,7 +187,9 @@ def _external_hits(engine: EngineProcess) -> float:
 
 
 def from_elsewhere(results: Mapping[str, Times]) -> list[str]:
-    """Connectors with a hit that did not come from where their name says: their figures measure something else."""
+    """Connectors with a hit that did not come from the place that their name says, so that their figures measure
+    something else.
+    """
 
     def true(name: str, served: int, read: int) -> bool:
         return read == (served // BLOCK_TOKENS if name in ON_DISK else 0)
@@ -264,7 +269,7 @@ def verdicts(results: dict[str, Times]) -> dict[str, dict[str, Any]]:
 
 
 def added_over_memcpy(times: Times) -> float:
-    """Extra time of a hit over one in the engine's prefix cache, in times of a memcpy of its bytes: the median."""
+    """Median of a hit's extra time over a hit in the engine's prefix cache, as a multiple of a memcpy of its bytes."""
     runs = zip(times.hit, times.own, times.memcpy, strict=True)
     return statistics.median((hit - own) / memcpy for hit, own, memcpy in runs)
 

@@ -1,11 +1,12 @@
-"""Naming weights by all of their content: the rate of the digest, against a bare parallel read of the same files.
+"""Measures naming weights by all of their content: the rate of the digest, compared with a bare parallel read of the
+same files.
 
-Both read files of random bytes, past the page cache, in turns. The bare read has as many threads and blocks as the
-digest, so it shows what the disk gives to any such reader. Prints medians, their ratio, and what 140 GB would take at
-the digest's rate, which is computed and not run; `--json PATH` writes them. "background" is the digest as an engine
-runs it, at the lowest priority: on a busy machine it gets what others leave. Also prints the CPU seconds of both per
-GB: the digest needs a core for each 1.5 to 2 GB/s, whatever the disk gives. And the time of the fingerprint by samples,
-with nothing of the files in the page cache.
+Both read files of random bytes in turns, bypassing the page cache. The bare read has as many threads and blocks as the
+digest, so it shows the rate that the disk allows. Prints medians, their ratio, and what 140 GB would take at the
+digest's rate, which is computed and not run; `--json PATH` writes them. "background" is the digest as an engine runs
+it, at the lowest priority: on a busy machine it gets the CPU time that others leave. Also prints the CPU seconds of
+both per GB (the digest needs a core for each 1.5 to 2 GB/s, whatever the disk's rate), and the time of the fingerprint
+by samples, with nothing of the files in the page cache.
 """
 
 from __future__ import annotations

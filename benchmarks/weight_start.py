@@ -1,9 +1,10 @@
-"""Measures how much naming the weights by all of their content delays an engine's start: the same vLLM with a disk
-tier, alternately with the weights' name given (so that nothing is read for it) and without.
+"""Measures how much naming the weights by all of their content delays an engine's start. The same vLLM with a disk tier
+starts alternately with the weights' name given (so that no weights are read to name them) and without.
 
-Each start reads the weights from the disk, past what the start before has left in the page cache, and has a folder of
-its own, so that nothing is known of them. Prints medians of the time from the start of the process until the engine is
-ready, of its first answer after that, and of the time until the weights had their name; `--json PATH` writes them.
+Each start reads the weights from the disk, because they are dropped from the page cache before it, and has its own
+folder, so that no earlier start has named them there. Prints medians of the time from the start of the process until
+the engine is ready, of the time of its first answer after that, and of the time until the weights had their name;
+`--json PATH` writes them.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """Computes how many tokens of a request trace are served to a model with sliding windows, by cache size.
 
 One group of full attention and five of windows share the slots of a native index. A hit ends where all of them have the
-pages that it needs. Windows are stored at the end of each prompt, every `--checkpoint` tokens between, and where a
-prompt has parted from earlier ones. The same pages are kept by one order of use (`lru`), and with the pages of
-checkpoints as spare blocks (`spare`). A cache of N tokens has room for all six groups' pages of N tokens; `all` has
-room for everything.
+pages that it needs. Windows are stored at the end of each prompt, every `--checkpoint` tokens before it, and where a
+prompt diverges from earlier ones. Two ways to keep these pages are compared: in one order of use (`lru`), and with the
+pages of checkpoints as spare blocks (`spare`). A cache of N tokens has room for all six groups' pages of N tokens;
+`all` has room for everything.
 
     python -m benchmarks.window_eviction TRACE [--tokens 1000000 3000000]
 
-In a trace each line is one JSON object, a request: `hash_ids` names its blocks of 512 tokens in order, `input_length`
-is its number of tokens (as in Mooncake's traces).
+Each line of a trace is a JSON object for one request: `hash_ids` names its blocks of 512 tokens in order,
+`input_length` is its number of tokens (as in Mooncake's traces).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def read_trace(path: Path) -> list[Request]:
         blocks = (request["input_length"] - 1) // BLOCK_TOKENS
         ids = np.array(request["hash_ids"][:blocks], np.uint64)
         keys = np.zeros((len(ids), 16), np.uint8)
-        # Mixed, as digests are, because the index takes keys for random.
+        # Mixed as digests are, because the index assumes that keys are random.
         keys.view(np.uint64)[:] = ids[:, None] * np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F], np.uint64)
         requests.append(Request(keys, request["input_length"]))
     return requests
@@ -63,7 +63,7 @@ class Cache:
     """
     Args:
         slots: number of pages, of any group.
-        reach: length of a window, in blocks.
+        reach: length of a window in blocks.
         checkpoint: blocks between two boundaries of a prompt.
         spare: whether pages of boundaries within a prompt are spare blocks.
     """

@@ -1,9 +1,9 @@
-"""Which source files are compiled as one unit.
+"""Decides which source files are compiled as one unit.
 
 The compiler spends much of its time on headers that most files of a folder include. So in variants with a sanitizer,
-which are only for tests, it gets up to `TOGETHER` files of a folder at once, as a unit: a file that includes them. Its
-messages name the included file. All files of a folder can meet in one unit, so what two of them declare in anonymous
-namespaces needs different names; otherwise the compiler reports a redefinition, and names both files.
+which are only for tests, it gets up to `TOGETHER` files of a folder at once, as a unit: a file that includes them.
+Compiler messages name the included file. Any files of a folder can be in one unit, so their declarations in anonymous
+namespaces need different names; otherwise the compiler reports a redefinition and names both files.
 
 Variants that users run have one object for each file: after a change one file is compiled again. Only bindings, which
 instantiate much of pybind11 and are compiled quickly, come in units of up to `BINDINGS_TOGETHER`.
@@ -52,7 +52,9 @@ class Unit:
     sources: tuple[Path, ...]
 
     def name(self, root: Path) -> str:
-        """The folder below `root`, and the first and the last file: `csrc.layout.kv_view-to-slot_image.cpp`."""
+        """The unit's name, from the folder below `root` and the first and last file:
+        `csrc.layout.kv_view-to-slot_image.cpp`.
+        """
         folder = self.sources[0].parent.relative_to(root).as_posix().replace("/", ".")
         return f"{folder}.{self.sources[0].stem}-to-{self.sources[-1].stem}.cpp"
 

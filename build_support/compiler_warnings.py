@@ -2,7 +2,7 @@
 
 ninja recompiles a file whose command has changed. An object that compiled without a warning is the same with the flag
 and without, so the flag reaches the compiler through the environment instead. An object that compiled with a warning
-has a note beside it, and is recompiled if warnings are errors.
+has a marker file beside it, and is recompiled if warnings are errors.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def warnings_are_errors() -> bool:
     """Whether FLEXKV_WERROR is set. Off by default: a newer compiler's new warnings must not break an install.
 
     Raises:
-        ValueError: it is neither `1` nor `0`.
+        ValueError: its value is neither `1` nor `0`.
     """
     value = os.environ.get("FLEXKV_WERROR", "0")
     if value not in ("0", "1"):
@@ -30,7 +30,9 @@ def warnings_are_errors() -> bool:
 
 
 def noting_warnings(command: str, variable: str = "FATAL_CXX") -> str:
-    """A ninja command: runs a compiler's `command` with the flag in `variable`, and makes or removes the note."""
+    """A ninja command: runs a compiler's `command` with the flag in `variable`, and makes or removes the marker
+    file.
+    """
     note = f"$out{NOTE}"
     return (
         f"{command} $${variable} 2>{note}; code=$$?; cat {note} >&2; "

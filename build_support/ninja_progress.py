@@ -1,4 +1,4 @@
-"""Runs ninja and shows its progress: on a terminal in ninja's own single line, in a log in a line now and then."""
+"""Runs ninja and shows its progress: on a terminal in ninja's own single line, in a log in an occasional line."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def run_ninja(command: Sequence[str], name: str, variables: Mapping[str, str] | 
     """Runs `command` and passes on what it prints about failures.
 
     Args:
-        name: names what is built in the printed lines.
+        name: what is built, for the printed lines.
         variables: added to the environment of the command.
 
     Raises:
         subprocess.CalledProcessError: a compile or link step failed.
     """
     environ = {**os.environ, **(variables or {}), "NINJA_STATUS": "[%f/%t] "}
-    # `make -j` names descriptors of its job server there, which it gives to other makes alone.
+    # `make -j` names file descriptors of its job server there, which it passes only to other makes.
     environ.pop("MAKEFLAGS", None)
     if sys.stdout.isatty():
         subprocess.check_call(command, env=environ)
@@ -62,7 +62,7 @@ def run_ninja(command: Sequence[str], name: str, variables: Mapping[str, str] | 
 
 
 def _lines(stream: IO[str]) -> Iterator[str]:
-    """The stream's lines, and an empty string after each `SILENCE_S` in which none comes."""
+    """The stream's lines, and an empty string after each `SILENCE_S` without a line."""
     lines: queue.Queue[str | None] = queue.Queue()
 
     def read() -> None:

@@ -40,7 +40,7 @@ class Need:
     Attributes:
         name: as in `system_packages`.
         reason: what it is for.
-        missing: returns None if the machine has it, else what was found instead.
+        missing: a function that returns None if the machine has it, else what was found instead.
     """
 
     name: str
@@ -108,7 +108,7 @@ def _not_loaded(library: str) -> str | None:
 
 
 def _no_redis() -> str | None:
-    # Debian's package of the server starts a service; its tools have the same program under another name.
+    # Debian's package of the server starts a service; its package of tools has the same program under another name.
     found = any(map(shutil.which, ("redis-server", "redis-check-rdb")))
     return None if found else "there is no redis-server and no redis-check-rdb on PATH"
 

@@ -32,7 +32,7 @@ make test-unit test-native test-engines."""
 
 
 def plan() -> list[Step]:
-    """The steps, in order. SGLang itself comes without its dependencies, which are those of a GPU."""
+    """The steps, in order. SGLang itself is installed without its dependencies, which are for a GPU."""
     return [
         requirements("sglang-torch", hint=HINT),
         requirements("sglang-minimal", hint=HINT),
@@ -42,7 +42,7 @@ def plan() -> list[Step]:
 
 
 def make(folder: Path) -> None:
-    """Brings the environment up to date, in moments if nothing changed. Ends the program where it cannot."""
+    """Brings the environment up to date, at once if nothing changed. Ends the program if it cannot."""
     parent = folder.parent
     if not folder.exists() and shutil.disk_usage(parent).free < ROOM_BYTES:
         free = shutil.disk_usage(parent).free >> 20

@@ -18,7 +18,7 @@ class PackageManager:
     """How one family of distributions names and installs system packages.
 
     Attributes:
-        names: our name of a need -> packages; a need that is not listed comes with the compiler's.
+        names: our name of a need -> its packages; a need that is not listed comes with the compiler's packages.
     """
 
     program: str
@@ -100,7 +100,7 @@ def install(needs: list[str]) -> bool:
     # sudo passes no variables on.
     as_root = [*_without_password(), "env", "DEBIAN_FRONTEND=noninteractive"]
     if found.program == "apt-get":
-        # A fresh container image has no package lists.
+        # A new container image has no package lists.
         subprocess.run([*as_root, "apt-get", "update"], stdout=subprocess.DEVNULL)
     wanted = _install_arguments(found, needs)
     return subprocess.run([*as_root, *wanted], stdout=subprocess.DEVNULL).returncode == 0

@@ -1,7 +1,7 @@
 """A copy of the working tree that imports another build variant of the native core, for tests under a sanitizer.
 
-The copy lies in the variant's build folder and links to everything, except that its `flexkv` and `tests` have that
-variant's extensions. Those in the working tree are not touched.
+The copy lies in the variant's build folder and consists of links, except that its `flexkv` and `tests` have that
+variant's extensions. The extensions in the working tree are not touched.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def sanitizer_environment(sanitizer: str) -> dict[str, str]:
         # Python itself leaks at exit; its own allocator would hide overruns from the sanitizer.
         "ASAN_OPTIONS": "detect_leaks=0",
         "UBSAN_OPTIONS": "print_stacktrace=1",
-        # Some tests end with a thread inside a stuck copy: the engine leaves it alone on purpose.
+        # Some tests end while a thread is inside a stuck copy, which the transfer engine leaves alone on purpose.
         "TSAN_OPTIONS": "exitcode=66 halt_on_error=1 report_thread_leaks=0"
         f" suppressions={ROOT / 'tests' / 'sanitizers' / 'thread.supp'}",
         "PYTHONMALLOC": "malloc",

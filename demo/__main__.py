@@ -1,5 +1,5 @@
-"""`python -m demo`: a conversation through the real vLLM engine, with flexkv and without, and proof that they agree.
-Then the same with one prompt and a model with sliding windows.
+"""`python -m demo`: runs a conversation through the real vLLM engine, with flexkv and without, and checks that the
+answers agree. Then does the same with one prompt and a model with sliding windows.
 
 Exits with 1 unless every answer equals that of the engine without flexkv, token for token, and flexkv served tokens
 wherever it should have.
@@ -41,7 +41,7 @@ def main() -> int:
     arguments = parser.parse_args()
     console = Console()
     if not console.is_terminal:
-        console = Console(width=max(console.width, TABLE_WIDTH))  # a log has no width
+        console = Console(width=max(console.width, TABLE_WIDTH))  # a log is not cut to a width
     started = time.monotonic()
     # The engines inherit this. Two threads on two cores that others use as well mostly wait for each other.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -61,7 +61,7 @@ def main() -> int:
     report.write_json(arguments.out / "demo.json", facts, turns, reference)
     report.draw(turns, reference, arguments.out / "demo.png")
     console.print(f"{facts['model']}; {facts['prompt']}", highlight=False)
-    # Paths stay whole for copying.
+    # Paths are not cut, so that they can be copied.
     console.print(
         f"wrote {arguments.out / 'demo.png'}, {arguments.out / 'demo.json'}; log {facts['log']}",
         soft_wrap=True,
@@ -77,7 +77,7 @@ def main() -> int:
         console.print(f"[bold]{line}[/]", highlight=False, soft_wrap=True)
     console.print("what to try next:")
     for line in next_steps(arguments.out / "models" / f"{arguments.model}-0"):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)  # commands stay whole for copying
+        console.print(line, markup=False, highlight=False, soft_wrap=True)  # not cut, for copying
     return 0
 
 
@@ -104,7 +104,7 @@ def _run(arguments: argparse.Namespace, console: Console) -> tuple[list[Turn], l
         said: set[str] = set()
 
         def now(description: str, line: str | None = None) -> None:
-            """Shows what begins; where no bar moves, as in a log, prints `line` (default: the same) once."""
+            """Shows what begins. In a log, which has no progress bar, prints `line` (default: the same text) once."""
             bar.update(task, description=description, advance=1)
             line = line or description
             if not console.is_terminal and line not in said:

@@ -1,8 +1,8 @@
-"""`python -m demo.blend`: prompts that have four documents in some order, each of which was computed by itself. The
-real vLLM blends them, and computes them fully.
+"""`python -m demo.blend`: prompts that contain four documents in some order, each of which was computed by itself. The
+real vLLM blends them, and for comparison computes them in full.
 
-The time of an answer is that from the request to its first token, with all waiting for cached pages. Exits with 1 if a
-ratio of 1 does not give the full computation's answers, or if a request was not blended.
+The time of an answer is the time from the request to its first token, including any wait for cached pages. Exits with 1
+if a ratio of 1 does not give the full computation's answers, or if a request was not blended.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Row:
         name: "full", or the ratio.
         seconds: time to the first token, of each prompt.
         processor_s: processor time of each prompt and its answer. Other work on the machine hardly changes it.
-        same_tokens: share of answers' tokens that are the full computation's.
+        same_tokens: share of the answers' tokens that equal those of the full computation.
         off: mean distance of the first token's log probability from the full computation's.
     """
 
@@ -63,7 +63,7 @@ class Row:
 
 
 class Documents:
-    """The documents, and prompts of them in some order."""
+    """The documents, and prompts that contain them in some order."""
 
     def __init__(self, tokens: int, model: str) -> None:
         shape = PRESETS[model]
@@ -94,7 +94,7 @@ class Documents:
             "ids": ids,
             "max_tokens": answer_tokens,
             "logprobs": True,
-            # Also of prompts that are computed fully: no prefix cache helps any of them.
+            # Also for prompts that are computed in full, so that no prefix cache helps any of them.
             "salt": f"flexkv-blend:{next(self._salts)}",
             "extra": None if blend is None else {"kv_transfer_params": {"flexkv.blend": blend}},
         }
@@ -123,7 +123,7 @@ def _row(way: float | None, answers: list[dict[str, Any]], full: list[dict[str, 
 
 
 def problems(rows: Sequence[Row], blended: float, rounds: int) -> list[str]:
-    """What must not be. `blended`: requests that flexkv counts as blended."""
+    """What is wrong with the run. `blended`: requests that flexkv counts as blended."""
     found = []
     exact = next(row for row in rows if row.name == "1")
     if exact.same_tokens < 1 or exact.off > 0:

@@ -1,5 +1,6 @@
-"""The demo's script: one conversation cold, the same after the engine forgot it, then more than its pool holds, and the
-first conversation again in a new process of the engine."""
+"""The demo's script: one conversation cold, the same one after the engine forgot it, then more conversations than its
+pool holds, and the first one again in a new process of the engine.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +33,13 @@ LOAD_SECONDS = "vllm:flexkv_transfer_seconds_sum{direction=load}"
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One prompt, its answer and what that took.
+    """One prompt, its answer and what the answer took.
 
     Attributes:
         phase: cold, warm (the engine's own cache was dropped before), crowd, or disk (a new process answers).
         served: prompt tokens that came from flexkv.
         expects: fewest prompt tokens that flexkv must have served.
-        load_seconds: time from the submission of the loads until the engine saw them ended.
+        load_seconds: time from the submission of the loads until the engine saw their end.
     """
 
     phase: str
@@ -60,7 +61,7 @@ class Turn:
 
 @dataclass
 class Script:
-    """Plays the script on two engines in turns, so that other load on the machine affects both alike.
+    """Runs the script on two engines in turns, so that other load on the machine affects both alike.
 
     Both get the same prompts: each prompt contains the earlier answers of the engine without flexkv.
     """
@@ -103,8 +104,8 @@ class Script:
             prompt = [*prompt, *answer, *self._tokens(FOLLOW_UP_TOKENS, 1000 + number)]
 
     def warm(self) -> None:
-        """Asks the same prompts again, each after the engine has dropped its cache, as if other users had come in
-        between.
+        """Asks the same prompts again, each after the engine has dropped its cache, as if other users' prompts had come
+        in between.
         """
         for number, prompt in enumerate(self._prompts):
             self._forget()
@@ -112,7 +113,9 @@ class Script:
         self._forget()
 
     def crowd(self) -> None:
-        """Plays conversations in rotation that together exceed the engine's pool: each turn finds its start evicted."""
+        """Runs conversations in rotation that together exceed the engine's pool, so that each turn finds its start
+        evicted.
+        """
         prompts = {talk: self._tokens(CROWD_PROMPT_TOKENS, talk) for talk in range(1, CROWD + 1)}
         for number in range(CROWD_TURNS):
             for talk, prompt in prompts.items():
@@ -133,7 +136,7 @@ class Script:
         [plain] = self.alone.generate([request])
         before = self.engine.metrics()
         [result] = self.engine.generate([request])
-        # Stores outlive their request by a moment; their bytes belong to this turn.
+        # Stores end a moment after their request; their bytes belong to this turn.
         self.engine.call("drain")
         after = self.engine.metrics()
 

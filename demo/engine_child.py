@@ -1,4 +1,4 @@
-"""The far side of `EngineProcess`: one vLLM engine that runs operations, one JSON message at a time.
+"""The engine's side of `EngineProcess`: one vLLM engine that runs operations, one JSON message at a time.
 
 Modules named at the start may add operations of their own.
 """
@@ -77,7 +77,7 @@ class RequestTracker:
         self.engine.add_request(name, prompt, params, lora_request=lora_request)
 
     def step(self) -> bool:
-        """One engine step; False when no request is left."""
+        """Runs one engine step; False if no request is left."""
         if not self.engine.has_unfinished_requests():
             return False
         for output in self.engine.step():
@@ -111,7 +111,7 @@ def generate(llm: Any, requests: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def reset(llm: Any, connector: bool = False, running: bool = False) -> dict[str, Any]:
-    """Drops the engine's own prefix cache, and the connector's if asked."""
+    """Drops the engine's own prefix cache and, if asked, the connector's."""
     return {"done": bool(llm.reset_prefix_cache(reset_running_requests=running, reset_connector=connector))}
 
 
@@ -130,7 +130,9 @@ def drain(llm: Any, deadline_s: float = 20.0) -> dict[str, Any]:
 
 
 def metrics(llm: Any, contains: str = "") -> dict[str, Any]:
-    """Values that Prometheus would scrape, of series whose names contain a text: "name" or "name{label=value}"."""
+    """The values that Prometheus would scrape of series whose names contain a text, by "name" or
+    "name{label=value}".
+    """
     from prometheus_client import REGISTRY
 
     values: dict[str, float] = {}
@@ -184,14 +186,17 @@ def _operations(modules: list[str]) -> dict[str, Operation]:
 
 
 def die_with_parent(by: signal.Signals = signal.SIGKILL) -> None:
-    """Asks for a signal when the parent ends. An engine's parent is the fork server, which ends with our caller."""
+    """Asks for a signal when the parent process ends. An engine's parent is the fork server, which ends with our
+    caller.
+    """
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, by) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
 
 
 def _compile_nothing() -> None:
-    """Has functions that vLLM compiles even for an engine without compilation run as they are written, on a CPU. With
-    several ranks, and for log probabilities, each process would run the compiler: two seconds of CPU."""
+    """On a CPU, runs uncompiled the functions that vLLM compiles even for an engine without compilation. With several
+    ranks, and for log probabilities, each process would otherwise spend two seconds of CPU in the compiler.
+    """
     import torch
     from vllm.platforms import current_platform
 
@@ -215,7 +220,7 @@ def serve(
     log: str,
 ) -> None:
     """Runs in the new process: starts the engine, replies, then runs operations until it gets `CLOSE`."""
-    os.setsid()  # a group of its own, so that a stuck engine goes down with all its workers
+    os.setsid()  # a process group of its own, so that a stuck engine can be killed with all its workers
     die_with_parent()
     _redirect_output(log)
     os.environ.update(environment)

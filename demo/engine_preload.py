@@ -1,4 +1,4 @@
-"""Imported once by the fork server of all engines: importing vLLM takes up to ten seconds of CPU."""
+"""Imported once by the fork server of all engines, because importing vLLM takes up to ten seconds of CPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from demo.engine_child import QUIET_ENVIRONMENT
 for _name, _value in QUIET_ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)
 
-# torch compiles some code; it reads CXX at its first import and takes it for one word.
+# torch compiles some code; it reads CXX at its first import and treats the value as one word.
 if " " in os.environ.get("CXX", ""):
     os.environ["CXX"] = os.environ["CXX"].split()[-1]
 
@@ -22,8 +22,8 @@ import vllm.utils.system_utils  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 
 if current_platform.is_cpu():
-    # Replaces vLLM's choice of a start method: on a CPU it always spawns its processes, and each would import all
-    # again. Done before the next import, which takes the function by its name.
+    # Replaces vLLM's choice of a start method: on a CPU it always spawns its processes, and each would import
+    # everything again. Done before the next import, which binds the function by name.
     assert hasattr(vllm.utils.system_utils, "get_mp_context")
     vllm.utils.system_utils.get_mp_context = partial(multiprocessing.get_context, "fork")
 
@@ -47,17 +47,17 @@ if current_platform.is_cpu():
     from vllm.config.logging import LoggingConfig
     from vllm.logger import configure_logging_if_needed
 
-    # Not the connector: it gives vLLM its name as it is imported, which is the plugin's task.
+    # The connector is not among them: importing it registers its name with vLLM, which is the plugin's task.
     import flexkv.adapters.vllm.scheduler
     import flexkv.adapters.vllm.worker  # noqa: F401
 
-    # Each looks at all modules or loggers, which takes an engine as long as all else that it starts with. The kernels
+    # Each of these looks at all modules or loggers, which takes as long as the rest of an engine's start. The kernels
     # stay replaced; an engine with other settings for its log configures it again.
     current_platform.register_triton_kernel_overrides()
     type(current_platform).register_triton_kernel_overrides = staticmethod(lambda: None)
     configure_logging_if_needed(LoggingConfig())
 
-# flexkv asks once per process: it warns of another package of its name.
+# flexkv checks once per process, and warns if another package has its name.
 importlib.metadata.packages_distributions = cache(importlib.metadata.packages_distributions)
 importlib.metadata.packages_distributions()
 

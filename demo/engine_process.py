@@ -1,4 +1,4 @@
-"""A vLLM engine in a process of its own, steered call by call, every call bounded in time."""
+"""A vLLM engine in a process of its own, controlled call by call. Every call is bounded in time."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class EngineProcess:
         engine: arguments of `vllm.LLM`.
         log: file that takes the engine's stdout and stderr.
         operations: modules whose OPERATIONS the engine's side adds to its own.
-        environment: added to the fork server's, which is this process's with `QUIET_ENVIRONMENT`.
+        environment: variables added to those of the fork server, which has this process's and `QUIET_ENVIRONMENT`.
         paths: where the engine's processes also look for modules: operations, a connector.
     """
 
@@ -114,7 +114,7 @@ class EngineProcess:
         """Runs one operation and returns its reply.
 
         Raises:
-            EngineError: it failed, the engine died, or the deadline passed (then the engine was killed).
+            EngineError: the operation failed, the engine died, or the deadline passed (then the engine was killed).
         """
         if not self._open:
             raise EngineError(f"{operation}: the engine was closed")
@@ -150,7 +150,7 @@ class EngineProcess:
             return
         self._open = False
         assert self._process.pid is not None
-        # Until the engine has called setsid it is in the fork server's group, which must not go down with it.
+        # Until the engine has called setsid it is in the fork server's process group, which must not be killed with it.
         self._process.kill()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)

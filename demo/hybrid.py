@@ -63,7 +63,7 @@ def play(folder: Path, log: Path, now: Callable[[str], None]) -> HybridRun:
     """
     Args:
         folder: the model is written here.
-        now: called with what begins.
+        now: called with a text that says what begins.
     """
     now("writing a random Gemma 3")
     model = write_gemma_3(folder / "gemma3")

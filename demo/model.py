@@ -64,7 +64,7 @@ class ModelShape:
 
 
 PRESETS = {
-    # Starts and prefills in moments: for tests and the demo.
+    # Starts and prefills quickly; for tests and the demo.
     "tiny": ModelShape(layers=4, hidden=256, heads=4, kv_heads=2, intermediate=512),
     # A cold 4k-token prefill takes seconds on two cores: long enough to measure a hit against.
     "medium": ModelShape(layers=8, hidden=512, heads=8, kv_heads=4, intermediate=1536),

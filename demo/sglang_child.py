@@ -1,4 +1,4 @@
-"""The engine's side: SGLang in its own environment, steered by lines of JSON on two descriptors.
+"""The engine's side: SGLang in its own environment, controlled by lines of JSON on two file descriptors.
 
 python -m demo.sglang_child ORDERS_FD ANSWERS_FD '{"model_path": ..., ...}' spawn|fork
 """
@@ -44,7 +44,7 @@ class Operations:
         """Loads weights in place.
 
         Raises:
-            RuntimeError: the engine refused them; has the engine's message.
+            RuntimeError: the engine refused them; the error has the engine's message.
         """
         for _ in range(100):
             success, message, *_ = self._engine.update_weights_from_disk(path)
@@ -57,7 +57,7 @@ class Operations:
         return False
 
     def metrics_page(self) -> str:
-        """The page that the engine's own server has at /metrics; for an engine with `enable_metrics`."""
+        """The text that the engine's own server shows at /metrics, for an engine with `enable_metrics`."""
         from fastapi import FastAPI
         from sglang.srt.utils import add_prometheus_middleware
         from starlette.testclient import TestClient
@@ -167,7 +167,7 @@ def main() -> None:
             reply = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(reply), file=answers, flush=True)
     engine.shutdown()
-    # All of its processes have ended. Tearing the modules down would cost another three seconds of CPU.
+    # All of its processes have ended. A regular exit of the interpreter would cost another three seconds of CPU.
     os._exit(0)
 
 

@@ -1,4 +1,4 @@
-"""A real SGLang engine in its own environment, steered call by call. Every call is bounded in time."""
+"""A real SGLang engine in its own environment, controlled call by call. Every call is bounded in time."""
 
 from __future__ import annotations
 
@@ -48,20 +48,20 @@ ENGINE = {
 """What SGLang needs on a machine without a GPU, and a pool small enough to fill."""
 
 ENVIRONMENT = {
-    # Has the ninja with which SGLang compiles.
+    # SGLang compiles with the ninja that is there.
     "PATH": f"{FOLDER / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}",
     # The model is tiny: more threads only wait for each other. Compiling a kernel takes longer than all its runs.
     "OMP_NUM_THREADS": "1",
     "TORCHDYNAMO_DISABLE": "1",
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
-    # SGLang compiles its page hash at first use, and takes CXX for one word; "ccache g++" is for our own build.
+    # SGLang compiles its page hash at first use and treats CXX as one word; "ccache g++" is for our own build.
     **({"CXX": os.environ["CXX"].split()[-1]} if " " in os.environ.get("CXX", "") else {}),
 }
 
 
 def child_environment(**more: str) -> dict[str, str]:
-    """This process's variables for one of SGLang's Python, which has paths of its own."""
+    """This process's environment variables for a process of SGLang's Python, which has paths of its own."""
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | ENVIRONMENT | more
 
 
@@ -82,7 +82,7 @@ def linker(
 
 
 class Launched(Protocol):
-    """The started process, as `subprocess.Popen` has it."""
+    """The started process; the part of `subprocess.Popen` that is used."""
 
     @property
     def pid(self) -> int: ...
@@ -94,7 +94,8 @@ class SglangProcess:
     """Starts an engine; use as a context manager.
 
     Raises:
-        RuntimeError: there is no environment, or the engine did not start, answer or end in time; has the log's end.
+        RuntimeError: there is no environment, or the engine did not start, answer or end in time; the message has the
+            log's end.
     """
 
     python = FOLDER / "bin" / "python"
@@ -134,7 +135,9 @@ class SglangProcess:
         self.close()
 
     def placed(self, command: Sequence[str]) -> Sequence[str]:
-        """The command that runs `command` where the engine belongs, under the id of the started process."""
+        """The command that runs `command` in the place of the engine (such as a namespace), with the id of the started
+        process.
+        """
         return command
 
     def launched(

@@ -1,7 +1,7 @@
 """Does on a CPU what SGLang's HiCache takes from a GPU: streams and events, registered memory, copies by index.
 
-A plugin of SGLang's, only in the tests' environment. Copies are plain indexing there, so the order that streams and
-events would enforce holds.
+A plugin for SGLang, only in the tests' environment. Copies are plain indexing there, so they always happen in the order
+that streams and events would enforce.
 """
 
 from __future__ import annotations

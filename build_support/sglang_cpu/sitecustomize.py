@@ -1,4 +1,5 @@
-"""Adds what SGLang's wheel finds with CUDA and a CPU's torch lacks. Python loads it at start, in children too.
+"""Adds operators that SGLang's wheel expects and that torch for a CPU lacks. Python loads this file at start, in
+children too.
 
 torchvision from PyPI is linked to CUDA: its native part does not load beside a CPU's torch, and then its own import
 fails over undeclared operators. Once declared they need no code, because nothing here calls them.
@@ -14,7 +15,9 @@ VISION_OPERATORS = (
 
 
 class _BeforeTorchvision(MetaPathFinder):
-    """Finds nothing: declares torchvision's operators when its import begins, and removes itself."""
+    """An import finder that finds nothing: it declares torchvision's operators when its import begins, and removes
+    itself.
+    """
 
     library = None
 
@@ -28,7 +31,7 @@ class _BeforeTorchvision(MetaPathFinder):
             library = torch.library.Library("torchvision", "DEF")
             for operator in VISION_OPERATORS:
                 library.define(operator)
-            # The declarations go with the object.
+            # The declarations end with the object.
             _BeforeTorchvision.library = library
         return None
 

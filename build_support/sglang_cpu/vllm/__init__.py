@@ -1,1 +1,1 @@
-"""Not vLLM. SGLang imports two kernels from a package of this name where it finds neither a GPU nor `sgl_kernel`."""
+"""Not vLLM. SGLang imports two kernels from a package of this name if it finds neither a GPU nor `sgl_kernel`."""
